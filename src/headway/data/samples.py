@@ -50,17 +50,23 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """An image, video or audio clip: a file or its bytes.
+    """An image, video or audio clip: a file or its bytes; or a video as pictures of its frames.
 
     Attributes:
         path: a file, or a URL that fsspec opens; None where the bytes came with the sample.
         data: the encoded bytes; None where they are to be read from `path`.
+        frames: pictures of a video's frames, in order; empty for any other media, and `path` and `data` are None then.
+        frames_per_s: rate of the frames [1/s]; 0 without them.
     """
 
     path: str | None = None
     data: bytes | None = None
+    frames: tuple["Media", ...] = ()
+    frames_per_s: float = 0.0
 
     def __str__(self) -> str:
+        if self.frames:
+            return f"of {len(self.frames)} frames from {self.frames[0]} on"
         return self.path if self.path is not None else f"{len(self.data or b'')} bytes within the sample"
 
     def open(self) -> BinaryIO:

@@ -243,6 +243,44 @@ def test_tokens_and_patches_are_those_of_the_real_processor(seeing, num_frames):
     assert encoded.media_end == int((encoded.token_types_S > 0).nonzero()[-1]) + 1
 
 
+@pytest.mark.parametrize(("num_frames", "rate"), [(2, 2.0), (3, 2.0), (9, 0.5)])
+def test_pictures_of_frames_are_read_as_the_real_processor_reads_frames_that_are_not_sampled_again(
+    seeing, num_frames, rate
+):
+    encoder, _ = seeing
+    frames_FHWC = np.random.default_rng(1).integers(0, 256, (num_frames, 50, 70, 3), dtype=np.uint8)
+    pictures = []
+    for frame in frames_FHWC:
+        Image.fromarray(frame).save(file := BytesIO(), "PNG")
+        pictures.append(Media(data=file.getvalue()))
+    sample = chat(VideoPart(Media(frames=tuple(pictures), frames_per_s=rate)))
+    encoded = encoder.encode(sample)
+    assert encoder.measure(sample) == encoded.lengths
+    text = encoder.template.views(sample)[0].text
+    known = [VideoMetadata(total_num_frames=num_frames, fps=rate, frames_indices=list(range(num_frames)))]
+    out = encoder.processor(
+        text=[text], videos=[frames_FHWC], video_metadata=known, do_sample_frames=False, return_tensors="pt"
+    )
+    assert torch.equal(encoded.input_ids_S, out["input_ids"][0])  # with the times of frames that Qwen3-VL writes
+    assert torch.equal(encoded.video_grids_M3, out["video_grid_thw"])
+    pixels_PD = encoded.video_pixels_PD
+    if pixels_PD.dtype == torch.uint8:
+        pixels_PD = pixels_PD * encoder.pixel_scale[0] + encoder.pixel_scale[1]
+    assert torch.allclose(pixels_PD, out["pixel_values_videos"], rtol=0, atol=1e-6)
+
+
+def test_pictures_of_frames_have_one_size_and_are_named_where_damaged(encoder, tmp_path):
+    sizes = [(40, 30), (40, 30), (30, 40)]
+    for number, size in enumerate(sizes, 1):
+        Image.new("RGB", size).save(tmp_path / f"{number}.png")
+    frames = tuple(Media(str(tmp_path / f"{number}.png")) for number in (1, 2, 3))
+    with pytest.raises(DataError, match=r"the video of 3 frames from .*1\.png on cannot be used: frame 3 has 30 x 40"):
+        encoder.measure(chat(VideoPart(Media(frames=frames, frames_per_s=2.0))))
+    (tmp_path / "2.png").write_bytes((tmp_path / "2.png").read_bytes()[:-30])
+    with pytest.raises(DataError, match=r"the image .*2\.png \(\d+ bytes\) cannot be read"):
+        encoder.encode(chat(VideoPart(Media(frames=frames[:2], frames_per_s=2.0))))
+
+
 def test_positions_of_videos_are_the_models_own(seeing):
     encoder, model = seeing
     encoded = encoder.encode(chat(VideoPart(written(num_frames=20)), ImagePart(picture())))

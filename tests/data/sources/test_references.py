@@ -1,12 +1,16 @@
 """What rows may name, and what they may not."""
 
+import base64
+import io
 import os
 
 import pytest
+from PIL import Image
 
 from headway.data import Media
-from headway.data.sources import open_source, references
-from headway.data.sources.references import MediaRules, RowMedia, below, inline_bytes
+from headway.data.sources import inline, open_source
+from headway.data.sources.inline import inline_bytes
+from headway.data.sources.references import MediaRules, RowMedia, below
 from headway.errors import DataError
 
 
@@ -77,9 +81,7 @@ def test_remote_media_are_off_unless_allowed(root, url):
     assert named(root, url, allow_remote=True) == Media(url)
 
 
-@pytest.mark.parametrize(
-    "url", ["file:///etc/passwd", "local:///etc/passwd", "zip://a::http://b/c.zip", "http://a::file:///etc/passwd"]
-)
+@pytest.mark.parametrize("url", ["local:///etc/passwd", "zip://a::http://b/c.zip", "http://a::file:///etc/passwd"])
 def test_protocols_that_reach_this_machine_are_never_allowed(root, url):
     with pytest.raises(DataError, match="has a protocol that rows may not use"):
         named(root, url, allow_remote=True)
@@ -91,7 +93,7 @@ def test_data_uris_are_decoded_and_bounded(monkeypatch):
     for uri in ("data:image/png;base64,SGk", "data:image/png;base64,S G!", "data:image/png;base64"):
         with pytest.raises(DataError, match="cannot be decoded"):
             inline_bytes("image", uri)
-    monkeypatch.setattr(references, "MAX_INLINE_BYTES", 12)
+    monkeypatch.setattr(inline, "MAX_INLINE_BYTES", 12)
     assert len(inline_bytes("image", "data:;base64," + "SGkh" * 4)) == 12
     with pytest.raises(DataError, match="has 20 characters"):
         inline_bytes("image", "data:;base64," + "SGkh" * 5)
@@ -129,3 +131,106 @@ def test_an_absolute_path_within_the_root_is_read(root, tmp_path):
     assert named(tmp_path / "link", str(root / "in/a.png")).read() == b"a"
     with pytest.raises(DataError, match=r"is absolute and leads elsewhere .* open the dataset with another root"):
         named(root, f"{root}2/in/a.png")
+
+
+def test_file_uris_below_the_root_are_paths_and_others_are_refused(root, tmp_path):
+    (root / "in" / "b c.png").write_bytes(b"b")
+    (root / "in" / "d%20e.png").write_bytes(b"d")
+    assert named(root, f"file://{root}/in/a.png").read() == b"a"  # as Qwen's documentation has it
+    assert named(root, "FILE://in/a.png").read() == b"a"
+    assert named(root, (root / "in/b c.png").as_uri()).read() == b"b"  # escaped, by Python
+    assert named(root, "file://in/d%20e.png").read() == b"d"
+    for uri in ("file:///etc/passwd", "file://../secret.png", f"file://{tmp_path}/secret.png", "file:///%2Fetc/passwd"):
+        with pytest.raises(DataError, match=r"leaves the dataset's folder|is absolute"):
+            named(root, uri, allow_remote=True)
+    with pytest.raises(DataError, match="is absolute"):
+        named(root, "file:///etc/passwd", root="memory://bucket")
+
+
+def picture(form, size=(6, 4), **options):
+    file = io.BytesIO()
+    Image.effect_noise(size, 100).convert("RGB").save(file, form, **options)
+    return file.getvalue()
+
+
+PNG = picture("PNG")
+BASE64 = base64.b64encode(PNG).decode()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        BASE64,
+        base64.encodebytes(PNG).decode(),
+        {"base64": BASE64},
+        {"bytes": BASE64, "path": "a.png"},
+        {"type": "base64", "media_type": "image/png", "data": BASE64},
+        {"url": f"data:image/png;base64,{BASE64}", "detail": "high"},
+        {"bytes": None, "path": f"data:image;base64,{BASE64}"},
+        {"source": {"type": "base64", "media_type": "image/png", "data": BASE64}},
+    ],
+)
+def test_bytes_within_a_row_are_read_in_every_form(root, value):
+    assert named(root, value).read() == PNG
+    assert RowMedia({"images": [value]}, {}, str(root), MediaRules()).next("image").media.read() == PNG
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM"])
+def test_bare_base64_of_every_kind_of_picture_is_told_from_a_path(root, form):
+    content = picture(form)
+    assert named(root, base64.b64encode(content).decode()).read() == content
+
+
+@pytest.mark.parametrize("name", ["a" * 64, "iVBORw0KGgo" * 8 + ".png", "in/" * 30 + "a", BASE64[:40], "Qk" + "/" * 70])
+def test_a_path_of_letters_alone_is_no_base64(root, name):
+    with pytest.raises(DataError, match=r"does not exist|cannot be decoded|not base64"):
+        named(root, name)
+
+
+def test_damaged_base64_is_told_without_its_bytes(root, monkeypatch):
+    for value in (BASE64[:-3], {"base64": "b'\\x89PNG'"}, {"bytes": "\ud800" * 99}):
+        with pytest.raises(DataError, match=r"characters that are not base64 \(.*Write its bytes in base64") as caught:
+            named(root, value)
+        assert len(str(caught.value)) < 300
+    monkeypatch.setattr(inline, "MAX_INLINE_BYTES", 12)
+    with pytest.raises(DataError, match="at most 0 MiB are read"):
+        named(root, BASE64)
+
+
+def test_frames_of_a_video_are_a_list_a_column_or_a_folder(root):
+    for number in (10, 9, 1):
+        (root / "in" / f"f{number}.jpg").write_bytes(b"%d" % number)
+    (root / "in" / "a.png").unlink()
+    (root / "in" / "notes.txt").write_text("no frame")
+    names = [f"in/f{number}.jpg" for number in (1, 9, 10)]
+
+    def columns(**fields):
+        media = RowMedia(fields, {}, str(root), MediaRules())
+        videos = []
+        while media.waits("video"):
+            videos.append([frame.read() for frame in media.next("video").media.frames])
+        return videos
+
+    frames = [b"1", b"9", b"10"]
+    assert columns(video=names) == columns(videos=names) == columns(videos=[names]) == [frames]
+    assert columns(videos=[names, names[:1]]) == [frames, [b"1"]]
+    assert columns(video="in") == columns(videos=["in/"]) == columns(videos=[f"file://{root}/in"]) == [frames]
+    assert columns(videos=[[{"path": names[0]}, "data:,9"]]) == [[b"1", b"9"]]
+    for name in ("..", "/etc", "in/.."):
+        with pytest.raises(DataError, match=r"leaves the dataset's folder|is absolute|is a folder without pictures"):
+            columns(videos=[name])
+    with pytest.raises(DataError, match=r"'in/f2\.jpg' does not exist"):
+        columns(videos=[["in/f2.jpg"]])
+
+
+def test_animations_in_a_column_are_videos_of_their_own(root):
+    for name in ("a.gif", "b.gif"):
+        (root / name).write_bytes(b"GIF8")
+    media = RowMedia({"videos": ["a.gif", "b.gif"]}, {}, str(root), MediaRules())
+    assert [media.next("video").media.frames, media.next("video").media.frames] == [(), ()]
+
+
+def test_frames_that_are_members_wait_no_longer():
+    media = RowMedia({}, {"x.0.png": b"a", "x.1.png": b"b"}, ".", MediaRules())
+    media.named("video", ["0.png", "1.png"])
+    media.finish()

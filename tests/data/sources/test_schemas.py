@@ -81,6 +81,51 @@ def test_messages_of_strings_and_parts(read, at):
     )
 
 
+def test_parts_in_the_forms_of_other_libraries(read, at):
+    """Anthropic's source, transformers' base64, OpenAI's responses, and qwen-vl-utils' list of frames with its rate."""
+    parts = [
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "SGk="}},
+        {"type": "image", "base64": "SGk="},
+        {"type": "input_image", "image_url": "a.png"},
+        {"type": "input_text", "text": "See "},
+        {"type": "video", "video": ["a.png", "b.png"], "sample_fps": "0.5"},
+        {"type": "video", "video": ["a.png"], "image": None},
+    ]
+    (asked, _) = read({"messages": [said("user", parts), said("assistant", "Yes.")]}).messages
+    assert asked.parts == (
+        ImagePart(Media(data=b"Hi")),
+        ImagePart(Media(data=b"Hi")),
+        ImagePart(at("a.png")),
+        TextPart("See "),
+        VideoPart(Media(frames=(at("a.png"), at("b.png")), frames_per_s=0.5)),
+        VideoPart(Media(frames=(at("a.png"),), frames_per_s=2.0)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (
+            {"type": "image", "img": "a.png"},
+            r'message 1: a part of type "image" has img, and none of the keys that say',
+        ),
+        ({"type": "image", "image": {"file_id": "x"}}, r"an object that has none of the keys bytes, base64"),
+        ({"type": "input_audio"}, r'message 1: "input_audio" is null'),
+        ({"type": "video", "video": ["a.png"], "fps": 0}, r'message 1: "fps" is 0, but frames per second are a number'),
+        ({"type": "video", "video": ["a.png"], "nframes": 2}, r'message 1: "nframes" is 2, but media are read whole'),
+        (
+            {"type": "video", "video": "c.mp4", "sample_fps": 2},
+            r'message 1: "sample_fps" is 2, but media are read whole',
+        ),
+        ({"type": "video", "video": []}, r'message 1: a part of type "video" needs a string "video", got \[\]'),
+        ({"type": "video", "video": [["a.png"]]}, r'message 1: a part of type "image" needs a string "image"'),
+    ],
+)
+def test_parts_that_cannot_be_read_are_named(read, part, says):
+    with pytest.raises(DataError, match=says):
+        read({"images": ["a.png"], "messages": [said("user", [part]), said("assistant", "Yes.")]})
+
+
 def test_tool_calls_with_arguments_as_json_or_objects(read):
     weather = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
     calls = [

@@ -14,7 +14,7 @@ from headway.data.media.image_patches import ImagePatches
 from headway.data.media.images import Picture, decode_all
 from headway.data.media.joining import Joinable
 from headway.data.media.processed import REFUSALS, ProcessedImages, reads_processed_images
-from headway.data.media.videos import Clip, SampledClip, VideoPatches
+from headway.data.media.videos import SampledClip, VideoPatches, clip_of
 from headway.data.samples import Chat, Grid, Media
 from headway.errors import ConfigError, DataError
 from headway.models.video import VideoProcessor, metadata_of
@@ -143,7 +143,7 @@ class MediaReader:
             return (), [], None
         if self.videos is None:
             raise self._refusal(where, "videos", len(videos))
-        opened = [Clip(media, where, self._max_pixels) for media in videos]
+        opened = [clip_of(media, where, self._max_pixels) for media in videos]
         try:
             clips = tuple(self.videos.sample(clip) for clip in opened)
         except ValueError as error:  # frames too narrow to resize

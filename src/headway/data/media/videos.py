@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headway.data.media.images import Picture
 from headway.data.samples import Grid, Media, media_error
 from headway.errors import ConfigError, DataError
 from headway.models.pixel_patches import Scale, pixel_scale
@@ -113,6 +114,10 @@ class Clip:
         size = (first.width, first.height) if turned else (first.height, first.width)
         return int(stream.frames), float(rate), size
 
+    def sample(self, rules: VideoProcessor) -> list[int]:
+        """The places of the frames that a model reads."""
+        return rules.sample(self.num_frames, self.fps)
+
     def frames(self, places: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
         """The frames at places in rising order, a place as often as it is named: (H, W, 3), upright.
 
@@ -150,6 +155,68 @@ class Clip:
         return media_error(self._media, self._where, "video", reason)
 
 
+class PictureClip:
+    """A video as pictures of its frames, of which the headers have been read. A model reads all of them.
+
+    Args:
+        media: the pictures and their rate.
+        where: the sample's place, for messages.
+        max_pixels: larger frames are refused [pixels].
+
+    Attributes:
+        num_frames: frames in the video.
+        fps: their rate [1/s].
+        size: (height, width) of each, upright [pixels].
+
+    Raises:
+        DataError: a picture is missing, damaged, too large or of another size than the first.
+
+    Source: qwen-vl-utils 0.0.14, `fetch_video`: what is a list of frames is not sampled again.
+    """
+
+    def __init__(self, media: Media, where: str, max_pixels: int) -> None:
+        self._media, self._where, self._max_pixels = media, where, max_pixels
+        self.num_frames, self.fps = len(media.frames), media.frames_per_s
+        sizes = []
+        for frame in media.frames:
+            with Picture(frame, where, max_pixels) as picture:
+                sizes.append(picture.size)
+        self.size = sizes[0]
+        for number, size in enumerate(sizes, start=1):
+            if size != self.size:
+                raise media_error(
+                    media,
+                    where,
+                    "video",
+                    f"frame {number} has {size[1]} x {size[0]} pixels and the first {self.size[1]} x {self.size[0]}. "
+                    "Give frames of one size",
+                )
+
+    def sample(self, rules: VideoProcessor) -> list[int]:
+        """The places of all frames; a single one as often as a patch in time needs it."""
+        places = list(range(self.num_frames))
+        return places + places[-1:] * (rules.temporal_patch_size - len(places))
+
+    def frames(self, places: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+        """The frames at places in rising order: (H, W, 3), upright.
+
+        Raises:
+            DataError: one is damaged.
+        """
+        for place in places:
+            with Picture(self._media.frames[place], self._where, self._max_pixels) as picture:
+                yield np.array(picture.decode())  # a copy, as torch takes none that cannot be written
+
+
+def clip_of(media: Media, where: str, max_pixels: int) -> Clip | PictureClip:
+    """A video, opened: a file, or pictures of its frames.
+
+    Raises:
+        DataError: it cannot be used; the message names sample and file.
+    """
+    return (PictureClip if media.frames else Clip)(media, where, max_pixels)
+
+
 def _count_frames(container: Any) -> int:
     """Frames of the first video stream, by its packets; nothing is decoded."""
     packets = container.demux(first_stream(container, "video"))
@@ -166,7 +233,7 @@ class SampledClip:
         grid: (t, h, w) [patches].
     """
 
-    clip: Clip
+    clip: Clip | PictureClip
     places: tuple[int, ...]
     grid: Grid
 
@@ -186,13 +253,13 @@ class VideoPatches:
             torch.equal(ours, theirs) for ours, theirs in zip(self._scale, image_scale, strict=True)
         )
 
-    def sample(self, clip: Clip) -> SampledClip:
+    def sample(self, clip: Clip | PictureClip) -> SampledClip:
         """Choose the frames that the model reads.
 
         Raises:
             ValueError: the rules refuse the video's size.
         """
-        places = self.rules.sample(clip.num_frames, clip.fps)
+        places = clip.sample(self.rules)
         return SampledClip(clip, tuple(places), self.rules.grid(len(places), *clip.size))
 
     def patches(self, sampled: Sequence[SampledClip]) -> torch.Tensor:

@@ -1,14 +1,15 @@
 """Turns of a chat, in the forms that datasets write them: OpenAI's messages and ShareGPT's conversations."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.data.samples import ROLES, Message, Part, TextPart
 from headway.data.sources.json_rows import shortened
-from headway.data.sources.marks import REASONING, is_learnt
-from headway.data.sources.references import KINDS, RowMedia
+from headway.data.sources.marks import HARMLESS_COLUMNS, HARMLESS_KEYS, REASONING, is_learnt
+from headway.data.sources.references import FRAMES_PER_S, KINDS, MEDIA_KEYS, RowMedia, media_key
 from headway.errors import DataError
 
 SPEAKERS = {
@@ -29,8 +30,15 @@ _MEANINGFUL = ("function_call", "refusal", "audio")
 # What Qwen's and LMMs-Engine's processors read beside a part's media: a piece of it, or a size of its own.
 _CUTS = (
     "video_start", "video_end", "nframes", "fps", "min_frames", "max_frames",
-    "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width",
+    "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "sample_fps", "raw_fps",
 )  # fmt: skip
+_BESIDE_MEDIA = ("type", "text", "detail", "cache_control", *HARMLESS_KEYS, *HARMLESS_COLUMNS)
+_RATES = ("sample_fps", "fps")  # of a list of frames, as qwen-vl-utils reads them
+_TYPES = {
+    "image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio", "input_image": "image",
+    "input_text": "text", "output_text": "text",
+}  # fmt: skip
+"""Types of parts and the kinds that they are of. Source: OpenAI's chat completions and responses."""
 _MARKER = re.compile(r"<(image|video|audio)>")
 
 
@@ -227,7 +235,7 @@ def _kind(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         return None
-    kind = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}.get(kind, kind)
+    kind = _TYPES.get(kind, kind)
     return kind if kind == "text" or kind in KINDS else None
 
 
@@ -240,26 +248,60 @@ def _read_part(part: Any, media: RowMedia, markers: set[str], where: str) -> tup
         if not isinstance(part.get("text"), str):
             raise DataError(f'{where}: a part of type "text" needs a string "text", got {shortened(part.get("text"))}.')
         return split_markers(part["text"], markers, media)
-    _refuse_cuts(part, where)
     try:
         if part["type"] == "input_audio":
-            return (_input_audio(part["input_audio"], media),)
-        value = next(
-            (part[key] for key in (part["type"], "url", "path", "bytes") if part.get(key) not in (None, "")), None
-        )
-        return (media.next(kind) if value is None else media.named(kind, value),)
+            return (_input_audio(part.get("input_audio"), media),)
+        value = part.get(part["type"])
+        if value in (None, "") and (key := media_key(part)) is not None:
+            value = {key: part[key]}
+        if kind == "video" and isinstance(value, list):
+            return (media.named(kind, value, _rate_of(part)),)
+        _refuse_cuts(part)
+        if value in (None, ""):
+            _check_names_nothing(part, kind)
+            return (media.next(kind),)
+        return (media.named(kind, value),)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
 
 
-def _refuse_cuts(part: dict[str, Any], where: str) -> None:
+def _rate_of(part: dict[str, Any]) -> float:
+    """Frames per second of a part whose video is a list of frames, which takes the place of a file's own.
+
+    Raises:
+        DataError: it is no number above 0, or the part asks for a piece of the list or another size.
+    """
+    key = next((key for key in _RATES if part.get(key) is not None), None)
+    _refuse_cuts({name: value for name, value in part.items() if name not in _RATES})
+    if key is None:
+        return FRAMES_PER_S
+    try:
+        rate = float(part[key])
+    except (TypeError, ValueError):
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise DataError(f'"{key}" is {shortened(part[key])}, but frames per second are a number above 0.')
+    return rate
+
+
+def _check_names_nothing(part: dict[str, Any], kind: str) -> None:
+    """Refuse a part that names its media by a key that is not read; one that names none takes the row's next."""
+    keys = [key for key, value in part.items() if key not in _BESIDE_MEDIA and value not in (None, "")]
+    if keys:
+        raise DataError(
+            f'a part of type "{kind}" has {", ".join(keys)}, and none of the keys that say which {kind} it is: '
+            f"{', '.join(MEDIA_KEYS)}."
+        )
+
+
+def _refuse_cuts(part: dict[str, Any]) -> None:
     """Refuse what asks for a piece of the media, or for another size: all of it is read, in the folder's own sizes."""
     inner = part.get(part["type"])
     given = {**part, **(inner if isinstance(inner, dict) else {})}
     cut = next((key for key in _CUTS if given.get(key) is not None), None)
     if cut is not None:
         raise DataError(
-            f'{where}: "{cut}" is {shortened(given[cut])}, but media are read whole, in the sizes of the model\'s '
+            f'"{cut}" is {shortened(given[cut])}, but media are read whole, in the sizes of the model\'s '
             "folder. Cut the file beforehand, or remove the key."
         )
 

@@ -1,16 +1,17 @@
-"""Images, videos and sounds that rows name: paths below the dataset's folder, URLs where allowed, bytes, data URIs."""
+"""Images, videos and sounds that rows name: paths below the dataset's folder, URLs where allowed, bytes, frames."""
 
-import base64
 import os
 import posixpath
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote
 
 from headway.data.samples import AudioPart, ImagePart, Media, Part, VideoPart
+from headway.data.sources.inline import base64_bytes, inline_bytes, pasted_bytes
 from headway.data.sources.json_rows import shortened
 from headway.errors import DataError
 
@@ -27,8 +28,17 @@ EXTENSIONS = {
 REMOTE = ("http", "https", "s3", "gs", "gcs", "az", "abfs", "abfss", "hf", "oss")
 """Protocols that `allow_remote` allows. None of them reaches a file of this machine."""
 
-MAX_INLINE_BYTES = 256 * 2**20  # a data URI's, decoded
+_ENCODED = ("bytes", "base64", "data")  # keys of an object that holds the media themselves
+_NAMES = ("url", "path", *KINDS, *(f"{kind}_url" for kind in KINDS))  # and of one that names them
+MEDIA_KEYS = (*_ENCODED, *_NAMES, "source")
+"""Keys of a part, or of an object in a column, that say which media it is. Source: `datasets`' bytes and path; OpenAI's
+url; Anthropic's source, with the type base64 or url; transformers' base64."""
 
+FRAMES_PER_S = 2.0
+"""Rate of a video that is a list of frames and names none. Source: qwen-vl-utils 0.0.14, `fetch_video`."""
+
+_FILE_URI = "file://"
+_DIGITS = re.compile(r"(\d+)")
 _OTHER_ROOT = "open the dataset with another root"
 _COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
 _TYPE = {extension: kind for kind, extensions in EXTENSIONS.items() for extension in extensions}
@@ -91,15 +101,21 @@ class RowMedia:
         self._taken[kind] += 1
         return KINDS[kind](self._waiting[kind].pop(0))
 
-    def named(self, kind: str, value: Any) -> Part:
+    def named(self, kind: str, value: Any, frames_per_s: float = FRAMES_PER_S) -> Part:
         """Media that a message names itself.
+
+        Args:
+            kind: of the media.
+            value: a path, URL, data URI, bytes, an object that holds one of them, or a video's list of frames.
+            frames_per_s: rate of a list of frames [1/s].
 
         Raises:
             DataError: it is no such thing, leaves the root, or is remote.
         """
-        media = self._media(kind, value)
-        waiting = self._waiting[kind]
-        waiting[:] = [other for other in waiting if other is not media]  # a member that is named waits no longer
+        media = self._media(kind, value, frames_per_s)
+        named = media.frames or (media,)
+        waiting = self._waiting["image" if media.frames else kind]
+        waiting[:] = [other for other in waiting if all(other is not each for each in named)]  # a member of the sample
         return KINDS[kind](media)
 
     def finish(self) -> None:
@@ -120,25 +136,69 @@ class RowMedia:
     def _column(self, kind: str, fields: Mapping[str, Any]) -> list[Media]:
         for name in _COLUMNS[kind]:
             value = fields.get(name)
-            named = [each for each in (value if isinstance(value, list) else [value]) if not _is_nothing(each)]
+            is_one = not isinstance(value, list) or (kind == "video" and _are_frames(value))
+            named = [each for each in ([value] if is_one else value or []) if not _is_nothing(each)]
             if named:
                 return [self._media(kind, each) for each in named]
         return [media for name, media in self._members.items() if kind_of(name) == kind]
 
-    def _media(self, kind: str, value: Any) -> Media:
+    def _media(self, kind: str, value: Any, frames_per_s: float = FRAMES_PER_S) -> Media:
         if isinstance(value, dict):
-            value = next((value[key] for key in ("bytes", "url", "path") if value.get(key) is not None), value)
+            return self._described(kind, value, frames_per_s)
         if isinstance(value, bytes):
             return Media(data=value)
+        if kind == "video" and isinstance(value, list) and value:
+            return Media(frames=tuple(self._media("image", frame) for frame in value), frames_per_s=frames_per_s)
         if not isinstance(value, str):
             raise DataError(f'a part of type "{kind}" needs a string "{kind}", got {shortened(value)}.')
-        if value.startswith("data:"):
-            return Media(data=inline_bytes(kind, value))
+        data = inline_bytes(kind, value) if value.startswith("data:") else pasted_bytes(kind, value)
+        return Media(data=data) if data is not None else self._elsewhere(kind, value)
+
+    def _described(self, kind: str, value: Mapping[str, Any], frames_per_s: float) -> Media:
+        """Media of an object that holds or names them."""
+        key = media_key(value)
+        if key is None:
+            raise DataError(
+                f'a part of type "{kind}" needs a string "{kind}", got {shortened(value)}: an object that has none of '
+                f"the keys {', '.join(MEDIA_KEYS)}."
+            )
+        content = value[key]
+        if key in _ENCODED and isinstance(content, str) and not content.startswith("data:"):
+            return Media(data=base64_bytes(kind, content))
+        return self._media(kind, content, frames_per_s)
+
+    def _elsewhere(self, kind: str, name: str) -> Media:
+        """Media that stand outside the row's words: a member of the sample, a path or an address."""
+        if name[: len(_FILE_URI)].lower() == _FILE_URI:
+            name = self._path_of(name)
         if self._members:
-            return self._member(kind, value)
-        if "://" in value:
-            return Media(self._remote(kind, value))
-        return Media(below(self._root, kind, value))
+            return self._member(kind, name)
+        if "://" in name:
+            return Media(self._remote(kind, name))
+        if kind == "video" and self._is_there(os.path.isdir, name):
+            return self._folder(name)
+        return Media(below(self._root, kind, name))
+
+    def _path_of(self, uri: str) -> str:
+        """The path in a file URI, as qwen-vl-utils takes it; with its escapes read where it is not there otherwise.
+
+        Source: RFC 8089; qwen-vl-utils 0.0.14, `fetch_image`, which takes what follows file://.
+        """
+        path = uri[len(_FILE_URI) :]
+        return path if self._is_there(os.path.exists, path) else unquote(path)
+
+    def _is_there(self, test: Callable[[str], bool], name: str) -> bool:
+        return "://" not in self._root and test(os.path.join(self._root, name))  # noqa: PTH118 - Path raises for odd names
+
+    def _folder(self, name: str) -> Media:
+        """The pictures of a folder as a video's frames; numbers in their names in the order of their values."""
+        folder = below(self._root, "video", name, os.path.isdir)
+        names = [path.name for path in Path(folder).iterdir() if _is_frame(path.name)]
+        if not names:
+            raise DataError(
+                f"the video {name!r} is a folder without pictures. Give a video, or a folder of its frames."
+            )
+        return self._media("video", [f"{name.rstrip('/')}/{frame}" for frame in sorted(names, key=_by_number)])
 
     def _member(self, kind: str, name: str) -> Media:
         """Look up a stored member by its name, with or without the sample's key before it."""
@@ -180,38 +240,34 @@ def kind_of(name: str) -> str | None:
     return _TYPE.get(name.rpartition(".")[2].lower())
 
 
-def inline_bytes(kind: str, uri: str) -> bytes:
-    """Decode a data URI.
-
-    Raises:
-        DataError: it is damaged or too large.
-
-    Source: RFC 2397.
-
-    >>> inline_bytes("image", "data:text/plain;base64,SGk=")
-    b'Hi'
-    """
-    head, comma, data = uri.partition(",")
-    if len(data) > MAX_INLINE_BYTES * 4 // 3:
-        raise DataError(
-            f"the {kind} in a data URI has {len(data)} characters; at most {MAX_INLINE_BYTES // 2**20} MiB are read "
-            "from one. Store it as a file and name its path."
-        )
-    try:
-        if not comma:
-            raise ValueError("it has no comma")
-        if head.endswith(";base64"):
-            return base64.b64decode(unquote_to_bytes(data), validate=True)
-        return unquote_to_bytes(data)
-    except ValueError as error:  # binascii.Error among them
-        raise DataError(
-            f"the {kind} in the data URI {shortened(uri)} cannot be decoded: {error}. It must read "
-            '"data:image/png;base64,..." and be whole.'
-        ) from error
+def media_key(value: Mapping[str, Any]) -> str | None:
+    """The key by which an object says which media it is; None without, as where its source is a dataset's name."""
+    keys = (key for key in MEDIA_KEYS if value.get(key) not in (None, ""))
+    return next((key for key in keys if key != "source" or isinstance(value[key], dict)), None)
 
 
-def below(root: str, kind: str, name: str) -> str:
+def _is_frame(name: Any) -> bool:
+    """Whether a name is that of a still picture."""
+    return isinstance(name, str) and kind_of(name) == "image" and not name.lower().endswith(".gif")
+
+
+def _are_frames(value: Sequence[Any]) -> bool:
+    """Whether a column's list is one video's frames, and not a list of videos."""
+    return bool(value) and all(map(_is_frame, value))
+
+
+def _by_number(name: str) -> list[str | int]:
+    return [int(part) if part.isdecimal() else part for part in _DIGITS.split(name)]
+
+
+def below(root: str, kind: str, name: str, is_there: Callable[[str], bool] = os.path.isfile) -> str:
     """Join a path that a row names to the dataset's root.
+
+    Args:
+        root: folder or URL of the dataset's media.
+        kind: of the media, for messages to people.
+        name: the path.
+        is_there: whether what is looked for is at a path of this machine.
 
     Raises:
         DataError: it leaves the root, by its words or by a link; or nothing is there (looked for on this machine only).
@@ -235,7 +291,7 @@ def below(root: str, kind: str, name: str) -> str:
     if "://" in root:
         return f"{root.rstrip('/')}/{inside}"
     path = Path(root) / inside
-    if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for names that are too long
+    if not is_there(str(path)):  # by os.path: Path.is_file raises for names that are too long
         raise DataError(
             f"the {kind} {name!r} does not exist in the folder {root!r}. Put the file there, correct the path, or "
             "delete the row."
