@@ -16,7 +16,9 @@ from headway.data.sources.identity import Identities, Verify, changes_since, ide
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.packing.budget import Budget
 
-FILES = "files"  # of a state: the identity of every file
+FILES = "files"
+"""Key of a feed's state under which the identity of every file stands."""
+
 _BYTES_PER_TOKEN = 64  # ids, labels, up to three rows of positions, token types
 _BYTES_PER_PATCH = 1664  # 16 x 16 x 3 bytes over two frames, and 128 for what the tower derives from grids
 
