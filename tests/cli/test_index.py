@@ -131,3 +131,13 @@ def test_the_second_index_imports_neither_torch_nor_transformers(headway, chats,
     second = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
 
     assert (second.stdout, second.stderr.split()) == (first.out, [])
+
+
+def test_keys_that_nobody_looks_at_are_told_once(headway, model, tmp_path):
+    turns = [QUESTION, {"role": "assistant", "content": "Three.", "mark": "bad"}]
+    file = tmp_path / "marked.jsonl"
+    file.write_text("\n".join([json.dumps({"messages": turns, "mood": 1})] * 3))
+    for command in (("index", "--workers", 0), ("index", "--workers", 0), ("look",)):
+        result = headway(command[0], file, "--model", model, *command[1:])
+        assert result.code == 0
+        assert result.err.count("messages: mark, mood are not looked at") == 1

@@ -93,8 +93,9 @@ def test_packs_are_strips_and_what_was_cut_or_dropped_is_told(model, data, headw
     held = sorted(item["row"] for pack in record["packs"] for item in pack["items"])
     assert held == [0, 1, 3]
     cut = json.loads(headway("look", data, *options, "--overlong", "split", "--json").out)["samples"][4]
-    assert cut["left_out"].startswith(f"split into {len(cut['used'])} pieces")
-    assert cut["used"][0] == [0, 64]
+    ((start, stop),) = cut["used"]  # the question before it is longer than two packs, and nothing of it is learnt
+    assert start == 128 < stop
+    assert cut["left_out"].startswith(f"split into 1 piece, tokens 128 to {stop}: ")
 
 
 def test_the_page_shows_pictures_and_escapes_what_stands_in_rows(model, data, headway, tmp_path):

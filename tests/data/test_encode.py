@@ -41,6 +41,25 @@ def test_templates_that_do_not_mark_answers_give_the_same_labels(write, processo
     assert torch.equal(Encoder(bare).encode(sample).labels_S, marked.labels_S)
 
 
+@pytest.mark.parametrize("marks", [True, False], ids=["marked", "plain"])
+def test_a_turn_that_is_marked_is_shown_and_not_supervised(write, processor, marks):
+    turns = [("user", "Which digit?"), ("assistant", "Two."), ("user", "Sure?"), ("assistant", "Yes.")]
+    row = chat(*turns)
+    (every,) = read_samples(write(row))
+    row["messages"][1]["loss"] = False
+    (last,) = read_samples(write(row))
+    encoder = Encoder(processor if marks else unmarked(processor))
+    assert supervised(encoder, every) == "Two.<|im_end|>Yes.<|im_end|>"
+    assert supervised(encoder, last) == "Yes.<|im_end|>"
+    assert torch.equal(encoder.encode(last).input_ids_S, encoder.encode(every).input_ids_S)
+    row["messages"][1]["loss"], row["messages"][3]["loss"] = True, False
+    (first,) = read_samples(write(row))
+    assert supervised(encoder, first) == "Two.<|im_end|>"
+    prompt = encoder.tokenizer.decode(encoder.encode_prompt(first).input_ids_S)
+    assert "Which digit?" in prompt
+    assert "Two." not in prompt
+
+
 def test_a_chat_that_begins_with_an_answer_is_supervised_after_its_opening(write, processor):
     (sample,) = read_samples(write(chat(("assistant", "Hello!"), ("user", "Hi."))))
     assert supervised(Encoder(unmarked(processor)), sample) == "Hello!<|im_end|>"

@@ -6,6 +6,7 @@ import pytest
 from headway.count import Workload, load_cost_model
 from headway.errors import ConfigError, DataError
 from headway.packing import Budget, Items
+from headway.packing.pieces import TargetRuns
 
 
 @dataclass
@@ -26,6 +27,15 @@ class Rows:
 
     def segments_of(self, _row):
         return ()
+
+    @property
+    def empty(self):
+        return np.zeros(len(self.tokens), dtype=bool)
+
+    @property
+    def targets(self):
+        runs = [(first, tokens) for first, tokens in zip(self.first_target, self.tokens, strict=True)]
+        return TargetRuns(np.arange(len(runs)), np.array(runs))
 
     def costs(self, cost_model):
         return np.array([cost_model.count(Workload([n])).total if n else 0 for n in self.tokens.tolist()]) * 1.0
@@ -74,9 +84,17 @@ def test_truncate_keeps_the_beginning_unless_media_or_all_targets_would_go():
 
 def test_split_makes_a_packs_worth_each_of_text_and_leaves_out_long_samples_with_media():
     pieces, counts = build("split", *ROWS)
-    assert pieces == [(0, 0, 10), (1, 0, 10), (1, 10, 20), (1, 20, 25), (4, 0, 10), (4, 10, 20), (4, 20, 25)]
-    assert (counts.used, counts.dropped, counts.split, counts.items) == (3, 3, 2, 7)
-    assert (counts.tokens, counts.tokens_dropped) == (60, 25 + 25 + 9)
+    # Of the last row nothing would be learnt from the first pack's worth.
+    assert pieces == [(0, 0, 10), (1, 0, 10), (1, 10, 20), (1, 20, 25), (4, 10, 20), (4, 20, 25)]
+    assert (counts.used, counts.dropped, counts.split, counts.items) == (3, 3, 2, 6)
+    assert (counts.tokens, counts.tokens_dropped) == (50, 25 + 25 + 9 + 10)
+
+
+def test_of_a_rows_items_the_first_that_is_trained_on_counts_the_row():
+    items, _ = Items.build({"a": Rows(LONG_WITH_LATE_ANSWER, FITS), "b": Rows(LONG_WITH_LATE_ANSWER)}, BUDGET, "split")
+    places = items.locate(np.arange(len(items)))
+    assert places.start.tolist() == [10, 20, 0, 10, 20]
+    assert places.is_first.tolist() == [True, False, True, True, False]
 
 
 def test_error_names_source_and_row():

@@ -12,6 +12,7 @@ from typing import Any
 from headway.audit.formats import FORMATS, KNOWN_LINES, Format
 from headway.audit.rows import Log, LogRow, Recorded, near, printed
 from headway.errors import LogError, UsageError
+from headway.report.numbers import finite, integer
 
 _JSON = re.compile(r'\s*\{\s*"')
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -151,7 +152,7 @@ def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log
             f"{where} is a trainer_state.json without {'train_runtime' if not seconds else 'total_flos'}, which the "
             "Trainer writes at the end of training: there is no rate to audit. Give the state of the finished run."
         )
-    steps = int(state.get("global_step", 0))
+    steps = integer(state.get("global_step", 0))
     start = _start(state["log_history"], steps) if resumed_at is None else resumed_at
     if start and not 0 <= start < steps:
         raise UsageError(f"--resumed-at {start}: the run has {steps} steps; give one of them that is not its last.")
@@ -200,7 +201,7 @@ def _own_records(text: str) -> Log | None:
             continue
         try:
             row, said = _row(record), _recorded(record)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, ArithmeticError):
             skipped["a step whose numbers cannot be read"] += 1
             continue
         rows.append(row)
@@ -218,11 +219,11 @@ def _own_records(text: str) -> Log | None:
 def _row(record: Mapping[str, Any]) -> LogRow:
     mfu, tokens = record.get("mfu"), record.get("tokens_per_s_per_device")
     return LogRow(
-        int(record["step"]),
-        mfu=near(mfu, 1e-9) if mfu is not None else None,
-        flops_per_s=near(record["flops_per_s_per_device"], 1e-9),
-        tokens_per_s=near(tokens, 1e-9) if tokens else None,
-        step_s=near(record["wall_s"], 1e-9) if record.get("wall_s") else printed("0"),
+        integer(record["step"]),
+        mfu=near(finite(mfu), 1e-9) if mfu is not None else None,
+        flops_per_s=near(finite(record["flops_per_s_per_device"]), 1e-9),
+        tokens_per_s=near(finite(tokens), 1e-9) if tokens else None,
+        step_s=near(finite(record["wall_s"]), 1e-9) if record.get("wall_s") else printed("0"),
     )
 
 
@@ -230,7 +231,7 @@ def _recorded(record: Mapping[str, Any]) -> Recorded:
     peak = record.get("peak_flops_per_s")
     return Recorded(
         str(record.get("convention", "useful/1")),
-        None if peak is None else float(peak),
+        None if peak is None else finite(peak),
         str(record.get("peak_source") or "not recorded"),
-        int(record.get("world_size", 1)),
+        integer(record.get("world_size", 1)),
     )

@@ -2,6 +2,7 @@
 
 import re
 from enum import StrEnum
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 from headway.cli import opened
 from headway.cli.output import needs_extra, say
 from headway.errors import UsageError
+from headway.files import write_output
 from headway.log.working import working
 
 if TYPE_CHECKING:
@@ -122,7 +124,6 @@ def write_grid(rows: "list[list[Image]]", path: Path) -> None:
     for place, row in enumerate(rows):
         for column, picture in enumerate(row):
             grid.paste(picture, (column * width, place * height))
-    try:
-        grid.save(path, format="PNG", optimize=True)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}. Give another file.") from error
+    png = BytesIO()
+    grid.save(png, format="PNG", optimize=True)
+    write_output(path, png.getvalue(), option="-o")

@@ -14,6 +14,7 @@ from headway.cli import opened
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json, say
 from headway.errors import ConfigError, UsageError
+from headway.files import is_taken, open_output
 from headway.log.working import working
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def generate(
 
     decoding = Decoding(max_new_tokens, temperature, top_p, top_k, seed)
     asked = [(_prompt(prompt, image or ()), None)] if prompt is not None else read_prompts(source or "")
-    if output is not None and output.exists():
+    if output is not None and is_taken(output):
         raise UsageError(f"--output {output} exists already; give another file, or delete it first.")
     generator = opened.open_generator(model, base, device, dtype)
     if plain or not generator.has_template:
@@ -199,7 +200,7 @@ def _lines(output: Path | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        file = output.open("x", encoding="utf-8")
+        file = open_output(output)
     except OSError as error:
         raise UsageError(f"--output {output} cannot be written: {error.strerror}. Give another file.") from error
     with file:

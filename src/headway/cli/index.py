@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, MaxCharactersOption, columns_of
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_json, warn
 from headway.errors import UsageError
 from headway.log.working import measuring_rows, working
 from headway.report import format_count, format_share, render_lines, render_pairs
@@ -127,6 +127,8 @@ def build_indices(
         from headway.hub import located
 
         path = located(model)  # a typo is told before torch is imported, which takes seconds
+    for note in (note for source in sources for note in source.notes()):
+        warn(note)
     policy = policy or BadSamples("skip", limit=None, fraction=None)
     chats = chats or ChatSettings()
     settings = {"max_characters": max_characters} | ({"chats": chats} if chats != ChatSettings() else {})
@@ -171,6 +173,8 @@ def _render(path: str, index: "LengthIndex") -> str:
     if summary.bad:
         share = format_share(summary.bad / summary.samples)
         pairs.append(("bad", f"{format_count(summary.bad)} ({share}), left out of the numbers below"))
+    if summary.empty:
+        pairs.append(("empty", f"{format_count(summary.empty)} documents without words, left out"))
     pairs += [
         ("tokens", format_count(summary.tokens)),
         ("supervised", format_count(summary.supervised)),

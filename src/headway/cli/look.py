@@ -11,9 +11,10 @@ import typer
 
 from headway.cli import options
 from headway.cli.index import build_indices
-from headway.cli.output import needs_extra, print_json, say
+from headway.cli.output import needs_extra, print_json, say, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
+from headway.files import is_taken, write_output
 from headway.log.working import working
 from headway.report import format_count
 
@@ -101,7 +102,7 @@ def look(
         _refuse({"--tokens": tokens}, "a page and JSON have all tokens. Leave it out")
     if html is not None:
         _refuse({"--json": as_json or None}, "--html writes a page. Give one of the two")
-        if html.exists():
+        if is_taken(html):
             raise UsageError(f"--html {html} exists already; give another file, or delete it first.")
     rows = range(start - 1, start - 1 + number)
     num_packs = 4 if packs is None else packs
@@ -116,10 +117,7 @@ def look(
     elif html is not None:
         from headway.cli.look_html import page
 
-        try:
-            html.write_text(page(seen), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--html {html} cannot be written: {error.strerror}. Give another file.") from error
+        write_output(html, page(seen), option="--html", new=True)
         say(f"{html}: {format_count(len(seen.samples))} samples and {format_count(len(seen.packs))} packs")
     else:
         width = max(40, shutil.get_terminal_size((100, 24)).columns)
@@ -171,6 +169,8 @@ def _of_data(
     with working(f"opening the processor of {model}"):
         encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS, chats=chats)
     if packing_length is None:
+        for note in (note for source in sources for note in source.notes()):
+            warn(note)
         samples = [sample for source in sources for sample in _samples(source, rows, encoder)]
         return Looked(model, samples, (), (), None, {})
     indices = _indices(sources, model, max_characters, chats)

@@ -83,8 +83,8 @@ class ChatTemplate:
         """The texts in which the chat's answers are learnt, and where the assistant's own words stand in them.
 
         Each answer is taken from the chat up to it, as the model would have been asked for it. Where a longer view
-        begins with the same text, the answer is learnt there, so that most templates give a single view. What follows
-        the last answer is left out: nothing is learnt there.
+        begins with the same text, the answer is learnt there, so that most templates give a single view. Turns that
+        are marked as not to be learnt are shown in it. What follows the last answer that is learnt is left out.
 
         Raises:
             ConfigError: there is no chat template, or no token ends an answer.
@@ -92,7 +92,8 @@ class ChatTemplate:
         """
         turns = self._turns(sample.messages)
         views: list[View] = []
-        for number in reversed([i for i, turn in enumerate(turns) if turn["role"] == "assistant"]):
+        learnt = [i for i, said in enumerate(sample.messages) if said.role == "assistant" and said.learnt]
+        for number in reversed(learnt):
             text, spans = self._answer(turns, number, sample)
             if views and views[-1].text.startswith(text[: spans[-1][1]]):
                 views[-1].spans[:0] = spans

@@ -29,10 +29,11 @@ from headway.data.encode import EncodedSample, Encoder, tokenizer_settings
 from headway.data.making import charged_to
 from headway.data.media.images import MAX_IMAGE_PIXELS, Picture, check_limit
 from headway.data.media.placeholders import MAX_CHARACTERS
-from headway.data.samples import Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart
+from headway.data.samples import NOTHING, Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart
 from headway.errors import ConfigError, DataError
 from headway.models.losses import IGNORED
 from headway.models.split_attention import SplitMask
+from headway.packing.pieces import runs_of
 
 _VERSION = 1  # raised when the same settings come to mean other tokens
 AROUND = {"text": ("<|im_start|>", "<|im_end|>"), "image": ("<|vision_start|>", "<|vision_end|>")}
@@ -131,6 +132,8 @@ class DrawingEncoder(Encoder):
         Raises:
             DataError: as `encode`, except for damage that shows only when images are decoded.
         """
+        if isinstance(sample, Document) and sample.is_blank:
+            return NOTHING
         planned = self._plan(sample, decodes=False)
         targets = [i for i, label in enumerate(planned.labels) if label != IGNORED]
         return SampleLengths(
@@ -138,6 +141,7 @@ class DrawingEncoder(Encoder):
             supervised=len(targets),
             first_target=targets[0] if targets else 0,
             media_end=_media_end(planned),
+            targets=runs_of(np.array(planned.labels) != IGNORED),
             image_grids=tuple((1, part.rows, part.columns) for part in planned.parts if part.kind == "read"),
             parts=tuple(part.numbers for part in planned.parts),
             key=sample.origin.key,
@@ -154,7 +158,7 @@ class DrawingEncoder(Encoder):
             self._text(planned, sample.content, sample.where, learns=False)
             planned.shorten()
         else:
-            turns = [i for i, message in enumerate(sample.messages) if message.role == "assistant"]
+            turns = sample.answers
             shown = replace(sample, messages=sample.messages[: turns[-1]] if turns else sample.messages)
             if not shown.messages:
                 raise DataError(
@@ -276,14 +280,14 @@ class DrawingEncoder(Encoder):
 
 
 def _pieces(sample: Chat) -> Iterator[tuple[TextPart | ImagePart, bool]]:
-    """The parts of a chat, and whether each is the assistant's."""
+    """The parts of a chat, and whether each is an answer to learn."""
     for message in sample.messages:
         if message.tool_calls:
             raise DataError(f"{sample.where}: a turn calls tools, which models of the type bagel do not. Delete it.")
         for part in message.parts:
             if not isinstance(part, TextPart | ImagePart):
                 raise DataError(f"{sample.where}: models of the type bagel take text and images, no video or sound.")
-            yield part, message.role == "assistant"
+            yield part, message.role == "assistant" and message.learnt
 
 
 def _drawn_before(pieces: Sequence[tuple[TextPart | ImagePart, bool]]) -> int:

@@ -25,12 +25,13 @@ from headway.data.media.joining import Joinable, joined, joined_sounds
 from headway.data.media.opened import MediaReader, OpenedMedia
 from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
 from headway.data.media.processed import SMALLEST_TRIED
-from headway.data.samples import Chat, Document, Grid, Origin, Sample, SampleLengths
+from headway.data.samples import NOTHING, Chat, Document, Grid, Origin, Sample, SampleLengths
 from headway.errors import DataError
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale
 from headway.packing.budget import Size, segments_within
+from headway.packing.pieces import runs_of
 
 _VERSION = 3  # of what encoding does with a sample; raised when the same settings come to mean other tokens
 _BLANK = Document((), Origin("", "", 0, ""))  # where a blank image comes from
@@ -125,6 +126,7 @@ class EncodedSample:
             supervised=len(targets),
             first_target=int(targets[0]) + 1 if len(targets) else 0,
             media_end=self.media_end,
+            targets=runs_of((self.labels_S != IGNORED).numpy()),
             image_grids=tuple((t, h, w) for t, h, w in self.grids_M3.tolist()),
             video_grids=tuple((t, h, w) for t, h, w in self.video_grids_M3.tolist()),
             audio_lengths=tuple(self.audio_lengths_A.tolist()),
@@ -240,6 +242,8 @@ class Encoder:
         Raises:
             DataError: as `encode`, except for damage that shows only when media are decoded.
         """
+        if isinstance(sample, Document) and sample.is_blank:
+            return NOTHING
         views = []
         for view in self._views(sample):
             with self._planned(view, decodes=False) as planned:
@@ -250,6 +254,7 @@ class Encoder:
                     supervised=len(targets),
                     first_target=int(targets[0]),
                     media_end=tokens.media_end,
+                    targets=runs_of(tokens.supervised_S),
                     image_grids=planned.media.image_grids,
                     video_grids=planned.media.video_grids,
                     audio_lengths=planned.media.audio_lengths,
@@ -258,13 +263,12 @@ class Encoder:
         return SampleLengths.joined(views)
 
     def encode_prompt(self, sample: Chat) -> EncodedSample:
-        """Encode a chat up to its last assistant turn, opened for the model to answer; for evaluation.
+        """Encode a chat up to its last answer, opened for the model to answer; for evaluation.
 
         Raises:
             DataError: as `encode`.
         """
-        turns = [i for i, message in enumerate(sample.messages) if message.role == "assistant"]
-        messages = sample.messages[: turns[-1]] if turns else sample.messages
+        messages = sample.messages[: sample.answers[-1]] if sample.answers else sample.messages
         if not messages:
             raise DataError(f"{sample.where}: the chat begins with its only answer, so there is no prompt to answer.")
         shown = replace(sample, messages=messages)
@@ -301,6 +305,8 @@ class Encoder:
         }
         if self.media.processed is not None:
             key["patch_size"] = self.media.processed.patch
+        if self.tokeniser.missing_rows:  # rows that hold such tokens cannot be used, until the model has them too
+            key["missing_rows"] = self.tokeniser.missing_rows
         return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
 
     def _views(self, sample: Sample) -> "list[_View]":

@@ -39,14 +39,15 @@ def open_encoder(
         UnknownModelError: nothing of that name.
         CheckpointError: its tokenizer or processor cannot be read.
     """
-    processor = load_processor(model)
+    processor, config = load_processor(model), _config(model)
     chats = chats or ChatSettings()
     chats.write_into(processor)
-    if isinstance(processor, PreTrainedTokenizerBase) and isinstance(config := _config(model), BagelConfig):
+    if isinstance(processor, PreTrainedTokenizerBase) and isinstance(config, BagelConfig):
         return DrawingEncoder(processor, config, max_image_pixels=max_image_pixels, max_characters=max_characters)
     patch_size = patch_size_of(load_config(model)) if reads_processed_images(processor) else None
     return Encoder(
         processor,
+        num_embeddings=None if config is None else getattr(config.get_text_config(), "vocab_size", None),
         max_image_pixels=max_image_pixels,
         max_characters=max_characters,
         patch_size=patch_size,

@@ -189,9 +189,10 @@ def why_not_whole(sample: ShownSample, budget: Budget) -> str | None:
     reason = " and ".join(over)
     if not sample.used:
         return f"dropped: {reason}" if reason else "left out"
-    if len(sample.used) > 1:
-        return f"split into {len(sample.used)} pieces: {reason}"
-    ((start, stop),) = sample.used
+    start, stop = sample.used[0]
+    if len(sample.used) > 1 or start:  # of the pieces before the first one nothing would be learnt
+        used = ", ".join(f"{first:,} to {last:,}" for first, last in sample.used)
+        return f"split into {len(sample.used)} piece{'s' * (len(sample.used) > 1)}, tokens {used}: {reason}"
     return None if stop - start == tokens else f"cut after token {stop:,}: {reason}"
 
 

@@ -13,6 +13,7 @@ import fsspec
 from headway.data.making import charged_to
 from headway.errors import DataError
 from headway.packing.budget import Size
+from headway.packing.pieces import Run
 from headway.report import presentable
 
 Grid = tuple[int, int, int]
@@ -128,6 +129,7 @@ class Message:
             {"type": "function", "function": {"name": ..., "arguments": {...}}}.
         name: the tool that answers, in a turn with the role "tool"; None elsewhere.
         reasoning: what the assistant thinks before it answers, where that is not written into its words.
+        learnt: whether the turn is learnt if it is the assistant's; otherwise it is shown to the model alone.
     """
 
     role: str
@@ -135,6 +137,7 @@ class Message:
     tool_calls: tuple[dict[str, Any], ...] = ()
     name: str | None = None
     reasoning: str = ""
+    learnt: bool = True
 
     @property
     def text(self) -> str:
@@ -144,7 +147,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation to learn the assistant's turns of.
+    """A conversation to learn the assistant's turns of, but for those that are marked.
 
     Attributes:
         messages: the turns, at least one.
@@ -185,9 +188,13 @@ class Chat:
 
     @property
     def answer(self) -> str:
-        """The words of the last assistant turn; empty without one."""
-        turns = [message.text for message in self.messages if message.role == "assistant"]
-        return turns[-1] if turns else ""
+        """The words of the last assistant turn that is learnt; empty without one."""
+        return self.messages[self.answers[-1]].text if self.answers else ""
+
+    @property
+    def answers(self) -> list[int]:
+        """Places of the messages that are learnt."""
+        return [i for i, message in enumerate(self.messages) if message.role == "assistant" and message.learnt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +208,11 @@ class Document:
 
     content: str | tuple[int, ...]
     origin: Origin
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether there are no words, so that nothing is to be learnt and the document is left out."""
+        return not (self.content.strip() if isinstance(self.content, str) else self.content)
 
     @property
     def where(self) -> str:
@@ -227,6 +239,7 @@ class SampleLengths:
         segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
         parts: of what the sample is made, by the columns of `headway.packing.parts`, for a model that draws.
         key: `Origin.key`, for a model that draws; 0 for others.
+        targets: runs of the targets, each from its first place to one past its last [tokens].
     """
 
     tokens: int
@@ -239,6 +252,7 @@ class SampleLengths:
     segments: tuple[int, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
     key: int = 0
+    targets: tuple[Run, ...] = ()
 
     @property
     def patches(self) -> int:
@@ -268,7 +282,16 @@ class SampleLengths:
             video_grids=tuple(grid for view in views for grid in view.video_grids),
             audio_lengths=tuple(frames for view in views for frames in view.audio_lengths),
             segments=segments,
+            targets=tuple(
+                (end + first, end + last)
+                for end, view in zip(ends, views, strict=False)
+                for first, last in view.targets
+            ),
         )
+
+
+NOTHING = SampleLengths(tokens=0, supervised=0, first_target=0)
+"""Of a document without words, which is left out."""
 
 
 class SampleError(DataError):

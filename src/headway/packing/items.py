@@ -12,6 +12,7 @@ from headway.count import CostModel
 from headway.errors import ConfigError, DataError
 from headway.packing.budget import Budget, Size, over_budget, segment_costs, segments_within
 from headway.packing.parts import Dropout, PartCosts, PartTable
+from headway.packing.pieces import TargetRuns, Targets, split
 
 Overlong = Literal["error", "drop", "truncate", "split"]
 """What happens to a sample that is longer than a pack: an error, or it is left out, cut, or cut in pieces."""
@@ -32,6 +33,10 @@ class Lengths(Protocol):
         """Place of the first target [tokens], shape (N,)."""
 
     @property
+    def targets(self) -> Targets:
+        """Runs of each row's targets."""
+
+    @property
     def media_end(self) -> Numbers:
         """One past the last placeholder of an image, video or clip [tokens], shape (N,); 0 without."""
 
@@ -46,6 +51,10 @@ class Lengths(Protocol):
     def segments_of(self, row: int) -> Sequence[int]:
         """Lengths of a row's views, of a chat that has several; nothing for other rows [tokens]."""
 
+    @property
+    def empty(self) -> Numbers:
+        """Whether each row holds nothing to learn, which is no fault, shape (N,)."""
+
     def costs(self, cost_model: CostModel) -> Numbers:
         """FLOPs of training on each row, shape (N,)."""
 
@@ -59,6 +68,7 @@ class Origins(NamedTuple):
         start: first token that is used.
         stop: one past the last token that is used.
         epoch: how often the item has played before.
+        is_first: whether it is the first item of its row, with which the row is counted.
     """
 
     source: Numbers
@@ -66,6 +76,7 @@ class Origins(NamedTuple):
     start: Numbers
     stop: Numbers
     epoch: Numbers
+    is_first: Numbers
 
 
 @dataclass(slots=True)
@@ -82,6 +93,7 @@ class OverlongCounts:
         items: items.
         tokens: tokens of the items [tokens].
         tokens_dropped: tokens that were left out, of dropped and truncated rows [tokens].
+        empty: rows left out because they hold nothing.
     """
 
     read: int = 0
@@ -93,6 +105,7 @@ class OverlongCounts:
     items: int = 0
     tokens: int = 0
     tokens_dropped: int = 0
+    empty: int = 0
 
     def to_dict(self) -> dict[str, int]:
         """The counts by name."""
@@ -165,7 +178,8 @@ class Items:
             budget: limits of a pack.
             overlong: "error" stops; "drop" leaves such samples out; "truncate" keeps their beginning, or leaves them
                 out if that would cut media, their patches exceed the budget or no target would be left; "split" makes
-                several items of those without media, one for each pack's worth, and leaves the others out.
+                several items of those without media, one for each pack's worth of which something is learnt, and leaves
+                the others out.
             cost_model: the trained model's costs; None plans by tokens.
             dropout: of conditions, which sources with `parts` and `part_costs`, as a length index's, have.
 
@@ -209,7 +223,10 @@ class Items:
         if len(self.cut):
             at = np.minimum(np.searchsorted(self.cut, items), len(self.cut) - 1)
             start = np.where(self.cut[at] == items, self.starts[at], 0)
-        return Origins(source, row, start, start + self.sizes_of(drawn).tokens, epoch)
+        is_first = start == 0
+        if self.rows is not None:
+            is_first |= (items == self.offsets[source]) | (self.rows[items - 1] != row)
+        return Origins(source, row, start, start + self.sizes_of(drawn).tokens, epoch, is_first)
 
     def sizes_of(self, items: Numbers) -> "Sizes":
         """Look up the lengths and costs of items, as drawn: without the conditions that are left out in their epoch."""
@@ -305,26 +322,30 @@ def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, c
         cut = too_long & ~too_wide & (lengths.media_end <= budget.tokens) & (lengths.first_target < budget.tokens)
     elif overlong == "split":
         cut = too_long & ~too_wide & (lengths.media_end == 0)
-    keep = (ok & ~over) | cut
-    pieces = keep.astype(np.int64)
+    rows, starts = np.flatnonzero(cut), np.zeros(int(cut.sum()), dtype=np.int64)  # of the items that are cut
     if overlong == "split":
-        pieces[cut] = -(-tokens[cut] // budget.tokens)
+        pieces = split(tokens[rows], _targets_of(lengths.targets, cut), budget.tokens)
+        rows, starts = rows[pieces.row], pieces.start
+        cut = np.bincount(rows, minlength=len(tokens)) > 0
+    keep = (ok & ~over) | cut
+    whole = np.flatnonzero(keep & ~cut)
     counts = OverlongCounts(
         read=len(tokens),
-        bad=int((~ok).sum()),
+        bad=int((~ok & ~np.asarray(lengths.empty)).sum()),
+        empty=int(np.asarray(lengths.empty).sum()),
         used=int(keep.sum()),
         dropped=int((over & ~cut).sum()),
         truncated=int(cut.sum()) if overlong == "truncate" else 0,
         split=int(cut.sum()) if overlong == "split" else 0,
-        items=int(pieces.sum()),
+        items=len(whole) + len(rows),
     )
     none = np.zeros(0, dtype=np.int64)
     if keep.all() and not cut.any():
         part = _Part(tokens, patches, costs, None, none, none, counts)
     else:
-        rows = np.repeat(np.arange(len(tokens)), pieces)
-        number = np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)  # of the piece in its row
-        starts = number * budget.tokens
+        rows, starts = np.concatenate([whole, rows]), np.concatenate([np.zeros(len(whole), np.int64), starts])
+        order = np.argsort(rows, kind="stable")
+        rows, starts = rows[order], starts[order]
         is_cut = cut[rows]
         length = np.minimum(tokens[rows] - starts, budget.tokens)
         cost = costs[rows]
@@ -349,6 +370,12 @@ def _text_costs(
         if segments := segments_within(lengths.segments_of(row), start, start + length):
             costs[number] = segment_costs(cost_model, np.array(segments)).sum()
     return costs
+
+
+def _targets_of(targets: Targets, chosen: Numbers) -> TargetRuns:
+    """The runs of some rows, numbered as those rows are among themselves."""
+    runs = chosen[targets.rows]
+    return TargetRuns((np.cumsum(chosen) - 1)[targets.rows[runs]], targets.values[runs])
 
 
 def _joined(parts: list[Numbers], kind: Any) -> Numbers:

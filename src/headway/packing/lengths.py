@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from headway.count import CostModel
 from headway.errors import DataError
 from headway.packing.budget import grid_costs, patch_costs, segment_costs, square_grid
+from headway.packing.pieces import TargetRuns
 
 Numbers = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -44,6 +45,11 @@ class LengthTable:
         return np.minimum(self.tokens, 1)
 
     @property
+    def targets(self) -> TargetRuns:
+        """The run of each sample's targets."""
+        return TargetRuns(np.arange(len(self.tokens)), np.stack([self.first_target, self.tokens], axis=1))
+
+    @property
     def media_end(self) -> Numbers:
         """One past the last placeholder of an image [tokens], shape (N,); 0 without."""
         return np.where(self.patches > 0, self.tokens, 0)
@@ -56,6 +62,11 @@ class LengthTable:
     def segments_of(self, row: int) -> Sequence[int]:
         """Lengths of a sample's views, of one that has several; nothing for others [tokens]."""
         return self.segments.get(row, ())
+
+    @property
+    def empty(self) -> Numbers:
+        """Whether each row holds nothing, shape (N,)."""
+        return ~self.ok
 
     def costs(self, cost_model: CostModel) -> Numbers:
         """FLOPs of training on each sample, forward and backward, shape (N,).

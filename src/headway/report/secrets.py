@@ -40,7 +40,7 @@ _SECRETS = (
     (re.compile(r"(hooks\.slack\.com/services/|/api/webhooks/)[^\s\"']+"), rf"\1{HIDDEN}"),
     # options, variables, lines of settings
     (re.compile(r"(?i)\b(authorization[\"']?\s*[:=]\s*)(?:[\"'][^\"']*[\"']|(?:\w+ +)?[^\s\"',;]+)"), rf"\1{HIDDEN}"),
-    (re.compile(rf"(?i)(--?(?:{_NAME}|token)(?:=| +))(?!-){_VALUE}"), rf"\1{HIDDEN}"),
+    (re.compile(rf"(?i)(?<![\w-])(--?(?:{_NAME}|token)(?:=| +))(?!-){_VALUE}"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?i)(?<![\w-])((?:{_NAME})[\"']?\s*[:=]\s*){_VALUE}"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?i)(?<![\w-])(?!{_OF_TEXTS})(\w*token=)(?!\d+\b|null\b|none\b){_VALUE}"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)\b(bearer|basic) +[\w.~+/=-]{6,}"), rf"\1 {HIDDEN}"),

@@ -209,8 +209,7 @@ class GenerationEval:
 
 def _is_drawn(chat: Chat) -> bool:
     """Whether the last answer is a picture and nothing else."""
-    answers = [message for message in chat.messages if message.role == "assistant"]
-    last = answers[-1] if answers else None
+    last = chat.messages[chat.answers[-1]] if chat.answers else None
     return last is not None and bool(last.parts) and all(isinstance(part, ImagePart) for part in last.parts)
 
 

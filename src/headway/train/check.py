@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import LogError
+from headway.files import open_plain
 from headway.report import format_count, render_pairs
 
 SCHEMA_VERSION = 2
@@ -363,7 +364,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield a file's records but for a last line without a line break, which a kill tore or which is being written."""
     number = 0
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             for line in file:
                 number += 1
                 if not line.endswith(b"\n"):

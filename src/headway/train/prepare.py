@@ -196,6 +196,8 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     steps, notes = _length(config, feed, checkpoint)
     if checkpoint is not None and FILES not in position:
         notes += (f"{checkpoint.folder} names no data files, so that only lengths of samples were compared",)
+    if ranks.is_first:
+        notes += tuple(f"warning: {note}" for source in feed.sources for note in source.notes())
     feed.needed = steps - (checkpoint.step if checkpoint is not None else 0)
     phase.at("set-up")
     saving = config.checkpoint
@@ -321,7 +323,7 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
     if ranks.size == 1 and idle:
         raise ConfigError(
             f"parallel.{idle[0]} has no effect on one process, which keeps its model whole. Take it out, or start more "
-            "with torchrun --nproc-per-node N -m headway train ..."
+            "with torchrun --nproc-per-node N --no-python headway train ..."
         )
     if parallel.offload and device.type == "cpu":
         raise ConfigError("parallel.offload has no effect on a CPU, whose memory is the host's. Take it out.")

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from headway import hub
 from headway.cache import write_whole
 from headway.errors import TrainingError
 from headway.log.boundary import ErrorBoundary
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from io import FileIO
 
 CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
-CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", "export", "samples.jsonl", "resumes.jsonl"
+CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", hub.EXPORTS, "samples.jsonl", "resumes.jsonl"
 _MOST_WAITING = 10_000  # records of about 2 kB that wait in memory for a disk that takes none
 _WAITING = "They wait in memory, and are written once that succeeds; training goes on."
 

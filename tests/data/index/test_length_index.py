@@ -17,7 +17,7 @@ from headway.packing import Budget, Items
 
 DESCRIPTION = {METADATA: b'{"layout": %d, "source": "chats"}' % LAYOUT}
 ROWS = [
-    SampleLengths(tokens=20, supervised=5, first_target=3),
+    SampleLengths(tokens=20, supervised=5, first_target=3, targets=((3, 6), (8, 10))),
     SampleLengths(tokens=300, supervised=40, first_target=250, media_end=200, image_grids=((1, 8, 12), (1, 4, 4))),
     SampleError(Origin("chats", "chats.jsonl", 2, "line 3"), "the image is cut short"),
     SampleLengths(
@@ -45,6 +45,7 @@ def test_what_was_measured_is_what_is_read(file):
     assert index.supervised.tolist() == [5, 40, 0, 2, 7]
     assert index.first_target.tolist() == [3, 250, 0, 898, 1]
     assert index.media_end.tolist() == [0, 200, 0, 800, 9]
+    assert [runs.tolist() for runs in index.targets] == [[[3, 6], [8, 10]], [], [], [], []]
     assert index.patches.tolist() == [0, 8 * 12 + 16, 0, 4 * 64, 16]
     assert [grids.tolist() for grids in index.image_grids] == [[], [[1, 8, 12], [1, 4, 4]], [], [], [[1, 4, 4]]]
     assert [grids.tolist() for grids in index.video_grids] == [[], [], [], [[4, 8, 8]], []]

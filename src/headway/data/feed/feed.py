@@ -116,6 +116,7 @@ class Feed(ABC):
         files: identity of every file, where more is known than can be seen without reading them.
 
     Attributes:
+        sources: the datasets.
         making_s: what the workers spent on the packs of the last step by part, as `headway.data.making` has them [s].
         needed: steps that will still be asked for, beyond which an index's packs are not made; None where nobody knows.
         files: identity of every file of the sources, which states hold and are compared by.
@@ -135,6 +136,7 @@ class Feed(ABC):
         files: Identities | None = None,
     ) -> None:
         self.share, self._maker, self._budget, self._bad, self._splits = share, maker, budget, bad, splits
+        self.sources = maker.sources
         self.names = tuple(source.name for source in maker.sources)
         self._report = FeedReport(planned=planned or {})
         self._lost = dict.fromkeys(self.names, 0)
@@ -290,7 +292,7 @@ class Feed(ABC):
         counts, batch = self._report.samples, made.batch
         pieces = zip(batch.origins, batch.sample_tokens, made.pieces, made.whole_tokens, strict=True)
         for origin, tokens, piece, whole in pieces:
-            first = int(piece.start == 0)  # of the pieces of a sample, the one that it is counted with
+            first = int(piece.is_first)  # of the pieces of a sample, the one that it is counted with
             cut = self._splits and tokens < whole
             counts.count(origin.source, "read", first, tokens if cut else whole * first)
             counts.count(origin.source, "used", first, tokens)
@@ -299,9 +301,9 @@ class Feed(ABC):
             elif tokens < whole:
                 counts.count(origin.source, "truncated", 1, whole - tokens)
                 self._lost[origin.source] += whole - tokens
-        for source, tokens in made.dropped:
-            counts.count(source, "read", 1, tokens)
-            counts.count(source, "dropped", 1, tokens)
+        for source, tokens, samples in made.dropped:
+            counts.count(source, "read", samples, tokens)
+            counts.count(source, "dropped", samples, tokens)
             self._lost[source] += tokens
         for error, tokens in made.skipped:
             counts.count(error.origin.source, "read", 1, tokens)

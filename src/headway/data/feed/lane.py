@@ -24,6 +24,7 @@ from headway.packing.items import Overlong
 from headway.packing.online import OnlinePacker
 from headway.packing.order import Stage, key_of
 from headway.packing.parts import workload_of
+from headway.packing.pieces import split_sample
 from headway.packing.strategies import Strategy
 
 
@@ -98,6 +99,7 @@ class BufferedSample(NamedTuple):
         patches: vision patches of the part [patches].
         cost: useful FLOPs of training on it.
         sample: the sample itself.
+        is_first: whether the part is the first of the sample that is trained on.
     """
 
     position: ReadPosition
@@ -106,6 +108,7 @@ class BufferedSample(NamedTuple):
     patches: int
     cost: float
     sample: Sample
+    is_first: bool = True
 
     @property
     def size(self) -> Size:
@@ -115,7 +118,7 @@ class BufferedSample(NamedTuple):
     @property
     def key(self) -> list[Any]:
         """Position and cut, as plain JSON values; enough to read it again."""
-        return [list(self.position), self.start, self.stop, self.patches, self.cost]
+        return [list(self.position), self.start, self.stop, self.patches, self.cost, self.is_first]
 
 
 class LanePack(NamedTuple):
@@ -191,8 +194,8 @@ class Lane:
         samples = self._read_again([*state["buffer"], *state["packing"], *chain.from_iterable(state["ready"])])
 
         def buffered(key: list[Any]) -> BufferedSample:
-            position, (start, stop, patches, cost) = ReadPosition(*key[0]), key[1:]
-            return BufferedSample(position, start, stop, patches, cost, samples[position])
+            position, (start, stop, patches, cost, is_first) = ReadPosition(*key[0]), key[1:]
+            return BufferedSample(position, start, stop, patches, cost, samples[position], is_first)
 
         self._buffer = [buffered(key) for key in state["buffer"]]
         self._ready.extend([buffered(key) for key in keys] for keys in state["ready"])
@@ -271,22 +274,29 @@ class Lane:
             self._skip(sample_error(error, buffered.sample.origin))
             return
         dropout, origin = streaming.maker.dropout, buffered.sample.origin
+        if not whole.tokens:
+            self._dropped.append(Dropped(origin.source, 0))
+            return
         lengths = lengths_without(whole, origin, dropout, buffered.position.epoch)
         most, fits = budget.tokens, budget.holds(Size(1, whole.patches))
         if budget.holds(whole.size):  # as in a plan, which knows samples before their epochs
-            spans = [(0, lengths.tokens)]
+            spans = [(0, lengths.tokens, True)]
         elif streaming.overlong == "error":
             raise DataError(over_budget(f"{buffered.sample.where}: the sample", whole.size, budget))
         elif streaming.overlong == "truncate" and fits and lengths.media_end <= most and lengths.first_target < most:
-            spans = [(0, most)]
-        elif streaming.overlong == "split" and lengths.media_end == 0:
-            spans = [(start, min(start + most, lengths.tokens)) for start in range(0, lengths.tokens, most)]
+            spans = [(0, most, True)]
+        elif streaming.overlong == "split" and fits and lengths.media_end == 0:
+            spans = split_sample(lengths.tokens, lengths.targets, most)
+            unused = lengths.tokens - sum(stop - start for start, stop, _ in spans)
+            if spans and unused:
+                self._dropped.append(Dropped(origin.source, unused, samples=0))
         else:
-            self._dropped.append(Dropped(buffered.sample.origin.source, lengths.tokens))
-            return
-        for start, stop in spans:
-            cost = streaming.cost_of(lengths, start, stop)
-            self._pack(buffered._replace(start=start, stop=stop, patches=lengths.patches, cost=cost))
+            spans = []
+        if not spans:
+            self._dropped.append(Dropped(origin.source, lengths.tokens))
+        for start, stop, is_first in spans:
+            cost, patches = streaming.cost_of(lengths, start, stop), lengths.patches
+            self._pack(buffered._replace(start=start, stop=stop, patches=patches, cost=cost, is_first=is_first))
 
     def _skip(self, error: SampleError) -> None:
         if not self._streaming.maker.skips:
@@ -295,7 +305,8 @@ class Lane:
 
     def _piece(self, one: BufferedSample) -> Piece:
         position = one.position
-        return Piece(self._source(position.stage, position.entry), position.row, one.start, one.stop, position.epoch)
+        source = self._source(position.stage, position.entry)
+        return Piece(source, position.row, one.start, one.stop, position.epoch, one.is_first)
 
     def _begin_stage(self, stage: int, drawn: Sequence[int] = (), positions: Sequence[Any] = ()) -> None:
         num_sources = len(self._streaming.stages[stage].sources)

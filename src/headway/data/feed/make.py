@@ -25,6 +25,7 @@ class Piece(NamedTuple):
         start: its first token in the sample [tokens].
         stop: one past its last token in the sample [tokens].
         epoch: how often the sample has played before.
+        is_first: whether it is the first of its sample that is trained on, with which the sample is counted.
     """
 
     source: int
@@ -32,6 +33,7 @@ class Piece(NamedTuple):
     start: int
     stop: int
     epoch: int = 0
+    is_first: bool = True
 
 
 class Skipped(NamedTuple):
@@ -47,15 +49,17 @@ class Skipped(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """A sample that was left out because it exceeds a pack.
+    """A sample that was left out because it exceeds a pack, or pieces of a split one that learn nothing.
 
     Attributes:
         source: its source's name.
-        tokens: its length [tokens].
+        tokens: what was left out [tokens].
+        samples: 1, or 0 where other pieces of the sample are used.
     """
 
     source: str
     tokens: int
+    samples: int = 1
 
 
 class FinishedPack(NamedTuple):

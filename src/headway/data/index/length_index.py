@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.count import CostModel, Workload
-from headway.data.index.table import BAD, CLIPS, GRIDS, KEY, LAYOUT, NUMBERS, PARTS, SEGMENTS, bad_rows
+from headway.data.index.table import BAD, CLIPS, GRIDS, KEY, LAYOUT, NUMBERS, PARTS, SEGMENTS, TARGETS, bad_rows
 from headway.data.samples import SampleError
 from headway.errors import CostModelError, DataError
 from headway.packing.budget import grid_costs, segment_costs
@@ -84,6 +84,7 @@ class LengthIndex:
         video_grids: (t, h, w) of each row's videos [patches].
         audio_lengths: lengths of each row's clips [feature frames].
         segments: lengths of each row's views [tokens], of chats that have several; nothing for other rows.
+        targets: runs of each row's targets, from the first place to one past the last [tokens].
         part_lists: of what each row is made, by the columns of `headway.packing.parts`, for a model that draws.
         keys: a number for where each row is from, int64, shape (N,); 0 but for a model that draws.
         bad: why rows cannot be used, by row.
@@ -100,6 +101,7 @@ class LengthIndex:
     video_grids: Ragged
     audio_lengths: Ragged
     segments: Ragged = field(default_factory=lambda: Ragged.empty(0))
+    targets: Ragged = field(default_factory=lambda: Ragged.empty(0, 2))
     part_lists: Ragged = field(default_factory=lambda: Ragged.empty(0, len(COLUMNS)))
     keys: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     bad: dict[int, SampleError] = field(default_factory=dict)
@@ -111,10 +113,15 @@ class LengthIndex:
 
     @cached_property
     def ok(self) -> Ints:
-        """Whether each row can be used, shape (N,)."""
-        ok = np.ones(len(self), dtype=bool)
-        ok[list(self.bad)] = False
-        return ok
+        """Whether each row can be used and holds something, shape (N,)."""
+        return np.asarray(self.tokens > 0)
+
+    @cached_property
+    def empty(self) -> Ints:
+        """Whether each row is a document without words, which is left out, shape (N,)."""
+        empty = np.asarray(self.tokens == 0)
+        empty[list(self.bad)] = False
+        return empty
 
     @classmethod
     def load(cls, path: str | Path, *, source: str | None = None) -> "LengthIndex":
@@ -188,6 +195,7 @@ class LengthIndex:
         return IndexSummary(
             samples=len(self),
             bad=len(self.bad),
+            empty=int(self.empty.sum()),
             tokens=int(tokens.sum(dtype=np.int64)),
             supervised=int(self.supervised.sum(dtype=np.int64)),
             patches=int(self.patches.sum(dtype=np.int64)),
@@ -205,6 +213,7 @@ class IndexSummary:
     Attributes:
         samples: rows of the source.
         bad: rows that cannot be used.
+        empty: documents without words, which are left out.
         tokens: tokens of all usable rows [tokens].
         supervised: targets that the loss counts [tokens].
         patches: vision patches [patches].
@@ -216,6 +225,7 @@ class IndexSummary:
 
     samples: int
     bad: int
+    empty: int
     tokens: int
     supervised: int
     patches: int
@@ -238,7 +248,7 @@ def _description(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
 
 def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, Any]:
     numbers = {name: np.empty(rows, np.int32) for name in NUMBERS} | {KEY: np.empty(rows, np.int64)}
-    ragged: dict[str, list[Ragged]] = {name: [] for name in (*GRIDS, CLIPS, SEGMENTS, PARTS)}
+    ragged: dict[str, list[Ragged]] = {name: [] for name in (*GRIDS, TARGETS, CLIPS, SEGMENTS, PARTS)}
     bad: dict[int, SampleError] = {}
     start = 0
     for table in tables:

@@ -63,6 +63,8 @@ def count_rows(index: LengthIndex, name: str, policy: BadSamples, counts: Sample
         DataError: rows that cannot be used, by the policy.
     """
     counts.count(name, "read", len(index), int(index.tokens.sum(dtype=np.int64)))
+    if empty := int(index.empty.sum()):
+        counts.count(name, "dropped", empty)
     for error in index.bad.values():
         policy.handle(error, counts)
 

@@ -12,11 +12,12 @@ from headway.cache import write_whole
 from headway.data.samples import Origin, SampleError, SampleLengths
 from headway.packing.parts import COLUMNS
 
-LAYOUT = 3
+LAYOUT = 5
 """Version of the columns' names and meaning; part of every index's key."""
 
 NUMBERS = ("tokens", "supervised", "first_target", "media_end", "patches")
 GRIDS = ("image_grids", "video_grids")
+TARGETS = "targets"
 CLIPS = "audio_lengths"
 SEGMENTS = "segments"
 PARTS = "parts"
@@ -28,16 +29,18 @@ _INT = pa.int32()
 _FAULT = pa.struct([("file", pa.string()), ("row", pa.int64()), ("place", pa.string()), ("reason", pa.string())])
 _GRID = pa.struct([pa.field(side, _INT, nullable=False) for side in "thw"])
 
+_RUN = pa.struct([pa.field(end, _INT, nullable=False) for end in ("start", "stop")])
 _PART = pa.struct([pa.field(name, _INT, nullable=False) for name in COLUMNS])
 
 _NOTHING: dict[str, Any] = (
-    dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*GRIDS, CLIPS, SEGMENTS, PARTS), ()) | {KEY: 0}
+    dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*GRIDS, TARGETS, CLIPS, SEGMENTS, PARTS), ()) | {KEY: 0}
 )  # a bad row's lengths
 
 SCHEMA = pa.schema(
     [
         *(pa.field(name, _INT, nullable=False) for name in NUMBERS),
         *(pa.field(name, pa.list_(pa.field("grid", _GRID, nullable=False)), nullable=False) for name in GRIDS),
+        pa.field(TARGETS, pa.list_(pa.field("run", _RUN, nullable=False)), nullable=False),
         pa.field(CLIPS, pa.list_(pa.field("frames", _INT, nullable=False)), nullable=False),
         pa.field(SEGMENTS, pa.list_(pa.field("tokens", _INT, nullable=False)), nullable=False),
         pa.field(PARTS, pa.list_(pa.field("part", _PART, nullable=False)), nullable=False),
@@ -57,6 +60,7 @@ def table_of(rows: Sequence[SampleLengths | SampleError]) -> pa.Table:
         columns[BAD].append(fault)
     for name in GRIDS:
         columns[name] = [[dict(zip("thw", grid, strict=True)) for grid in grids] for grids in columns[name]]
+    columns[TARGETS] = [[{"start": start, "stop": stop} for start, stop in runs] for runs in columns[TARGETS]]
     columns[PARTS] = [[dict(zip(COLUMNS, part, strict=True)) for part in parts] for parts in columns[PARTS]]
     return pa.table(columns, schema=SCHEMA)
 

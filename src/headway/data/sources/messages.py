@@ -7,6 +7,7 @@ from typing import Any
 
 from headway.data.samples import ROLES, Message, Part, TextPart
 from headway.data.sources.json_rows import shortened
+from headway.data.sources.marks import REASONING, is_learnt
 from headway.data.sources.references import KINDS, RowMedia
 from headway.errors import DataError
 
@@ -25,7 +26,6 @@ SPEAKERS = {
 """ShareGPT's speakers and the roles that they have here."""
 
 _MEANINGFUL = ("function_call", "refusal", "audio")
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what the assistant thinks before it answers
 # What Qwen's and LMMs-Engine's processors read beside a part's media: a piece of it, or a size of its own.
 _CUTS = (
     "video_start", "video_end", "nframes", "fps", "min_frames", "max_frames",
@@ -41,7 +41,7 @@ def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = Tru
         value: the list of turns.
         column: "messages" or "conversations", whose form is meant where the first turn has neither.
         media: the row's media.
-        has_markers: whether markers are looked for in ShareGPT's turns; otherwise they are words.
+        has_markers: whether markers are looked for; otherwise they are words.
 
     Raises:
         DataError: it is something else; the message names the turn.
@@ -50,27 +50,30 @@ def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = Tru
     keys = first.keys() if isinstance(first, dict) else set[str]()
     if "from" in keys or (column == "conversations" and "role" not in keys):
         return read_conversations(value, media, has_markers)
-    return read_messages(value, media, column)
+    return read_messages(value, media, column, has_markers)
 
 
-def read_messages(value: Any, media: RowMedia, column: str = "messages") -> tuple[Message, ...]:
+def read_messages(
+    value: Any, media: RowMedia, column: str = "messages", has_markers: bool = True
+) -> tuple[Message, ...]:
     """Read OpenAI's messages.
 
     Content is a string or a list of parts. Parts of the types image, video and audio take their media from the row's
     columns if they name none. Without such parts, the markers <image>, <video> and <audio> in words stand for the
-    columns' media; without columns they are words.
+    columns' media, even where those are empty; without columns they are words.
 
     Args:
         value: the list of messages.
         media: the row's media.
         column: where they stand, for messages to people.
+        has_markers: whether markers are looked for; otherwise they are words.
 
     Raises:
         DataError: it is something else; the message names the turn.
     """
     turns = turns_of(value, column)
     typed = {_kind(part) for turn in turns if isinstance(turn, dict) for part in _parts_of(turn.get("content"))}
-    markers = {kind for kind in KINDS if media.waits(kind) and kind not in typed}
+    markers = {kind for kind in KINDS if has_markers and media.counts(kind) and kind not in typed}
     calls: dict[str, str] = {}  # names of called tools by the calls' ids
     return tuple(_message(turn, media, markers, calls, f"message {i}") for i, turn in enumerate(turns, 1))
 
@@ -94,14 +97,16 @@ def read_conversations(value: Any, media: RowMedia, has_markers: bool = True) ->
             raise DataError(f'{where}: got {shortened(turn)}, but a turn needs the strings "from" and "value".')
         if not isinstance(speaker, str) or speaker not in SPEAKERS:
             raise DataError(f"{where}: unknown speaker {shortened(speaker)}. Allowed are {', '.join(SPEAKERS)}.")
+        _check_keys(turn, where)
+        learnt = is_learnt(turn, SPEAKERS[speaker], where)
         if speaker == "function_call":
             calls = _tool_calls(json_value(words, f"{where}: the call"), where)
             called = calls[-1]["function"]["name"]
-            messages.append(Message("assistant", (), calls))
+            messages.append(Message("assistant", (), calls, learnt=learnt))
             continue
         parts = split_markers(words, set(KINDS) if has_markers else set(), media)
         role = SPEAKERS[speaker]
-        messages.append(Message(role, parts, name=(called or None) if role == "tool" else None))
+        messages.append(Message(role, parts, name=(called or None) if role == "tool" else None, learnt=learnt))
     return tuple(messages)
 
 
@@ -164,7 +169,7 @@ def split_markers(words: str, kinds: set[str], media: RowMedia) -> tuple[Part, .
 
 
 def _message(turn: Any, media: RowMedia, markers: set[str], calls: dict[str, str], where: str) -> Message:
-    if not isinstance(turn, dict) or "role" not in turn or not {"content", "tool_calls", *_REASONING} & turn.keys():
+    if not isinstance(turn, dict) or "role" not in turn or not {"content", "tool_calls", *REASONING} & turn.keys():
         raise DataError(f'{where}: got {shortened(turn)}, but a message must be an object with "role" and "content".')
     role, said = turn["role"], turn.get("content")
     role = "system" if role == "developer" else role
@@ -173,22 +178,23 @@ def _message(turn: Any, media: RowMedia, markers: set[str], calls: dict[str, str
     _check_keys(turn, where)
     made = _tool_calls(json_value(turn.get("tool_calls") or [], "tool_calls"), where, calls) if role != "tool" else ()
     name = turn.get("name") or calls.get(str(turn.get("tool_call_id"))) if role == "tool" else None
+    learnt = is_learnt(turn, role, where)
     thoughts = _reasoning(turn, role, where)
     if said is None and (made or thoughts):
-        return Message(role, (), made, name, thoughts)
+        return Message(role, (), made, name, thoughts, learnt)
     if isinstance(said, str):
-        return Message(role, split_markers(said, markers, media), made, name, thoughts)
+        return Message(role, split_markers(said, markers, media), made, name, thoughts, learnt)
     if not isinstance(said, list):
         raise DataError(f'{where}: "content" is {shortened(said)}, but it must be a string or a list of parts.')
     parts = [part for each in said if not _is_thinking(each) for part in _read_part(each, media, markers, where)]
-    return Message(role, tuple(parts), made, name, thoughts)
+    return Message(role, tuple(parts), made, name, thoughts, learnt)
 
 
 def _reasoning(turn: Mapping[str, Any], role: str, where: str) -> str:
     """What the assistant thinks before it answers: of a key of its own, or of parts of the type thinking."""
-    values = [turn[key] for key in _REASONING if turn.get(key) not in (None, "")]
+    values = [turn[key] for key in REASONING if turn.get(key) not in (None, "")]
     for part in filter(_is_thinking, _parts_of(turn.get("content"))):
-        values.append(next((part[key] for key in (*_REASONING, "text") if part.get(key) not in (None, "")), ""))
+        values.append(next((part[key] for key in (*REASONING, "text") if part.get(key) not in (None, "")), ""))
     if not values:
         return ""
     if role != "assistant" or not all(isinstance(value, str) for value in values):
@@ -211,11 +217,6 @@ def _check_keys(turn: Mapping[str, Any], where: str) -> None:
                 f'{where}: "{key}" is not read, and leaving it out would change the turn. Write its words into '
                 '"content" as the model\'s chat template does, and calls into "tool_calls".'
             )
-    if turn.get("weight") not in (None, 1):
-        raise DataError(
-            f'{where}: "weight" is {shortened(turn["weight"])}, but every turn of the assistant is learnt in full. '
-            "Remove the key, or the turns from there on."
-        )
 
 
 def _parts_of(content: Any) -> Sequence[Any]:
@@ -243,7 +244,9 @@ def _read_part(part: Any, media: RowMedia, markers: set[str], where: str) -> tup
     try:
         if part["type"] == "input_audio":
             return (_input_audio(part["input_audio"], media),)
-        value = next((part[key] for key in (part["type"], "url", "path", "bytes") if part.get(key) is not None), None)
+        value = next(
+            (part[key] for key in (part["type"], "url", "path", "bytes") if part.get(key) not in (None, "")), None
+        )
         return (media.next(kind) if value is None else media.named(kind, value),)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error

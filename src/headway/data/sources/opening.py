@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.data.samples import Sample
+from headway.data.samples import Document, Sample
 from headway.data.sources.documents import SampleBy, Text, TokenFile
 from headway.data.sources.files import COMPRESSIONS, File, find_files, without_query
 from headway.data.sources.json_rows import JsonArray, JsonLines
@@ -214,13 +214,13 @@ def read_samples(path: str | Path) -> list[Sample]:
     >>> file = Path(tempfile.mkdtemp()) / "chats.jsonl"
     >>> _ = file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
     >>> read_samples(file)[0].messages
-    (Message(role='user', parts=(TextPart(text='Hi'),), tool_calls=(), name=None),)
+    (Message(role='user', parts=(TextPart(text='Hi'),), tool_calls=(), name=None, reasoning='', learnt=True),)
     """
     return list(samples_of(open_source(path)))
 
 
 def samples_of(source: Source) -> Iterator[Sample]:
-    """Yield all samples of an open dataset, in order.
+    """Yield all samples of an open dataset, in order, without documents that hold no words.
 
     Raises:
         DataError: a row cannot be used; the message names file and row.
@@ -229,4 +229,5 @@ def samples_of(source: Source) -> Iterator[Sample]:
         for _, sample in shard.rows():
             if isinstance(sample, DataError):
                 raise sample
-            yield sample
+            if not (isinstance(sample, Document) and sample.is_blank):
+                yield sample

@@ -51,7 +51,8 @@ class RowMedia:
     """The media of one row, handed out to its messages.
 
     Args:
-        fields: the row's columns; those named image(s), video(s) and audio(s) wait for the messages' markers.
+        fields: the row's columns, null ones too; those named image(s), video(s) and audio(s) wait for the messages'
+            markers.
         members: media stored with the row; they wait too, unless the row names them.
         folder: folder of the row's file.
         rules: which media may be named.
@@ -64,11 +65,16 @@ class RowMedia:
         self._root, self._rules = rules.root or folder, rules
         self._members = {name: Media(data=data) for name, data in members.items()}
         self._taken = dict.fromkeys(KINDS, 0)
+        self._columns = {kind for kind in KINDS if any(name in fields for name in _COLUMNS[kind])}
         self._waiting = {kind: self._column(kind, fields) for kind in KINDS}
 
     def waits(self, kind: str) -> bool:
         """Whether the row brings media of a kind for its messages' markers."""
         return bool(self._waiting[kind])
+
+    def counts(self, kind: str) -> bool:
+        """Whether markers of a kind stand for media: the row has a column of them, even an empty one, or members."""
+        return kind in self._columns or self.waits(kind)
 
     def next(self, kind: str) -> Part:
         """The next of the row's media, for a marker.
@@ -79,7 +85,8 @@ class RowMedia:
         if not self._waiting[kind]:
             raise DataError(
                 f"the row has {self._taken[kind]} of kind {kind}, but its messages hold more <{kind}> markers. Give "
-                f'every marker its {kind}; where "<{kind}>" is meant literally, choose the schema "sharegpt".'
+                f'every marker its {kind}, or leave the row out where that is lost; where "<{kind}>" is meant '
+                'literally, choose the schema "sharegpt".'
             )
         self._taken[kind] += 1
         return KINDS[kind](self._waiting[kind].pop(0))
@@ -113,8 +120,9 @@ class RowMedia:
     def _column(self, kind: str, fields: Mapping[str, Any]) -> list[Media]:
         for name in _COLUMNS[kind]:
             value = fields.get(name)
-            if value is not None:
-                return [self._media(kind, each) for each in (value if isinstance(value, list) else [value])]
+            named = [each for each in (value if isinstance(value, list) else [value]) if not _is_nothing(each)]
+            if named:
+                return [self._media(kind, each) for each in named]
         return [media for name, media in self._members.items() if kind_of(name) == kind]
 
     def _media(self, kind: str, value: Any) -> Media:
@@ -156,6 +164,11 @@ class RowMedia:
                 "allow_remote=True."
             )
         return url
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether a column names no media: null, an empty string as LLaVA's rows of text have it, a struct of nulls."""
+    return value in (None, "") or (isinstance(value, dict) and all(inner is None for inner in value.values()))
 
 
 def kind_of(name: str) -> str | None:

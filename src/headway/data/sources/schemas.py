@@ -2,11 +2,12 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.data.samples import Chat, Document, Message, Origin, Part, Sample, TextPart
 from headway.data.sources.json_rows import shortened
+from headway.data.sources.marks import check_columns_of, check_words
 from headway.data.sources.messages import json_value, read_messages, read_tools, read_turns, split_markers
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import KINDS, MediaRules, RowMedia
@@ -15,6 +16,7 @@ from headway.errors import ConfigError, DataError
 COLUMNS = (
     "messages", "conversations", "system", "tools", "prompt", "completion", "instruction", "input", "output", "history",
     "question", "answer", "text", "input_ids", "image", "images", "video", "videos", "audio", "audios",
+    "chat_template_kwargs",
 )  # fmt: skip
 """Names of columns that the schemas read."""
 
@@ -33,7 +35,7 @@ SCHEMAS = ("auto", *NEEDS, "caption", "text")
 """What `schema` may name; "auto" takes the one whose columns a row has."""
 
 VERSION = 3
-"""Raised when rows that could not be used can be, so that no index says otherwise."""
+"""Raised when rows come to be other samples, or can be used that could not be, so that no index says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,17 @@ class Normaliser:
         """
         given = renamed(row.fields, self.columns) if self.columns else row.fields
         fields = {name: value for name, value in given.items() if value is not None}
-        media = RowMedia(fields, row.members, self.folder, self.rules)
+        media = RowMedia(given, row.members, self.folder, self.rules)
         schema = self._schema_of(fields, media)
+        is_chat = schema not in ("tokens", "text")
+        check_columns_of(fields, is_chat=is_chat, is_mapped=bool(self.columns))
         if schema == "tokens":
             sample: Sample = Document(_token_ids(fields), origin)
         elif schema == "text":
             sample = Document(self._words(fields), origin)
         else:
             messages = self._messages(schema, fields, media)
+            check_words(fields, messages)
             sample = Chat(messages, origin, read_tools(fields.get("tools")), _template_kwargs(fields))
         media.finish()
         return sample
@@ -89,11 +94,10 @@ class Normaliser:
             found = [name for name, columns in needs.items() if all(column in fields for column in columns)]
             found = [name for name in found if self.columns.keys() & {*needs[name]}] or found  # what is mapped is meant
             if found:
-                _refuse_graded(found[0], fields)
                 return "text" if found[0] == "caption" and not has_media else found[0]
         elif all(column in fields for column in needs[self.schema]):
             return self.schema
-        _refuse_pairs(fields)
+        check_columns_of(fields, is_chat=True, is_mapped=False)
         wanted = needs if self.schema == "auto" else {self.schema: needs[self.schema]}
         allowed = "; ".join(f"{' and '.join(columns)} ({name})" for name, columns in wanted.items())
         raise DataError(
@@ -103,24 +107,36 @@ class Normaliser:
         )
 
     def _messages(self, schema: str, fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
-        if schema == "messages":
-            return read_turns(fields["messages"], "messages", media)
         if schema == "caption":
             pictured = tuple(part for kind in KINDS for part in _all_waiting(media, kind))
             return (Message("user", pictured), Message("assistant", (TextPart(self._words(fields)),)))
         opening = fields.get("system")
         head = (Message("system", (TextPart(opening),)),) if isinstance(opening, str) and opening else ()
-        if schema == "prompt_completion":
-            return _prompt_completion(fields["prompt"], fields["completion"], media)
         if schema == "alpaca":
             return head + _alpaca(fields, media)
         if schema == "question_answer":
-            return head + _asked_and_answered(fields, "question", "answer", media)
-        return head + read_turns(fields["conversations"], "conversations", media, has_markers=schema == "llava")
+            return head + _earlier(fields, media) + _asked_and_answered(fields, "question", "answer", media)
+        if fields.get("history"):
+            raise DataError(
+                f'the row has the column "history", {shortened(fields["history"])}, which is read beside a question '
+                "or an instruction alone. Write its rounds as turns of the chat."
+            )
+        if schema == "prompt_completion":
+            turns = _prompt_completion(fields["prompt"], fields["completion"], media)
+        elif schema == "messages":
+            turns = read_turns(fields["messages"], "messages", media)
+        else:
+            turns = read_turns(fields["conversations"], "conversations", media, has_markers=schema == "llava")
+        if head and turns[0].role == "system":
+            raise DataError(
+                f'the row has the column "system", {shortened(opening)}, and its first turn is another system '
+                "message. Leave one of them out."
+            )
+        return head + turns
 
     def _words(self, fields: dict[str, Any]) -> str:
         words = fields[self.text_column]
-        if not isinstance(words, str) or not words:
+        if not isinstance(words, str):
             raise DataError(f'"{self.text_column}" is {shortened(words)}, but a document must be a string of words.')
         return words
 
@@ -154,12 +170,11 @@ def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[M
             "or a list of messages."
         )
     messages = read_messages([*asked, *said], media)
-    if any(message.role == "assistant" for message in messages[: len(asked)]):
-        raise DataError(
-            "the prompt holds turns of the assistant, which prompt/completion data leaves unlearnt while a chat here "
-            'learns all of them. Write the row as "messages" to learn them too, or split it.'
-        )
-    return messages
+    shown = messages[: len(asked)]  # of which TRL learns nothing either
+    return (
+        tuple(replace(each, learnt=False) if each.role == "assistant" else each for each in shown)
+        + (messages[len(asked) :])
+    )
 
 
 def _alpaca(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
@@ -167,20 +182,25 @@ def _alpaca(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
 
     Source: LLaMA-Factory 0.9, data/converter.py, AlpacaDatasetConverter.
     """
-    history = json_value(fields.get("history") or [], "history")
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise DataError(f'"history" is {shortened(history)}, but it must be a list of pairs [instruction, answer].')
-    earlier = [_asked_and_answered(dict(zip("qa", pair, strict=True)), "q", "a", media) for pair in history]
+    earlier = _earlier(fields, media)
     more = fields.get("input")
     if more:
         fields = fields | {"instruction": f"{_text(fields, 'instruction')}\n{_text(fields, 'input')}"}
-    return sum(earlier, ()) + _asked_and_answered(fields, "instruction", "output", media)
+    return earlier + _asked_and_answered(fields, "instruction", "output", media)
+
+
+def _earlier(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
+    """The rounds of the column `history`, pairs of a question and its answer."""
+    history = json_value(fields.get("history") or [], "history")
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise DataError(f'"history" is {shortened(history)}, but it must be a list of pairs [instruction, answer].')
+    return sum((_asked_and_answered(dict(zip("qa", pair, strict=True)), "q", "a", media) for pair in history), ())
 
 
 def _asked_and_answered(fields: dict[str, Any], asked: str, answered: str, media: RowMedia) -> tuple[Message, ...]:
     """A turn of the user and one of the assistant; media that no marker places stand before the question."""
     words = _text(fields, asked)
-    markers = {kind for kind in KINDS if media.waits(kind) and f"<{kind}>" in words}
+    markers = {kind for kind in KINDS if media.counts(kind) and f"<{kind}>" in words}
     shown = tuple(part for kind in KINDS if kind not in markers for part in _all_waiting(media, kind))
     question = Message("user", shown + split_markers(words, markers, media))
     return question, Message("assistant", (TextPart(_text(fields, answered)),))
@@ -194,24 +214,6 @@ def _text(fields: dict[str, Any], column: str) -> str:
             "into a list."
         )
     return words
-
-
-def _refuse_pairs(fields: dict[str, Any]) -> None:
-    if {"chosen", "rejected"} <= fields.keys():
-        raise DataError(
-            'the row is a preference pair, "chosen" and "rejected", as DPO, ORPO and reward models learn from, and '
-            "Headway trains on one answer. To learn the chosen answers alone, map them: columns: {messages: chosen} "
-            "where they are lists of messages, or {prompt: prompt, completion: chosen} where they are strings."
-        )
-
-
-def _refuse_graded(schema: str, fields: dict[str, Any]) -> None:
-    """Refuse rows of KTO: learning the answers that people did not want would be the opposite of what they say."""
-    if schema == "prompt_completion" and fields.get("label") is False:
-        raise DataError(
-            'the row is graded, with "label" false: an answer that KTO learns to avoid, and Headway learns every '
-            "answer. Leave such rows out, or remove the column label."
-        )
 
 
 def _token_ids(fields: dict[str, Any]) -> tuple[int, ...]:

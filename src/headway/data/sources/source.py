@@ -4,11 +4,12 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from headway.data.samples import Origin, Sample, SampleError
+from headway.data.sources.marks import unread_keys
 from headway.data.sources.reader import Raw, Reader
-from headway.data.sources.schemas import Normaliser
+from headway.data.sources.schemas import COLUMNS, Normaliser, renamed
 from headway.errors import DataError
 
 
@@ -47,6 +48,22 @@ class Shard:
             except SampleError as error:
                 sample = error
             yield raw.row, sample
+
+    def unread_keys(self, most: int) -> set[str]:
+        """Columns and keys of turns in the file's first rows that are neither read nor known to be harmless.
+
+        Args:
+            most: how many rows are looked at.
+        """
+        columns, unread = self.normaliser.columns, set[str]()
+        for raw in islice(self.reader.stream(), most):
+            try:
+                fields = {} if isinstance(raw.content, DataError) else self.reader.parse(raw.content).fields
+                fields = renamed(fields, columns) if columns else fields
+            except DataError:
+                continue  # told when the row is used
+            unread |= unread_keys(fields, {*COLUMNS, self.normaliser.text_column})
+        return unread
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -125,6 +142,23 @@ class Source:
             raise IndexError(f"row {row} of {len(self)} rows in the dataset {self.name}")
         number = bisect_right(self.starts, row) - 1
         return self.shards[number], int(row) - self.starts[number]
+
+    def notes(self, rows: int = 20, files: int = 16) -> list[str]:
+        """What is to be told of the first files: columns and keys of turns that nobody looks at.
+
+        Args:
+            rows: how many of each file are looked at.
+            files: how many files are.
+        """
+        named: dict[tuple[str, ...], list[str]] = {}
+        for shard in self.shards[:files]:
+            if unread := shard.unread_keys(rows):
+                named.setdefault(tuple(sorted(unread)), []).append(shard.name)
+        return [
+            f"{names[0]}{f' and {len(names) - 1} more files' * (len(names) > 1)}: {', '.join(keys)} "
+            f"{'are' if len(keys) > 1 else 'is'} not looked at (docs/data.md has the keys that are)"
+            for keys, names in named.items()
+        ]
 
     def fingerprint(self) -> str:
         """A digest of every file's name, size and time of change, and of how rows become samples.

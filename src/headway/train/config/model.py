@@ -1,6 +1,5 @@
 """The model: which one and what of it learns, how processes share it, and what makes its steps faster or smaller."""
 
-import re
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -8,11 +7,8 @@ from pydantic import Field, field_validator, model_validator
 from headway.count.recompute import TOWERS, is_for_training
 from headway.packing.parts import Dropout
 from headway.plan.mesh import MeshShape
+from headway.report.quantity import SIZE_UNITS, bytes_in
 from headway.train.config.sections import Fraction, Positive, Section, Share, changed
-
-SIZE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-SIZE_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-"""Units of sizes, and their bytes."""
 
 
 class LoraConfig(Section):
@@ -28,8 +24,13 @@ class LoraConfig(Section):
     targets: tuple[str, ...] | None = Field(
         default=None,
         description="Linear modules that take one: last parts of their names ('q_proj') or globs over names; null for "
-        "all but the head. Modules that model.freeze names take none",
+        "all but the head, as all-linear means in PEFT. Modules that model.freeze names take none",
     )
+
+    @field_validator("targets")
+    @classmethod
+    def _all_of_them_is_the_default(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if targets in (("all-linear",), ("all",)) else targets
 
 
 class DrawingConfig(Section):
@@ -211,13 +212,3 @@ class SpeedConfig(Section):
 
 def _size(recompute: str) -> int | None:
     return bytes_in(recompute.removeprefix("memory:")) if recompute.startswith("memory:") else None
-
-
-def bytes_in(text: str) -> int | None:
-    """Read a size such as 40GiB [bytes]; None where it is none.
-
-    >>> bytes_in("1.5 KiB")
-    1536
-    """
-    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(SIZE_UNITS)})", text)
-    return round(float(match[1]) * SIZE_UNITS[match[2]]) if match else None

@@ -1,0 +1,176 @@
+"""Columns of rows and keys of turns that say what is to be learnt: which are obeyed, refused, and passed over.
+
+The names are those of TRL, ms-swift, LLaMA-Factory, axolotl, torchtune and OpenAI, whose rows have them. A key that
+says what to learn and is passed over has the model learn what it should not, so what is neither read nor known to be
+harmless is named (`unread_keys`).
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from headway.data.samples import Message
+from headway.data.sources.json_rows import shortened
+from headway.errors import DataError
+
+LEARNT_BY = {"loss": 1, "train": 1, "training": 1, "weight": 1, "masked": 0}
+"""Keys of a turn that say whether it is learnt, and the value with which it is.
+
+Source: ms-swift's `loss`, axolotl's `train` and `training`, OpenAI's `weight`, torchtune's `masked`.
+"""
+
+_PAIR = (
+    "the row is of a preference pair, as DPO, ORPO and reward models learn from, and Headway trains on one answer, "
+    "which it would take for the right one"
+)
+_CUT_TURN = "parts of a turn cannot be left unlearnt; a turn is learnt whole or, with loss: false, not at all"
+REFUSED_COLUMNS = {
+    "chosen": _PAIR,
+    "rejected": _PAIR,
+    "rejected_response": _PAIR,
+    "rejected_messages": _PAIR,
+    "rejected_images": _PAIR,
+    "margin": _PAIR,
+    "label": "it is a class to tell, or KTO's mark of good and bad answers, and Headway learns words",
+    "kto_tag": "it is KTO's mark of good and bad answers, and Headway learns every answer as a good one",
+    "weight": "every row counts by its tokens; how much of a dataset is trained on is said by data.train's weight",
+}
+"""Columns of a row that are refused, and why; a weight of 1 and the mark of a good answer say what is done anyhow."""
+
+_GRADES = ("label", "kto_tag")
+
+REFUSED_KEYS = {
+    "train_detail": _CUT_TURN,
+    "training_detail": _CUT_TURN,
+    "loss_scale": "every turn that is learnt counts in full",
+}
+"""Keys of a turn that are refused, and why."""
+
+HARMLESS_COLUMNS = (
+    "id", "idx", "index", "key", "uid", "uuid", "__key__", "__url__", "url", "source", "dataset", "origin", "license",
+    "lang", "language", "title", "author", "date", "time", "timestamp", "created_at", "meta", "metadata", "info",
+    "split", "subset", "category", "topic", "domain", "tags", "channel", "score", "model", "num_turns", "num_tokens",
+    "length", "attention_mask", "token_type_ids", "labels", "objects",
+)  # fmt: skip
+"""Columns that say nothing about what is learnt, or are read elsewhere."""
+
+HARMLESS_KEYS = (
+    "id", "index", "name", "date", "time", "timestamp", "created_at", "model", "usage", "finish_reason", "end_turn",
+)  # fmt: skip
+"""Keys of a turn that say nothing about what is learnt."""
+
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a turn that hold what the assistant thinks before it answers."""
+
+_READ_KEYS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", *REASONING)
+_BOXES = ("<bbox>", "<ref-object>")
+
+
+def check_columns_of(fields: Mapping[str, Any], *, is_chat: bool, is_mapped: bool) -> None:
+    """Refuse a row of another task, whose answers are not all to be learnt.
+
+    Args:
+        fields: the row's columns, null ones left out.
+        is_chat: whether the row becomes a chat.
+        is_mapped: whether the dataset's columns were named, so that the others are known not to be meant.
+
+    Raises:
+        DataError: it has such a column.
+    """
+    for name in sorted(REFUSED_COLUMNS.keys() & fields.keys()):
+        value = fields[name]
+        if value in ([], "", {}) or (name == "weight" and value == 1):
+            continue
+        if is_chat and name in _GRADES and type(value) is bool:
+            if value:
+                continue
+            raise DataError(
+                f'the row is graded, with "{name}" false: an answer that KTO learns to avoid, and Headway learns every '
+                f"answer. Leave such rows out, or remove the column {name}."
+            )
+        if not is_mapped:
+            raise DataError(
+                f'the row has the column "{name}", {shortened(value)}: {REFUSED_COLUMNS[name]}. Remove the column, or '
+                "say which columns are meant with columns, such as {messages: messages}, {messages: chosen} where "
+                "chosen answers are lists of messages, or {prompt: prompt, completion: chosen} where they are strings."
+            )
+
+
+def is_learnt(turn: Mapping[str, Any], role: str, where: str) -> bool:
+    """Whether a turn of the assistant is learnt, by the marks that it has.
+
+    Args:
+        turn: the turn as it was written.
+        role: who speaks.
+        where: the turn, for messages to people.
+
+    Raises:
+        DataError: a mark between 0 and 1, one for a part of the turn, or one to learn what another than the assistant
+            says.
+
+    >>> is_learnt({"role": "assistant", "content": "Ho", "loss": False}, "assistant", "message 2")
+    False
+    """
+    for key in REFUSED_KEYS.keys() & turn.keys():
+        if turn[key] not in (None, [], {}, 1):
+            raise DataError(f'{where}: "{key}" is {shortened(turn[key])}, but {REFUSED_KEYS[key]}. Remove the key.')
+    learnt = True
+    for key in LEARNT_BY.keys() & turn.keys():
+        value = turn[key]
+        if value is None:
+            continue
+        if type(value) not in (bool, int, float) or value not in (0, 1):
+            raise DataError(
+                f'{where}: "{key}" is {shortened(value)}, but a turn is learnt in full or not at all. Write 1 or 0.'
+            )
+        says_learnt = value == LEARNT_BY[key]
+        if says_learnt and role != "assistant" and key in ("loss", "train", "training"):
+            raise DataError(
+                f'{where}: "{key}" is {shortened(value)} in a turn of the {role}, but only what the assistant says is '
+                "learnt. Remove the key, or give the turn to the assistant."
+            )
+        learnt = learnt and says_learnt
+    return learnt or role != "assistant"
+
+
+def check_words(fields: Mapping[str, Any], messages: Iterable[Message]) -> None:
+    """Refuse a chat with boxes whose places in the words are not filled in, and one of which nothing is learnt.
+
+    Raises:
+        DataError: it is one.
+    """
+    turns = list(messages)
+    if fields.get("objects"):
+        box = next((box for box in _BOXES for turn in turns if box in turn.text), None)
+        if box is not None:
+            raise DataError(
+                f'the words hold {box}, which ms-swift replaces by the boxes of "objects", and Headway would learn as '
+                "a word. Write the boxes into the words, in the form that the model was trained with."
+            )
+    answers = [turn for turn in turns if turn.role == "assistant"]
+    if answers and not any(turn.learnt for turn in answers):
+        raise DataError(
+            "every turn of the assistant is marked as not to be learnt, so there is nothing to learn. Delete the row, "
+            "or remove the mark of a good answer."
+        )
+
+
+def unread_keys(fields: Mapping[str, Any], read: Iterable[str]) -> set[str]:
+    """Columns of a row and keys of its turns that are neither read nor known to be harmless.
+
+    Args:
+        fields: the row's columns.
+        read: columns that are read.
+
+    >>> row = {"messages": [{"role": "user", "content": "Hi", "mood": 1}], "id": 1, "good": False}
+    >>> sorted(unread_keys(row, ["messages"]))
+    ['good', 'messages: mood']
+    """
+    unread = {name for name, value in fields.items() if value is not None}
+    unread -= {*read, *REFUSED_COLUMNS, *HARMLESS_COLUMNS}
+    known = {*_READ_KEYS, *LEARNT_BY, *REFUSED_KEYS, *HARMLESS_KEYS}
+    for column in ("messages", "conversations"):
+        turns = fields.get(column)
+        for turn in turns if isinstance(turns, list) else ():
+            keys = turn.items() if isinstance(turn, dict) else ()
+            unread |= {f"{column}: {key}" for key, value in keys if value is not None and key not in known}
+    return unread

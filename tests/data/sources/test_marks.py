@@ -1,0 +1,156 @@
+"""Marks of what is not to be learnt, in rows as the documentation of the tools that read them writes them."""
+
+import json
+
+import pytest
+
+from headway.data import Message, TextPart
+from headway.data.samples import Origin
+from headway.data.sources import open_source
+from headway.data.sources.marks import unread_keys
+from headway.data.sources.reader import ParsedRow
+from headway.data.sources.references import MediaRules
+from headway.data.sources.schemas import COLUMNS, Normaliser
+from headway.errors import DataError
+
+ASKED = {"role": "user", "content": "What is 1 + 1?"}
+BAD = {"role": "assistant", "content": "3"}
+GOOD = {"role": "assistant", "content": "2"}
+
+
+def read(row, schema="auto", columns=None):
+    normaliser = Normaliser(schema, "text", ".", MediaRules(), columns or {})
+    return normaliser.sample(ParsedRow(row), Origin("data", "data.jsonl", 0, "line 1"))
+
+
+def learnt(chat):
+    return [message.text for message in chat.messages if message.role == "assistant" and message.learnt]
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        {"loss": False},  # ms-swift
+        {"loss": 0},
+        {"train": False},  # axolotl
+        {"training": False},
+        {"weight": 0},  # OpenAI
+        {"weight": 0.0, "loss": None},
+        {"masked": True},  # torchtune
+    ],
+)
+def test_a_turn_that_says_so_is_shown_and_not_learnt(mark):
+    chat = read({"messages": [ASKED, BAD | mark, ASKED, GOOD]})
+    assert [message.text for message in chat.messages] == ["What is 1 + 1?", "3", "What is 1 + 1?", "2"]
+    assert learnt(chat) == ["2"]
+    assert chat.answer == "2"
+    turns = [{"from": "human", "value": "1 + 1?"}, {"from": "gpt", "value": "3", **mark}, {"from": "gpt", "value": "2"}]
+    assert learnt(read({"conversations": turns})) == ["2"]
+    call = {"from": "function_call", "value": '{"name": "add", "arguments": {}}', **mark}
+    assert [turn.learnt for turn in read({"conversations": [*turns, call]}).messages] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("mark", [{"loss": True}, {"train": 1}, {"weight": 1.0}, {"masked": False}, {"loss": None}])
+def test_a_turn_that_says_that_it_is_learnt_is(mark):
+    assert learnt(read({"messages": [ASKED, GOOD | mark]})) == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("turn", "says"),
+    [
+        (GOOD | {"weight": 0.5}, 'message 2: "weight" is 0.5, but a turn is learnt in full or not at all'),
+        (GOOD | {"loss": "no"}, 'message 2: "loss" is "no"'),
+        (GOOD | {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, '"train_detail" is [{'),
+        (ASKED | {"train": True}, 'message 2: "train" is true in a turn of the user'),
+        (BAD | {"loss": False}, "every turn of the assistant is marked as not to be learnt"),
+    ],
+)
+def test_a_mark_that_cannot_be_obeyed_is_named(turn, says):
+    with pytest.raises(DataError) as caught:
+        read({"messages": [ASKED, turn]})
+    assert says in str(caught.value)
+
+
+CHAT = {"messages": [ASKED, GOOD]}
+ALPACA = {"instruction": "Add.", "output": "2"}
+
+
+@pytest.mark.parametrize(
+    "layout", [CHAT, ALPACA, {"question": "1 + 1?", "answer": "2"}, {"prompt": "a", "completion": "b"}]
+)
+@pytest.mark.parametrize(
+    "mark",
+    [
+        {"rejected_response": "3"},  # ms-swift, DPO
+        {"rejected_messages": [ASKED, BAD]},
+        {"rejected_images": ["a.png"]},
+        {"chosen": {"from": "gpt", "value": "2"}, "rejected": {"from": "gpt", "value": "3"}},  # LLaMA-Factory, DPO
+        {"margin": 0.5},
+        {"label": False},  # ms-swift, TRL, KTO
+        {"kto_tag": False},  # LLaMA-Factory, KTO
+        {"label": 1},  # a class
+        {"weight": 0.5},
+    ],
+)
+def test_a_row_of_another_task_is_refused_in_every_layout(layout, mark):
+    with pytest.raises(DataError, match="|".join(f'"{name}"' for name in mark)):
+        read(layout | mark)
+
+
+def test_marks_of_good_answers_say_what_is_done_anyhow():
+    assert read(CHAT | {"label": True, "kto_tag": True, "weight": 1, "rejected_images": []}).answer == "2"
+
+
+def test_a_labelled_text_is_a_document_only_where_the_text_is_named():
+    row = {"text": "A fine film.", "label": 1}
+    with pytest.raises(DataError, match='"label", 1: it is a class'):
+        read(row)
+    assert read(row, columns={"text": "text"}).content == "A fine film."
+
+
+def test_columns_that_are_named_leave_the_others_out():
+    assert read(CHAT | {"rejected_response": "3"}, columns={"messages": "messages"}).answer == "2"
+    with pytest.raises(DataError, match='"label" false'):
+        read(CHAT | {"label": False}, columns={"messages": "messages"})
+
+
+def test_boxes_that_another_tool_fills_in_are_not_learnt_as_words():
+    turns = [{"role": "user", "content": "Find the cat."}, {"role": "assistant", "content": "<bbox>"}]
+    with pytest.raises(DataError, match='the words hold <bbox>, which ms-swift replaces by the boxes of "objects"'):
+        read({"messages": turns, "objects": {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}})
+    assert read(CHAT | {"objects": {"ref": [], "bbox": []}}).answer == "2"
+
+
+def test_the_history_of_a_question_becomes_rounds_and_is_dropped_nowhere():
+    row = {"query": "And 2 + 2?", "response": "4", "history": [["1 + 1?", "2"]]}  # ms-swift
+    chat = read(row, columns={"question": "query", "answer": "response"})
+    assert [message.text for message in chat.messages] == ["1 + 1?", "2", "And 2 + 2?", "4"]
+    for layout in (CHAT, {"prompt": "a", "completion": "b"}):
+        with pytest.raises(DataError, match='the row has the column "history"'):
+            read(layout | {"history": [["1 + 1?", "2"]]})
+
+
+def test_a_system_column_stands_before_messages_too():
+    assert read(CHAT | {"system": "Be brief."}).messages[0] == Message("system", (TextPart("Be brief."),))
+    with pytest.raises(DataError, match="its first turn is another system message"):
+        read({"messages": [{"role": "system", "content": "Be long."}, ASKED, GOOD], "system": "Be brief."})
+
+
+def test_answers_within_a_prompt_are_shown_and_not_learnt_as_in_trl():
+    chat = read({"prompt": [ASKED, BAD, ASKED], "completion": [GOOD]})
+    assert learnt(chat) == ["2"]
+    assert len(chat.messages) == 4
+
+
+def test_keys_that_nobody_knows_are_named():
+    row = CHAT | {"id": 1, "mood": "good", "empty": None}
+    turns = [ASKED | {"timestamp": 1}, GOOD | {"is_good": False, "weight": 1}]
+    assert unread_keys(row | {"messages": turns}, COLUMNS) == {"mood", "messages: is_good"}
+
+
+def test_each_file_is_told_of_once_with_the_keys_that_nobody_looks_at(tmp_path):
+    for name, more in (("a", {"mood": "good"}), ("b", {"mood": "bad", "id": 3}), ("c", {"id": 4})):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([json.dumps(CHAT | more)] * 30))
+    (note,) = open_source(tmp_path / "*.jsonl").notes()
+    assert note.startswith(f"{tmp_path}/a.jsonl and 1 more files: mood is not looked at")
+    assert open_source(tmp_path / "a.jsonl", columns={"system": "mood"}).notes() == []
