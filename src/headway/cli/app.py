@@ -44,6 +44,7 @@ from headway.cli import (
 )
 from headway.cli.numbers import NumberCommand
 from headway.cli.output import missing_library_told
+from headway.cli.streams import ReaderGoneError, open_streams
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
 from headway.report.terminal import coloured, width_of, wrapped
 from headway.safe_path import keep_current_folder_out
@@ -115,8 +116,19 @@ def main() -> NoReturn:
     keep_current_folder_out()
     sys.argv[1:] = _spoken(sys.argv[1:])
     try:
-        with missing_library_told("this command"):  # whatever a command imports, also beyond what it asks for by name
-            app(prog_name="headway")
+        open_streams()
+        try:
+            with missing_library_told("this command"):  # whatever a command imports, also beyond what it asks for
+                app(prog_name="headway")
+        finally:
+            sys.stdout.flush()  # while what is lost can still be told
+    except ReaderGoneError as error:
+        sys.exit(error.exit_code)
+    except OSError as error:  # a file, a folder or a disk that is not as a command needs it, wherever it was met
+        if os.environ.get(DEBUG_VARIABLE) == "1":
+            raise
+        print(error_paragraph(_of_system(error)), file=sys.stderr)
+        sys.exit(1)
     except HeadwayError as error:
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
@@ -128,6 +140,11 @@ def main() -> NoReturn:
             os._exit(error.exit_code)
         sys.exit(error.exit_code)
     sys.exit(0)
+
+
+def _of_system(error: OSError) -> HeadwayError:
+    place = f"{error.filename}: " if error.filename is not None else ""
+    return HeadwayError(f"{place}{error.strerror or error}. {DEBUG_VARIABLE}=1 shows where this came up.")
 
 
 def _spoken(arguments: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ digest, and then the encoder is opened as the first time.
 
 import hashlib
 import importlib.util
+from contextlib import suppress
 from http.client import HTTPException
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -95,7 +96,8 @@ class KnownEncoder:
     def remember(self, fingerprint: str) -> None:
         """Keep the fingerprint of the encoder that has been opened, unless its files changed meanwhile."""
         if self._digest is not None and self._digest == _digest(self._model, self._settings):
-            write_whole(self._file(self._digest), lambda file: file.write(fingerprint.encode("ascii")))
+            with suppress(OSError):  # a cache that cannot be written only costs time
+                write_whole(self._file(self._digest), lambda file: file.write(fingerprint.encode("ascii")))
 
     def _file(self, digest: str) -> Path:
         return _home(self._cache) / "encoders" / digest
