@@ -10,7 +10,7 @@ import pytest
 from tools.house import circles, duplicated_classes, read_package, room_arrows
 
 ROOT = Path(__file__).parents[1]
-BASE = ["version", "report", "errors", "cache", "quiet", "hub"]
+BASE = ["version", "report", "errors", "cache", "quiet", "hub", "safe_path", "files", "streams"]
 CORE = ["count", "devices", "architectures", "tracing", "conventions", "plan", "packing", "log", "meter", "models"]
 CORE += ["data", "synthetic", "explain"]
 EDGES = ["integrations", "compat", "audit", "importing"]

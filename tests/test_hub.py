@@ -55,3 +55,19 @@ def test_a_proxy_is_asked_in_place_of_the_hub(unreachable, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
         assert hub.obstacle_to_hub() is None
+
+
+@pytest.mark.parametrize(
+    ("files", "advice"),
+    [
+        (["export/step-000005/config.json", "export/step-000017/config.json"], r"newest model is .*step-000017: give"),
+        (["export/step-000017/adapter_config.json"], r"step-000017 holds adapters alone.* --merge-lora`"),
+        (["export/README"], r"`headway export .* MODEL` makes"),
+    ],
+)
+def test_the_folder_of_a_run_is_refused_and_its_newest_model_named(tmp_path, files, advice):
+    for file in files:
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(UnknownModelError, match=f"is a training run and no model.*{advice}"):
+        hub.located(tmp_path)

@@ -37,7 +37,7 @@ node='
 setsid torchrun \
     --nnodes "${SLURM_JOB_NUM_NODES:-1}" --nproc-per-node "${GPUS_PER_NODE:-8}" --max-restarts "${MAX_RESTARTS:-3}" \
     --rdzv-backend c10d --rdzv-endpoint "$MASTER_HOST:$MASTER_PORT" --rdzv-id "$SLURM_JOB_ID" \
-    -m headway train "$@" --resume-if-any &
+    --no-python headway train "$@" --resume-if-any &
 torchrun=$!
 trap "touch \"\$STOPPED\"; pkill -TERM -P $torchrun" TERM
 while kill -0 $torchrun 2>/dev/null; do wait $torchrun; status=$?; done

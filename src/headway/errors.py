@@ -4,16 +4,16 @@ Each message says what was wrong, the value got, what is allowed and what to do 
 message as one paragraph and exits with `exit_code`: 2 for a wrong use, 1 for everything else.
 """
 
-from headway.report.format import printable
+from headway.report.secrets import presentable
 
 
 class HeadwayError(Exception):
-    """Base of every error that Headway raises on purpose; its text is safe to show on a terminal, whatever it names."""
+    """Base of every error that Headway raises on purpose; its text is safe to show, whatever it names."""
 
     exit_code = 1
 
     def __str__(self) -> str:
-        return printable(super().__str__())
+        return presentable(super().__str__())
 
 
 class UsageError(HeadwayError):
@@ -72,6 +72,10 @@ class CheckpointError(HeadwayError):
 
 class TrainingError(HeadwayError):
     """Training cannot go on: a loss that is not finite, a missing device."""
+
+
+class NotFiniteError(TrainingError):
+    """A loss or gradient is not finite, and the weights are lost with it."""
 
 
 class OutOfMemoryError(TrainingError):

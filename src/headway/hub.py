@@ -15,6 +15,8 @@ from urllib.request import getproxies, proxy_bypass
 from headway.errors import UnknownModelError
 
 CONFIG = "config.json"
+EXPORTS = "export"
+"""The folder of a training run that holds its models."""
 _CONNECT_S = 1.5  # for one connection to the Hub, the look-up of its address included [s]
 
 
@@ -34,9 +36,11 @@ def located(name: str | Path) -> str:
         The path itself; the name of a model if the Hub can be reached; or the folder of its copy in the Hub's cache.
 
     Raises:
-        UnknownModelError: no such path, and no name on the Hub, or one that neither the cache nor the network has.
+        UnknownModelError: no such path, and no name on the Hub, or one that neither the cache nor the network has; or
+            the folder of a training run, which may come to hold other models later.
     """
     given = str(name)
+    _refuse_run(Path(given).expanduser())
     if Path(given).expanduser().exists():
         return str(Path(given).expanduser()) if given.startswith("~") else given
     parts = given.split("/")
@@ -56,6 +60,21 @@ def located(name: str | Path) -> str:
             f"with `hf download {given}` and give the folder."
         )
     return str(copy)
+
+
+def _refuse_run(folder: Path) -> None:
+    if not (folder / EXPORTS).is_dir() or (folder / CONFIG).exists():
+        return
+    exports = sorted((folder / EXPORTS).glob("step-*"))
+    models = [each for each in exports if (each / CONFIG).is_file()]
+    if models:
+        advice = f"Its newest model is {models[-1]}: give that folder."
+    elif exports:
+        advice = f"{exports[-1]} holds adapters alone. Add them into the weights with `headway export {folder} MODEL"
+        advice += " --merge-lora`, and give the folder MODEL."
+    else:
+        advice = f"It has no model yet: `headway export {folder} MODEL` makes the folder MODEL of its last checkpoint."
+    raise UnknownModelError(f"{folder} is a training run and no model. {advice}")
 
 
 def cached_folder(name: str) -> Path | None:

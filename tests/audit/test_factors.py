@@ -5,11 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.audit import factors
+from headway.audit.factors import _PARTS_IN_ORDER
 from headway.audit.rows import Interval, common, hull, printed
-from headway.conventions import Step, architecture, conventions, get_convention
+from headway.conventions import PARTS, Step, architecture, conventions, get_convention
 from headway.count import Workload, load_cost_model
 from headway.count.models import presets
 from helpers.effort import examples
+from tools.their_rules.cases import Case
 
 MODELS = {
     name: architecture(presets()[name], name, load_cost_model(name))
@@ -40,6 +42,23 @@ def test_factors_multiply_to_the_bill_over_useful(convention, name, segments, pa
     useful = get_convention("useful").bill(trained, step).flops
     product = math.prod(factor.ratio for factor in factors(convention, model, step, trained))
     assert product == pytest.approx(bill.flops / useful, rel=5e-4)
+
+
+def test_every_part_of_a_bill_has_a_factor_of_its_own():
+    # what has none would be laid on the last one, of frozen weights
+    assert {part for _, part, _ in _PARTS_IN_ORDER} == set(PARTS)
+
+
+def test_the_states_of_delta_rules_are_a_factor():
+    pytest.importorskip("transformers")
+    case = Case("qwen3-next-80b", "pack")  # traced
+    model, step = case.numbers, case.step
+    convention = get_convention("nemo-automodel")
+    ratios = {factor.name: factor.ratio for factor in factors(convention, model, step, model)}
+    assert "recurrence" in ratios
+    assert "frozen" not in ratios
+    bill = convention.bill(model, step).flops / get_convention("useful").bill(model, step).flops
+    assert math.prod(ratios.values()) == pytest.approx(bill, rel=5e-4)
 
 
 def test_each_factor_is_what_its_name_says():

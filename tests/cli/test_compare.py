@@ -20,12 +20,13 @@ def by_name(data):
 def test_one_step_in_every_convention(headway):
     data = record(headway("compare", "llama-3.1-8b", *STEP, "--json"))
     assert list(data) == [
-        "schema_version", "model", "workload", "seq_len", "step_s", "ranks", "device", "conventions"
+        "schema_version", "model", "workload", "seq_len", "step_s", "ranks", "device", "conventions", "forward_macs"
     ]  # fmt: skip
     rows = by_name(data)
     # Llama-3.1-8B: hidden 4096, 32 layers, 8 key-value heads of 128, MLP 14336, vocabulary 128256
     linear = 6 * 8192 * (32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 128256)
     assert rows["useful"]["flops"] == linear + 12 * 32 * 4096 * 16 * 512 * 513 // 2
+    assert data["forward_macs"] == rows["useful"]["flops"] // 6  # a multiply-add is two FLOPs, forward a third of them
     assert rows["maxtext-2025-06"]["flops"] == linear + 12 * 32 * 4096 * 8192**2
     assert rows["useful"]["mfu"] == pytest.approx(rows["useful"]["flops"] / 0.5 / 989.4e12)
     assert rows["torchtitan"]["mfu"] == pytest.approx(rows["torchtitan"]["flops"] / 0.5 / 989e12)

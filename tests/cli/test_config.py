@@ -46,11 +46,32 @@ def test_one_section_or_setting_is_printed_with_type_unit_default_and_meaning(he
     assert "data.stages.N.mix.N.weight  number above 0 | null" in headway("config", "data.stages.0.mix.1.weight").out
 
 
+def test_the_schema_allows_what_the_settings_take_in_other_forms(headway):
+    """Or an editor would mark a file as wrong that trains."""
+    sections = json.loads(headway("config", "--json").out)["$defs"]
+
+    def kinds(section, name):
+        node = sections[section]["properties"][name]
+        listed = [each.get("type", each.get("$ref")) for each in node.get("anyOf", [node])]
+        return {kind for each in listed for kind in (each if isinstance(each, list) else [each])}
+
+    assert kinds("DataConfig", "tokens_per_pack") == {"integer", "string"}
+    assert kinds("OptimConfig", "clip") == {"number", "string", "null"}
+    assert kinds("RunConfig", "trackers") == {"array", "string"}
+    assert kinds("LoraConfig", "targets") == {"array", "string", "null"}
+    assert kinds("ProfileConfig", "ranks") == {"array", "integer", "string"}
+    assert kinds("ModelConfig", "lora") == {"#/$defs/LoraConfig", "null", "number", "string"}
+    assert kinds("DataConfig", "stream") == {"#/$defs/StreamConfig", "null"}
+    assert kinds("OptimConfig", "betas") == {"array"}
+    assert kinds("ModelConfig", "random_init") == {"boolean"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("optm",), "There is no setting 'optm'. Did you mean optim?"),
         (("epochs",), "There is no setting 'epochs'. Did you mean"),
+        (("learning_rate",), "In Headway it is `optim.lr`."),
         (("zzz",), "Sections: model, data, optim"),
         (("optim.lr", "--json"), "optim.lr is no section"),
         (("optim", "--markdown"), "--markdown prints the whole page"),

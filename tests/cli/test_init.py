@@ -1,12 +1,14 @@
 """A model from nothing and a configuration for it: what they say is so, and `headway train` takes both as they are."""
 
 import json
+import wave
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from PIL import Image
+from transformers import AutoTokenizer
 
 from headway.models import load_model
 from headway.train.config import load_config
@@ -108,3 +110,39 @@ def test_a_model_that_cannot_be_made_is_refused(headway, questions, arguments, s
 )
 def test_a_pack_holds_the_longest_sample_and_several_others(tokens, pack):
     assert pack_length(MeasuredLengths(np.array(tokens), 0, 0, are_documents=False)) == pack
+
+
+def test_tokens_added_to_the_tokenizer_alone_are_named_before_a_configuration_is_written(headway, questions):
+    """As users add them, by transformers; with the rows that the error asks for, the same data are taken."""
+    assert headway("new-model", "tiny", "--data", "words.jsonl", "--size", "100k").code == 0
+    model, tokenizer = load_model("tiny", attention="sdpa"), AutoTokenizer.from_pretrained("tiny")
+    rows = model.get_input_embeddings().weight.shape[0]
+    tokenizer.add_tokens([f"<n{number}>" for number in range(rows - len(tokenizer) + 1)])
+    tokenizer.save_pretrained("tiny")
+    new = tokenizer.convert_ids_to_tokens(rows)
+    (questions / "new.jsonl").write_text("".join(json.dumps({"text": f"{n} {new}"}) + "\n" for n in range(30)))
+
+    refused = headway("init", "--model", "tiny", "--data", "new.jsonl", "-o", "a.yaml")
+    message = " ".join(refused.err.split())
+    assert refused.code == 1
+    assert f"added to it and not to the model: {new!r}, id {rows}, while the model's embedding has {rows}" in message
+    assert f"model.resize_token_embeddings({rows + 1})" in message
+    assert not (questions / "a.yaml").exists()
+    assert headway("init", "--model", "tiny", "--data", "words.jsonl", "-o", "b.yaml").code == 0  # which has none
+
+    model.resize_token_embeddings(rows + 1)
+    model.save_pretrained("larger")
+    tokenizer.save_pretrained("larger")
+    assert headway("init", "--model", "larger", "--data", "new.jsonl", "-o", "a.yaml").code == 0
+
+
+def test_no_small_model_is_made_of_sounds(headway, questions):
+    with wave.open(str(questions / "tone.wav"), "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(b"\0\0" * 1_600)
+    turns = [{"role": "user", "content": "<audio>What is said?"}, {"role": "assistant", "content": "Nothing."}]
+    (questions / "sounds.jsonl").write_text(json.dumps({"messages": turns, "audios": ["tone.wav"]}))
+    result = headway("new-model", "tiny", "--data", "sounds.jsonl")
+    assert result.code == 2
+    assert "sounds.jsonl, line 1 holds a sound, and small models with an audio tower" in " ".join(result.err.split())
+    assert not (questions / "tiny").exists()

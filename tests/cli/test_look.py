@@ -112,6 +112,18 @@ def test_the_page_shows_pictures_and_escapes_what_stands_in_rows(model, data, he
     assert headway(*arguments).code == 2  # there already
 
 
+def test_the_page_obeys_no_control_character_of_a_row(model, headway, tmp_path):
+    hostile = "a\x1b[31m\u202eb"
+    rows = [{"messages": [{"role": "user", "content": hostile}, {"role": "assistant", "content": hostile}]}]
+    data, page = tmp_path / "rows\x1b[2J\u202e.jsonl", tmp_path / "page.html"
+    data.write_text(json.dumps(rows[0]))
+    result = headway("look", data, "--model", model, "--packing-length", 64, "--html", page)
+    assert result.code == 0
+    for text in (page.read_text(), result.out, result.err):
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]", text)
+    assert "\\u202e" in page.read_text()
+
+
 @pytest.mark.slow
 def test_of_a_training_its_own_packs_are_shown(model, data, headway, tmp_path):
     """Those that the run's feed hands to its first step."""

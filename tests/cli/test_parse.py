@@ -11,6 +11,7 @@ from headway.errors import UsageError, WorkloadError
         ("4096*3,512", [4096, 4096, 4096, 512]),
         (" 7 , 5*2 ", [7, 5, 5]),
         ("1", [1]),
+        ("4k*2,1e3,4_096", [4000, 4000, 1000, 4096]),
     ],
 )
 def test_segments_are_lengths_with_repeats(text, lengths):
@@ -29,13 +30,12 @@ def test_segments_are_lengths_with_repeats(text, lengths):
         ",",
         "512,",
         "512,,256",
-        "4k",
         "4096x3",
+        "4kk",
+        "40%",
         "1.5",
-        "1e3",
         "4096*",
         "*3",
-        "4_096",
         "٣",
     ],
 )

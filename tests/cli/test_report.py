@@ -255,7 +255,7 @@ def test_the_command_writes_the_page(tmp_path, monkeypatch):
         report([run], tmp_path / "x.html", markdown=True)
     with pytest.raises(UsageError, match="3 runs are given"):
         report([run] * 3)
-    with pytest.raises(ConfigError, match="Give another path"):
+    with pytest.raises(UsageError, match="cannot be written"):
         report([run], run / "metrics.jsonl" / "x.html")
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)

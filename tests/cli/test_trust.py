@@ -1,8 +1,10 @@
 """Opening what a stranger made never runs it, and what a stranger named reaches no terminal as commands to it."""
 
+import ast
 import io
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -91,3 +93,26 @@ def test_a_number_of_too_many_digits_is_refused(option, headway):
     assert result.code == 2
     assert result.err.startswith("Error: ")
     assert len(result.err) < 1000
+
+
+def test_commands_print_names_of_strangers_through_one_function():
+    """`say`, tables and errors show control characters by their numbers; a bare print of an f-string would not."""
+    import headway.cli
+
+    for path in Path(headway.cli.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                values = [value for arg in node.args if isinstance(arg, ast.JoinedStr) for value in arg.values]
+                named = {ast.unparse(value.value) for value in values if isinstance(value, ast.FormattedValue)}
+                assert named <= {"__version__", "table", "render_pairs(pairs)"}, (path.name, node.lineno)
+
+
+def test_tables_and_lines_show_names_of_strangers_by_their_numbers():
+    from headway.report import Column, render_lines, render_pairs, render_table
+
+    hostile = "a\x1b[2J\u202eb"
+    table = render_table([Column("x", "left")], [[hostile]], footer=[hostile])
+    for text in (table, render_pairs([(hostile, hostile)]), render_lines([hostile])):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        assert "a\\x1b[2J\\u202eb" in text

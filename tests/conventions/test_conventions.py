@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -44,14 +45,21 @@ QWEN3_8B = {
     "megatron-bridge": 6 * 8192 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * SQUARES,
     "megatron-bridge-2026-05": 6 * 8192 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * SQUARES,
     "megatron-bridge-2025": 6 * 8192 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * 8192**2,
+    # packs by real tokens and their squares; before, and without packs, the configured rows
+    "megatron-lm": 6 * 6000 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * SQUARES,
+    "megatron-lm-2026-05": 6 * 8192 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * 8192**2,
     "megatron-lm-2025-02": 6 * 8192 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * 8192**2,
     "maxtext": 6 * 8192 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * 8192**2,
+    "maxtext-2026-03": 6 * 8192 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * 8192**2,
     "maxtext-2025-06": 6 * 8192 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * 8192**2,
     "lmms-engine": 6 * 6000 * (LAYERS * LAYER + 2 * HEAD) + 12 * LAYERS * QUERY * SQUARES,
     "veomni": 6 * 6000 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * SQUARES,
     "veomni-2026-07": 6 * 6000 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * SQUARES,
     "verl": 6 * 6000 * (LAYERS * LAYER + 2 * HEAD) + 6 * LAYERS * QUERY * SQUARES,
     "verl-2025-12": 6 * 6000 * (LAYERS * LAYER + 2 * HEAD) + 12 * LAYERS * QUERY * SQUARES,
+    "nemo-automodel": 6 * 8192 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * 8192**2,
+    "nemo-rl": 6 * 6000 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * SQUARES,
+    "llm-foundry": 8192 * (6 * (LAYERS * LAYER + NORMS + HEAD) + 12 * LAYERS * HIDDEN * 8192),
     "olmo-core": 8192 * (6 * (LAYERS * (LAYER + 2 * 128) + HIDDEN + HEAD) + 12 * LAYERS * QUERY * 8192),
     "nanochat": 8192 * (6 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * 8192),
     "trl": 8192 * (6 * (LAYERS * LAYER + 2 * HEAD) + 12 * LAYERS * QUERY * 8192),
@@ -67,6 +75,11 @@ def test_a_padded_pack_of_a_dense_model(name):
 
 def test_every_convention_is_tested():
     assert {*QWEN3_8B, "bagel"} == {convention.name for convention in conventions()}  # Bagel's: test_bagel.py
+
+
+def test_the_readme_counts_the_rules_that_compare_shows():
+    number = {28: "twenty-eight"}[len(conventions("llama"))]
+    assert f"the same step as {number} tools and rules would print it" in Path("README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("seq_len", "gflops"), [(12288, 50.474024352), (8192, 40.810347936)])
@@ -167,8 +180,10 @@ def test_windows():
     assert attention("torchtitan") == 12 * per_pair * tokens * (full * tokens + sliding * window)
     assert attention("verl") == 6 * per_pair * tokens * (full * tokens + sliding * window)
     assert attention("maxtext") == 12 * per_pair * (full * tokens**2 / 2 + sliding * (tokens * window - window**2 / 2))
+    assert attention("maxtext-2026-03") == 12 * per_pair * (full * tokens**2 / 2 + sliding * tokens * window / 2)
     keys = tokens * (window - window * (window - 1) / (2 * tokens))
-    assert attention("megatron-bridge") == 12 * per_pair * (full * tokens**2 / 2 + sliding * keys)
+    assert attention("megatron-bridge") == pytest.approx(12 * per_pair * 34 * keys, rel=1e-15)  # all layers windowed
+    assert attention("megatron-lm") == 12 * per_pair * 34 * tokens**2 / 2  # none
     exact = full * tokens * (tokens + 1) // 2 + sliding * (window * (window + 1) // 2 + (tokens - window) * window)
     assert attention("useful") == 12 * per_pair * exact
 

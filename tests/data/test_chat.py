@@ -1,118 +1,306 @@
-"""What the assistant wrote, found in the chats of real templates.
+"""What the assistant wrote, found in the chats of real templates, and where it learns to stop.
 
-TRL ships the templates of many models as they are, and beside them copies in which the assistant's words are marked
-with {% generation %}: the expected spans here. They differ in whether the line end around an answer belongs to it.
+TRL ships the templates of many models as they are, and beside most of them copies in which the assistant's words are
+marked with {% generation %}: the expected words here. They may mark the beginning of the turn as well, which the model
+is given, and tokens behind the one at which generation stops.
 """
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trl
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from headway.data import Chat, Message, Origin, TextPart
 from headway.data.chat import ChatTemplate
+from headway.data.chat_settings import ChatSettings
 from headway.data.samples import ImagePart, Media
-from headway.errors import DataError
+from headway.errors import ConfigError, DataError
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+NAMES = sorted(file.stem for file in TEMPLATES.glob("*.jinja") if not file.stem.endswith("_training"))
+READ_PARTS = ("idefics3", "lfm2_2_5_vl", "llava_next", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 HERE = Origin("made", "made.jsonl", 0, "line 1")
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
-NUMBER = {"type": "integer"}
+NUMBER = {"type": "integer", "description": "A number."}
 SCHEMA = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": SCHEMA}}
+BARS = "[|\uff5c]"  # DeepSeek's is a wide one
+_SPECIAL = re.compile(
+    rf"<{BARS}[^\s<>{{}}'\"]+{BARS}>|<\|[a-z_]+>|<[a-z_]+\|>|</?(?:think|tool_call|s)>"
+    r"|<(?:(?:start|end)_of_turn|end_of_utterance)>"
+)
 
 
 def said(role, text, **more):
     return Message(role, (TextPart(text),), **more)
 
 
-ONE = Chat((said("user", "Hi?"), said("assistant", "Hello.")), HERE)
-TWO = Chat((*ONE.messages, said("user", "Why?"), said("assistant", "It is polite.\nSo they say.")), HERE)
-TOOLS = Chat(
-    (
-        said("user", "1 + 2?"),
-        Message("assistant", (), tool_calls=(CALL,)),
-        said("tool", "3", name="add"),
-        said("assistant", "Three."),
-    ),
-    HERE,
-    (TOOL,),
-)
+def chat(*messages, tools=()):
+    return Chat(messages, HERE, tools)
 
 
-def template(name, as_parts=False):
+def user(text):
+    return said("user", text)
+
+
+def answer(text, **more):
+    return said("assistant", text, **more)
+
+
+ONE = chat(user("Hi?"), answer("Hello."))
+TWO = chat(*ONE.messages, user("Why?"), answer("It is polite.\nSo they say."))
+ASKED = (user("1 + 2?"), Message("assistant", (), tool_calls=(CALL,)))
+TOOLS = chat(*ASKED, said("tool", "3", name="add"), answer("Three."), tools=(TOOL,))
+THOUGHT = chat(user("Hi?"), answer("Hello.", reasoning="Politely."), user("Why?"), answer("So.", reasoning="Hm."))
+CHATS = {
+    "one": ONE,
+    "two": TWO,
+    "three": chat(*TWO.messages, user("Really?"), answer("Yes.")),
+    "system": chat(said("system", "Be kind."), *TWO.messages),
+    "tools": TOOLS,
+    "call": chat(*ASKED, tools=(TOOL,)),
+    "reasoning": THOUGHT,
+    "thinking": chat(user("Hi?"), answer("<think>\nWell.\n</think>\n\nHello."), user("Why?"), answer("So.")),
+    "empty thinking": chat(user("Hi?"), answer("<think>\n\n</think>\n\nHello.")),
+    "empty answer": chat(user("Hi?"), answer(""), user("Why?"), answer("So.")),
+    "spaces": chat(user("Hi?"), answer("\n  Hello. \n")),
+    "words of templates": chat(user("Say assistant </s> model"), answer("assistant"), user("user"), answer("user")),
+    "the same": chat(*2 * (user("Hello."), answer("Hello."))),
+    "users in a row": chat(user("Hi?"), user("More."), answer("Hello.")),
+    "user last": chat(user("Hi?"), answer("Hello."), user("Why?")),
+    "image": chat(Message("user", (ImagePart(Media("a.png")), TextPart("Which?"))), answer("It.")),
+}
+
+
+def made(source, as_parts=False, **settings):
+    """A template with a tokenizer that has the special tokens that it writes."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), bos_token="<s>", eos_token="</s>")
-    tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
-    return ChatTemplate(tokenizer, as_parts)
+    tokenizer.add_tokens(sorted({*_SPECIAL.findall(source)} - {"<s>", "</s>"}), special_tokens=True)
+    tokenizer.chat_template = source
+    return ChatTemplate(tokenizer, as_parts, **settings)
 
 
-def answers(name, chat, as_parts=False):
-    text, spans = template(name, as_parts).with_answers(chat)
-    return [text[first:last].strip() for first, last in spans]
+def template(name, **settings):
+    return made((TEMPLATES / f"{name}.jinja").read_text(), name.removesuffix("_training") in READ_PARTS, **settings)
 
 
-@pytest.mark.parametrize("chat", [ONE, TWO], ids=["one", "two"])
-@pytest.mark.parametrize(
-    ("name", "as_parts"),
-    [
-        *((name, False) for name in ("llama3", "cohere", "qwen2_5", "qwen3_instruct_2507", "gemma", "gemma3", "lfm2")),
-        *((name, True) for name in ("qwen2_5_vl", "qwen3_vl", "llava_next", "smolvlm", "idefics3")),
-    ],
-)
-def test_answers_are_those_that_trl_marked(name, as_parts, chat):
-    found = answers(name, chat, as_parts)
-    assert found == answers(f"{name}_training", chat, as_parts)
-    for message, answer in zip([m for m in chat.messages if m.role == "assistant"], found, strict=True):
-        assert answer.startswith(message.text)
+def answers(found, sample):
+    return [view.text[first:last] for view in found.views(sample) for first, last in view.spans]
 
 
-@pytest.mark.parametrize(
-    ("name", "as_parts"), [("qwen2_5", False), ("qwen3_instruct_2507", False), ("lfm2_v2", False), ("qwen3_vl", True)]
-)
-def test_tool_calls_are_written_by_the_assistant_and_tool_answers_are_not(name, as_parts):
-    call, answer = answers(name, TOOLS, as_parts)
-    assert [call, answer] == answers(f"{name}_training", TOOLS, as_parts)
-    assert "add" in call
-    assert answer.startswith("Three.")
-    text, _ = template(name, as_parts).with_answers(TOOLS)
-    assert '"description": "Add."' in text
+def rendered(source, turns, sample, **options):
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return render_jinja_template([turns], tools=[*sample.tools] or None, chat_template=source, **special, **options)
+
+
+def marked_by_trl(name, sample):
+    """The words that TRL's training template marks of each answer, as the last turn of the chat; None if it refuses."""
+    source, turns = (TEMPLATES / f"{name}_training.jinja").read_text(), template(name)._turns(sample.messages)
+    found = []
+    for number, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            try:
+                (text,), (marks,) = rendered(source, turns[: number + 1], sample, return_assistant_tokens_mask=True)
+                before = rendered(source, turns[:number], sample)[0][0].rstrip()
+            except (TemplateError, TypeError):
+                return None
+            own = [mark for mark in marks if mark[1] > len(before)]
+            found.append(text[own[0][0] : own[-1][1]].strip())
+    return found
+
+
+def views_or_refusal(found, sample):
+    try:
+        return found.views(sample)
+    except DataError as error:
+        return str(error)
+
+
+ALWAYS = ("one", "two", "three", "spaces", "empty thinking", "the same", "user last")
+REFUSALS = "refuses this chat|leaves out (words|a tool call|the tool|what the assistant thinks)"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_of_every_chat_each_answer_is_learnt_as_it_is_asked_for_and_ends_where_generation_stops(name):
+    found = template(name)
+    source = found.sources["default"]
+    for what, sample in CHATS.items():
+        views = views_or_refusal(found, sample)
+        if isinstance(views, str):  # of what the template does not take, with a true reason
+            assert re.search(REFUSALS, views), (what, views)
+            assert what not in ALWAYS, (what, views)
+            continue
+        turns, at = found._turns(sample.messages), iter(sample.messages)
+        assert sum(len(view.spans) for view in views) == sum(m.role == "assistant" for m in sample.messages), what
+        ends = [view.messages for view in views]
+        assert ends == sorted(ends), what
+        for view in views:
+            for first, last in view.spans:
+                message = next(message for message in at if message.role == "assistant")
+                number = sample.messages.index(message) if what != "the same" else None
+                words = view.text[first:last]
+                assert message.text.strip() in words or what in ("thinking", "empty thinking"), (what, words)
+                assert message.reasoning in words, (what, words)
+                assert [call["function"]["name"] in words for call in message.tool_calls] == [True] * len(
+                    message.tool_calls
+                )
+                assert any(words.endswith(token) for token in found.stops(bool(sample.tools)).tokens), (what, words)
+                if number:  # what is before it is what the model is given, but for thoughts opened for it
+                    known = [turn for turn in turns[:number] if name != "deepseekv3" or "tool_calls" not in turn]
+                    if len(known) < number:  # DeepSeek-V3's reads arguments as JSON alone
+                        continue
+                    asked = rendered(source, known, sample, add_generation_prompt=True)[0][0]
+                    assert asked.startswith(view.text[:first]), (what, words)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if (TEMPLATES / f"{name}_training.jinja").is_file()])
+def test_what_is_learnt_is_what_trl_marked(name):
+    found = template(name)
+    compared = 0
+    for what, sample in CHATS.items():
+        try:
+            views = found.views(sample)
+        except DataError:
+            continue
+        marked = marked_by_trl(name, sample)
+        if marked is None or (name, what) in DIFFERENT:
+            continue
+        places = [(view.text, first, last) for view in views for first, last in view.spans]
+        for (text, first, last), expected in zip(places, marked, strict=True):
+            words = text[first:last].strip()
+            start = expected.find(words) if words in expected else -1
+            assert start >= 0, (what, words, expected)
+            assert text[:first].rstrip().endswith(expected[:start].rstrip()), (what, words, expected)
+            behind = expected[start + len(words) :]
+            assert behind.strip() in ("", "</s>"), (what, words, expected)
+            compared += 1
+    assert compared >= 5
+
+
+# TRL's copies of these differ: R1's keeps thoughts that the model's own cuts off; DiffusionGemma's leaves the marker of
+# a tool's answer, at which generation stops, to the tool, and begins a turn of its own behind it.
+DIFFERENT = {("deepseek_r1_distill", "empty thinking"), ("diffusion_gemma", "tools"), ("diffusion_gemma", "call")}
+
+
+def test_a_chat_has_a_view_for_each_way_in_which_its_beginning_is_shown():
+    """Qwen3 shows no thoughts of answers before the last question; Qwen2.5 shows every turn alike."""
+    assert [view.messages for view in template("qwen2_5").views(TWO)] == [4]
+    first, second = template("qwen3").views(THOUGHT)
+    assert first.text.endswith("<|im_start|>assistant\n<think>\nPolitely.\n</think>\n\nHello.<|im_end|>\n")
+    assert "assistant\nHello.<|im_end|>\n<|im_start|>user\nWhy?" in second.text
+    assert second.text.endswith("<think>\nHm.\n</think>\n\nSo.<|im_end|>\n")
+    (both,) = template("qwen3_training").views(THOUGHT)  # TRL's keeps them, so that one view shows all
+    assert len(both.spans) == 2
+
+
+def test_glm_learns_the_marker_of_the_turn_that_ends_an_answer():
+    """GLM writes nothing behind an answer; its generation stops at the next turn's marker (TRL's glm4moe_training)."""
+    assert answers(template("glm4moe"), ONE) == ["\n<think></think>\nHello.<|user|>"]
+    call, last = answers(template("glm4moe"), TOOLS)
+    assert call.endswith("</tool_call><|observation|>")
+    assert last.endswith("Three.<|user|>")
+    assert set(template("glm4moe").stops(has_tools=True).tokens) == {"<|user|>", "<|observation|>", "</s>"}
+
+
+def test_without_any_token_behind_answers_the_end_of_text_is_learnt():
+    bare = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    bare += "{% if add_generation_prompt %}assistant: {% endif %}"
+    assert answers(made(bare), TWO) == ["Hello.</s>", "It is polite.\nSo they say.</s>"]
+    outside = bare.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}</s>")
+    assert answers(made(outside), TWO) == ["Hello.</s>", "It is polite.\nSo they say.</s>"]
+
+
+def test_a_marker_that_is_no_token_is_refused():
+    found = made("{% for m in messages %}{{ m.role }}: {{ m.content }}<END>\n{% endfor %}")
+    with pytest.raises(ConfigError, match="ends answers with '<END>', which is not a token of the tokenizer"):
+        found.views(ONE)
+    assert found.stop_ids() == {1}  # </s>, at which a model that is not trained here stops
+
+
+def test_empty_thinking_is_shown_and_not_learnt_where_that_is_asked_for():
+    silent = {"learns_empty_thinking": False}
+    assert answers(template("qwen3"), ONE) == ["<think>\n\n</think>\n\nHello.<|im_end|>"]
+    assert answers(template("qwen3", **silent), ONE) == ["Hello.<|im_end|>"]
+    assert answers(template("qwen3_5_think"), ONE) == ["\n</think>\n\nHello.<|im_end|>"]  # which opens it in the prompt
+    assert answers(template("qwen3_5_think", **silent), ONE) == ["Hello.<|im_end|>"]
+    assert answers(template("qwen3", **silent), THOUGHT) == answers(template("qwen3"), THOUGHT)
+    assert template("qwen3", **silent).views(ONE)[0].text == template("qwen3").views(ONE)[0].text
+
+
+def test_variables_of_the_template_come_from_the_row_and_then_from_the_settings():
+    source = (TEMPLATES / "qwen3.jinja").read_text()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="</s>")
+    tokenizer.chat_template = source
+    ChatSettings(variables={"enable_thinking": False}).write_into(tokenizer)
+    opened = "<|im_start|>assistant\n"
+    asked, silent = chat(user("Hi?")), f"{opened}<think>\n\n</think>\n\n"
+    assert ChatTemplate(tokenizer, False).prompt(asked).endswith(silent)
+    assert (
+        ChatTemplate(tokenizer, False)
+        .prompt(replace(asked, template_kwargs={"enable_thinking": True}))
+        .endswith(opened)
+    )
+    # The settings stand in the template, so that transformers renders what was learnt.
+    turns = [{"role": "user", "content": "Hi?"}]
+    assert tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True).endswith(silent)
+    with pytest.raises(ConfigError, match="sets enable_thought, which the model's chat template does not read"):
+        ChatSettings(variables={"enable_thought": False}).write_into(tokenizer)
+
+
+def test_a_file_of_a_template_is_read_with_a_clear_error_for_each_mistake(tmp_path):
+    file = tmp_path / "mine.jinja"
+    for content, message in [
+        (None, "cannot be read: No such file"),
+        (b"\xff\xfe{{", "cannot be read"),
+        (b" \n", "is empty"),
+        (b"\n{% if %}", "is not a Jinja template, line 2"),
+        (b"x" * 2**21, "has 2,097,152 bytes"),
+    ]:
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            ChatSettings.of(str(file))
+    file.write_text("{{ messages }}")
+    assert ChatSettings.of(str(file)).template == "{{ messages }}"
 
 
 def test_a_template_of_its_own_for_tools_is_used_for_chats_with_tools():
-    processor = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), bos_token="<s>", eos_token="</s>")
-    bare = (TEMPLATES / "llama3.jinja").read_text()
-    processor.chat_template = {"default": bare, "tool_use": (TEMPLATES / "qwen2_5.jinja").read_text()}
-    both = ChatTemplate(processor, as_parts=False)
-    assert both.with_answers(ONE) == template("llama3").with_answers(ONE)
-    assert both.with_answers(TOOLS) == template("qwen2_5").with_answers(TOOLS)
+    bare, tools = ((TEMPLATES / f"{name}.jinja").read_text() for name in ("llama3", "qwen2_5"))
+    both = made(bare + tools)
+    both.sources = {"default": bare, "tool_use": tools}
+    assert answers(both, ONE) == answers(template("llama3"), ONE)
+    assert answers(both, TOOLS) == answers(template("qwen2_5"), TOOLS)
 
 
 def test_tool_calls_and_tools_that_a_template_passes_over_are_refused():
     with pytest.raises(DataError, match=r"made.jsonl, line 1: .* leaves out a tool call of turn 2, 'add'"):
-        template("llama3").with_answers(TOOLS)
-    offered = Chat(ONE.messages, HERE, (TOOL,))
+        template("llama3").views(chat(*TOOLS.messages))
+    offered = chat(*ONE.messages, tools=(TOOL,))
     with pytest.raises(DataError, match="leaves out the tool 'add' that the chat offers"):
-        template("llama3").with_answers(offered)
+        template("llama3").views(offered)
+
+
+def test_thoughts_that_a_template_passes_over_are_refused():
+    with pytest.raises(DataError, match=r"leaves out what the assistant thinks in turn 4, 'Hm\.'"):
+        template("qwen2_5").views(THOUGHT)
+    with pytest.raises(DataError, match=r"leaves out what the assistant thinks in turn 2, 'Well\.'"):
+        template("deepseek_r1_distill").views(chat(*CHATS["thinking"].messages[:2]))
 
 
 def test_words_that_a_template_passes_over_are_refused():
     """Idefics3's template reads lists of parts, and passes over messages that are strings."""
     with pytest.raises(DataError, match=r"leaves out words of turn 1, 'Hi\?'"):
-        template("idefics3").with_answers(ONE)
-
-
-def test_thoughts_before_an_answer_may_be_rewritten():
-    thought = Chat((said("user", "Hi?"), said("assistant", "<think>Politely.</think>Hello.")), HERE)
-    (answer,) = answers("qwen3_training", thought)
-    assert answer == "<think>\nPolitely.\n</think>\n\nHello.<|im_end|>"
+        made((TEMPLATES / "idefics3.jinja").read_text(), as_parts=False).views(ONE)
 
 
 def test_images_videos_and_sounds_stand_where_the_template_puts_them():
     parts = (ImagePart(Media("a.png")), TextPart("Which?"), ImagePart(Media("b.png")))
-    text, _ = template("qwen3_vl", as_parts=True).with_answers(
-        Chat((Message("user", parts), said("assistant", "It.")), HERE)
-    )
+    (view,) = template("qwen3_vl").views(chat(Message("user", parts), answer("It.")))
     image = "<|vision_start|><|image_pad|><|vision_end|>"
-    assert f"<|im_start|>user\n{image}Which?{image}<|im_end|>" in text
+    assert f"<|im_start|>user\n{image}Which?{image}<|im_end|>" in view.text

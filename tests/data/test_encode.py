@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from headway.data import Encoder, read_samples
+from headway.data import Collator, Encoder, read_samples
 from headway.errors import ConfigError, DataError
 from headway.models.pixel_patches import normalised
 
@@ -73,7 +73,7 @@ def unmarked(processor, template=None):
     return tokenizer
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(write, processor):
+def test_answers_are_learnt_as_they_are_asked_for_where_a_template_rewrites_earlier_turns(write, processor):
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -87,10 +87,26 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(write, processor):
         )
     )
     assert supervised(encoder, single) == "<think></think>b<|im_end|>"
-    with pytest.raises(
-        DataError, match="line 2: the model's chat template renders turn 2 differently once other turns"
-    ):
-        encoder.encode(double)
+    # Two views: the second answer's shows the first one as an earlier turn, and nothing of it is learnt there.
+    encoded, alone = encoder.encode(double), encoder.encode(single)
+    assert encoder.measure(double) == encoded.lengths
+    length = alone.tokens
+    assert encoded.segments == (length, encoded.tokens - length)
+    assert torch.equal(encoded.input_ids_S[:length], alone.input_ids_S)
+    assert torch.equal(encoded.labels_S[:length], alone.labels_S)
+    view = encoded.slice(length, encoded.tokens)
+    shown = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+    text = encoder.tokenizer.decode(view.input_ids_S)
+    assert text == shown + "<|im_start|>assistant\n<think></think>d<|im_end|>\n"
+    assert encoder.tokenizer.decode(view.labels_S[view.labels_S != -100]) == "<think></think>d<|im_end|>"
+
+    # In a pack the views are segments of their own, and positions begin anew; what the loss counts is that of both.
+    pack = Collator()([encoded, alone])
+    assert pack.cu_seqlens_N.tolist() == [0, length, encoded.tokens, encoded.tokens + length]
+    assert pack.position_ids_R1T[0, 0, length] == 0
+    assert pack.workload.segments.tolist() == [length, encoded.tokens - length, length]
+    assert pack.sample_tokens == (encoded.tokens, length)
+    assert pack.num_supervised == encoded.num_supervised + alone.num_supervised == int((pack.labels_1T != -100).sum())
 
 
 def test_a_template_that_refuses_the_chat_is_a_clear_error(write, processor):

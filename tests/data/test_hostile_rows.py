@@ -63,8 +63,12 @@ def test_a_token_that_the_model_does_not_know_is_a_bad_row(work, processor):
     for token in (known, 999_999, 2**70, -1):
         with pytest.raises(DataError, match=r"line 3: it holds the token id .* run from 0 to"):
             getattr(Encoder(text), work)(_document(1, token))
-    with pytest.raises(DataError, match=f"token id {known - 1}, but the ids of this model run from 0 to {known - 2}"):
-        getattr(Encoder(text, num_embeddings=known - 1), work)(_document(1, known - 1))
+    fewer = Encoder(text, num_embeddings=known - 1)
+    with pytest.raises(DataError, match=rf"token id {known - 1}\. .* added to it and not to the model.*\({known}\)"):
+        getattr(fewer, work)(_document(1, known - 1))
+    with pytest.raises(DataError, match=f"token id {known}, but the ids of this model run from 0 to {known - 2}"):
+        getattr(fewer, work)(_document(1, known))
+    assert fewer.fingerprint() != Encoder(text).fingerprint() == Encoder(text, num_embeddings=known).fingerprint()
 
 
 def test_a_text_beyond_the_limit_is_a_bad_row_and_changes_what_is_indexed(processor):

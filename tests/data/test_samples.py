@@ -50,7 +50,7 @@ def test_line_numbers_count_blank_lines(write):
         (json.dumps(chat(("user", [{"type": "image", "image": "../a.png"}]))), "leaves the dataset's folder"),
         (json.dumps(chat(("user", [{"type": "image", "image": "x/../../a.png"}]))), "leaves the dataset's folder"),
         (json.dumps(chat(("user", [{"type": "image", "image": "/etc/passwd"}]))), "'/etc/passwd' is absolute"),
-        (json.dumps(chat(("user", [{"type": "image", "image": ""}]))), "leaves the dataset's folder"),
+        (json.dumps(chat(("user", [{"type": "image", "image": ""}]))), "leave the row out where that is lost"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_line(write, line, says):

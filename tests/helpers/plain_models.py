@@ -1,30 +1,14 @@
-"""What PyTorch's formulas say of a real step of a plain module, for tests of the trace."""
+"""What a real step of a plain module dispatches, and what its ledger counts, for tests of the trace."""
 
-import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headway.count import CostModel, Workload
-from headway.tracing.inputs.model_inputs import backward_from
-from helpers.pytorch_counter import Products
+from helpers.eager_counter import counted_eagerly
 
 
 def dispatched(model: nn.Module, *args, **kwargs) -> tuple[int, int]:
-    """Run a real step; returns the FLOPs of its forward and of its backward.
-
-    Fused recurrent kernels, which hide their products, are off; attention multiplies whole squares of scores.
-    """
-    forward, backward = Products(), Products()
-    fused, *_ = torch.backends.mkldnn.set_flags(_enabled=False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH), forward:
-            out = model(*args, **kwargs)
-        with backward:
-            backward_from(out)
-    finally:
-        torch.backends.mkldnn.set_flags(_enabled=fused)
-        model.zero_grad(set_to_none=True)
-    return sum(flops for _, flops in forward.seen), sum(flops for _, flops in backward.seen)
+    """Run a real step; returns the FLOPs of its forward and of its backward."""
+    return counted_eagerly(model, kwargs or args)
 
 
 def counted(cost: CostModel, workload: Workload | None = None) -> tuple[int, int]:

@@ -146,7 +146,8 @@ def test_a_run_in_which_every_step_compiled_says_so(tmp_path):
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     with pytest.warns(UserWarning, match="of 3 steps, all were warm-up or compiled something"):
         train(tmp_path, [callback, Forgets()], max_steps=3, eval_strategy="no", save_strategy="no", **compiled)
-    assert callback.run is None
+    assert callback.run.num_steps == 0
+    assert np.isnan(callback.run.mfu)
 
 
 class Slow(TrainerCallback):
@@ -208,13 +209,82 @@ def test_the_wait_for_samples_is_told_and_charged(tmp_path):
 
 def test_a_number_that_no_window_has_is_named(tmp_path):
     callback = HeadwayCallback(peak=PEAK, names=("mfu", "mfuu"))
-    with pytest.raises(UsageError, match=r"a window has no mfuu to log; it has .*mfu, hfu"):
-        train(tmp_path, [callback])
+    with pytest.warns(RuntimeWarning, match=r"a window has no mfuu to log; it has .*mfu, hfu.*Training goes on"):
+        trainer = train(tmp_path, [callback])
+    assert trainer.state.global_step == trainer.state.max_steps
 
 
 def test_hooks_are_not_called_by_hand():
-    with pytest.raises(UsageError, match=r"called by no transformers\.Trainer"):
-        HeadwayCallback().on_train_begin(None, None, None, model=None)
+    callback = HeadwayCallback()
+    with pytest.warns(RuntimeWarning, match=r"called by no transformers\.Trainer"):
+        callback.on_train_begin(None, None, None, model=None)
+    assert isinstance(callback.failure, UsageError)
+
+
+class Picture(torch.nn.Module):
+    """Of no form that is read by itself: it takes neither token ids nor a workload."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 5))
+
+    def forward(self, pixels, labels=None):
+        logits = self.layers(pixels)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def train_pictures(path, callbacks):
+    data = [{"pixels": torch.randn(3, 4, 4), "labels": torch.tensor(i % 5)} for i in range(12)]
+    options = TrainingArguments(
+        path, max_steps=3, per_device_train_batch_size=4, report_to=[], use_cpu=True, logging_steps=1
+    )
+    trainer = Trainer(Picture(), options, train_dataset=data, callbacks=callbacks)
+    trainer.train()
+    return trainer
+
+
+def test_a_model_that_cannot_be_counted_is_trained_with_one_warning(tmp_path):
+    callback = HeadwayCallback(peak=PEAK)
+    with pytest.warns(RuntimeWarning) as told:
+        trainer = train_pictures(tmp_path / "a", [callback])
+    (warning,) = [str(one.message) for one in told if "HeadwayCallback" in str(one.message)]
+    assert "Training goes on without its numbers. For models" in warning
+    assert "give HeadwayCallback(cost_model=headway.trace(model, inputs=...), workload=...)" in warning
+    assert trainer.state.global_step == 3
+    assert not any(name.startswith("headway/") for log in trainer.state.log_history for name in log)
+    assert not trainer.model._forward_pre_hooks
+    trainer.model(torch.randn(2, 3, 4, 4), torch.tensor([0, 1]))  # no hook is left to refuse it
+    plain = train_pictures(tmp_path / "b", [])
+    assert trainer.state.log_history[-1].keys() == plain.state.log_history[-1].keys()
+
+
+def test_the_way_out_that_the_warning_names_counts_it(tmp_path):
+    model = Picture()
+    cost = trace(model, inputs={"pixels": torch.randn(1, 3, 4, 4), "labels": torch.tensor([0])})
+    callback = HeadwayCallback(peak=PEAK, cost_model=cost, workload=lambda given: Workload([1] * len(given["labels"])))
+    trainer = train_pictures(tmp_path, [callback])
+    assert callback.failure is None
+    # 12 pictures; 48 x 5 products forward and for the weight's gradient; pictures need none
+    assert callback.run.flops.total == 12 * 2 * 2 * 48 * 5
+    assert trainer.state.log_history[0]["headway/mfu"] > 0
+
+
+def test_a_batch_in_mid_run_that_cannot_be_counted_ends_the_numbers_and_not_the_training(tmp_path):
+    given = []
+
+    def workload(arguments):
+        given.append(arguments)
+        if len(given) > 2:
+            raise ZeroDivisionError("a workload of one's own may fail of anything")
+        return Workload([4])
+
+    cost = trace(Picture(), inputs={"pixels": torch.randn(1, 3, 4, 4), "labels": torch.tensor([0])})
+    callback = HeadwayCallback(peak=PEAK, cost_model=cost, workload=workload)
+    with pytest.warns(RuntimeWarning, match="no further: ZeroDivisionError: a workload of one's own may fail"):
+        trainer = train_pictures(tmp_path, [callback])
+    assert trainer.state.global_step == 3
+    assert len(given) == 3
+    assert ["headway/mfu" in log for log in trainer.state.log_history] == [True, True, False, False]
 
 
 @pytest.mark.slow

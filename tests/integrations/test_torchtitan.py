@@ -151,17 +151,19 @@ def test_what_is_recomputed_by_an_unknown_policy_is_no_hfu(train):
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "says"),  # the last two are trained by no CPU, whatever measures them
     [
         ({"misread": True}, r"bills 31 slots, but its labels are \(2, 16\): 32 slots. Give with_headway a workload_of"),
         ({"has_pixels": True}, "the dataloader makes input, pixels, of which only `input` is read"),
-        ({"family": "gpt_oss"}, "of torchtitan does not run on shapes: .* Give with_headway its cost_model"),
+        ({"family": "gpt_oss"}, "of torchtitan is not traced: .* Give with_headway its cost_model"),
     ],
 )
-def test_what_cannot_be_counted_is_refused(train, settings, says):
+def test_what_cannot_be_counted_is_told_once_and_trained(train, settings, says):
     ((_, text, code),) = train(**settings)
-    assert code == 1
-    assert re.search(says, text), text[-3000:]
+    if "misread" in settings:
+        assert code == 0, text[-3000:]
+    assert len(re.findall("measures this training no further: ", text)) == 1
+    assert re.search(says, " ".join(text.split())), text[-3000:]
 
 
 @pytest.mark.parametrize("depth", [1, 5, 1_000])

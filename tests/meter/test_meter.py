@@ -7,6 +7,7 @@ import textwrap
 import warnings
 import weakref
 from dataclasses import replace
+from math import nan
 
 import pytest
 import torch
@@ -69,8 +70,9 @@ def test_warm_up_is_left_out_and_said():
     assert (windows[0].num_steps, windows[0].num_left_out, windows[0].wall_s) == (3, 1, 3.0)
     assert meter.close().tokens == 30
     only_warm_up, _ = run([(1.0, [Workload([10])])], num_warmup_steps=1)
-    with pytest.raises(UsageError, match="of 1 steps, all were warm-up"):
-        only_warm_up.close()
+    with pytest.warns(UserWarning, match="of 1 steps, all were warm-up"):
+        nothing = only_warm_up.close()
+    assert (nothing.num_steps, nothing.as_record()["mfu"], nothing.as_record()["step_s"]) == (0, None, None)
 
 
 def test_steps_that_compile_are_left_out():
@@ -215,15 +217,41 @@ def test_a_model_on_two_devices_is_refused():
         Meter(model)
 
 
-def test_mistakes_are_named():
-    clock = Clock()
-    meter = Meter(COST_MODEL, peak=PEAK, clock=clock)
-    with pytest.raises(UsageError, match=r"step 1 ends without a batch: call count\(batch\)"):
-        meter.step()
+def test_a_step_without_a_batch_has_no_work_and_is_warned_of_once():
+    meter = Meter(COST_MODEL, peak=PEAK, clock=(clock := Clock()), log_every=1)
+    meter.count(Workload())  # as a rank says it that knows
+    clock.now_s += 1.0
+    assert (meter.step().tokens, meter.close().tokens) == (0, 0)
+    meter = Meter(COST_MODEL, peak=PEAK, clock=clock, log_every=1)
+    meter.start()
+    clock.now_s += 1.0
+    with pytest.warns(
+        UserWarning, match=r"step 1 ends without a batch .* call count\(batch\) .* count\(Workload\(\)\)"
+    ):
+        empty = meter.step()
+    clock.now_s += 1.0
+    meter.step()  # once is enough
+    meter.count(Workload([10]))
+    clock.now_s += 1.0
+    full = meter.step()
+    assert (empty.tokens, empty.mfu, empty.padding_share, empty.slowest_rank) == (
+        0,
+        0.0,
+        pytest.approx(nan, nan_ok=True),
+        None,
+    )
+    assert (full.tokens, full.flops.total, meter.close().wall_s) == (10, 10 * PER_TOKEN, 3.0)
+
+
+def test_a_clock_that_steps_back_makes_a_step_of_no_time():
+    meter = Meter(COST_MODEL, peak=PEAK, clock=(clock := Clock()), log_every=1)
     meter.count(Workload([10]))
     clock.now_s -= 5
-    with pytest.raises(UsageError, match="the clock stepped back"):
-        meter.step()
+    record = meter.step().as_record()
+    assert (record["wall_s"], record["tokens_per_s"], record["mfu"], record["tokens"]) == (0.0, None, None, 10)
+
+
+def test_mistakes_are_named():
     with pytest.raises(UsageError, match="log_every=0"):
         Meter(COST_MODEL, peak=PEAK, log_every=0)
     with pytest.raises(UsageError, match="a cost model does not say on what device"):

@@ -25,6 +25,9 @@ class Rows:
         self.media_end, self.first_target = np.array(media_end), np.array(first_target)
         self.ok = self.tokens > 0
 
+    def segments_of(self, _row):
+        return ()
+
     @property
     def empty(self):
         return np.zeros(len(self.tokens), dtype=bool)
@@ -113,6 +116,20 @@ def test_pieces_cost_what_the_model_computes_for_them(policy, lengths):
     model = load_cost_model("gpt2")
     items, _ = Items.build({"text": Rows(LONG_TEXT)}, BUDGET, policy, model)
     assert items.costs.tolist() == [model.count(Workload([length])).total for length in lengths]
+
+
+@pytest.mark.parametrize(("policy", "segments"), [("truncate", [[4, 6]]), ("split", [[4, 6], [10], [5]])])
+def test_pieces_of_a_chat_with_several_views_cost_its_segments(policy, segments):
+    class Viewed(Rows):
+        def segments_of(self, _row):
+            return [4, 21]
+
+        def costs(self, cost_model):
+            return np.array([cost_model.count(Workload([4, 21])).total * 1.0])
+
+    model = load_cost_model("gpt2")
+    items, _ = Items.build({"chats": Viewed(LONG_TEXT)}, BUDGET, policy, model)
+    assert items.costs.tolist() == [model.count(Workload(lengths)).total for lengths in segments]
 
 
 def test_an_unknown_policy_is_refused():

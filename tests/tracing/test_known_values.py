@@ -51,5 +51,5 @@ def test_a_mask_that_was_joined_to_activations_is_read_when_it_is_taken_out(take
 
 
 def test_what_was_computed_with_a_joined_mask_is_not_known():
-    with pytest.raises(TraceError, match="its mask depends on floats"):
+    with pytest.raises(TraceError, match="under a mask that depends on floats"):
         trace(Joining(rotated))

@@ -76,9 +76,9 @@ def test_it_names_no_path_and_keeps_tables_whole(run, raw, tmp_path):
     text = card_of(run, tmp_path / "model").read_text()
     for path in (str(tmp_path), raw["model"]["path"], raw["data"]["eval"], str(Path.home())):
         assert path not in text
-    (row,) = (line for line in text.splitlines() if "<b>" in line)
+    (row,) = (line for line in text.splitlines() if "&lt;b>" in line)
     assert row.replace("\\|", "").count("|") == 4
-    assert row.startswith("| `<b>")  # markup stays text
+    assert row.startswith("| &lt;b>")  # markup stays text
 
 
 def test_an_earlier_checkpoint_has_the_steps_up_to_it(run, tmp_path):

@@ -17,6 +17,7 @@ from headway.train.checkpoint import (
     Contents,
     find_checkpoint,
     latest_checkpoint,
+    newest_sound,
     open_checkpoint,
     random_state,
     refuse_half_written,
@@ -25,6 +26,7 @@ from headway.train.checkpoint import (
     state,
     training_tensors,
 )
+from headway.train.checkpoint.folder import clear_unfinished
 from headway.train.ranks import Ranks
 from helpers.refusing_disk import a_full_disk
 
@@ -142,6 +144,29 @@ def test_a_damaged_checkpoint_is_refused_and_the_good_one_before_it_named(tmp_pa
     assert f"newest whole checkpoint before it is {tmp_path / 'step-000005'}" in str(caught.value)
 
 
+def test_the_newest_sound_checkpoint_is_found_and_the_damaged_ones_are_set_aside(tmp_path):
+    sound = save(tmp_path, 5)
+    _cut(save(tmp_path, 10).folder / "__0_0.distcp")
+    (save(tmp_path, 15).folder / "manifest.json").unlink()
+    found, faults = newest_sound(tmp_path, ALONE)
+    assert found == sound
+    assert ["has no manifest.json" in fault for fault in faults] == [True, False]
+    names = {"step-000005", "damaged-step-000010", "damaged-step-000015"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert newest_sound(tmp_path, ALONE) == (sound, ())
+    save(tmp_path, 6, keep=1)
+    assert latest_checkpoint(tmp_path).step == 6, "a damaged one must not count among those that are kept"
+    assert newest_sound(tmp_path / "nothing", ALONE) == (None, ())
+
+
+def test_where_no_checkpoint_is_sound_none_is_touched(tmp_path):
+    for step in (5, 10):
+        _cut(save(tmp_path, step).folder / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"step-000010 is damaged: .* no whole checkpoint before it"):
+        newest_sound(tmp_path, ALONE)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000005", "step-000010"}
+
+
 def test_a_lone_damaged_checkpoint_says_that_there_is_nothing_before_it(tmp_path):
     _cut(save(tmp_path, 5).folder / "__0_0.distcp")
     with pytest.raises(CheckpointError, match="no whole checkpoint before it"):
@@ -154,9 +179,10 @@ def test_an_unfinished_write_is_no_checkpoint_and_is_cleared_away(tmp_path):
     unfinished.mkdir()
     (unfinished / "__0_0.distcp").write_text("half")
     assert latest_checkpoint(tmp_path).step == 5
-    assert unfinished.exists(), "who only reads, as an export does, must not touch what a run is writing"
     assert find_checkpoint(tmp_path, ALONE).step == 5
-    assert not unfinished.exists()
+    assert unfinished.exists(), "who only reads, as an export does, must not touch what a run is writing"
+    clear_unfinished(tmp_path)  # as the owner of the run folder does, of exports too
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

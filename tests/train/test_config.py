@@ -1,15 +1,19 @@
+import re
 from typing import get_args
 
 import pytest
+import yaml
 
 from headway.data.media.images import MAX_IMAGE_PIXELS
 from headway.data.sources import FORMATS
 from headway.data.sources.documents import DTYPES, SampleBy
 from headway.errors import ConfigError
-from headway.train.config import TrainConfig, load_config, parse_config
+from headway.train.config import TrainConfig, load_config, parse_config, with_overrides
 from headway.train.config.advice import warnings
 from headway.train.config.data import DataConfig, DatasetConfig
+from headway.train.config.other_tools import ABSENT, SAME, translated
 from headway.train.config.sections import Section
+from headway.train.config.tree import walk
 
 MINIMAL = """
 model: {path: some/model}
@@ -68,13 +72,15 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("optim.warmup=1", "unknown key 'optim.warmup', did you mean 'warmup_steps'?"),
         ("data.train.0.epoch=1", "unknown key 'data.train.0.epoch', did you mean 'epochs'?"),
         ("modle.path=x", "unknown key 'modle', did you mean 'model'?"),
-        ("optim.lr=fast", "optim.lr = 'fast': input should be a valid number"),
+        ("optim.lr=fast", "optim.lr = 'fast': give a number above 0, such as 0.5, 40%, 1e-3"),
         ("parallel.reduce=step", "parallel.reduce 'step' has no effect with one pack per step"),
-        ("optim.lr=-1", "optim.lr = -1: input should be greater than 0"),
-        ("optim.steps=0", "optim.steps = 0: input should be greater than or equal to 1"),
-        ("optim.schedule=triangle", "optim.schedule = 'triangle': input should be 'cosine', 'constant', 'linear'"),
+        ("optim.lr=-1", "optim.lr = -1: must be above 0"),
+        ("optim.steps=0", "optim.steps = 0: must be at least 1"),
+        ("optim.schedule=triangle", "optim.schedule = 'triangle': give cosine, constant, linear, polynomial"),
         ("optim.steps=null", "say how long the run is, with 'steps' or with 'epochs'"),
         ("lr=1", "unknown key 'lr', did you mean 'optim.lr'?"),
+        ("seed=1", "unknown key 'seed', did you mean 'data.seed' or 'run.seed'?"),
+        ("model.lora.r=8", "unknown key 'model.lora.r', in Headway it is `model.lora.rank`"),
         ("optim.xyz=1", "unknown key 'optim.xyz', allowed here: name, steps, epochs, lr"),
         ("optim.lr=-1", "`headway config optim` lists what can be set"),
         ("optim.betas=[0.9, 1.0]", "both must be below 1"),
@@ -100,11 +106,12 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("speed.recompute=-attention", "'-attention' is not none, full"),
         ("speed.recompute=full,-mlp", "'full,-mlp' is not none, full"),
         ("speed.recompute=memory:40", "units are KiB, MiB, GiB, TiB, KB, MB, GB, TB"),
-        ("speed.compile=inductor", "speed.compile = 'inductor': input should be True, False or 'auto'"),
+        ("speed.compile=inductor", "speed.compile = 'inductor': give true, false or auto"),
         ("optim.lr", "is no assignment; write section.key=value"),
         ("data.train.5.path=x", "data.train has items 0 to 0, and no '5'"),
         ("optim.lr.x=1", "optim.lr is '1e-3', which has no"),
         ("optim.lr=[1", "is not YAML"),
+        ("checkpoint={keep: 1, keep: 2}", "the key 'keep' stands twice"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error(minimal, override, message):
@@ -112,6 +119,163 @@ def test_a_wrong_setting_is_one_clear_error(minimal, override, message):
         load_config(minimal, (override,))
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+SETTABLE = [
+    name.replace("data.train.N", "data.train.0")
+    for name in (setting.name for setting in walk(TrainConfig))
+    if ".N" not in name.replace("data.train.N", "")
+]
+JUNK = (
+    "junk",
+    "1.5x",
+    "[]",
+    "[[1]]",
+    "[junk, 1]",
+    "{a: {b: 1}}",
+    "true",
+    "-1",
+    "1.5",
+    "1e60",
+    "2020-01-01",
+    "5",
+    "0.5s",
+)
+
+
+@pytest.mark.parametrize("name", SETTABLE)
+def test_no_wrong_value_is_told_in_the_words_of_the_library_that_checks_it(name):
+    foreign = ("input should", "instance of", "unable to", "valid ", "config", "required positional", "ctx", "literal[")
+    for value in JUNK:
+        try:
+            with_overrides(yaml.safe_load(MINIMAL), (f"{name}={value}",), source="file")
+        except ConfigError as error:
+            clauses = str(error).lower().split("`headway config")[0].replace("config.json", "")
+            clauses = clauses.replace("config, versions", "")  # from the meaning of run.folder
+            assert not [words for words in foreign if words in clauses], clauses
+            assert name.partition(".")[0] in clauses or "datetime" in clauses
+
+
+LISTS = ["run.trackers", "model.freeze", "model.lora.targets", "run.profile.ranks"]
+
+
+def test_all_lists_of_any_length_are_known():
+    of_values = {setting.name for setting in walk(TrainConfig) if re.match(r"list of (?!\d)", setting.values)}
+    assert of_values == set(LISTS)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_value_alone_is_a_list_of_it(name, minimal):
+    beside = {"model.lora.targets": ("model.lora.rank=8",), "run.profile.ranks": ("run.profile.start=2",)}.get(name, ())
+    value = 1 if name == "run.profile.ranks" else "tensorboard:x" if name == "run.trackers" else "q_proj"
+    alone, listed = (load_config(minimal, (*beside, f"{name}={text}")) for text in (value, f"[{value}]"))
+    assert alone == listed != load_config(minimal, beside)
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [
+        ("model.lora=16", "model.lora={rank: 16}"),
+        ("run.profile=2", "run.profile={start: 2}"),
+        ("optim.ema=0.999", "optim.ema={decay: 0.999}"),
+        ("model.lora={rank: 8, targets: all-linear}", "model.lora=8"),
+        ("data.tokens_per_pack=32k", "data.tokens_per_pack=32000"),
+        ("data.tokens_per_pack=8192 tokens", "data.tokens_per_pack=8192"),
+        ("optim.steps=1e6", "optim.steps=1000000"),
+        ("optim.steps=1.5k", "optim.steps=1500"),
+        ("optim.weight_decay=10%", "optim.weight_decay=0.1"),
+        ("optim.betas=[90%, 99%]", "optim.betas=[0.9, 0.99]"),
+        ("data.prefetch_bytes=2GiB", "data.prefetch_bytes=2147483648"),
+        ("run.watchdog_s=1.5h", "run.watchdog_s=5400"),
+    ],
+)
+def test_a_value_as_people_write_it_is_the_value(override, same, minimal):
+    assert load_config(minimal, (override,)) == load_config(minimal, (same,))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.steps=100%", "optim.steps = '100%': give a whole number at least 1 or null, such as 32768, 32k or 2M"),
+        ("data.prefetch_bytes=2G", "such as 2GiB or 2147483648; units are KiB"),
+        ("run.watchdog_s=30m", "such as 0.5s, 90min or 2d; without a unit it is in seconds"),
+        ("data.bad.fraction=half", "such as 0.5 or 40%"),
+        ("parallel.shard=0", "parallel.shard = 0: must be at least 1 ("),
+        ("optim.betas=[0.8]", "optim.betas = [0.8]: give a list of 2, each number"),
+        ("model=some/model", "model = 'some/model': give its settings, such as {path: ...}"),
+        ("data.tokens_per_pack=2s", "data.tokens_per_pack = '2s': give a whole number"),
+    ],
+)
+def test_a_value_that_is_none_names_what_can_be_written(override, message, minimal):
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal, (override,))
+    assert message in str(caught.value)
+
+
+NAMES = {setting.name for setting in walk(TrainConfig)}
+SECTIONS = ["", *(f"{setting.name}." for setting in walk(TrainConfig) if setting.section and not setting.is_list)]
+
+
+@pytest.mark.parametrize("answer", sorted({*SAME.values(), *ABSENT.values()}))
+def test_every_setting_that_stands_for_another_tools_exists_and_takes_the_value(answer, minimal):
+    settings = [text for text in re.findall(r"`([^`]+)`", answer) if not text.startswith("headway ")]
+    assert settings
+    for text in settings:
+        name, equals, _ = text.partition("=")
+        assert name in NAMES
+        if equals:
+            load_config(minimal, (text,))
+
+
+def test_no_word_of_another_tool_is_a_setting_here_at_the_same_time():
+    """Or the table would speak of a setting that was only put into the wrong section."""
+    assert not {name.rpartition(".")[2] for name in NAMES} & (SAME.keys() | ABSENT.keys())
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_words_of_other_tools_are_understood_at_every_level(section, minimal):
+    """Of LLaMA-Factory, ms-swift, TRL and axolotl in turn, with the settings that were looked up by hand."""
+    for word, setting in [
+        ("learning_rate", "`optim.lr`"),
+        ("cutoff_len", "`data.tokens_per_pack`"),
+        ("per_device_train_batch_size", "`data.tokens_per_pack`"),
+        ("lora_rank", "`model.lora.rank`"),
+        ("freeze_vit", "`model.freeze=[vision]`"),
+        ("report_to", "`run.trackers`"),
+        ("load-in-4bit", "nearest: `run.dtype=bfloat16-params`"),
+        ("gradient_checkpointing", "`speed.recompute=full`"),
+        ("sample_packing", "`data.strategy`"),
+        ("stage", "without DPO"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            load_config(minimal, (f"{section}{word}=x",))
+        assert f"unknown key '{section}{word}', " in str(caught.value)
+        assert setting in str(caught.value)
+
+
+PUBLISHED = {
+    # blog.csdn.net/kjzd123/article/details/139794858, a llamafactory-cli train command
+    "LLaMA-Factory": "stage model_name_or_path preprocessing_num_workers finetuning_type flash_attn dataset cutoff_len "
+    "learning_rate num_train_epochs per_device_train_batch_size gradient_accumulation_steps lr_scheduler_type "
+    "max_grad_norm logging_steps save_steps packing report_to output_dir fp16 lora_rank lora_alpha lora_dropout "
+    "lora_target deepspeed",
+    # gist.github.com/richinseattle/0fdef10bf798289fa49af1eb5d775f4c, a configuration of axolotl
+    "axolotl": "base_model load_in_8bit load_in_4bit datasets adapter lora_r lora_alpha lora_dropout "
+    "lora_target_linear val_set_size output_dir sequence_len sample_packing wandb_project gradient_accumulation_steps "
+    "micro_batch_size num_epochs optimizer lr_scheduler learning_rate train_on_inputs group_by_length bf16 fp16 "
+    "gradient_checkpointing",
+}
+
+
+@pytest.mark.parametrize("tool", PUBLISHED)
+def test_settings_of_configurations_that_others_published_are_understood(tool):
+    assert [word for word in PUBLISHED[tool].split() if translated(word) is None] == []
+
+
+@pytest.mark.parametrize("key", ["tokens", "grip", "datum", "loss", "callbacks", "mode", "use_kl"])
+def test_a_name_that_is_near_nothing_is_not_guessed(minimal, key):
+    with pytest.raises(ConfigError, match=f"unknown key 'optim.{key}', allowed here: name, steps"):
+        load_config(minimal, (f"optim.{key}=1",))
 
 
 def test_a_resolved_configuration_can_be_read_again(minimal):
@@ -146,6 +310,12 @@ def test_a_missing_key_says_what_it_means(tmp_path):
         ("a: [", "is not YAML"),
         ("a:\n\tb: 1", "line 2, column 1 begins with a tab. Indent with spaces"),
         ("- 1", "holds no"),
+        (
+            "model: {path: m}\nrun: {}\nmodel: {path: q}\n",
+            "line 3, column 1: the key 'model' stands twice .* lines 1 and 3",
+        ),
+        ("optim:\n  lr: 1\n  'lr': 2\n", "the key 'lr' stands twice in one mapping, in lines 2 and 3"),
+        ("data: {train: [{path: a, path: b}]}", "the key 'path' stands twice in one mapping, in line 1"),
     ],
 )
 def test_a_file_that_is_no_configuration(tmp_path, text, message):
@@ -153,6 +323,13 @@ def test_a_file_that_is_no_configuration(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         load_config(path)
+
+
+def test_a_key_that_a_merged_mapping_has_too_stands_once(tmp_path):
+    path = tmp_path / "c.yaml"
+    optim = "optim: {<<: &common {steps: 100, lr: 1.0}, lr: 1.0e-3}\neval: {<<: {every: null}, every: null}"
+    path.write_text(MINIMAL.replace("optim: {steps: 100, lr: 1e-3}", optim))
+    assert load_config(path).optim.lr == 1e-3
 
 
 def test_a_missing_file(tmp_path):
@@ -201,8 +378,8 @@ def test_sources_mix_by_weight_or_by_epochs(minimal):
         ("data.bad={limit: 5}", "limit and fraction have no effect with policy 'error'"),
         ("data.stream.lane=5", "unknown key 'data.stream.lane', did you mean 'lanes'?"),
         ("data={train: [{path: a}], tokens_per_pack: 9, window: 5, stream: {}}", "window has no effect on a stream"),
-        ("data.strategy=best", "input should be 'balanced', 'best_fit'"),
-        ("data.workers=-1", "data.workers = -1: input should be greater than or equal to 0"),
+        ("data.strategy=best", "give balanced, best_fit"),
+        ("data.workers=-1", "data.workers = -1: must be at least 0"),
     ],
 )
 def test_wrong_settings_of_data_are_one_clear_error(minimal, override, message):

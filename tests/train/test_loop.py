@@ -236,7 +236,26 @@ def test_a_read_only_run_folder(raw, tmp_path):
         train(parse_config(raw))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_is_ignored_stays_so(raw, monkeypatch):
+    """As SIGHUP under nohup."""
+    from headway.train import loop
+
+    learning_rate = loop.learning_rate
+
+    def close_the_terminal(step, *settings):
+        os.kill(os.getpid(), signal.SIGHUP)
+        return learning_rate(step, *settings)
+
+    monkeypatch.setattr(loop, "learning_rate", close_the_terminal)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert train(parse_config(raw)).is_complete
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_finishes_the_step_and_saves(raw, monkeypatch, number):
     before = signal.getsignal(number)
     raw["optim"]["steps"] = 50

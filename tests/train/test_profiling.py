@@ -143,9 +143,10 @@ def test_a_profile_that_cannot_be_written_stops_no_training(raw, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:  # others' too, which are nobody's business here
         warnings.simplefilter("always")
         summary = train(config)
-    (said,) = [text for one in caught if (text := str(one.message)).startswith("the profile of steps 2 to 2 could not")]
-    assert said.endswith("No space left on device. The loop goes on without it.")
+    (message,) = [text for warning in caught if (text := str(warning.message)).startswith("The profile: ")]
+    assert message.endswith("No space left on device. Training goes on without.")
     assert summary.steps == 6
+    assert ("not recorded", "The profile: OSError: [Errno 28] No space left on device") in summary.not_recorded()
     assert not list((config.run.folder / "profile").iterdir())
 
 

@@ -59,18 +59,25 @@ def test_losses_are_summed_up_as_they_pass_over_a_resume_too(tmp_path):
     assert (MetricsLog(None, last_step=0).losses.first, MetricsLog(None, last_step=0).losses.last) == (None, None)
 
 
-def test_a_refused_write_is_one_error_that_names_the_file_and_leaves_whole_lines(tmp_path):
+def test_records_that_the_disk_refuses_are_one_warning_and_follow_once_there_is_room(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, last_step=0)
-    log.write({"step": 1})
-    with (
-        a_full_disk(path.stat().st_size + 5),
-        pytest.raises(TrainingError, match=r"metrics.jsonl cannot be written: .*Make room.*--resume"),
-    ):
-        log.write({"step": 2})
-    log.write({"step": 2})
-    assert [r["step"] for r in read_metrics(path)] == [1, 2]
-    log.__exit__(None, None, None)
+    with MetricsLog(path, last_step=0) as log:
+        log.write({"step": 1})
+        with a_full_disk(path.stat().st_size + 5):
+            with pytest.warns(RuntimeWarning, match=r"Records in .*metrics.jsonl: OSError.* They wait in memory"):
+                log.write({"step": 2})
+            log.write({"step": 3})
+            assert [r["step"] for r in read_metrics(path)] == [1]
+            assert log.num_missing == 2
+        log.write({"step": 4})
+        assert log.num_missing == 0
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, 4]
+    log = MetricsLog(path, last_step=4)
+    with a_full_disk(path.stat().st_size), pytest.warns(RuntimeWarning, match="Records in"):
+        log.write({"step": 5})
+    with a_full_disk(path.stat().st_size):
+        log.__exit__(None, None, None)
+    assert log.num_missing == 1  # which the run's summary tells
 
 
 def test_records_go_on_in_a_new_file_where_somebody_deleted_theirs(tmp_path):

@@ -40,9 +40,9 @@ def contents(folder):
 def test_the_second_of_two_processes_is_refused_before_it_changes_anything(config):
     begin(config)
     unfinished = config.run.folder / "checkpoints/.step-000008.writing"  # of the first one, in flight
-    unfinished.mkdir()
     with RunFolder(config.run.folder) as first:
         assert first.open(config, resume=True)
+        unfinished.mkdir()
         before = contents(config.run.folder)
         with pytest.raises(ConfigError, match=r"belongs to a process that is still running \(process \d+ on .+\)"):
             loop.train(config, resume=None)

@@ -74,8 +74,10 @@ def attempt(task: str, model_type: str, class_name: str) -> Outcome:
         with _limit(_LIMIT_S):
             cost = trace(config)
     except Exception as error:  # noqa: BLE001  # as above
-        runs = isinstance(error, HeadwayError) or _runs(config, error)
-        return failed("refused" if runs else "not built", error)
+        foreign = error.__cause__ if isinstance(error, TraceError) and isinstance(error.__cause__, Exception) else error
+        if isinstance(foreign, HeadwayError) or _runs(config, foreign):
+            return failed("refused", error)
+        return failed("not built", foreign)
     if cost.unknown:
         return Outcome(task, model_type, "refused", f"not counted: {', '.join(cost.unknown)}")
     checked = check_ledger(config, cost)

@@ -7,7 +7,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from headway.conventions.verl import LISTED_TYPES
+from headway.conventions.veomni import VEOMNI
+from headway.conventions.verl import LMMS_ENGINE, VERL
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -90,7 +91,7 @@ def _peers(outcomes: Sequence[Outcome]) -> list[str]:
     lines = [
         "",
         "Tools that choose a formula by model type print 0 for every type that is not on their list (the lists and "
-        "their sources: `src/headway/conventions/verl.py`; what each formula leaves out: "
+        "their sources: `src/headway/conventions/verl.py` and `veomni.py`; what each formula leaves out: "
         "[conventions.md](conventions.md)).",
         "",
         "| counter | model types with a formula | of them here too |",
@@ -98,7 +99,8 @@ def _peers(outcomes: Sequence[Outcome]) -> list[str]:
         f"| Headway, by tracing | {len(complete)} | {len(complete)} |",
     ]
     registered = {o.model_type for o in outcomes}
-    for tool, types in sorted(LISTED_TYPES.items(), key=lambda item: -len(item[1])):
+    listed = {"LMMs-Engine": set(LMMS_ENGINE), "VeOmni": set(VEOMNI), "verl": set(VERL)}
+    for tool, types in sorted(listed.items(), key=lambda item: -len(item[1])):
         lines.append(f"| {tool} | {len(types)} | {len(types & complete)} of {len(types & registered)} registered |")
     return lines
 

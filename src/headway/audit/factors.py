@@ -13,9 +13,11 @@ from headway.count.masks import full_pairs
 _PARTS_IN_ORDER = (
     ("causal", "attention", "attention billed for pairs that the causal mask or a window forbids"),
     ("vision", "vision", "the vision tower left out, billed per text token, or with other mergers"),
+    ("audio", "audio", "the audio tower left out"),
     ("head", "head", "the language-model head: vocabulary padding, extra heads"),
     ("embedding", "embedding", "the embedding look-up billed as a matrix product"),
     ("experts", "experts", "experts that a token does not use, or experts and routers left out"),
+    ("recurrence", "recurrence", "the states of linear attention left out, or billed by another form of them"),
     ("other weights", "linear", "norms and biases billed as matrices, or layers that are not trained"),
     ("recompute", "recompute", "forward passes that checkpointing runs again"),
 )
@@ -57,7 +59,7 @@ def factors(convention: Convention, model: Architecture, step: Step, trained: Ar
         parts = after
 
     def scaled(share: float) -> dict[str, float]:
-        by_token = {"linear", "experts", "head", "embedding"}
+        by_token = {"linear", "experts", "recurrence", "head", "embedding"}
         if convention.scope == "rows":
             by_token.add("attention")
         if convention.name in {"6nd", "palm", "torchtitan-2025-12-vlm"}:

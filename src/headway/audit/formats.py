@@ -3,6 +3,7 @@
 Each reader takes the lines of one process and counts what it leaves out, by reason.
 """
 
+import csv
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 
-from headway.audit.rows import LogRow, near, printed
+from headway.audit.rows import Counted, LogRow, near, printed
 
 _WHOLE = r"(\d{1,18})"  # of 64 bits; more digits are no number of a step
 _NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
 _ANY = r"(?:np\.float\d+\()?([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?\d+)?)"
+_JSON_NUMBER = r"([0-9]{1,18}(?:\.[0-9]+)?(?:[eE][+-]?\d{1,2})?)(?![0-9.eE])"
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[,.](\d{3})")
 _RATES = rf"\btps:\s*{_NUMBER}(?:\s+tflops:\s*{_NUMBER})?(?:\s+mfu:\s*{_NUMBER}%)?"
 _TORCHTITAN = re.compile(rf"(?<!validate )\bstep:\s*{_WHOLE}\s+loss:\s*\S+\s.*?\bmemory:\s.*?{_RATES}")
@@ -44,6 +46,25 @@ _OLMO_HEAD = re.compile(r"\[step=(\d{1,18})/[^\]]*,epoch=[^\]]*\]")
 _OLMO_VALUE = re.compile(rf"^\s+throughput/device/(TPS|flopsPS|MFU)={_NUMBER}([BTPE]?)\s*$")
 _COMPOSER_HEAD = re.compile(r"^\[[a-z]+=(\d{1,18})(?:/\d+)?\](?:\[batch=(\d{1,18})(?:/\d+)?\])?:?\s*$")
 _COMPOSER_VALUE = re.compile(rf"^\s+Train throughput/device/(tokens_per_sec|flops_per_sec|mfu):\s*{_NUMBER}\s*$")
+_RL_HEAD = re.compile(r"=+ Step (\d{1,18})/\d+ =+")
+_RL_RATE = re.compile(rf"Training FLOPS: [0-9.,]+ TFLOPS \({_NUMBER} TFLOPS per rank\)")
+_RL_VALUES = {
+    "mfu": re.compile(rf"Training Model Floating Point Utilization: {_NUMBER}%"),
+    "tokens": re.compile(rf"Policy Training \(Tokens/sec/gpu\): {_NUMBER}"),
+    "seconds": re.compile(rf"policy_training: {_NUMBER}s"),
+}
+_AUTOMODEL = re.compile(rf'"step": {_WHOLE}, .*?"tps_per_gpu": {_JSON_NUMBER}, "mfu": (?:{_JSON_NUMBER}|null)')
+_AUTOMODEL_TOKENS = re.compile(rf'"tps": {_JSON_NUMBER}, .*"num_tokens_per_step": {_JSON_NUMBER}')
+_AUTOMODEL_TIME = re.compile(rf"Max iter time: {_NUMBER} seconds")
+_AUTOMODEL_MFU = re.compile(rf"(?<!Average )MFU: {_NUMBER}%")
+_SWIFT_STEP = re.compile(r"['\"]global_step/max_steps['\"]: ['\"](\d{1,18})/\d+['\"]")
+_SWIFT_MFU = re.compile(rf"['\"]MFU['\"]: {_JSON_NUMBER}")
+_SWIFT_SPEED = re.compile(rf"['\"]train_speed\(s/it\)['\"]: {_JSON_NUMBER}")
+_LIGHTNING = {  # columns, with the stage and the separator that its user chose before them
+    "mfu": re.compile(r"(?:train\W)?device\Wmfu"),
+    "flops": re.compile(r"(?:train\W)?device\Wflops_per_sec"),
+    "tokens": re.compile(r"(?:train\W)?device\Witems_per_sec"),
+}
 _SUFFIX = {"": 1.0, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 
@@ -103,6 +124,11 @@ def _megatron(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
         pending = None
 
 
+def _megatron_bridge(lines: Sequence[str], skipped: Counter[str]) -> Iterator[LogRow]:
+    """Read Megatron's lines where Megatron-Bridge's own, of the step's time, stand before them."""
+    return _megatron(lines, skipped) if any("MODEL_TFLOP/s/GPU" in line for line in lines) else iter(())
+
+
 def _primus(added: str, lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
     """Read Primus' lines: Megatron's, and what its backend adds to them, tokens/s or, torchtitan's alone, an MFU."""
     return (row for row in _megatron(lines, skipped) if getattr(row, added))
@@ -158,6 +184,96 @@ def _lmms_engine(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow
         )
 
 
+def _nemo_rl(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
+    """Read NeMo RL's summaries: a step's marker, then its rates in any order; without markers, from rate to rate."""
+    lines = list(lines)
+    marked = [(int(marker[1]), block) for marker, block in _split(lines, _RL_HEAD)]
+    for step, block in marked or list(enumerate((block for _, block in _split(lines, _RL_RATE)), 1)):
+        rates = [match[1] for line in block if (match := _RL_RATE.search(line))]
+        values = {
+            name: match[1] for line in block for name, pattern in _RL_VALUES.items() if (match := pattern.search(line))
+        }
+        if not rates:
+            skipped["a step without FLOPS, which it prints for types that it has a formula for"] += 1
+            continue
+        yield LogRow(
+            step,
+            mfu=printed(values["mfu"], 0.01) if "mfu" in values else None,
+            flops_per_s=printed(rates[0], 1e12),
+            tokens_per_s=printed(values["tokens"]) if "tokens" in values else None,
+            step_s=printed(values["seconds"]) if "seconds" in values else None,
+        )
+
+
+def _automodel(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
+    """Read the JSON lines of NeMo Automodel's training.jsonl; its console has no MFU."""
+    for line in lines:
+        if (match := _AUTOMODEL.search(line)) is None:
+            continue
+        step, rate, mfu = match.groups()
+        if mfu is None or not float(mfu):
+            skipped["a step whose MFU is null or 0, which stands for a model or a device that it does not know"] += 1
+            continue
+        job = _AUTOMODEL_TOKENS.search(line)  # tokens/s and tokens of a step, all devices together
+        yield LogRow(
+            int(step),
+            mfu=near(float(mfu) / 100, 1e-6),
+            tokens_per_s=near(float(rate), 1e-6),
+            step_s=near(float(job[2]) / float(job[1]), 1e-6) if job and float(job[1]) else None,
+        )
+
+
+def _automodel_benchmark(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
+    """Read the console of NeMo Automodel's benchmark: the time of an iteration, and its MFU on the next line."""
+    seconds, number = None, 0
+    for line in lines:
+        if (time := _AUTOMODEL_TIME.search(line)) is not None:
+            seconds = time[1]
+        elif seconds is not None and (mfu := _AUTOMODEL_MFU.search(line)) is not None:
+            number += 1
+            yield LogRow(number, mfu=printed(mfu[1], 0.01), step_s=printed(seconds))
+            seconds = None
+
+
+def _ms_swift(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
+    """Read ms-swift's logging.jsonl or console: the last MFU, each of which is the mean since the start."""
+    last = None
+    for line in lines:
+        step, mfu, speed = (pattern.search(line) for pattern in (_SWIFT_STEP, _SWIFT_MFU, _SWIFT_SPEED))
+        if step is None or mfu is None:
+            continue
+        if last is not None:
+            skipped["an MFU from the start to an earlier step, while the last stands for the run"] += 1
+        last = LogRow(
+            int(step[1]), mfu=near(float(mfu[1]), 1e-6), step_s=near(float(speed[1]), 1e-6) if speed else None
+        )
+    if last is not None:
+        yield last
+
+
+def _lightning(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
+    """Read the metrics.csv of Lightning's CSVLogger, with the columns of ThroughputMonitor."""
+    columns: dict[str, int] = {}
+    for cells in csv.reader(line for line in lines if "," in line):
+        found = {key: i for key, name in _LIGHTNING.items() for i, cell in enumerate(cells) if name.fullmatch(cell)}
+        if found and "step" in cells:
+            columns = {**found, "step": cells.index("step")}
+            continue
+        values = {key: cells[i] for key, i in columns.items() if i < len(cells) and _is_number(cells[i])}
+        if "step" in values and {"mfu", "flops"} & values.keys():  # other rows are of other metrics
+            rates = {key: near(float(value), 1e-9) for key, value in values.items()}
+            yield LogRow(
+                int(float(values["step"])),
+                mfu=rates.get("mfu"),
+                flops_per_s=rates.get("flops"),
+                tokens_per_s=rates.get("tokens"),
+            )
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(_JSON_NUMBER, text) is not None
+
+
 def _olmo_core(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
     """Read OLMo-core's blocks: a marker of the step, and an indented line for each metric."""
     names, without = ("flopsPS", "MFU", "TPS"), "a step without a rate, such as the first one"
@@ -208,6 +324,19 @@ def _blocks(
         yield step, values
 
 
+def _split(lines: Iterable[str], head: re.Pattern[str]) -> Iterator[tuple[re.Match[str], list[str]]]:
+    """Give each marker, and its line with those up to the next one."""
+    marker, block = None, list[str]()
+    for line in lines:
+        if (match := head.search(line)) is not None:
+            if marker is not None:
+                yield marker, block
+            marker, block = match, []
+        block.append(line)
+    if marker is not None:
+        yield marker, block
+
+
 def _seconds(stamp: re.Match[str]) -> float:
     return datetime.fromisoformat(f"{stamp[1]} {stamp[2]}").timestamp() + int(stamp[3]) / 1000
 
@@ -217,25 +346,77 @@ class Format:
     """A tool's lines."""
 
     tool: str  # who writes them
+    lines: str  # what they look like
     conventions: tuple[str, ...]  # the rules that it has used, newest first
     read: Callable[[Sequence[str], Counter[str]], Iterator[LogRow]]  # finds the rows in the lines of one process
     whole_job: bool = False  # whether rates are those of all devices together
     smoothed: bool = False  # whether its MFU is a running mean
+    counted: Counted = "billed"  # token positions that its tokens/s, or its sequences, are of
+    note: str = ""  # a remark on its numbers, "" for none
 
 
-_MEGATRON_RULES = ("megatron-bridge", "megatron-bridge-2026-05", "megatron-bridge-2025", "megatron-lm-2025-02")
+_LM_RULES = ("megatron-lm", "megatron-lm-2026-05", "megatron-lm-2025-02")
+_BRIDGE_RULES = ("megatron-bridge", "megatron-bridge-2026-05", "megatron-bridge-2025")
+_MEGATRON_RULES = (*_LM_RULES, *_BRIDGE_RULES)
+_RL_NOTE = "its rates divide by the time of the policy's training alone, without generation and log-probabilities"
+_SWIFT_NOTE = (
+    "ms-swift divides by a peak that it measures by products of 8,192 at the start (`Perf: ... TFLOPS`), unless "
+    "DEVICE_TFLOPS states one, and by the time of steps alone; if the run was resumed, its MFU is too high: the FLOPs "
+    "are of all starts"
+)
+_OF_PRIMUS = "elapsed time per iteration (ms): ... | tokens per GPU (tokens/s/GPU): ..."
+_MAXTEXT_RULES = ("maxtext", "maxtext-2026-03", "maxtext-2025-06")
 _TORCHTITAN_RULES = ("torchtitan", "torchtitan-2026-06", "torchtitan-2025-12-vlm")
 FORMATS = (
-    Format("torchtitan", _TORCHTITAN_RULES, _torchtitan),
-    Format("MaxText", ("maxtext", "maxtext-2025-06"), partial(_maxtext, _MAXTEXT)),
-    Format("MaxText", ("maxtext-2025-06",), partial(_maxtext, _MAXTEXT_OLD)),  # lines of before July 2025
-    Format("Primus", _TORCHTITAN_RULES, partial(_primus, "mfu")),
-    Format("Primus", (*_MEGATRON_RULES, *_TORCHTITAN_RULES), partial(_primus, "tokens_per_s")),
-    Format("Megatron", _MEGATRON_RULES, _megatron),
-    Format("nanoGPT", ("palm",), _nanogpt, smoothed=True),
-    Format("nanochat", ("nanochat",), _nanochat, whole_job=True),
-    Format("OLMo-core", ("olmo-core",), _olmo_core),
-    Format("llm-foundry", ("palm",), _llm_foundry),
-    Format("verl", ("verl", "verl-2025-12"), _verl),
-    Format("LMMs-Engine", ("lmms-engine",), _lmms_engine),
+    Format("torchtitan", "step: 7 loss: ... memory: ... tps: ... mfu: ...", _TORCHTITAN_RULES, _torchtitan),
+    Format(
+        "MaxText", "completed step: 5, seconds: ..., TFLOP/s/device: ...", _MAXTEXT_RULES, partial(_maxtext, _MAXTEXT)
+    ),
+    # lines of before July 2025
+    Format(
+        "MaxText",
+        "completed step: 5, seconds: ..., TFLOP/s: ...",
+        ("maxtext-2025-06",),
+        partial(_maxtext, _MAXTEXT_OLD),
+    ),
+    Format("Primus", _OF_PRIMUS, _TORCHTITAN_RULES, partial(_primus, "mfu")),
+    Format(
+        "Primus", _OF_PRIMUS, (*_MEGATRON_RULES, *_TORCHTITAN_RULES), partial(_primus, "tokens_per_s"), counted="rows"
+    ),
+    Format(
+        "Megatron-Bridge",
+        "GPU utilization: ...MODEL_TFLOP/s/GPU",
+        (*_BRIDGE_RULES, *_LM_RULES),
+        _megatron_bridge,
+        counted="rows",
+    ),
+    Format(
+        "Megatron",
+        "elapsed time per iteration (ms): ... | throughput per GPU (TFLOP/s/GPU): ...",
+        _MEGATRON_RULES,
+        _megatron,
+        counted="rows",
+    ),
+    Format("nanoGPT", "iter 100: loss ..., time ...ms, mfu ...%", ("palm",), _nanogpt, smoothed=True),
+    Format("nanochat", "dt: ...ms | tok/sec: ... | mfu: ...", ("nanochat",), _nanochat, whole_job=True),
+    Format("OLMo-core", "throughput/device/MFU=...", ("olmo-core",), _olmo_core),
+    Format("llm-foundry", "Train throughput/device/mfu: ...", ("llm-foundry",), _llm_foundry),
+    Format("NeMo RL", "Training FLOPS: ... TFLOPS (... TFLOPS per rank)", ("nemo-rl",), _nemo_rl, note=_RL_NOTE),
+    Format("NeMo Automodel", '"tps_per_gpu": ..., "mfu": ...', ("nemo-automodel",), _automodel, counted="real"),
+    Format("NeMo Automodel", "Max iter time: ... seconds, MFU: ...%", ("nemo-automodel",), _automodel_benchmark),
+    Format(
+        "ms-swift", '"MFU": ..., "global_step/max_steps": ...', ("6nd",), _ms_swift, smoothed=True, note=_SWIFT_NOTE
+    ),
+    Format("Lightning", "metrics.csv with train/device/mfu", ("flop-counter",), _lightning, smoothed=True),
+    Format("verl", "perf/mfu/actor:...", ("verl", "verl-2025-12"), _verl),
+    Format("LMMs-Engine", "'train/mfu': ...", ("lmms-engine",), _lmms_engine),
 )
+
+
+def is_log(lines: Sequence[str]) -> bool:
+    """Whether some tool's reader finds a step in these lines."""
+    return any(next(iter(form.read(lines, Counter())), None) is not None for form in FORMATS)
+
+
+KNOWN_LINES = tuple(f"{form.tool} (`{form.lines}`)" for form in FORMATS)
+"""Every tool with what its lines look like."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from headway.audit.rows import Interval, Log, common, hull
+from headway.audit.rows import Counted, Interval, Log, common, hull
 from headway.conventions import Architecture, Convention, Step, conventions, get_convention
 from headway.conventions.tool_peaks import plausible_peaks
 from headway.errors import LogError
@@ -39,10 +39,19 @@ class Identified:
     consistent: bool = True  # whether one number of FLOPs per token explains all rows
 
 
-def bill_per_token(convention: Convention, model: Architecture, step: Step) -> float | None:
-    """FLOPs that a rule bills per token position that its tool counts; None where it has no number."""
-    bill = convention.bill(model, step)
-    return bill.flops / bill.tokens if bill.flops and bill.tokens else None
+def bill_per_token(
+    convention: Convention, model: Architecture, step: Step, counted: Counted = "billed"
+) -> float | None:
+    """FLOPs that a rule bills per token position that the log counts; None where it has no number."""
+    bill, tokens = convention.bill(model, step), counted_tokens(convention, step, counted)
+    return bill.flops / tokens if bill.flops and tokens else None
+
+
+def counted_tokens(convention: Convention, step: Step, counted: Counted) -> int:
+    """Token positions of a step that a log counts."""
+    if counted == "billed":
+        return convention.billed_tokens(step)
+    return step.row_slots if counted == "rows" else step.workload.tokens
 
 
 def identify(
@@ -71,7 +80,8 @@ def identify(
 
     def fits_of(rules: Iterable[Convention]) -> list[Fit]:
         lengths = [seq_len] if seq_len else _ROW_LENGTHS
-        return [fit for rule in rules for fit in _fits(rule, model, step_of, lengths) if fit.flops_per_token in wanted]
+        fits = (fit for rule in rules for fit in _fits(rule, model, step_of, lengths, log.counted))
+        return [fit for fit in fits if fit.flops_per_token in wanted]
 
     own = [get_convention(name) for name in log.conventions]
     found = fits_of(own) or fits_of(rule for rule in conventions() if rule not in own)
@@ -83,7 +93,7 @@ def identify(
         for rule in conventions()
         if fits
         and rule is not fits[0].convention
-        and (value := bill_per_token(rule, model, step_of(fits[0].seq_len)))
+        and (value := bill_per_token(rule, model, step_of(fits[0].seq_len), log.counted))
         and abs(value / fits[0].flops_per_token - 1) < _SAME
     )
     decided = fits[0] if len(fits) == 1 and exact is not None else None
@@ -136,7 +146,8 @@ def _by_format(
 ) -> Identified:
     """Take the tool's own rule where the log does not print FLOP/s beside tokens/s, and let whole numbers decide."""
     lengths = [seq_len] if seq_len else []
-    candidates = [fit for name in log.conventions for fit in _fits(get_convention(name), model, step_of, lengths)]
+    rules = map(get_convention, log.conventions)
+    candidates = [fit for rule in rules for fit in _fits(rule, model, step_of, lengths, log.counted)]
     work = [row.flops_per_s.range * row.step_s.range for row in log.rows if row.flops_per_s and row.step_s]
     sequences = {row.sequences for row in log.rows}
     batch = next(iter(sequences), None) if len(sequences) == 1 else None
@@ -184,11 +195,13 @@ def _peak_from_share(log: Log, fit: Fit, num_ranks: int | None) -> tuple[Interva
     return (total / sizes[0], sizes[0]) if len(sizes) == 1 else (None, None)
 
 
-def _fits(rule: Convention, model: Architecture, step_of: Callable[[int], Step], lengths: Sequence[int]) -> list[Fit]:
+def _fits(
+    rule: Convention, model: Architecture, step_of: Callable[[int], Step], lengths: Sequence[int], counted: Counted
+) -> list[Fit]:
     fits = []
     for length in lengths:
         step = step_of(length)
-        value = bill_per_token(rule, model, step)
+        value = bill_per_token(rule, model, step, counted)
         if value is not None and int(step.workload.segments.max()) <= length:
             fits.append(Fit(rule, length, value))
     return fits
@@ -211,7 +224,7 @@ def _unexplained(
     log: Log, model: Architecture, step_of: Callable[[int], Step], seq_len: int | None, implied: Interval
 ) -> str:
     length = seq_len or 4096
-    values = [(rule, bill_per_token(rule, model, step_of(length))) for rule in conventions()]
+    values = [(rule, bill_per_token(rule, model, step_of(length), log.counted)) for rule in conventions()]
     billed = [(rule.name, value) for rule, value in values if value is not None]
     billed.sort(key=lambda pair: abs(pair[1] - implied.middle))
     nearest = ", ".join(f"{name} {value / 1e9:.3f}" for name, value in billed[:3])

@@ -9,13 +9,46 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headway.audit.formats import FORMATS, Format
+from headway.audit.formats import FORMATS, KNOWN_LINES, Format
 from headway.audit.rows import Log, LogRow, Recorded, near, printed
 from headway.errors import LogError, UsageError
+from headway.report.numbers import finite, integer
 
 _JSON = re.compile(r'\s*\{\s*"')
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PROCESS = re.compile(r"^\[(?:rank|default)(\d+)\]:")  # as torchrun's --tee and torchtitan's LOG_RANK put it
+# logs of known tools that hold no rate, and what to give instead
+_WITHOUT_RATES = (
+    (
+        re.compile(r"""['"]global_step/max_steps['"]"""),
+        "is a log of ms-swift without an MFU, which it writes with `--callbacks perf_log`. Give the trainer_state.json "
+        "of its last checkpoint instead, whose total_flos say as much.",
+    ),
+    (
+        re.compile(r"""\{['"](?:loss|train_runtime)['"]: .*['"]epoch['"]: """),
+        "is what the Hugging Face Trainer prints, which has no FLOPs. Give the trainer_state.json that it saves in its "
+        "output folder.",
+    ),
+    (
+        re.compile(r"\bstep \d+ \| epoch \d+ \| loss .*\btps [0-9.]+\([0-9.]+/gpu\)"),
+        "is the console of NeMo Automodel, which has no MFU. Give the training.jsonl beside its checkpoints.",
+    ),
+    (
+        re.compile(r'"tps_per_gpu": '),
+        "is a training.jsonl of NeMo Automodel whose MFU is null or 0 throughout: it knew no formula for the model, or "
+        "no peak of the device.",
+    ),
+    (
+        re.compile(r"=+ Step \d+/\d+ =+"),
+        "is a log of NeMo RL without `Training FLOPS`: it has a formula for Llama, Qwen2, Qwen3 and DeepSeek-V3 alone, "
+        "and prints none with sequence packing in some of its algorithms.",
+    ),
+    (
+        re.compile(r"(?:^|,)(?:train\W)?device\W(?:batches|samples)_per_sec(?:,|$)"),
+        "is a metrics.csv of Lightning without `device/flops_per_sec`, which ThroughputMonitor writes once the module "
+        "has `flops_per_batch` and its window is full.",
+    ),
+)
 _CUMULATIVE = (
     "total_flos counts from the first step of all, train_runtime from the last start: if this run was resumed from a "
     "checkpoint, the rates here are too high. --resumed-at STEP names the step that it went on from"
@@ -37,25 +70,22 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
         LogError: no line is one that a known tool writes.
         UsageError: `resumed_at` is given for another log, or is no step of the run.
     """
-    if _JSON.match(text):  # a line of LMMs-Engine begins with {', which JSON does not
-        log = _own_records(text) or _trainer_state(text, where, resumed_at)
-        if log is not None and (resumed_at is None or log.recorded is None):
-            return log
-    if resumed_at is not None:
-        raise UsageError(f"--resumed-at {resumed_at} is for a trainer_state.json, and {where} is none. Leave it out.")
+    log = _own_records(text) if _JSON.match(text) else None  # a line of LMMs-Engine begins with {', as none of JSON
     lines = [_COLOUR.sub("", line) for line in text.splitlines()]
-    for form in FORMATS:
-        if (log := _read(lines, form)) is not None:
-            return log
+    log = log or next((log for form in FORMATS if (log := _read(lines, form)) is not None), None)
+    if log is None and _JSON.match(text):
+        log = _trainer_state(text, where, resumed_at)
+    elif resumed_at is not None:
+        raise UsageError(f"--resumed-at {resumed_at} is for a trainer_state.json, and {where} is none. Leave it out.")
+    if log is not None:
+        return log
+    for pattern, reason in _WITHOUT_RATES:
+        if any(pattern.search(line) for line in lines):
+            raise LogError(f"{where} {reason}")
     raise LogError(
-        f"{where} has no line that is recognised. Known are the step lines of torchtitan (`step: 7 loss: ... memory: "
-        "... tps: ... tflops: ... mfu: ...`), MaxText (`completed step: 5, seconds: 2.0, TFLOP/s/device: ...`), "
-        "Megatron-LM, -Bridge and Primus (`elapsed time per iteration (ms)` with `TFLOP/s/GPU`), nanoGPT (`iter 100: "
-        "loss ..., time ...ms, mfu ...%`), nanochat (`dt: ...ms | tok/sec: ... | mfu: ...`), OLMo-core "
-        "(`throughput/device/MFU=...`), llm-foundry (`Train throughput/device/mfu: ...`), verl (`perf/mfu/actor:...`), "
-        "LMMs-Engine (`'train/mfu': ...`, `'mfu': ...`), the Hugging Face Trainer's trainer_state.json and Headway's "
-        "own metrics.jsonl. "
-        "Check that the file is the training log itself and not cut off by a terminal."
+        f"{where} has no line that is recognised. Known are the step lines of {', '.join(KNOWN_LINES)}, the Hugging "
+        "Face Trainer's trainer_state.json and Headway's own metrics.jsonl. Check that the file is the training log "
+        "itself and not cut off by a terminal."
     )
 
 
@@ -77,7 +107,13 @@ def _read(lines: list[str], form: Format) -> Log | None:
         elif read:
             rows = read
             skipped += ignored
-    return Log(form.tool, form.conventions, rows, form.whole_job, form.smoothed, skipped=skipped) if rows else None
+    if not rows:
+        return None
+    notes = (form.note,) if form.note else ()
+    return Log(
+        form.tool, form.conventions, rows, form.whole_job, form.smoothed, skipped=skipped, notes=notes,
+        counted=form.counted,
+    )  # fmt: skip
 
 
 def _once(rows: Iterable[LogRow], skipped: Counter[str]) -> Iterable[LogRow]:
@@ -116,7 +152,7 @@ def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log
             f"{where} is a trainer_state.json without {'train_runtime' if not seconds else 'total_flos'}, which the "
             "Trainer writes at the end of training: there is no rate to audit. Give the state of the finished run."
         )
-    steps = int(state.get("global_step", 0))
+    steps = integer(state.get("global_step", 0))
     start = _start(state["log_history"], steps) if resumed_at is None else resumed_at
     if start and not 0 <= start < steps:
         raise UsageError(f"--resumed-at {start}: the run has {steps} steps; give one of them that is not its last.")
@@ -165,7 +201,7 @@ def _own_records(text: str) -> Log | None:
             continue
         try:
             row, said = _row(record), _recorded(record)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, ArithmeticError):
             skipped["a step whose numbers cannot be read"] += 1
             continue
         rows.append(row)
@@ -183,11 +219,11 @@ def _own_records(text: str) -> Log | None:
 def _row(record: Mapping[str, Any]) -> LogRow:
     mfu, tokens = record.get("mfu"), record.get("tokens_per_s_per_device")
     return LogRow(
-        int(record["step"]),
-        mfu=near(mfu, 1e-9) if mfu is not None else None,
-        flops_per_s=near(record["flops_per_s_per_device"], 1e-9),
-        tokens_per_s=near(tokens, 1e-9) if tokens else None,
-        step_s=near(record["wall_s"], 1e-9) if record.get("wall_s") else printed("0"),
+        integer(record["step"]),
+        mfu=near(finite(mfu), 1e-9) if mfu is not None else None,
+        flops_per_s=near(finite(record["flops_per_s_per_device"]), 1e-9),
+        tokens_per_s=near(finite(tokens), 1e-9) if tokens else None,
+        step_s=near(finite(record["wall_s"]), 1e-9) if record.get("wall_s") else printed("0"),
     )
 
 
@@ -195,7 +231,7 @@ def _recorded(record: Mapping[str, Any]) -> Recorded:
     peak = record.get("peak_flops_per_s")
     return Recorded(
         str(record.get("convention", "useful/1")),
-        None if peak is None else float(peak),
+        None if peak is None else finite(peak),
         str(record.get("peak_source") or "not recorded"),
-        int(record.get("world_size", 1)),
+        integer(record.get("world_size", 1)),
     )

@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 from headway.audit.factors import Factor, factors
-from headway.audit.identify import Fit, Identified, identify
+from headway.audit.identify import Fit, Identified, counted_tokens, identify
 from headway.audit.rows import Interval, Log, LogRow, RestatedRow, per_device
 from headway.conventions import Architecture, Step, get_convention
 from headway.devices import Peak
@@ -84,10 +84,10 @@ def audit(
     trained = trained or model
     peak, source = _peak(found, device)
     useful = get_convention("useful").bill(trained, step).flops or 0
-    billed = fit.convention.billed_tokens(step) if fit else step.workload.slots
+    counted = counted_tokens(fit.convention, step, log.counted) if fit else step.workload.slots
     seconds = _durations(log)
     rows = tuple(
-        RestatedRow(row, useful / billed, _useful_mfu(row, log, useful / billed, fit, found, peak), duration)
+        RestatedRow(row, useful / counted, _useful_mfu(row, log, useful / counted, fit, found, peak), duration)
         for row, duration in zip(log.rows, seconds, strict=True)
     )
     links = list(factors(fit.convention, model, step, trained)) if fit else []
@@ -186,16 +186,20 @@ def _durations(log: Log) -> list[float]:
     if all(row.step_s for row in log.rows):
         return [row.step_s.value if row.step_s else 0.0 for row in log.rows]
     rates = [row.tokens_per_s.value if row.tokens_per_s else 0.0 for row in log.rows]
-    stamps, steps = [row.stamp_s for row in log.rows], [row.step for row in log.rows]
-    strides = {after - before for before, after in pairwise(steps)}
-    if len(strides) == 1 and all(rates):
-        gaps = [b - a for a, b in pairwise(stamps) if a is not None and b is not None]
-        if len(gaps) == len(stamps) - 1 and min(gaps) > 0:
-            tokens = median(gap * rate for gap, rate in zip(gaps, rates[1:], strict=True))
-            return [tokens / rates[0], *gaps]  # the first row's time is not stamped: its tokens are as the others'
+    if all(rates) and (gaps := _gaps(log)):
+        tokens = median(gap * rate for gap, rate in zip(gaps, rates[1:], strict=True))
+        return [tokens / rates[0], *gaps]  # the first row's time is not stamped: its tokens are as the others'
     if all(rates):
         return [1 / rate for rate in rates]
     return [1.0] * len(log.rows)
+
+
+def _gaps(log: Log) -> list[float]:
+    """Times between the lines' stamps [s]; empty where they do not stand for as many steps each, or do not go on."""
+    strides = {after.step - before.step for before, after in pairwise(log.rows)}
+    stamps = [row.stamp_s for row in log.rows]
+    gaps = [b - a for a, b in pairwise(stamps) if a is not None and b is not None]
+    return gaps if len(strides) == 1 and len(gaps) == len(stamps) - 1 and min(gaps) > 0 else []
 
 
 def _mean(values: list[float | None], seconds: list[float]) -> float | None:
@@ -246,9 +250,9 @@ def _notes(log: Log, seconds: Sequence[float], seq_len: int) -> tuple[str, ...]:
     if log.whole_job:
         said.append("the log's rates are those of all devices together: --ranks N gives each device's, and its MFU")
     rates = [row.tokens_per_s.value for row in log.rows if row.tokens_per_s]
-    stamped = all(row.stamp_s and not row.step_s for row in log.rows)
-    if stamped and len(rates) == len(log.rows) > 2:
-        tokens = [rate * duration for rate, duration in zip(rates[1:], seconds[1:], strict=True)]
+    gaps = [] if any(row.step_s for row in log.rows) else _gaps(log)
+    if gaps and len(rates) == len(log.rows) > 2:
+        tokens = [rate * gap for rate, gap in zip(rates[1:], gaps, strict=True)]
         if max(tokens) < seq_len or min(tokens) < 0.95 * max(tokens):
             said.append(
                 f"tokens/s x the time between lines gives {min(tokens):,.0f} to {max(tokens):,.0f} tokens per step, "

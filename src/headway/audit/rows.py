@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,10 @@ def hull(intervals: Iterable[Interval]) -> Interval | None:
     return Interval(min(part.low for part in parts), max(part.high for part in parts)) if parts else None
 
 
+Counted: TypeAlias = Literal["billed", "rows", "real"]
+"""Token positions that a log counts: those that the tool's rule bills, whole rows, or real tokens alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogRow:
     """The numbers of one line of a log; None where it has none."""
@@ -129,6 +134,7 @@ class Log:
     recorded: Recorded | None = None
     skipped: Mapping[str, int] = field(default_factory=dict)  # why lines that look like steps are no rows -> how many
     notes: tuple[str, ...] = ()  # remarks on its numbers
+    counted: Counted = "billed"  # token positions that its tokens/s, or its sequences, are of
 
 
 def per_device(log: Log, num_ranks: int) -> Log:

@@ -42,9 +42,11 @@ from headway.cli import (
     tune,
     verify,
 )
+from headway.cli.numbers import NumberCommand
 from headway.cli.output import missing_library_told
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
 from headway.report.terminal import coloured, width_of, wrapped
+from headway.safe_path import keep_current_folder_out
 from headway.version import __version__
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
@@ -88,6 +90,8 @@ app.command("import-config", short_help="Read a configuration of LMMs-Engine as 
 app.command("import-model", short_help="Make a model folder of a checkpoint of BAGEL's.")(import_model.import_model)
 app.command("export", short_help="Make a model folder of a checkpoint.")(export.export)
 app.command("demo", short_help="Train a small model to read or draw handwritten digits.")(demo.demo)
+for _command in app.registered_commands:
+    _command.cls = NumberCommand
 
 
 def _print_version(wanted: bool) -> None:
@@ -108,6 +112,7 @@ def options(
 
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
+    keep_current_folder_out()
     sys.argv[1:] = _spoken(sys.argv[1:])
     try:
         with missing_library_told("this command"):  # whatever a command imports, also beyond what it asks for by name

@@ -10,6 +10,7 @@ import typer
 from headway.cli import options
 from headway.cli.output import print_json, warn
 from headway.cli.parse import parse_grids, parse_segments
+from headway.cli.peak import stated_peak
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.workload import build_workload, check_vision_tokens, describe, prepared
 from headway.errors import LogError, UsageError
@@ -30,8 +31,9 @@ LogArgument = Annotated[
     Path,
     typer.Argument(
         metavar="LOG",
-        help="Log of torchtitan, MaxText, Megatron-LM/Bridge, Primus, nanoGPT, nanochat, OLMo-core, llm-foundry, verl "
-        "or LMMs-Engine, a trainer_state.json, or Headway's metrics.jsonl or run folder.",
+        help="Log of torchtitan, MaxText, Megatron-LM, Megatron-Bridge, Primus, nanoGPT, nanochat, OLMo-core, "
+        "llm-foundry, NeMo RL, NeMo Automodel, ms-swift, Lightning, verl or LMMs-Engine, a trainer_state.json, or "
+        "Headway's metrics.jsonl or run folder.",
     ),
 ]
 ModelOption = Annotated[
@@ -82,6 +84,7 @@ def audit(
     supervised: options.SupervisedOption = None,
     freeze: options.FreezeOption = None,
     device: options.DeviceOption = None,
+    dtype: options.DtypeOption = None,
     ranks: RanksOption = None,
     resumed_at: ResumedOption = None,
     skip: SkipOption = 0,
@@ -96,7 +99,6 @@ def audit(
     """
     from headway.audit import audit as audit_log
     from headway.audit import own, read_log
-    from headway.devices import named_peak
 
     if (segments is not None or splits is not None) and mean_segment is not None:
         given = "--segments" if splits is None else "--splits"
@@ -105,7 +107,7 @@ def audit(
         )
     path = log / _RECORDS if log.is_dir() else log
     read = read_log(_text(path), str(path), resumed_at=resumed_at)
-    peak = named_peak(device) if device is not None else None
+    peak = stated_peak(device, dtype)
     if read.recorded is not None:
         _refuse(path, {
             "--model": model, "--seq-len": seq_len, "--segments": segments, "--mean-segment": mean_segment,

@@ -1,9 +1,8 @@
 """Print what another tool's convention charges for a step: `headway flops --convention NAME`."""
 
-import sys
 from typing import TYPE_CHECKING
 
-from headway.cli.output import print_json, warn
+from headway.cli.output import print_json, say, warn
 from headway.cli.workload import describe, workload_record
 from headway.errors import UnknownConventionError
 from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
@@ -23,10 +22,10 @@ def note_row_length(workload: "Workload", seq_len: int) -> None:
     lengths = set(workload.segments.tolist())
     if len(lengths) == 1 and max(lengths) < seq_len:
         length = lengths.pop()
-        print(
+        say(
             f"Note: no --seq-len is given, so rows of {format_count(seq_len)} tokens are taken where the configured "
             f"length is billed, with several segments in each. If each is a row of its own, give --seq-len {length}.",
-            file=sys.stderr,
+            on_stderr=True,
         )
 
 

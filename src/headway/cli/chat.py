@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import opened
-from headway.cli.output import needs_extra
+from headway.cli.output import needs_extra, say
 from headway.errors import ConfigError, DataError
 from headway.report import printable
 
@@ -53,7 +53,7 @@ def chat(
     is_watched = sys.stdin.isatty()
     generator = opened.open_generator(model, base, device, dtype)
     if is_watched:
-        print(f"{model}: type a question; /help shows what else there is.", file=sys.stderr)
+        say(f"{model}: type a question; /help shows what else there is.", on_stderr=True)
     talk = _Talk(generator, decoding, system, is_watched=is_watched)
     for path in image or ():
         talk.show("image", str(path))
@@ -67,7 +67,7 @@ def chat(
         except (DataError, ConfigError) as error:
             if not is_watched:
                 raise
-            print(f"Error: {error}", file=sys.stderr)
+            say(f"Error: {error}", on_stderr=True)
 
 
 def _asked(is_watched: bool) -> str | None:
@@ -135,7 +135,7 @@ class _Talk:
         if streamer is None:
             print(answer.text, flush=True)
         if not answer.is_whole:
-            print(f"(cut after {answer.tokens} tokens; --max-new-tokens allows more)", file=sys.stderr)
+            say(f"(cut after {answer.tokens} tokens; --max-new-tokens allows more)", on_stderr=True)
         self._messages += [question, Message("assistant", (TextPart(answer.text),))]
 
     def _sample(self, messages: "list[Message]") -> "Sample":

@@ -17,16 +17,24 @@ OtherArgument = Annotated[
 
 
 def check(run: RunArgument, other: OtherArgument = None, as_json: JsonOption = False) -> None:
-    """Prove from a run's records that no sample was lost or repeated, however often it was killed and resumed.
+    """Prove from a run's records that no sample was lost or repeated, as far as there are witnesses.
 
     Every step is recorded once; steps that were lost and taken again had the same samples as the first time; and what
-    each checkpoint says was trained on is the sum of the steps before it. Exit code 1 if not.
+    each checkpoint says was trained on agrees with the steps before it. It names the steps that are proved, and all
+    that is not.
+
+    Exit code 0: some steps are proved, and nothing disagrees. 1: something disagrees, or no step has a witness.
 
     Example: headway check runs/digits/run
     """
     from headway.train.check import check_run
 
-    found = check_run(run, other)
-    print(json.dumps(found.as_json()) if as_json else found.as_table())
-    if found.faults:
-        raise LogError(f"{run} lost or repeated samples: {'; '.join(found.faults)}.")
+    checked = check_run(run, other)
+    print(json.dumps(checked.as_json()) if as_json else checked.as_table())
+    if checked.faults:
+        raise LogError(f"{run} lost or repeated samples, or its records were changed: {'; '.join(checked.faults)}.")
+    if not checked.proved:
+        raise LogError(
+            f"nothing is proved of {run}: there is no checkpoint to compare its {checked.steps} steps with, and none "
+            "was taken again. Check it while there is one, or give the folder of another run with the same data."
+        )

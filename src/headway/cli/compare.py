@@ -8,6 +8,7 @@ import typer
 from headway.cli import options
 from headway.cli.bill import note_row_length
 from headway.cli.output import print_json, warn, warn_of_unknown
+from headway.cli.peak import stated_peak
 from headway.cli.resolve import in_patches, resolve_architecture, resolve_cost_model
 from headway.cli.workload import build_workload, describe, prepared, workload_record
 from headway.errors import UsageError
@@ -50,6 +51,7 @@ def compare(
     freeze: options.FreezeOption = None,
     recompute: options.RecomputeOption = "none",
     device: options.DeviceOption = None,
+    dtype: options.DtypeOption = None,
     step_time: StepTimeOption = None,
     ranks: options.RanksOption = 1,
     as_json: options.JsonOption = False,
@@ -67,7 +69,6 @@ def compare(
         )
     from headway.audit import compare as compare_step
     from headway.conventions import Step
-    from headway.devices import named_peak
 
     if device is None or step_time is None:
         missing = "--device" if device is None else "--step-time"
@@ -88,7 +89,8 @@ def compare(
         supervised=supervised,
     )
     row_length = _seq_len(seq_len, workload.slots, ranks, int(workload.segments.max()))
-    peak = named_peak(device)
+    peak = stated_peak(device, dtype)
+    assert peak is not None, "a device is given"
     cost_model = resolve_cost_model(model)
     if freeze:
         cost_model = cost_model.freeze(freeze)
@@ -96,12 +98,13 @@ def compare(
     step = Step(workload, row_length, recompute)
     if seq_len is None:
         note_row_length(workload, row_length)
+    forward_macs = cost_model.count(workload).forward // 2
     rows = compare_step(resolve_architecture(model, cost_model), step, step_time, peak, ranks)
     warn_of_unknown(cost_model.unknown)
     if as_json:
-        print_json(_record(cost_model.name, step, step_time, ranks, peak, rows))
+        print_json({**_record(cost_model.name, step, step_time, ranks, peak, rows), "forward_macs": forward_macs})
     else:
-        print(_render(cost_model.name, step, step_time, ranks, peak, rows))
+        print(_render(cost_model.name, step, step_time, ranks, peak, rows, forward_macs))
     impossible = [row.convention.name for row in rows if row.mfu is not None and row.mfu > 1]
     if "useful" in impossible:
         warn(
@@ -132,7 +135,7 @@ def _record(
         "seq_len": step.seq_len,
         "step_s": step_s,
         "ranks": ranks,
-        "device": {"name": peak.name, "peak_flops_per_s": peak.flops_per_s, "source": peak.source},
+        "device": {"name": peak.name, "dtype": peak.dtype, "peak_flops_per_s": peak.flops_per_s, "source": peak.source},
         "conventions": [
             {
                 "name": row.convention.name,
@@ -151,15 +154,20 @@ def _record(
     }
 
 
-def _render(model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", rows: "list[Compared]") -> str:
+def _render(
+    model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", rows: "list[Compared]", forward_macs: int
+) -> str:
     columns = [Column("convention", "left"), Column("FLOPs"), Column("TFLOP/s"), Column("peak"), Column("MFU")]
     columns += [Column("x useful")]
     table = render_table(columns, [_cells(row) for row in rows])
-    devices = f"{peak.name} x {ranks}, {format_rate(peak.flops_per_s)} each ({peak.source.partition(' (')[0]})"
+    dtype = "" if peak.dtype == "bf16" else f" in {peak.dtype}"
+    macs = format_flops(forward_macs).replace("FLOP", "MAC")
+    devices = f"{peak.name} x {ranks}, {format_rate(peak.flops_per_s)} each{dtype} ({peak.source.partition(' (')[0]})"
     pairs = [
         ("model", model),
         ("workload", describe(step.workload)),
         ("row length", f"{format_count(step.seq_len)} tokens, what tools that bill the configured length take"),
+        ("forward", f"{macs}, what papers and vision libraries call FLOPs"),
         ("step time", format_duration(step_s)),
         ("device", devices),
     ]

@@ -31,6 +31,12 @@ nested in YAML; N is the number of a list's item, from 0. A setting without a de
 what a file inherits by `extends: FILE`, a path from the file's own folder: the setting is at its default again, or
 off where `null` is among its values. A first line `# yaml-language-server: $schema=schema.json` in a YAML file makes
 editors complete and check it.
+
+Numbers are read as people write them, here and in the options of all commands: `32k`, `1e9` and `100B` (by the SI: 32k
+is 32,000, and B are billions), `40%`, and with units where a setting has one, `2GiB` or `90min`. A value alone stands
+for a list of it; in the place of a section that may be left out, it is the one setting that this requires:
+`model.lora: 16`. A key that stands twice is an error, and so is a setting of LLaMA-Factory, ms-swift, TRL or axolotl;
+the error names what it is here.
 """
 
 
@@ -99,17 +105,17 @@ def _general(name: str) -> str:
 
 def _check_name(name: str) -> None:
     from headway.train.config import TrainConfig
+    from headway.train.config.mistakes import hint_for
     from headway.train.config.tree import walk
 
     names = [one.name for one in walk(TrainConfig)]
     general = _general(name)
     if any(f"{one}.".startswith(f"{general}.") for one in names):
         return
-    last = {one.rpartition(".")[2]: one for one in reversed(names)}
-    near = difflib.get_close_matches(general, names, n=3, cutoff=0.7) or [
-        last[one] for one in difflib.get_close_matches(general.rpartition(".")[2], list(last), n=3, cutoff=0.7)
-    ]
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"Sections: {', '.join(TrainConfig.model_fields)}."
+    near = difflib.get_close_matches(general, names, n=3, cutoff=0.7)
+    hint = f"did you mean {' or '.join(near)}?" if near else hint_for(general, (), TrainConfig)
+    hint = hint or f"sections: {', '.join(TrainConfig.model_fields)}"
+    hint = f"{hint[0].upper()}{hint[1:]}".rstrip("?.") + ("?" if hint.endswith("?") else ".")
     raise UsageError(f"There is no setting {name!r}. {hint}")
 
 
@@ -165,8 +171,8 @@ def _schema(name: str | None) -> dict[str, Any]:
         found = next((one.section for one in walk(TrainConfig) if one.name == _general(name)), None)
         if found is None:
             raise UsageError(f"{name} is no section, and has no schema of its own. Leave it out, or name its section.")
-        return found.model_json_schema()
-    schema = TrainConfig.model_json_schema()
+        return _as_written(found.model_json_schema())
+    schema = _as_written(TrainConfig.model_json_schema())
     extends = {"type": "string", "description": "YAML file that this one changes, a path from this file's folder"}
     schema["properties"] = {"extends": extends, **schema["properties"]}
     sections = [
@@ -175,3 +181,32 @@ def _schema(name: str | None) -> dict[str, Any]:
     for one in (schema, *sections):
         one.pop("required", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "headway train"}
+
+
+def _as_written(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with what stands for a number, for a list and for an optional section in a file: texts, or a value."""
+    sections = {f"#/$defs/{name}": each for name, each in schema.get("$defs", {}).items()}
+
+    def widened(node: Any) -> Any:
+        if isinstance(node, list):
+            return [widened(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        node = {key: widened(each) for key, each in node.items()}
+        if node.get("type") in ("integer", "number"):
+            node["type"] = [node["type"], "string"]
+        elif (
+            node.get("type") == "array"
+            and "prefixItems" not in node
+            and isinstance(node["items"].get("type"), str | list)
+        ):
+            kinds = node["items"]["type"]
+            node["type"] = ["array", *([kinds] if isinstance(kinds, str) else kinds)]
+        elif {"type": "null"} in node.get("anyOf", ()):
+            required = [sections.get(each.get("$ref"), {}).get("required", ()) for each in node["anyOf"]]
+            if any(len(names) == 1 for names in required):
+                node["anyOf"].append({"type": ["number", "string"]})
+        return node
+
+    changed: dict[str, Any] = widened(schema)
+    return changed

@@ -2,14 +2,16 @@
 
 import re
 from enum import StrEnum
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headway.cli import opened
-from headway.cli.output import needs_extra
+from headway.cli.output import needs_extra, say
 from headway.errors import UsageError
+from headway.files import write_output
 from headway.log.working import working
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ def draw(
         )
     write_grid([pictures], output)
     width, height = pictures[0].size
-    print(f"{len(pictures)} pictures of {height} x {width} pixels in {output}")
+    say(f"{len(pictures)} pictures of {height} x {width} pixels in {output}")
 
 
 def write_grid(rows: "list[list[Image]]", path: Path) -> None:
@@ -122,7 +124,6 @@ def write_grid(rows: "list[list[Image]]", path: Path) -> None:
     for place, row in enumerate(rows):
         for column, picture in enumerate(row):
             grid.paste(picture, (column * width, place * height))
-    try:
-        grid.save(path, format="PNG", optimize=True)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}. Give another file.") from error
+    png = BytesIO()
+    grid.save(png, format="PNG", optimize=True)
+    write_output(path, png.getvalue(), option="-o")

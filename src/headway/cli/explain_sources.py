@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headway.errors import ConfigError, LogError, UsageError
 from headway.explain.given import GivenWork
@@ -13,6 +14,11 @@ from headway.explain.records import METRICS, explain_records
 from headway.explain.trace import Trace, read_trace
 from headway.explain.waterfall import JobExplanation
 from headway.explain.waterfall import explain as explain_traces
+from headway.files import open_plain
+from headway.report.numbers import quantity
+
+if TYPE_CHECKING:
+    from headway.audit.rows import Printed
 
 Pair = tuple[tuple[str, JobExplanation], tuple[str, JobExplanation]]
 
@@ -137,14 +143,24 @@ def _source_of(path: Path) -> Path:
 
 def _is_trace(path: Path) -> bool:
     """Whether a file is a trace as far as its beginning tells: compressed, or JSON that is no record."""
-    if path.is_dir() or _is_records(path):
+    if path.is_dir() or _is_records(path) or _is_log_of_json(path):
         return False
     beginning = _beginning(path)
     return beginning.startswith(_GZIP_MAGIC) or _JSON.match(beginning) is not None
 
 
+def _is_log_of_json(path: Path) -> bool:
+    """Whether the lines of a file are JSON objects that another tool writes, such as ms-swift's logging.jsonl."""
+    from headway.audit.formats import is_log
+
+    beginning = _beginning(path)
+    return _JSON.match(beginning) is not None and is_log(beginning.decode(errors="replace").splitlines())
+
+
 def _is_records(path: Path) -> bool:
     """Whether a file's first line is a record by itself; a new run's metrics.jsonl may be empty, or cut off."""
+    if _is_log_of_json(path):
+        return False
     try:
         first = json.loads(_beginning(path).partition(b"\n")[0])
     except (ValueError, RecursionError):
@@ -154,7 +170,7 @@ def _is_records(path: Path) -> bool:
 
 def _beginning(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             return file.read(_BEGINNING)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}. Name a trace, a run or a log.") from error
@@ -172,11 +188,11 @@ def _of_log(path: Path, asked: Asked) -> JobExplanation:
     lines = [
         LoggedStep(
             step=row.step,
-            duration_s=row.step_s.value if row.step_s else None,
+            duration_s=_known(row.step_s),
             stamp_s=row.stamp_s,
-            mfu=row.mfu.value if row.mfu else None,
-            flops_per_s=row.flops_per_s.value if row.flops_per_s else None,
-            tokens_per_s=row.tokens_per_s.value if row.tokens_per_s else None,
+            mfu=_known(row.mfu),
+            flops_per_s=_known(row.flops_per_s),
+            tokens_per_s=_known(row.tokens_per_s),
             memory_share=row.memory_share,
         )
         for row in log.rows
@@ -185,3 +201,8 @@ def _of_log(path: Path, asked: Asked) -> JobExplanation:
     skipped = tuple(f"{count:,} lines are left out: {why}." for why, count in log.skipped.items())
     smoothed = (f"the MFU of {log.tool} is a running mean, not that of its step.",) if log.smoothed else ()
     return JobExplanation(found.steps, (*found.notes, *smoothed, *skipped), found.findings)
+
+
+def _known(printed: "Printed | None") -> float | None:
+    """A number of a log; None where there is none, or one that no step could have."""
+    return None if printed is None else quantity(printed.value)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_json, say
 from headway.log.working import working
 
 
@@ -64,8 +64,8 @@ def export(
         print_json({"folder": str(folder), "step": checkpoint.step})
     else:
         what = "the adapters" if (folder / "adapter_config.json").is_file() else "the model"
-        print(f"{folder}: {what} after step {checkpoint.step}")
+        say(f"{folder}: {what} after step {checkpoint.step}")
         has_card = (folder / CARD).is_file()
-        print(f"model card: {folder / CARD if has_card else 'none, as no records of its run can be read'}")
+        say(f"model card: {folder / CARD if has_card else 'none, as no records of its run can be read'}")
         if (note := processor_note(folder)) is not None:
-            print(f"processor: {note}")
+            say(f"processor: {note}")

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -11,8 +12,9 @@ import typer
 
 from headway.cli import opened
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_json, say
 from headway.errors import ConfigError, UsageError
+from headway.files import is_taken, open_output
 from headway.log.working import working
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def generate(
 
     decoding = Decoding(max_new_tokens, temperature, top_p, top_k, seed)
     asked = [(_prompt(prompt, image or ()), None)] if prompt is not None else read_prompts(source or "")
-    if output is not None and output.exists():
+    if output is not None and is_taken(output):
         raise UsageError(f"--output {output} exists already; give another file, or delete it first.")
     generator = opened.open_generator(model, base, device, dtype)
     if plain or not generator.has_template:
@@ -100,7 +102,7 @@ def generate(
             file.write(json.dumps(_record(sample, gold, answer, generator)) + "\n")
             file.flush()
     if output is not None:
-        print(f"{output}: {len(asked)} answers", file=sys.stderr)
+        say(f"{output}: {len(asked)} answers", on_stderr=True)
 
 
 def read_prompts(source: str) -> "list[Asked]":
@@ -155,7 +157,7 @@ def _with_system(sample: "Sample", text: str) -> "Sample":
 
     if not isinstance(sample, Chat) or sample.messages[0].role == "system":
         return sample
-    return Chat((Message("system", (TextPart(text),)), *sample.messages), sample.origin, sample.tools)
+    return replace(sample, messages=(Message("system", (TextPart(text),)), *sample.messages))
 
 
 def _as_document(sample: "Sample", model: str) -> "Sample":
@@ -198,7 +200,7 @@ def _lines(output: Path | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        file = output.open("x", encoding="utf-8")
+        file = open_output(output)
     except OSError as error:
         raise UsageError(f"--output {output} cannot be written: {error.strerror}. Give another file.") from error
     with file:

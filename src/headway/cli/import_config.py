@@ -9,7 +9,7 @@ import typer
 
 from headway.cli.options import JsonOption
 from headway.cli.output import SCHEMA_VERSION, warn
-from headway.errors import ConfigError
+from headway.files import write_output
 from headway.report import Column, render_table
 
 if TYPE_CHECKING:
@@ -73,10 +73,7 @@ def import_config(
     if output is None:
         print(text)
         return
-    try:
-        output.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error.strerror}. Give another file with -o.") from error
+    write_output(output, f"{text}\n", option="-o")
 
 
 def _table(keys: "Sequence[KeyOutcome]") -> str:

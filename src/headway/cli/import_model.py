@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from headway.cli.output import needs_extra
+from headway.cli.output import needs_extra, say
 from headway.log.working import working
 
 
@@ -22,7 +22,7 @@ def import_model(
     with working("reading the checkpoint"):
         config = import_bagel(folder, target)
     text = config.text_config
-    print(
+    say(
         f"wrote {target}: {text.num_hidden_layers} layers of {text.hidden_size} in both copies, a tower of "
         f"{config.vision_config.num_hidden_layers} layers, an autoencoder of {config.latent_features} numbers a patch"
     )

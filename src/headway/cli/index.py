@@ -6,16 +6,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.options import ColumnOption, JsonOption, MaxCharactersOption, columns_of
+from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, MaxCharactersOption, columns_of
 from headway.cli.output import needs_extra, print_json, warn
 from headway.errors import UsageError
 from headway.log.working import measuring_rows, working
 from headway.report import format_count, format_share, render_lines, render_pairs
+from headway.report.secrets import hide_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headway.data.bad_rows import BadSamples
+    from headway.data.chat_settings import ChatSettings
     from headway.data.index import LengthIndex
     from headway.data.sources import Source
 
@@ -56,6 +58,7 @@ def index(
         bool, typer.Option("--refresh", help="Measure anew, as after images were replaced under the same names.")
     ] = False,
     max_characters: MaxCharactersOption = None,
+    chat_template: ChatTemplateOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure tokens, patches and grids of every sample, exactly, without decoding pixels.
@@ -67,6 +70,7 @@ def index(
     """
     with needs_extra("indexing"):
         from headway.data.bad_rows import BadSamples
+        from headway.data.chat_settings import ChatSettings
         from headway.data.sources import open_source
         from headway.data.sources.opening import own_names
         from headway.data.wording import errors_in_words_of
@@ -81,8 +85,10 @@ def index(
     data = list(dict.fromkeys(data))
     names = own_names(data)  # a typo in a path is told before anything is measured
     sources = [open_source(path, name=name, **options) for path, name in zip(data, names, strict=True)]
+    measuring: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     with errors_in_words_of("options"):
-        found = build_indices(sources, model, max_characters, policy, cache=cache, workers=workers, refresh=refresh)
+        chats = ChatSettings.of(chat_template)
+        found = build_indices(sources, model, max_characters, policy, chats=chats, **measuring)
     indices = dict(zip(data, found, strict=True))
     if as_json:
         records = [_record(path, found) for path, found in indices.items()]
@@ -97,6 +103,7 @@ def build_indices(
     max_characters: int | None,
     policy: "BadSamples | None" = None,
     *,
+    chats: "ChatSettings | None" = None,
     cache: Path | None = None,
     workers: int | None = None,
     refresh: bool = False,
@@ -108,12 +115,14 @@ def build_indices(
         model: whose tokenizer and processor measure.
         max_characters: longest text [characters]; the default when None.
         policy: what a row that cannot be used does, one for all of them; it is left out when None.
+        chats: how chats become text; as the model's folder says when None.
         cache: folder of all indices; `index` in Headway's cache if None.
         workers: as `build_index` takes them.
         refresh: measure anew.
     """
     with needs_extra("indexing"):
         from headway.data.bad_rows import BadSamples, SampleCounts
+        from headway.data.chat_settings import ChatSettings
         from headway.data.index.stored import KnownEncoder, count_rows, stored_index
         from headway.hub import located
 
@@ -121,7 +130,9 @@ def build_indices(
     for note in (note for source in sources for note in source.notes()):
         warn(note)
     policy = policy or BadSamples("skip", limit=None, fraction=None)
-    known = KnownEncoder(path, {"max_characters": max_characters}, cache)
+    chats = chats or ChatSettings()
+    settings = {"max_characters": max_characters} | ({"chats": chats} if chats != ChatSettings() else {})
+    known = KnownEncoder(path, settings, cache)
     counts, indices = SampleCounts(), []
     if known.fingerprint is not None and not refresh:
         stored = [stored_index(source, known.fingerprint, cache) for source in sources]
@@ -137,7 +148,7 @@ def build_indices(
         from headway.data.media.placeholders import MAX_CHARACTERS
 
     with working(f"opening the processor of {model}"):
-        encoder = open_encoder(path, max_characters=max_characters or MAX_CHARACTERS)
+        encoder = open_encoder(path, max_characters=max_characters or MAX_CHARACTERS, chats=chats)
     known.remember(encoder.fingerprint())
     chosen: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     indices = []
@@ -149,7 +160,7 @@ def build_indices(
 
 def _record(path: str, index: "LengthIndex") -> dict[str, Any]:
     return {
-        "data": path,
+        "data": hide_secrets(path),
         "path": str(index.path),
         **asdict(index.summary()),
         "bad_rows": [asdict(error.origin) | {"reason": error.reason} for error in index.bad.values()],
@@ -158,7 +169,7 @@ def _record(path: str, index: "LengthIndex") -> dict[str, Any]:
 
 def _render(path: str, index: "LengthIndex") -> str:
     summary = index.summary()
-    pairs = [("data", path), ("samples", format_count(summary.samples))]
+    pairs = [("data", hide_secrets(path)), ("samples", format_count(summary.samples))]
     if summary.bad:
         share = format_share(summary.bad / summary.samples)
         pairs.append(("bad", f"{format_count(summary.bad)} ({share}), left out of the numbers below"))

@@ -11,7 +11,8 @@ from headway.cli.index import build_indices
 from headway.cli.options import ColumnOption, JsonOption, columns_of
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.resolve import resolve_cost_model
-from headway.errors import UsageError
+from headway.errors import DataError, UsageError
+from headway.files import is_taken, write_output
 from headway.log.working import working
 from headway.report import format_bytes, format_count, render_pairs
 
@@ -45,7 +46,7 @@ def init(
 
     Example: headway init --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl --device 4090 -o train.yaml
     """
-    if output.exists():
+    if is_taken(output):
         raise UsageError(f"{output} exists already, and is left as it is. Name another file with -o, or delete it.")
     if not output.parent.is_dir():
         raise UsageError(f"-o {output}: the folder {output.parent} does not exist. Make it, or name another.")
@@ -61,6 +62,12 @@ def init(
         sources = [open_source(path, columns=columns) for path in data]
         path = located(model)
     indices = build_indices(sources, path, None)
+    if any(index.bad for index in indices):
+        from headway.data.encoders import open_encoder
+
+        tokeniser = open_encoder(path).tokeniser
+        if tokeniser.missing_rows:  # of which no setting makes a row usable
+            raise DataError(f"{model} cannot be trained on these data. {tokeniser.added_tokens()}")
     from headway.train.suggest import EPOCHS, suggest
 
     with working("planning a run"):
@@ -74,7 +81,7 @@ def init(
             columns=columns,
             has_weights=not Path(path).exists() or any(Path(path).glob("*.safetensors")),
         )
-    output.write_text(made.text, encoding="utf-8")
+    write_output(output, made.text, option="-o", new=True)
     if made.lengths.bad:
         warn(
             f"{made.lengths.bad} rows cannot be used, and training will stop at them. `headway index` names them; "

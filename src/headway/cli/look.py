@@ -11,9 +11,10 @@ import typer
 
 from headway.cli import options
 from headway.cli.index import build_indices
-from headway.cli.output import needs_extra, print_json, warn
+from headway.cli.output import needs_extra, print_json, say, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
+from headway.files import is_taken, write_output
 from headway.log.working import working
 from headway.report import format_count
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from headway.data import Budget, Encoder
+    from headway.data.chat_settings import ChatSettings
     from headway.data.index import LengthIndex
     from headway.data.look import Looked, ShownSample
     from headway.data.sources import Source
@@ -68,6 +70,7 @@ def look(
         typer.Option(metavar="T", min=8, help="Tokens of a sample that are printed, its beginning and end; 400."),
     ] = None,
     max_characters: options.MaxCharactersOption = None,
+    chat_template: options.ChatTemplateOption = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with the pictures, all tokens and packs instead.")
     ] = None,
@@ -82,12 +85,13 @@ def look(
     Example: headway look chats.jsonl --model Qwen/Qwen2.5-VL-7B-Instruct -n 2
     """
     with needs_extra("looking at samples"):
+        from headway.data.chat_settings import ChatSettings
         from headway.train.config import load_config
     config = None
     planned = {"--packs": packs, "--ranks": ranks, "--overlong": overlong, "--seed": seed}
     if len(data) == 1 and Path(data[0]).suffix in (".yaml", ".yml"):
         said = {"--model": model, "--packing-length": packing_length, "--max-characters": max_characters}
-        own = {**said, "--overlong": overlong, "--seed": seed}
+        own = {**said, "--overlong": overlong, "--seed": seed, "--chat-template": chat_template}
         _refuse(own, f"{data[0]} says it. Leave it out, or give the datasets themselves")
         config = load_config(Path(data[0]))
     elif model is None:
@@ -98,7 +102,7 @@ def look(
         _refuse({"--tokens": tokens}, "a page and JSON have all tokens. Leave it out")
     if html is not None:
         _refuse({"--json": as_json or None}, "--html writes a page. Give one of the two")
-        if html.exists():
+        if is_taken(html):
             raise UsageError(f"--html {html} exists already; give another file, or delete it first.")
     rows = range(start - 1, start - 1 + number)
     num_packs = 4 if packs is None else packs
@@ -106,17 +110,15 @@ def look(
         seen = _of_config(config, rows, num_packs, ranks or 1)
     else:
         chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
-        seen = _of_data(data, model or "", rows, num_packs, max_characters, packing_length=packing_length, **chosen)
+        chosen |= {"packing_length": packing_length, "chats": ChatSettings.of(chat_template)}
+        seen = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
     if as_json:
         print_json(_record(seen))
     elif html is not None:
         from headway.cli.look_html import page
 
-        try:
-            html.write_text(page(seen), encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--html {html} cannot be written: {error.strerror}. Give another file.") from error
-        print(f"{html}: {format_count(len(seen.samples))} samples and {format_count(len(seen.packs))} packs")
+        write_output(html, page(seen), option="--html", new=True)
+        say(f"{html}: {format_count(len(seen.samples))} samples and {format_count(len(seen.packs))} packs")
     else:
         width = max(40, shutil.get_terminal_size((100, 24)).columns)
         coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
@@ -146,6 +148,7 @@ def _of_data(
     max_characters: int | None,
     *,
     packing_length: int | None,
+    chats: "ChatSettings",
     ranks: int,
     overlong: str,
     seed: int,
@@ -164,13 +167,13 @@ def _of_data(
     sources = [open_source(path) for path in data]
     _require(rows, sources)
     with working(f"opening the processor of {model}"):
-        encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS)
+        encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS, chats=chats)
     if packing_length is None:
         for note in (note for source in sources for note in source.notes()):
             warn(note)
         samples = [sample for source in sources for sample in _samples(source, rows, encoder)]
         return Looked(model, samples, (), (), None, {})
-    indices = _indices(sources, model, max_characters)
+    indices = _indices(sources, model, max_characters, chats)
     budget = Budget(packing_length)
     items, counts = Items.build(indices, budget, policy, resolve_cost_model(model))
     plan = Plan(items, Order.epochs(items.sizes, 1, seed=seed), budget, ranks, seed=seed) if len(items) else None
@@ -179,6 +182,7 @@ def _of_data(
 
 def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -> "Looked":
     """What a training would see: its own sources, order, budget and costs."""
+    from headway.data.chat_settings import ChatSettings
     from headway.models import load_processor
     from headway.models.load import load_model
     from headway.packing.items import Items
@@ -197,13 +201,17 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     with working(f"tracing {config.model.path}"):
         shell = load_model(config.model.path, random_init=True, device="meta")
         costs = adapt(shell, freeze(shell, trace(shell), config.model.freeze), config.model)
+    chats = ChatSettings.of(**config.model.of_chats())
+    processor = load_processor(config.model.path)
+    chats.write_into(processor)
     encoder = make_encoder(
-        load_processor(config.model.path),
+        processor,
         shell,
         max_image_pixels=data.max_image_pixels,
         max_characters=data.max_characters,
+        learns_empty_thinking=chats.learns_empty_thinking,
     )
-    indices = _indices(sources, config.model.path, data.max_characters)
+    indices = _indices(sources, config.model.path, data.max_characters, chats)
     budget = budget_of(data)
     dropout = config.model.drawing.dropout(config.run.seed)
     items, counts = Items.build(indices, budget, data.overlong, costs, dropout)
@@ -255,10 +263,12 @@ def _samples(
             yield error
 
 
-def _indices(sources: "Sequence[Source]", model: str, max_characters: int | None) -> "Mapping[str, LengthIndex]":
+def _indices(
+    sources: "Sequence[Source]", model: str, max_characters: int | None, chats: "ChatSettings | None" = None
+) -> "Mapping[str, LengthIndex]":
     if len({source.name for source in sources}) < len(sources):
         raise UsageError(f"Two datasets have one name: {', '.join(source.name for source in sources)}. Rename a file.")
-    found = build_indices(sources, model, max_characters)
+    found = build_indices(sources, model, max_characters, chats=chats)
     return {source.name: index for source, index in zip(sources, found, strict=True)}
 
 

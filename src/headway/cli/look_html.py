@@ -1,13 +1,12 @@
 """The page of `headway look --html`: one file, without scripts, that asks nothing of the network."""
 
 import base64
-from html import escape
 from io import BytesIO
 from typing import TYPE_CHECKING
 
 from headway.cli.look_text import counts_line, headline, media_line, pack_line
 from headway.errors import DataError
-from headway.report.page import html_page
+from headway.report.page import html_page, safe
 
 if TYPE_CHECKING:
     from headway.data import Budget
@@ -35,28 +34,28 @@ def page(seen: "Looked") -> str:
     Args:
         seen: samples and packs; whatever stands in them is escaped.
     """
-    parts = [f"<h1>What {escape(seen.model)} is shown</h1>"]
+    parts = [f"<h1>What {safe(seen.model)} is shown</h1>"]
     parts.append('<p>Tokens on green are learnt; a box is a token, "x N" a run of N equal ones.</p>')
     for sample in seen.samples:
         parts.append(_bad(sample) if isinstance(sample, DataError) else _sample(sample, seen.budget))
     if seen.budget is not None:
         parts += [_pack(number, pack, seen.budget) for number, pack in enumerate(seen.packs, start=1)]
-        parts += [f"<p>{escape(counts_line(name, count))}</p>" for name, count in seen.counts.items()]
+        parts += [f"<p>{safe(counts_line(name, count))}</p>" for name, count in seen.counts.items()]
     parts += [_bad(error) for error in seen.bad]
     body = "\n".join(parts)
     return html_page("headway look", _STYLE, body)
 
 
 def _bad(error: DataError) -> str:
-    return f'<p class="warn">left out: {escape(str(error))}</p>'
+    return f'<p class="warn">left out: {safe(str(error))}</p>'
 
 
 def _sample(sample: "ShownSample", budget: "Budget | None") -> str:
     from headway.data.look import why_not_whole
 
-    parts = [f"<h2>{escape(sample.where)}</h2>", f"<p>{escape(headline(sample))}</p>"]
+    parts = [f"<h2>{safe(sample.where)}</h2>", f"<p>{safe(headline(sample))}</p>"]
     if budget is not None and (reason := why_not_whole(sample, budget)):
-        parts.append(f'<p class="warn">{escape(reason)}</p>')
+        parts.append(f'<p class="warn">{safe(reason)}</p>')
     parts += [_figure(number, one, sample.where) for number, one in enumerate(sample.media, start=1)]
     tokens = "".join(_token(piece) for piece in sample.pieces)
     return "\n".join([*parts, f'<div class="tokens">{tokens}</div>'])
@@ -65,14 +64,14 @@ def _sample(sample: "ShownSample", budget: "Budget | None") -> str:
 def _token(piece: "TokenRun") -> str:
     kind = "learnt" if piece.is_learnt else "run" if piece.count > 1 else ""
     times = f" x {piece.count}" if piece.count > 1 else ""
-    text = escape(piece.text.replace("\n", "\\n\n")) + times
+    text = safe(piece.text.replace("\n", "\\n\n")) + times
     return f'<span class="{kind}" title="{piece.token}">{text}</span>'
 
 
 def _figure(number: int, shown: "ShownMedia", where: str) -> str:
     from headway.data.media.images import Picture
 
-    caption = f"<figcaption>{escape(media_line(number, shown))}</figcaption>"
+    caption = f"<figcaption>{safe(media_line(number, shown))}</figcaption>"
     if shown.kind != "image":
         return f"<figure>{caption}</figure>"
     with Picture(shown.media, where) as opened:
@@ -87,7 +86,7 @@ def _figure(number: int, shown: "ShownMedia", where: str) -> str:
 def _pack(number: int, pack: "ShownPack", budget: "Budget") -> str:
     items = "".join(
         f'<div style="width:{100 * item.tokens / budget.tokens:.3f}%" '
-        f'title="{escape(item.source)}, sample {item.row + 1}: {item.tokens} tokens"></div>'
+        f'title="{safe(item.source)}, sample {item.row + 1}: {item.tokens} tokens"></div>'
         for item in pack.items
     )
-    return f'<h2>{escape(pack_line(number, pack, budget))}</h2>\n<div class="strip">{items}</div>'
+    return f'<h2>{safe(pack_line(number, pack, budget))}</h2>\n<div class="strip">{items}</div>'

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from headway.report import format_count, format_flops, format_share, printable
+from headway.report import format_count, format_flops, format_share, presentable, printable
 
 if TYPE_CHECKING:
     from headway.data import Budget
@@ -75,8 +75,8 @@ def paragraphs(seen: "Looked", width: int, most: int, *, coloured: bool) -> Iter
         if not isinstance(sample, ShownSample):
             yield textwrap.fill(f"left out: {sample}", width)
             continue
-        lines = [printable(sample.where), headline(sample)]
-        lines += [printable(media_line(number, one)) for number, one in enumerate(sample.media, start=1)]
+        lines = [presentable(sample.where), headline(sample)]
+        lines += [presentable(media_line(number, one)) for number, one in enumerate(sample.media, start=1)]
         if seen.budget is not None and (reason := why_not_whole(sample, seen.budget)):
             lines.append(reason)
         yield "\n".join([*lines, "", *_wrapped(sample.pieces, width, most, coloured=coloured)])

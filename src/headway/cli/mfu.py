@@ -6,6 +6,7 @@ import typer
 
 from headway.cli import options
 from headway.cli.output import print_json, warn
+from headway.cli.peak import stated_peak
 from headway.cli.resolve import in_patches, resolve_cost_model
 from headway.cli.workload import build_workload, prepared
 from headway.errors import UsageError
@@ -55,6 +56,7 @@ def mfu(
     ] = None,
     chips: Annotated[float | None, typer.Option(metavar="N", help="Chips that train.")] = None,
     device: options.DeviceOption = None,
+    dtype: options.DtypeOption = None,
     total_tokens: Annotated[float | None, typer.Option(metavar="T", help="Tokens to train on, such as 15e12.")] = None,
     price: Annotated[float | None, typer.Option(metavar="P", help="Price of a chip-hour, in any currency.")] = None,
     within: Annotated[float | None, typer.Option(metavar="DAYS", help="Time that training may take [days].")] = None,
@@ -78,10 +80,8 @@ def mfu(
         "time_s": within * _SECONDS_PER_DAY if within is not None else None,
         "flops_per_token": flops_per_token,
     }
-    if device is not None:
-        from headway.devices import named_peak
-
-        given["peak_flops_per_s"] = named_peak(device).flops_per_s
+    if (peak := stated_peak(device, dtype)) is not None:
+        given["peak_flops_per_s"] = peak.flops_per_s
     towers = {"images": images, "videos": videos, "sources": sources, "audio": audio}
     drawn = {"splits": splits, "latents": latents, "references": references, "supervised": supervised}
     given |= _work(model, segments, {**towers, **drawn}, seq_len, freeze, flops_per_token, tokens_per_step)

@@ -1,6 +1,5 @@
 """`headway new-model`: a small model folder with random weights, and a tokenizer that learned from the data."""
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +10,8 @@ from headway.cli.output import needs_extra, print_json
 from headway.errors import UsageError
 from headway.log.working import working
 from headway.report import format_bytes, format_count, render_pairs
+from headway.report.quantity import parse_number
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGbB]?)")
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 _LEAST, _MOST = 10_000, 2_000_000_000
 _LEAST_VOCABULARY = 300  # the 256 bytes, the special tokens, and some words
 
@@ -91,8 +89,7 @@ def new_model(
 
 
 def _parameters(text: str) -> int:
-    match = _SIZE.fullmatch(text)
-    count = round(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    count = round(parse_number(text, whole=True) or 0)
     if not _LEAST <= count <= _MOST:
         raise UsageError(
             f"--size {text[:40]!r} is no number of parameters from {_LEAST:,} to {_MOST:,}; write 1M, 30M or 0.5B."

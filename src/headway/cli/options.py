@@ -146,6 +146,15 @@ RecomputeOption = Annotated[
     ),
 ]
 
+ChatTemplateOption = Annotated[
+    str | None,
+    typer.Option(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja chat template in place of the model's own, as model.chat_template of the run.",
+    ),
+]
+
 MaxCharactersOption = Annotated[
     int | None,
     typer.Option(
@@ -161,6 +170,16 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 DeviceOption = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="A device that `headway devices` lists, such as H100, or a dense peak [FLOP/s]."),
+]
+
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="What the matrix products run in, whose peak --device has: bf16 if not given, fp8, fp16, ...; several by "
+        "their shares of the FLOPs, as fp8:0.7,bf16:0.3.",
+    ),
 ]
 
 RanksOption = Annotated[int, typer.Option(metavar="N", help="Devices that shared the step.")]

@@ -8,6 +8,7 @@ from typing import Any
 
 from headway.errors import HeadwayError
 from headway.log.working import working
+from headway.report import presentable
 from headway.report.terminal import coloured, width_of, wrapped
 
 SCHEMA_VERSION = 1  # of every object that --json prints
@@ -18,10 +19,15 @@ def print_json(record: Mapping[str, Any]) -> None:
     print(json.dumps({"schema_version": SCHEMA_VERSION, **record}))
 
 
+def say(text: str, *, on_stderr: bool = False, flush: bool = False) -> None:
+    """Print a line that may name what is other people's: files, models, addresses."""
+    print(presentable(text), file=sys.stderr if on_stderr else sys.stdout, flush=flush)
+
+
 def warn(text: str) -> None:
     """Print a warning to stderr, wrapped where that is a terminal."""
     width = width_of(sys.stderr)
-    said = f"Warning: {text}"
+    said = presentable(f"Warning: {text}")
     said = said if width is None else "\n".join(wrapped(said, width))
     print(said.replace("Warning:", coloured("Warning:", "yellow", sys.stderr), 1), file=sys.stderr)
 

@@ -9,7 +9,8 @@ from headway.cli import options
 from headway.cli.index import build_indices
 from headway.cli.output import needs_extra, print_json
 from headway.cli.resolve import resolve_cost_model
-from headway.errors import ConfigError, DataError, UsageError
+from headway.errors import DataError, UsageError
+from headway.files import write_output
 from headway.log.working import working
 from headway.report import Column, format_count, format_flops, format_share, render_lines, render_pairs, render_table
 
@@ -277,7 +278,6 @@ def _draw(path: Path, tokens: Any, fills: "Mapping[str, Any]", budget: "Budget")
     """
     import numpy as np
 
-    from headway.cache import write_whole
     from headway.report.charts import DrawnLine, histogram, lines_chart
     from headway.report.page import svg_file
 
@@ -296,8 +296,4 @@ def _draw(path: Path, tokens: Any, fills: "Mapping[str, Any]", budget: "Budget")
         for name, fill in fills.items()
     ]
     charts = {of_tokens: lengths, of_packs: lines_chart(of_packs, lines, form=format_share, x_name="fill [%]")}
-    written = svg_file(charts).encode()
-    try:
-        write_whole(path, lambda file: file.write(written))
-    except OSError as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error.strerror or error}. Name another path.") from error
+    write_output(path, svg_file(charts), option="--plot")

@@ -1,4 +1,4 @@
-"""Turn what a user types for a workload into numbers: `4096*3,512`, `1x32x48*2`, `16:q_proj,v_proj`.
+"""Turn what a user types for a workload into numbers: `4096*3,32k`, `1x32x48*2`, `16:q_proj,v_proj`.
 
 Grammar: items separated by commas; an item is a length, a grid or a run of tokens, `*N` repeats it N times.
 """
@@ -7,11 +7,12 @@ import re
 from typing import NamedTuple
 
 from headway.errors import UsageError, WorkloadError
+from headway.report.quantity import parse_number
 
 _MAX_ITEMS = 10_000_000
 _MAX_DIGITS = 18  # what any number of 64 bits has room for
 _MAX_RANK = 2**16  # as model.lora.rank
-_SEGMENT = re.compile(r"([0-9]+)(?:\*([0-9]+))?")
+_SEGMENT = re.compile(r"([0-9][^*]*)(?:\*([0-9]+))?")
 _EXAMPLES = {
     "--segments": "--segments 4096*3,512",
     "--images": "--images 1x32x48*2",
@@ -53,12 +54,17 @@ def parse_segments(text: str, option: str = "--segments") -> list[int]:
     unit = "frames" if option == "--audio" else "tokens"
     for item in _items(option, text):
         match = _SEGMENT.fullmatch(item)
-        if match is None:
+        length = parse_number(match[1], unit, whole=True) if match else None
+        if match is None or not isinstance(length, int):
             raise WorkloadError(
-                f"{option} {text!r}: {item!r} is not a length. Give whole numbers of {unit} separated by commas, L*N "
-                f"for N of length L, for example {_EXAMPLES[option]}."
+                f"{option} {text[:80]!r}: {item[:40]!r} is not a length. Give whole numbers of {unit} separated "
+                f"by commas, L*N for N of length L, for example {_EXAMPLES[option]}."
             )
-        length, repeat = (_whole(option, digits) for digits in (match[1], match[2] or "1"))
+        repeat = _whole(option, match[2] or "1")
+        if length >= 10**_MAX_DIGITS:
+            raise WorkloadError(
+                f"{option} holds a length of more than {_MAX_DIGITS} digits; write, for example, {_EXAMPLES[option]}."
+            )
         if length < 1 and option != "--past":
             raise WorkloadError(
                 f"{option} {text!r}: a length of {length} {unit} computes nothing; lengths are 1 or more, for example "

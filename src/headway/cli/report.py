@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from headway.cache import write_whole
-from headway.errors import ConfigError, UsageError
+from headway.cli.output import say
+from headway.errors import UsageError
+from headway.files import write_output
 from headway.log.working import working
 
 MOST = 2
@@ -61,11 +62,8 @@ def report(
         return
     path = output or Path("report.html")
     written = (compared_page(*seen) if len(seen) > 1 else report_page(*seen)).encode()
-    try:
-        write_whole(path, lambda file: file.write(written))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}. Give another path by -o.") from error
+    write_output(path, written, option="-o")
     said = " and ".join(f"{len(one.records)} records of {one.name}" for one in seen)
-    print(f"{path}: {said}, {len(written):,} bytes")
+    say(f"{path}: {said}, {len(written):,} bytes")
     if open_it:
         webbrowser.open(path.resolve().as_uri())

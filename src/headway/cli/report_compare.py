@@ -15,6 +15,7 @@ from headway.explain.text_compare import differences, table_of
 from headway.report import format_flops, format_rate
 from headway.report.charts import DrawnLine, lines_chart
 from headway.report.hover import SCRIPT
+from headway.report.markdown import markdown_text
 from headway.report.numbers import number
 from headway.report.page import CHART_STYLE, html_page, safe, sentence
 
@@ -48,7 +49,10 @@ def compared_page(a: ReportedRun, b: ReportedRun) -> str:
 def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
     """Render two runs as Markdown."""
     compared = compare((a.name, a.explanation), (b.name, b.explanation))
-    parts = [f"# {safe(a.name)} (A) and {safe(b.name)} (B)", sentences(_verdict(a, b, compared), markdown=True)]
+    parts = [
+        f"# {markdown_text(a.name)} (A) and {markdown_text(b.name)} (B)",
+        sentences(_verdict(a, b, compared), markdown=True),
+    ]
     parts += [section.as_markdown() for section in _sections(a, b, compared)]
     return "\n\n".join(
         [*parts, sentences([f"Note: {note}" for note in (*compared.notes, _OF_INTERVAL)], markdown=True)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from headway.cli.report_section import ReportSection
 from headway.explain.records import METRICS
+from headway.files import open_plain
 from headway.log.jsonl import as_object
 from headway.report import format_bytes, format_flops, format_rate, format_share
 from headway.report.charts import bar_chart, heat_strip, line_chart
@@ -275,7 +276,7 @@ def _lines(path: Path, holding: bytes = b"") -> list[dict[str, Any]]:
     """Objects of the lines of a file that hold some bytes."""
     if not path.is_file():
         return []
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         return [found for line in file if holding in line and (found := as_object(line)) is not None]
 
 

@@ -35,6 +35,7 @@ from headway.report import (
 )
 from headway.report.charts import bar_chart, histogram, line_chart
 from headway.report.hover import SCRIPT
+from headway.report.markdown import markdown_text
 from headway.report.numbers import number
 from headway.report.page import CHART_STYLE, fact_list, html_page, safe, sentence, with_code
 from headway.report.secrets import without_secrets
@@ -175,7 +176,9 @@ def report_markdown(seen: ReportedRun) -> str:
     table = markdown_table([Column("what", "left"), Column("value", "left")], facts(seen), None)
     sections = [*_goodput(seen), *chain.from_iterable(_over_the_run(seen).values())]
     explained = as_text(seen.explanation, markdown=True)
-    return "\n\n".join([f"**{safe(verdict(seen))}**", table, explained, *(one.as_markdown() for one in sections)])
+    return "\n\n".join(
+        [f"**{markdown_text(verdict(seen))}**", table, explained, *(one.as_markdown() for one in sections)]
+    )
 
 
 def _over_the_run(seen: ReportedRun) -> dict[str, list[ReportSection]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from headway.explain.text import markdown_table
 from headway.report import Column
+from headway.report.markdown import markdown_text
 from headway.report.page import chart_figure, html_table, safe, with_code
 
 _NARROW = 3  # columns of a table that stands beside others
@@ -39,9 +40,8 @@ class ReportSection:
     def as_markdown(self) -> str:
         """Render it for an issue."""
         columns = [Column(name, "right" if place else "left") for place, name in enumerate(self.headings)]
-        parts = [f"## {safe(self.title)}", *([safe(self.says)] if self.says else [])]
-        rows = [[cell.replace("<", "&lt;") for cell in row] for row in self.rows]
-        return "\n\n".join([*parts, markdown_table(columns, rows, None)])
+        parts = [f"## {markdown_text(self.title)}", *([markdown_text(self.says)] if self.says else [])]
+        return "\n\n".join([*parts, markdown_table(columns, self.rows, None)])
 
 
 def side_by_side(sections: Sequence[ReportSection]) -> str:

@@ -8,27 +8,35 @@ names another machine: a page of anyone could otherwise point a name of its own 
 import math
 import os
 import re
+import selectors
+import socket
 import sys
 import threading
 import time
 import webbrowser
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from headway.cli.output import say
 from headway.cli.report_page import read_run, report_page
 from headway.errors import ConfigError, HeadwayError
 from headway.explain.records import METRICS
-from headway.report.format import printable
 from headway.report.page import CHART_STYLE, html_page, safe
 
 PORT = 8484  # the same every time, for a tunnel or a bookmark
 REFRESH_S = 5
 _HOST = "127.0.0.1"
 _WORK_SHARE = 0.1  # of the time goes to making pages at most: the run itself may train on this machine
+_THREADS = 8
+_MOST_OPEN = 600  # connections; below the usual limit of 1024 files
+_REQUEST_S = 30  # for a connection to send its request [s]
+_LONGEST_HEAD = 1 << 16  # of a request [bytes]; what is longer is refused
+_POLL_S = 0.02
 _OWN_NAMES = re.compile(r"(localhost|127\.0\.0\.1)(:[0-9]{1,5})?", flags=re.IGNORECASE)
 _Stamps = tuple[tuple[str, int, int], ...]
 
@@ -68,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
     server_version, sys_version = "headway", ""
-    timeout = 30  # of a connection that sends nothing [s]
+    timeout = 5  # of a reader that takes nothing of its answer [s]
 
     def __init__(self, live: LivePage, *arguments: Any) -> None:
         self._live = live
@@ -110,10 +118,79 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing: a line every few seconds would hide what else the terminal shows."""
 
 
-class _Server(ThreadingHTTPServer):
+class _Server(HTTPServer):
+    """Answers with a few threads, however many connect: a connection has one only once its request is there whole.
+
+    Until then it waits in a selector, for so long at most; where too many are open, the one that has waited longest
+    is closed.
+    """
+
+    request_queue_size = 512  # readers that connect at once; the system may allow fewer
+
+    def __init__(self, address: tuple[str, int], handler: Callable[..., BaseHTTPRequestHandler]) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="report")
+        self._selector = selectors.DefaultSelector()
+        self._waiting: dict[socket.socket, tuple[Any, float]] = {}  # address and deadline [s], oldest first
+        self._answered = 0  # connections that have a thread, or wait for one
+        self._lock = threading.Lock()
+        super().__init__(address, handler)  # last: it closes what is here if the port cannot be used
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Take a connection in, and wait for its request."""
+        if len(self._waiting) + self._answered >= _MOST_OPEN:
+            if not self._waiting:
+                self.shutdown_request(request)
+                return
+            self._drop(next(iter(self._waiting)))
+        self._selector.register(request, selectors.EVENT_READ)
+        self._waiting[request] = client_address, time.monotonic() + _REQUEST_S
+
+    def service_actions(self) -> None:
+        """Hand over the requests that have arrived, and close connections that send none; called at every poll."""
+        for key, _ in self._selector.select(0):
+            connection = cast("socket.socket", key.fileobj)
+            try:
+                head = connection.recv(_LONGEST_HEAD, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except OSError:
+                head = b""
+            if not head:
+                self._drop(connection)
+            elif b"\r\n\r\n" in head or len(head) == _LONGEST_HEAD:
+                self._selector.unregister(connection)
+                address, _ = self._waiting.pop(connection)
+                with self._lock:
+                    self._answered += 1
+                self._threads.submit(self._answer, connection, address)
+        now_s = time.monotonic()
+        for connection in [waiting for waiting, (_, deadline_s) in self._waiting.items() if deadline_s < now_s]:
+            self._drop(connection)
+
+    def _answer(self, request: Any, client_address: Any) -> None:
+        try:
+            self.finish_request(request, client_address)
+        except Exception:  # noqa: BLE001 - as socketserver does, which says it on stderr
+            self.handle_error(request, client_address)
+        finally:
+            self.shutdown_request(request)
+            with self._lock:
+                self._answered -= 1
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._waiting[connection]
+        self.shutdown_request(connection)
+
+    def server_close(self) -> None:
+        """Let go of the port and of all connections."""
+        super().server_close()
+        for connection in list(self._waiting):
+            self._drop(connection)
+        self._selector.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a reader that left before its answer."""
-        if not isinstance(sys.exc_info()[1], ConnectionError):
+        if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
@@ -150,10 +227,10 @@ def serve(runs: list[Path], port: int | None, *, output: Path | None, markdown: 
         ) from error
     with server:
         address = f"http://{_HOST}:{server.server_port}/"
-        print(f"{address} shows {printable(str(path))}; Ctrl-C ends it", flush=True)
+        say(f"{address} shows {path}; Ctrl-C ends it", flush=True)
         if open_it:
             webbrowser.open(address)
-        server.serve_forever(poll_interval=0.1)
+        server.serve_forever(poll_interval=_POLL_S)
 
 
 def _page(path: Path) -> bytes:

@@ -94,8 +94,8 @@ def train(
     """Train a model on packed data; progress goes to stderr, the summary to stdout.
 
     Paths in CONFIG start from the working directory. The run folder gets the resolved configuration, a record per step
-    (metrics.jsonl), checkpoints, a model folder that transformers' from_pretrained opens, and summary.json. Ctrl-C and
-    SIGTERM finish the step, save a checkpoint and end with exit code 130 and 0.
+    (metrics.jsonl), checkpoints, a model folder that transformers' from_pretrained opens, and summary.json. Ctrl-C,
+    SIGTERM, SIGUSR1 and SIGHUP finish the step, save a checkpoint and end with exit code 130, and 0 for the others.
 
     `headway config` prints every setting of CONFIG with its type, unit, default and meaning.
     """

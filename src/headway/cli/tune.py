@@ -1,23 +1,23 @@
 """`headway tune`: which packing length, accumulation, recomputation and sharing trains a recipe fastest."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cache import write_whole
 from headway.cli.dry_run import saved_of_recipe
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
 from headway.cli.measured_data import measured_data
 from headway.cli.options import JsonOption
-from headway.cli.output import print_json
+from headway.cli.output import print_json, say
 from headway.cli.plan import named_recipe, speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.train import SetOption, find_inputs
 from headway.cli.tune_text import Tuned, as_record, as_text, note_on_tokens
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
+from headway.files import write_output
 from headway.log.working import working
+from headway.report.quantity import SIZE_UNITS, bytes_in
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -251,7 +251,6 @@ def search_of(
 
 def _room(memory: str | None, device: "Device | None") -> int | None:
     """What each device may hold [bytes]; None where nothing says so."""
-    from headway.train.config.model import SIZE_UNITS, bytes_in
     from headway.train.dry_run import USABLE
 
     whole = None if device is None else device.memory_bytes
@@ -310,7 +309,7 @@ def _run(best: "Sequence[Candidate]", devices: int, steps: int | None) -> "dict[
 
     seen = {}
     for number, one in enumerate(best, start=1):
-        print(f"measuring choice {number} of {len(best)} ...", file=sys.stderr, flush=True)
+        say(f"measuring choice {number} of {len(best)} ...", on_stderr=True, flush=True)
         seen[one] = measure(one.config, devices, steps=steps or STEPS)
     return seen
 
@@ -325,5 +324,5 @@ def _write(path: Path, recipe: Path, tuned: Tuned) -> None:
         f"Found by headway tune: the fastest of {tuned.found.fitting:,} choices that fit, {tuned.devices:,} x {where}."
     )
     text = recipe_text(recipe, best.config, path, remark)
-    write_whole(path, lambda file: file.write(text.encode()))
-    print(f"wrote {path}", file=sys.stderr)
+    write_output(path, text, option="--write")
+    say(f"wrote {path}", on_stderr=True)

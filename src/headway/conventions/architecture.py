@@ -3,8 +3,10 @@
 `headway.conventions.reading` makes them of a configuration and a cost model.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from headway.count.cost_model import CostModel
 from headway.errors import UnknownModelError
@@ -21,6 +23,24 @@ class Mla:
     kv_rank: int  # rank of the key-value projection
     nope_dim: int  # part of a query-key head without rotary positions
     rope_dim: int  # part with rotary positions
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """Layers of the gated delta rule, as Qwen3-Next and Qwen3.5 have them beside layers of gated softmax attention."""
+
+    layers: int  # layers of the delta rule; all others attend
+    key_heads: int
+    value_heads: int
+    key_dim: int  # size of a key head
+    value_dim: int  # size of a value head
+    kernel: int  # width of the short convolution [tokens]
+
+    @property
+    def weights(self) -> tuple[int, int]:
+        """Matrix elements of one layer: by feature of the model's width, and of the convolution."""
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        return 2 * keys + 3 * values + 2 * self.value_heads, self.kernel * (2 * keys + values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +111,13 @@ class Architecture:
     recurrent: bool = False  # whether some layers are linear attention or state space instead of softmax attention
     mtp_layers: int = 0  # multi-token-prediction layers that the configuration announces
     mla: Mla | None = None  # multi-head latent attention, if any
+    delta: DeltaRule | None = None  # layers of the gated delta rule, if any
     vision: Vision | None = None  # the vision tower, if any that the tools' formulas can express
     cost_model: CostModel | None = None  # where parameter groups and exact costs come from, if any
     unread: str = ""  # why formulas of sizes have no number for the model, "" where they have
     unread_tower: str = ""  # why its vision tower is in no formula, "" where it is, or there is none
+    # the configuration itself, for what one tool alone looks at in it
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def attention_weights(self) -> int:

@@ -1,8 +1,11 @@
 """Bagel's trainer: one copy of the blocks, head and embedding for every token, squares of samples and of padding."""
 
+from headway.conventions import listed
 from headway.conventions.architecture import Architecture
 from headway.conventions.convention import Parts, Step
-from headway.conventions.verl import both_heads, linear, listed
+from headway.conventions.listed import Formula, Formulas
+
+_BAGEL: Formulas = {"bagel": Formula()}
 
 
 def bagel(model: Architecture, step: Step) -> Parts:
@@ -15,8 +18,8 @@ def bagel(model: Architecture, step: Step) -> Parts:
     Source: ByteDance-Seed/Bagel, train/pretrain_unified_navit.py, qwen2_flop_coefficients, and data/dataset_base.py,
     to_tensor (commit 056b5fd, 27 Oct 2025).
     """
-    listed(model, frozenset({"bagel"}), "Bagel's trainer")
-    squares = step.square_sum + step.filling_square_sum
-    head = 6 * step.workload.tokens * model.vocab * model.hidden
-    attention = 6 * model.layers * model.heads * both_heads(model) * squares
-    return {**linear(model, step, model.qk_dim), "head": head, "embedding": head, "attention": attention}
+    formula = listed.chosen(model, _BAGEL, "Bagel's trainer")
+    tokens, squares = step.workload.tokens, step.square_sum + step.filling_square_sum
+    head = listed.table(model, tokens)
+    attention = listed.attention(model, formula, model.layers * squares, rate=6)
+    return {**listed.weights(model, formula, tokens), "head": head, "embedding": head, "attention": attention}

@@ -91,6 +91,7 @@ class Convention:
     reads: Literal["sizes", "rows"] = "sizes"
     only: str = ""  # the one model type that its tool trains, "" for more
     towers: bool = False  # whether it is a formula of a vision tower's sizes too
+    delta: bool = False  # whether it is a formula of the gated delta rule's sizes too
 
     @property
     def full_name(self) -> str:
@@ -111,7 +112,7 @@ class Convention:
         try:
             if self.reads == "sizes" and model.unread:
                 raise NotExpressibleError(model.unread)
-            if self.reads == "sizes" and model.recurrent:
+            if self.reads == "sizes" and model.recurrent and not (self.delta and model.delta):
                 raise NotExpressibleError(f"{model.name} has recurrent layers, which this rule is not kept for here")
             parts = self.price(model, step)
         except NotExpressibleError as refusal:

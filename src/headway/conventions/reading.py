@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headway.conventions.architecture import Architecture, Mla, Vision
+from headway.conventions.architecture import Architecture, DeltaRule, Mla, Vision
 from headway.conventions.ledger import Decoder, decoder
 from headway.count.cost_model import CostModel
 from headway.count.models import presets
@@ -59,7 +59,21 @@ def architecture(config: Mapping[str, Any], name: str, cost_model: CostModel | N
                 "cannot be evaluated on it."
             ) from error
         return Architecture(
-            name, model_type, 0, 0, 0, 0, 0, 0, 0, False, 0, False, cost_model=cost_model, unread=reason
+            name,
+            model_type,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            0,
+            False,
+            0,
+            False,
+            cost_model=cost_model,
+            unread=reason,
+            config=config,
         )
     read = _with_tower(read, config, cost_model)
     if cost_model is not None:
@@ -110,6 +124,8 @@ def _sizes(text: Mapping[str, Any], name: str, model_type: str, config: Mapping[
         recurrent=_recurrent(text),
         mtp_layers=_number(text, "num_nextn_predict_layers", default=0),
         mla=mla,
+        delta=_delta(text, layers),
+        config=config,
     )
 
 
@@ -132,6 +148,22 @@ def _mla(text: Mapping[str, Any]) -> Mla | None:
         return None
     nope, rope = _number(text, "qk_nope_head_dim"), _number(text, "qk_rope_head_dim")
     return Mla(_number(text, "q_lora_rank", default=0) or None, rank, nope, rope)
+
+
+def _delta(text: Mapping[str, Any], layers: int) -> DeltaRule | None:
+    if not _number(text, "linear_num_value_heads", default=0):
+        return None
+    every = _number(text, "full_attention_interval", default=4)
+    kinds = text.get("layer_types")
+    linear = layers - layers // every if kinds is None else sum(kind == "linear_attention" for kind in kinds)
+    return DeltaRule(
+        layers=linear,
+        key_heads=_number(text, "linear_num_key_heads"),
+        value_heads=_number(text, "linear_num_value_heads"),
+        key_dim=_number(text, "linear_key_head_dim"),
+        value_dim=_number(text, "linear_value_head_dim"),
+        kernel=_number(text, "linear_conv_kernel_dim", default=4),
+    )
 
 
 def _num_moe_layers(text: Mapping[str, Any], layers: int) -> int:

@@ -2,7 +2,7 @@
 
 import difflib
 
-from headway.conventions import bagel, maxtext, megatron, ours, veomni, verl, weights
+from headway.conventions import bagel, maxtext, megatron, nemo, ours, veomni, verl, weights
 from headway.conventions.convention import Convention
 from headway.errors import UnknownConventionError
 
@@ -46,16 +46,28 @@ _ALL = (
         megatron.megatron_bridge_2026_05, "slots", "segments", towers=True,
     ),
     Convention(
-        "megatron-bridge-2025", "2025-10", "", "rows x configured length and half its square, whatever the rows hold",
-        megatron.megatron_bridge_2025, "rows", "rows", towers=True,
+        "megatron-bridge-2025", "2025-10", "", "rows x configured length and half its square, windows or not",
+        megatron.megatron_bridge_2025, "rows", "rows",
+    ),
+    Convention(
+        "megatron-lm", "2026-08", "", "real tokens of packs, half the square of each segment; padded vocabulary",
+        megatron.megatron_lm, "real", "segments",
+    ),
+    Convention(
+        "megatron-lm-2026-05", "2026-05", "", "rows x configured length and half its square; no windows",
+        megatron.megatron_lm_2026_05, "rows", "rows",
     ),
     Convention(
         "megatron-lm-2025-02", "2025-02", "", "rows x configured length and its full square; padded vocabulary",
         megatron.megatron_lm_2025_02, "rows", "rows",
     ),
     Convention(
-        "maxtext", "2025-08", "", "rows x configured length, half its square; vision free but for Gemma-3 and Llama-4",
+        "maxtext", "2026-08", "", "rows x configured length, half its square; vision free but for Gemma-3 and Llama-4",
         maxtext.maxtext, "rows", "rows",
+    ),
+    Convention(
+        "maxtext-2026-03", "2026-03", "", "maxtext with windows as half of row x window",
+        maxtext.maxtext_2026_03, "rows", "rows",
     ),
     Convention(
         "maxtext-2025-06", "2025-06", "", "rows x configured length and its full square",
@@ -74,20 +86,33 @@ _ALL = (
     Convention(
         "veomni", "2026-08", "veomni",
         "real tokens, full square of each segment; vision mergers per patch; frozen towers and LoRA at less",
-        veomni.veomni, "real", "segments", towers=True,
+        veomni.veomni, "real", "segments", towers=True, delta=True,
     ),
     Convention(
         "veomni-2026-07", "2026-07", "veomni", "veomni with Qwen2.5-VL's windows in pixels",
-        veomni.veomni_2026_07, "real", "segments", towers=True,
+        veomni.veomni_2026_07, "real", "segments", towers=True, delta=True,
     ),
     Convention(
         "verl", "2026-07", "verl", "real tokens, half square of each segment, the embedding as a second head",
-        verl.verl, "real", "segments", towers=True,
+        verl.verl, "real", "segments", towers=True, delta=True,
     ),
     Convention(
         "verl-2025-12", "2025-12", "verl",
-        "real tokens, full square of each segment, the embedding as a second head; vision free",
+        "real tokens, full square of each segment, the embedding as a second head",
         verl.verl_2025_12, "real", "segments",
+    ),
+    Convention(
+        "nemo-automodel", "2026-08", "nemo-automodel",
+        "rows x configured length and half its square; no routers, vision free",
+        nemo.automodel, "rows", "rows", delta=True,
+    ),
+    Convention(
+        "nemo-rl", "2026-08", "nemo-rl", "real tokens, half the square of each sample; no routers",
+        nemo.rl, "real", "segments",
+    ),
+    Convention(
+        "llm-foundry", "2025-07", "llm-foundry", "parameters that a token uses, and the full square of the row",
+        weights.llm_foundry, "rows", "rows",
     ),
     Convention(
         "olmo-core", "2026-06", "olmo-core", "parameters of attention, MLPs and head, and the full square of the row",

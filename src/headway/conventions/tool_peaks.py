@@ -29,6 +29,8 @@ _TORCHTITAN: _Rules = (
     (("MI300X",), 1300e12),
     (("MI325X",), 1300e12),
     (("MI250X",), 191.5e12),
+    (("Data Center GPU Max 1550", "448 engines"), 298.1888e12),  # 512 x engines x 1.3 GHz, which it asks the device for
+    (("Data Center GPU Max 1550",), 340.7872e12),
     (("l40s",), 362e12),
     (("TPU", "v4"), 275e12),
     (("TPU", "v5e"), 197e12),
@@ -140,6 +142,8 @@ _NANOCHAT: _Rules = (
     (("mi300a",), 980.6e12),
     (("mi250x",), 383e12),
     (("mi250",), 362.1e12),
+    (("data center gpu max 1550", "448 engines"), 298.1888e12),  # as torchtitan
+    (("data center gpu max 1550",), 340.7872e12),
     (("5090",), 209.5e12),
     (("4090",), 165.2e12),
     (("3090",), 71e12),
@@ -151,6 +155,54 @@ _OLMO_CORE: _Rules = (
     (("H100",), 989.5e12),
     (("B200",), 2.25e15),
 )
+# NVIDIA-NeMo/Automodel, nemo_automodel/_transformers/mfu.py, _DEVICE_FLOPS, the longest key first, on the lower-cased
+# name (commit 36044ad3d, 22 Aug 2026).
+_AUTOMODEL: _Rules = (
+    (("rtx pro 6000 blackwell max-q workstation edition",), 438.9e12),
+    (("rtx pro 6000 blackwell workstation edition",), 503.8e12),
+    (("rtx 3070 ti",), 21.75e12),
+    (("ascend910",), 354e12),
+    (("mi300x",), 1336e12),
+    (("gb200",), 2.5e15),
+    (("b200",), 2.25e15),
+    (("h100",), 989e12),
+    (("h800",), 989e12),
+    (("h200",), 989e12),
+    (("a100",), 312e12),
+    (("a800",), 312e12),
+    (("l40s",), 362.05e12),
+    (("910b",), 354e12),
+    (("cpu",), 448e9),
+    (("l40",), 181.05e12),
+    (("a40",), 149.7e12),
+    (("l20",), 119.5e12),
+    (("h20",), 148e12),
+)
+# NVIDIA-NeMo/RL, nemo_rl/utils/flops_tracker.py, THEORETICAL_TFLOPS of bfloat16, by the whole name (commit 7ea279abf,
+# 22 Aug 2026).
+_NEMO_RL = {
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.5e12,
+    "NVIDIA H200": 989.5e12,
+    "NVIDIA B200": 2.25e15,
+    "NVIDIA B300": 2.25e15,
+    "NVIDIA GB200": 2.45e15,
+    "NVIDIA GB300": 2.45e15,
+}
+# mosaicml/composer, composer/callbacks/speed_monitor.py, get_gpu_flops_available in bf16, else fp16, on the lower-cased
+# name (commit 640518880, 29 Apr 2026).
+_COMPOSER: _Rules = (
+    (("h200",), 989.5e12),
+    (("h100", "hbm3"), 989.5e12),
+    (("h100", "pcie"), 756.5e12),
+    (("h100", "hbm2e"), 756.5e12),
+    (("a100",), 312e12),
+    (("a10",), 125e12),
+    (("v100-sxm",), 125e12),
+    (("v100-pcie",), 112e12),
+    (("t4",), 65e12),
+)
+_NO_MFU = -1.0  # what a device gets that a tool prints no MFU on
 _TABLES: dict[str, tuple[_Rules, float]] = {  # with what an unknown device gets
     "torchtitan": (_TORCHTITAN, 312e12),
     "lmms-engine": (_LMMS_ENGINE, inf),
@@ -158,6 +210,9 @@ _TABLES: dict[str, tuple[_Rules, float]] = {  # with what an unknown device gets
     "veomni": (_VEOMNI, inf),
     "verl": (_VERL, inf),
     "nanochat": (_NANOCHAT, inf),
+    "nemo-automodel": (_AUTOMODEL, inf),
+    "nemo-rl": (tuple(((name,), peak) for name, peak in _NEMO_RL.items()), _NO_MFU),
+    "llm-foundry": (_COMPOSER, _NO_MFU),
     "olmo-core": (_OLMO_CORE, 312e12),
     "nanogpt": ((), 312e12),  # model.py, estimate_mfu: an A100, whatever the device
     "trl": ((), 989.5e12),  # compute_mfu's default (47b377888, 7 May 2026): an H100, unless the caller says otherwise
@@ -187,11 +242,15 @@ def tool_peak(tool: str, device_name: str) -> ToolPeak:
     if tool not in _TABLES:
         return ToolPeak(None, "prints no MFU; the datasheet peak is used")
     rules, unknown = _TABLES[tool]
-    spelt = {"nanochat": device_name.lower(), "bagel": device_name.upper()}
-    name = spelt.get(tool, device_name)
+    lowered = {"nanochat", "nemo-automodel", "llm-foundry"}
+    name = device_name.lower() if tool in lowered else device_name.upper() if tool == "bagel" else device_name
+    if tool == "nemo-rl" and name not in _NEMO_RL:
+        rules = ()
     for substrings, flops_per_s in rules:
         if all(substring in name for substring in substrings):
             return ToolPeak(flops_per_s)
+    if unknown == _NO_MFU:
+        return ToolPeak(None, "unknown device, on which it prints no MFU; the datasheet peak is used")
     if unknown == inf:
         return ToolPeak(inf, "unknown device, infinite peak: prints an MFU of 0")
     if not rules:
@@ -203,4 +262,4 @@ def plausible_peaks(tools: frozenset[str] = frozenset(_TABLES)) -> list[float]:
     """List every finite peak that some of the tools divide by [FLOP/s], ascending."""
     tables = [table for tool, table in _TABLES.items() if tool in tools]
     found = {peak for rules, unknown in tables for peak in (*(flops for _, flops in rules), unknown)}
-    return sorted(found - {inf})
+    return sorted(found - {inf, _NO_MFU})

@@ -1,16 +1,34 @@
 """VeOmni: real tokens, the full square of each segment, Qwen's vision towers, and less for what does not train."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from headway.conventions import listed
 from headway.conventions.architecture import Architecture, Vision
 from headway.conventions.convention import Parts, Step
-from headway.conventions.verl import VEOMNI, both_heads, linear, listed, pictures, tower_weights
+from headway.conventions.listed import Formula, Formulas
+from headway.conventions.verl import DELTA, DELTA_MIXTURE
 from headway.count.adapters import is_adapter
 from headway.count.cost_model import CostModel
 from headway.count.rows import Parameter
 from headway.errors import NotExpressibleError
 
+_SHORT, _MIXTURE = Formula(short_heads=True), Formula(experts="every")
+VEOMNI: Formulas = {
+    **dict.fromkeys(("qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"), Formula()),
+    **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe"), _MIXTURE),
+    **dict.fromkeys(("llama", "seed_oss"), _SHORT),
+    "deepseek_v3": Formula(experts="configured", shared="all"),
+    "gpt_oss": Formula(experts="every", windows="exact"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), DELTA),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), DELTA_MIXTURE),
+    "deepseek_v4": "is not kept here",
+}
+# until 31 July 2026 the gate of shared experts was left out
+_VEOMNI_2026_07: Formulas = {
+    kind: replace(formula, shared_gate=False) if isinstance(formula, Formula) else formula
+    for kind, formula in VEOMNI.items()
+}
 _OLD_TOWERS = frozenset({"qwen2_vl", "qwen2_5_vl"})  # VeOmni does not bill their patch embedding
 _TEXT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _TOWER_TARGETS = ("qkv", "proj", "linear_fc1", "linear_fc2")
@@ -39,10 +57,11 @@ class _Setup:
 
 
 def veomni(model: Architecture, step: Step) -> Parts:
-    """Bill real tokens and the full square of each segment, exactly causal in windowed layers, and the vision tower.
+    """Bill real tokens and the full square of each segment, and the vision tower; gpt-oss's windows exactly.
 
-    Head once, embedding free. The vision tower's mergers are billed per patch instead of per merged token, four times
-    too often for a 2 x 2 merge; a windowed block, Qwen2.5-VL's, for whole windows.
+    Windows of other models are billed in full, and Llama's and Seed-OSS's heads at hidden / heads. Head once, embedding
+    free. The vision tower's mergers are billed per patch instead of per merged token, four times too often for a 2 x 2
+    merge; a windowed block, Qwen2.5-VL's, for whole windows.
 
     A tower without a trained weight is billed its forward alone (its `freeze_vit`). With adapters, weights of the
     language model cost 4 FLOPs instead of 6, wherever the first adapter is, adapters 6, and the tower its forward
@@ -53,7 +72,7 @@ def veomni(model: Architecture, step: Step) -> Parts:
     6efdf221, 7 Aug 2026, and unchanged in d9774494, 21 Aug 2026; the windows by fcb1c57e, pull request 1024, of 7 Aug;
     the version of commit 6f45f07 billed the embedding too and took hidden / heads for the head size of dense Qwen).
     """
-    return _price(model, step, _setup(model), in_pixels=False)
+    return _price(model, step, listed.chosen(model, VEOMNI, "VeOmni"), _setup(model), in_pixels=False)
 
 
 def veomni_2026_07(model: Architecture, step: Step) -> Parts:
@@ -61,27 +80,27 @@ def veomni_2026_07(model: Architecture, step: Step) -> Parts:
 
     Source: ByteDance-Seed/VeOmni, veomni/utils/count_flops.py, VeomniFlopsCounter (commit 29e65e1c, 30 July 2026).
     """
-    return _price(model, step, _Setup(), in_pixels=True)
+    formula = listed.chosen(model, _VEOMNI_2026_07, "VeOmni")
+    if formula.state and listed.pictures(step):
+        raise NotExpressibleError(
+            "VeOmni reads deepstack_visual_indexes of the tower, which Qwen3.5's does not have: it fails"
+        )
+    return _price(model, step, formula, _Setup(), in_pixels=True)
 
 
-def _price(model: Architecture, step: Step, setup: _Setup, *, in_pixels: bool) -> Parts:
-    listed(model, VEOMNI, "VeOmni")
-    lengths, tokens = step.workload.segments.tolist(), step.workload.tokens
-    pairs = 0
-    for window in model.windows:
-        if window is None:
-            pairs += step.square_sum
-        else:
-            heads = [min(s, window) for s in lengths]
-            pairs += sum(m * (m + 1) // 2 + (s - m) * window for s, m in zip(lengths, heads, strict=True))
-    weights = {name: flops // 6 * setup.language for name, flops in linear(model, step, model.qk_dim).items()}
+def _price(model: Architecture, step: Step, formula: Formula, setup: _Setup, *, in_pixels: bool) -> Parts:
+    tokens = step.workload.tokens
+    pairs = listed.pairs(model, formula, step.workload.segments.tolist())
+    weights = dict(listed.weights(model, formula, tokens))
+    for name in ("linear", "experts"):
+        weights[name] = weights[name] // 6 * setup.language
     tower = model.vision
     return {
         **weights,
         "linear": weights["linear"] + 6 * tokens * setup.adapters,
         "head": setup.language * tokens * model.vocab * model.hidden,
-        "attention": 6 * model.heads * both_heads(model) * pairs,
-        "vision": _tower(model, tower, pictures(step), setup, in_pixels=in_pixels) if tower else 0,
+        "attention": listed.attention(model, formula, pairs, rate=6),
+        "vision": _tower(model, tower, listed.pictures(step), setup, in_pixels=in_pixels) if tower else 0,
     }
 
 
@@ -89,7 +108,7 @@ def _tower(model: Architecture, tower: Vision, sizes: list[int], setup: _Setup, 
     """Bill Qwen's towers; a windowed block, Qwen2.5-VL's, at the square of its window per patch."""
     patches, squares = sum(sizes), sum(n * n for n in sizes)
     embed = 0 if model.model_type in _OLD_TOWERS else tower.hidden * tower.patch_inputs
-    weights = tower_weights(tower, gated=tower.gated)
+    weights = listed.tower_weights(tower, gated=tower.gated)
     side = tower.window_pixels
     if not in_pixels:  # whole merged tokens to a side
         side = side // tower.merge // tower.patch_size * tower.merge
@@ -118,6 +137,8 @@ def _setup(model: Architecture) -> _Setup:
 
 def _check_targets(model: Architecture, cost_model: CostModel, adapters: Iterable[Parameter]) -> None:
     """Refuse adapters on modules that its rule has no name for, or on some layers only, which it cannot be told."""
+    if model.delta:
+        raise NotExpressibleError(f"VeOmni's LoRA rule for the model type {model.model_type!r} is not kept here")
     known = _TARGETS.get(model.model_type)
     if known is None:
         raise NotExpressibleError(f"VeOmni has no LoRA rule for the model type {model.model_type!r}: it prints 0")

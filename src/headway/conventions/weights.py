@@ -48,6 +48,27 @@ def palm(model: Architecture, step: Step) -> Parts:
     }
 
 
+def llm_foundry(model: Architecture, step: Step) -> Parts:
+    """Bill 6 N + 12 layers x width x row length for every position of every row.
+
+    N is the parameters that a token uses, learned positions, norms and biases included, without an embedding that is
+    not the head too. Attention is the full square of the row.
+
+    Source: mosaicml/llm-foundry, llmfoundry/models/mpt/modeling_mpt.py, flops_per_batch, and utils/mpt_param_count.py
+    (commit 8c8dd48f7, 21 July 2025); printed by mosaicml/composer, composer/callbacks/speed_monitor.py, which has no
+    number for models of transformers.
+    """
+    if model.vision is not None or model.groups.vision:
+        raise NotExpressibleError("llm-foundry counts its own MPT models, which have no vision tower")
+    positions = step.row_slots
+    parts = _active_weights(model, positions)
+    return {
+        **parts,
+        "linear": parts["linear"] + 6 * positions * model.groups.positions,
+        "attention": 12 * positions * model.layers * model.hidden * step.seq_len,
+    }
+
+
 def nanochat(model: Architecture, step: Step) -> Parts:
     """Bill 6 N + 12 heads x head size x min(window, row length) per layer, for every position of every row.
 
@@ -105,30 +126,53 @@ def torchtitan_2025_12_vlm(model: Architecture, step: Step) -> Parts:
     return {**_active_weights(model, slots), "attention": attention, "vision": vision}
 
 
+# types whose configuration, as an object of transformers 5.23, has a `head_dim` though its config.json may not say it
+_WITH_HEAD_DIM = frozenset({
+    "afmoe", "arcee", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama",
+    "ernie4_5", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "glm", "glm4", "glm4_moe_lite", "glm_moe_dsa",
+    "gpt_oss", "helium", "hy_v3", "jais2", "llama", "llama4_text", "longcat_flash", "minicpm3", "minimax_m2",
+    "ministral3", "mistral", "qwen3", "seed_oss", "solar_open", "vaultgemma",
+})  # fmt: skip
+
+
 def trl(model: Architecture, step: Step) -> Parts:
     """Bill linear layers, active experts with their router, head and embedding, and the full square of the row.
 
     Every MLP has three matrices. A tied embedding is billed once, an untied one as if it were a second head. Not
-    billed: shared experts, vision. Its `adjusted_mfu` halves the attention. It reads `decoder_sparse_step` of a mixture
-    of experts and fails where there is none.
+    billed: shared experts, vision. Its `adjusted_mfu` halves the attention. It reads the configuration by name, and
+    fails where there is no `head_dim` (Qwen2's, GPT-2's), no `decoder_sparse_step` of a mixture, or where all of it
+    lies in `text_config`.
 
     Source: huggingface/trl, trl/trainer/utils.py, compute_flops_per_token (commit 47b377888, pull request 5698, 7 May
     2026, and unchanged in f2cd57710, 24 July 2026).
     """
-    if model.mla is not None or (model.num_experts and not model.sparse_step):
-        raise NotExpressibleError("TRL reads head_dim and decoder_sparse_step of the configuration, and fails on this")
+    if missing := _unread_by_trl(model):
+        raise NotExpressibleError(
+            f"TRL reads {missing} of the configuration, which {model.name}'s does not have: it fails"
+        )
     positions, hidden = step.row_slots, model.hidden
     sparse = -(-model.layers // model.sparse_step) if model.num_experts else 0
     expert = 3 * model.top_k * model.expert_ffn + model.num_experts
     table = 6 * positions * model.vocab * hidden
     mlps = (model.layers - sparse) * 3 * hidden * model.ffn
+    projections = 2 * hidden * model.qk_dim * (model.heads + model.kv_heads)
     return {
-        "linear": 6 * positions * (model.layers * model.attention_weights + mlps),
+        "linear": 6 * positions * (model.layers * projections + mlps),
         "experts": 6 * positions * sparse * hidden * expert,
         "head": table,
         "embedding": 0 if model.tied else table,
-        "attention": 6 * positions * model.layers * model.heads * (model.qk_dim + model.v_dim) * step.seq_len,
+        "attention": 12 * positions * model.layers * model.heads * model.qk_dim * step.seq_len,
     }
+
+
+def _unread_by_trl(model: Architecture) -> str:
+    """Name the first thing that its function asks of a configuration in vain, "" for none."""
+    config = model.config
+    if "text_config" in config:
+        return "hidden_size at the top"
+    if config.get("head_dim") is None and model.model_type not in _WITH_HEAD_DIM:
+        return "head_dim"
+    return "decoder_sparse_step" if model.num_experts and not model.sparse_step else ""
 
 
 def olmo_core(model: Architecture, step: Step) -> Parts:

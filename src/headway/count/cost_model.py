@@ -29,7 +29,7 @@ SINGLE_FRAMES = {"frames": "1"}
 _Coefficients = list[tuple[str, str, int, int, int, int]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CostModel:
     """What a model's operations cost per unit of their drivers.
 
@@ -47,6 +47,11 @@ class CostModel:
     parameters: tuple[Parameter, ...]
     source: dict[str, str] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Name the model with its sizes; the rows of a small one would fill pages."""
+        params, unknown = f"{self.params.total:,}", f", unknown={list(self.unknown)}" if self.unknown else ""
+        return f"CostModel({self.name!r}: {len(self.rows)} rows, {params} parameters{unknown})"
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickles: the fields; what was derived from them is derived again where it is needed."""

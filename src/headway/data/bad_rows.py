@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from headway.data.samples import Origin, SampleError
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.report import printable
+from headway.report import presentable
 
 BadPolicy = Literal["error", "skip"]
 
@@ -201,7 +201,7 @@ def sample_error(error: DataError, origin: Origin) -> SampleError:
     """Give an error about a sample its origin, unless it has one."""
     if isinstance(error, SampleError):
         return error
-    return SampleError(origin, str(error).removeprefix(printable(f"{origin}: ")))
+    return SampleError(origin, str(error).removeprefix(presentable(f"{origin}: ")))
 
 
 def _append(quarantine: Path, error: SampleError) -> None:

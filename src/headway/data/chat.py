@@ -1,23 +1,48 @@
-"""Chats as text: rendered by the model's own template, with the places that the assistant wrote itself."""
+"""Chats as text: rendered by the model's own template, with the places that the assistant wrote itself.
 
+A template may render a turn differently once others follow: many leave out what the assistant thought before earlier
+answers. A chat then has several views, one for each way in which its beginning is shown to the model, and every answer
+is learnt in the view that the model has when it is asked for that answer.
+"""
+
+import json
 import re
 import threading
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headway.data.samples import AudioPart, Chat, ImagePart, Message, Part, TextPart, VideoPart
+from headway.data.samples import AudioPart, Chat, ImagePart, Message, Origin, Part, TextPart, VideoPart
+from headway.data.stops import SpecialTokens, Stops, find_stops
 from headway.errors import ConfigError, DataError
 
 Span = tuple[int, int]
 """First and one past the last character."""
 
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_EMPTY_THINKING = re.compile(r"\s*<([^\s<>/]+)>\s*</\1>\s*")
+_OPEN_THINKING = re.compile(r"<([^\s<>/]+)>\s*$")
 _KINDS: dict[type[Part], str] = {ImagePart: "image", VideoPart: "video", AudioPart: "audio"}
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # by which templates read what was thought
 _Turns = list[dict[str, Any]]
 _RENDERING = threading.Lock()  # transformers keeps compiled templates, and one that marks words holds state meanwhile
+
+
+class View(NamedTuple):
+    """A chat as the model sees it when it is asked for one or more of its answers.
+
+    Attributes:
+        messages: how many of the chat's messages it shows.
+        text: these messages as the template renders them.
+        spans: what the assistant wrote and learns here, each answer up to the token that ends it [characters].
+    """
+
+    messages: int
+    text: str
+    spans: list[Span]
 
 
 class ChatTemplate:
@@ -28,18 +53,22 @@ class ChatTemplate:
     Args:
         processor: the model's processor or tokenizer.
         as_parts: whether messages are handed over as parts, media among them, or as strings.
+        learns_empty_thinking: whether an empty block of thoughts before an answer is learnt.
 
     Attributes:
         sources: the template's text by its name: "default", and "tool_use" where chats with tools have their own.
     """
 
-    def __init__(self, processor: Any, as_parts: bool) -> None:
+    def __init__(self, processor: Any, as_parts: bool, *, learns_empty_thinking: bool = True) -> None:
         self._as_parts = as_parts
+        self.learns_empty_thinking = learns_empty_thinking
         tokenizer = getattr(processor, "tokenizer", processor)
         template = getattr(processor, "chat_template", None) or tokenizer.chat_template or {}
         self.sources: dict[str, str] = template if isinstance(template, dict) else {"default": template}
         self._tokenizer_name = str(tokenizer.name_or_path)
         self._special_tokens: dict[str, Any] = tokenizer.special_tokens_map
+        self._special = SpecialTokens.of(tokenizer)
+        self._stops: dict[str, Stops] = {}
 
     def prompt(self, sample: Chat) -> str:
         """A chat as text, opened for the assistant to answer.
@@ -50,58 +79,133 @@ class ChatTemplate:
         """
         return self._render(self._turns(sample.messages), sample, opened=True)
 
-    def with_answers(self, sample: Chat) -> tuple[str, list[Span]]:
-        """The whole chat as text, and where the assistant's own words stand in it: tool calls and closing tokens too.
+    def views(self, sample: Chat) -> list[View]:
+        """The texts in which the chat's answers are learnt, and where the assistant's own words stand in them.
 
-        A template may mark those words itself ({% generation %}). Otherwise a turn begins where the chat before it ends
-        once opened for an answer, and ends where the chat with it ends, less the white space that templates put behind
-        a closing token and that no model generates.
+        Each answer is taken from the chat up to it, as the model would have been asked for it. Where a longer view
+        begins with the same text, the answer is learnt there, so that most templates give a single view. Turns that
+        are marked as not to be learnt are shown in it. What follows the last answer that is learnt is left out.
+
+        Raises:
+            ConfigError: there is no chat template, or no token ends an answer.
+            DataError: the template refuses the chat, or leaves words, thoughts or tool calls out.
+        """
+        turns = self._turns(sample.messages)
+        views: list[View] = []
+        learnt = [i for i, said in enumerate(sample.messages) if said.role == "assistant" and said.learnt]
+        for number in reversed(learnt):
+            text, spans = self._answer(turns, number, sample)
+            if views and views[-1].text.startswith(text[: spans[-1][1]]):
+                views[-1].spans[:0] = spans
+                continue
+            _check_nothing_is_left_out(text, sample.messages[: number + 1], sample)
+            views.append(View(number + 1, text, spans))
+        return views[::-1]
+
+    def stops(self, has_tools: bool = False) -> Stops:
+        """The tokens that end an answer, as the template writes them.
+
+        Args:
+            has_tools: whether of chats that offer tools, which may have a template of their own.
 
         Raises:
             ConfigError: there is no chat template.
-            DataError: the template refuses the chat, leaves words or tool calls out, or renders turns differently once
-                others follow them.
         """
-        chat = self._turns(sample.messages)
-        answers = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
-        if _MARKS_GENERATION.search(self._source(sample)):
-            text, marked = self._rendered(chat, sample, return_assistant_tokens_mask=True)
-            _check_nothing_is_left_out(text, sample)
-            places = [(int(place[0]), int(place[1])) for place in marked[0]]
-            unlearnt = [self._place(chat, i, text, sample) for i in answers if not sample.messages[i].learnt]
-            return text, [span for span in places if not any(a <= span[0] < b for a, b in unlearnt)]
-        text = self._render(chat, sample)
-        _check_nothing_is_left_out(text, sample)
-        return text, [self._place(chat, i, text, sample) for i in answers if sample.messages[i].learnt]
+        name = self._name(has_tools)
+        if name not in self._stops:
+            self._stops[name] = find_stops(self._trial, self._special, has_tools or len(self.sources) == 1)
+        return self._stops[name]
 
-    def _place(self, chat: _Turns, i: int, text: str, sample: Chat) -> Span:
-        """Where turn `i` of the assistant stands in the chat's text."""
-        whole = self._render(chat[: i + 1], sample) if i + 1 < len(chat) else text
-        before = self._render(chat[:i], sample, opened=True) if i else self._opening(whole, chat, sample)
-        if not (text.startswith(whole) and whole.startswith(before)):
+    def stop_ids(self) -> set[int]:
+        """Ids of all tokens that end an answer; none without a template."""
+        found = [self.stops(has_tools) for has_tools in (False, True)] if self.sources else []
+        return {self._special.ids[token] for stops in found for token in stops.tokens}
+
+    def _answer(self, turns: _Turns, number: int, sample: Chat) -> tuple[str, list[Span]]:
+        """The chat up to one answer, and where that answer stands; it ends with the token that stops generation."""
+        chat = turns[: number + 1]
+        marks = bool(_MARKS_GENERATION.search(self.sources[self._name(bool(sample.tools))]))
+        shown, marked = self._rendered(chat, sample, **({"return_assistant_tokens_mask": True} if marks else {}))
+        asked = self._render(chat[:-1], sample, opened=True) if number else self._opening(shown, chat, sample)
+        # Behind the words that both share the template may open thoughts that this answer does not have.
+        differs = (place for place, pair in enumerate(zip(shown, asked, strict=False)) if pair[0] != pair[1])
+        start = next(differs, min(len(shown), len(asked)))
+        start = start if start == len(asked) else self._special.around(shown, start)
+        if start < len(asked) and number and start < len(self._render(chat[:-1], sample).rstrip()):
             raise DataError(
-                f"{sample.where}: the model's chat template renders turn {i + 1} differently once other turns "
-                "follow, so what the assistant wrote cannot be told apart. Split the chat so that each answer is "
-                "the last turn, or mark the assistant's words in the template with {% generation %}."
+                f"{sample.where}: the model's chat template renders the turns before turn {number + 1} differently "
+                "when it asks for that turn and when it shows it, so what the assistant wrote cannot be told apart. "
+                "Give another template with model.chat_template."
             )
-        return len(before), len(whole.rstrip())
+        _check_answer(shown[start:], sample.messages[number], sample, number + 1)
+        spans = [(start, len(shown.rstrip()))]
+        if marks:
+            spans = [(int(first), int(last)) for first, last in marked[0] if last > start]
+            if not spans:
+                raise DataError(
+                    f"{sample.where}: the model's chat template marks nothing of turn {number + 1} with "
+                    "{% generation %}. Mark the assistant's words, or give another template with model.chat_template."
+                )
+        if not self.learns_empty_thinking:
+            spans[0] = (_after_empty_thinking(shown, spans[0]), spans[0][1])
+        return self._ended(shown, spans, sample, bool(chat[-1].get("tool_calls")))
+
+    def _ended(self, shown: str, spans: list[Span], sample: Chat, calls: bool) -> tuple[str, list[Span]]:
+        """Make the last span end with a token that stops generation: one that is there, or one that is put there."""
+        first, last = spans[-1]
+        stops = self.stops(bool(sample.tools))
+        if stops.unknown is not None:
+            raise ConfigError(
+                f"The chat template ends answers with {stops.unknown!r}, which is not a token of the tokenizer of "
+                f"{self._tokenizer_name!r}, so a model that learns it would not stop there. Use the tokenizer that the "
+                "template is made for, or give a template that ends answers with a special token of this one "
+                "(model.chat_template)."
+            )
+        last = max(first, len(shown[:last].rstrip()))
+        end = stops.end_in(shown[first:last], self._special)
+        if end is not None:
+            last = first + end
+        else:
+            stop = stops.call if calls and stops.call is not None else stops.plain
+            if stop is None:
+                raise ConfigError(
+                    f"The chat template of {self._tokenizer_name!r} ends answers with no token, and the tokenizer has "
+                    "no end-of-text token, so a model could not learn to stop. Give a template that ends answers with "
+                    "a special token (model.chat_template), or the tokenizer an eos_token."
+                )
+            behind = shown[last:]
+            written = next((token for token in stops.tokens if behind.lstrip().startswith(token)), None)
+            if written is not None:  # behind the words that the template marks
+                last += len(behind) - len(behind.lstrip()) + len(written)
+            else:
+                shown = shown[:last] + stop.before + stop.token
+                last = len(shown)
+        return shown, [*spans[:-1], (first, last)]
 
     def _opening(self, whole: str, chat: _Turns, sample: Chat) -> str:
         """The template's text before an assistant turn that begins the chat: all up to its generation prompt."""
         header = self._render(chat[:1], sample, opened=True)[len(whole) :]
         return whole[: whole.find(header) + len(header)] if header and header in whole else ""
 
+    def _trial(self, turns: Sequence[Message], tools: tuple[dict[str, Any], ...]) -> str:
+        """A made-up chat as text."""
+        return self._render(
+            self._turns(turns), Chat(tuple(turns), Origin("", "the chat template", 0, "a trial"), tools)
+        )
+
     def _render(self, chat: _Turns, sample: Chat, opened: bool = False) -> str:
         return self._rendered(chat, sample, add_generation_prompt=opened)[0]
 
     def _rendered(self, chat: _Turns, sample: Chat, **options: Any) -> tuple[str, Any]:
-        source, tools = self._source(sample), cast(Any, [*sample.tools] or None)
+        """Run the template: the one place where it runs."""
+        source, tools = self.sources[self._name(bool(sample.tools))], cast(Any, [*sample.tools] or None)
+        variables = {**self._special_tokens, **sample.template_kwargs}
         try:
             with _RENDERING:
-                rendered: Any = render_jinja_template(
-                    [chat], tools=tools, chat_template=source, **self._special_tokens, **options
-                )
+                rendered: Any = render_jinja_template([chat], tools=tools, chat_template=source, **variables, **options)
         except (TemplateError, TypeError, ValueError, KeyError) as error:  # templates raise whatever they like
+            if (texts := _with_arguments_as_text(chat)) != chat:  # DeepSeek-V3's puts the arguments' JSON together
+                return self._rendered(texts, sample, **options)
             raise DataError(
                 f"{sample.where}: the model's chat template refuses this chat: {error}. Check the order of the "
                 "roles, and whether the model takes system messages and tools."
@@ -109,20 +213,22 @@ class ChatTemplate:
         texts, marked = rendered
         return str(texts[0]), marked
 
-    def _source(self, sample: Chat) -> str:
-        name = "tool_use" if sample.tools and "tool_use" in self.sources else "default"
+    def _name(self, has_tools: bool) -> str:
+        name = "tool_use" if has_tools and "tool_use" in self.sources else "default"
         if name not in self.sources:
             raise ConfigError(
                 f"The tokenizer of {self._tokenizer_name!r} has no chat template, so chats cannot become tokens. Use "
-                "the instruction-tuned model's tokenizer, or put a chat_template.jinja into the model's folder."
+                "the instruction-tuned model's tokenizer, or give a template's file with model.chat_template."
             )
-        return self.sources[name]
+        return name
 
     def _turns(self, messages: Sequence[Message]) -> _Turns:
         turns: _Turns = []
         for message in messages:
             content: Any = [_part(part) for part in message.parts] if self._as_parts else message.text
             turn = {"role": message.role, "content": content}
+            if message.reasoning:
+                turn |= dict.fromkeys(_REASONING_KEYS, message.reasoning)
             if message.tool_calls:
                 turn["tool_calls"] = list(message.tool_calls)
             if message.name is not None:
@@ -131,22 +237,63 @@ class ChatTemplate:
         return turns
 
 
-def _check_nothing_is_left_out(text: str, sample: Chat) -> None:
-    """Templates made for other messages pass over what they do not know, such as tool calls.
+def stop_ids_of(processor: Any) -> set[int]:
+    """Ids of the tokens that end an answer, by a model's chat template; none without one."""
+    return ChatTemplate(processor, not isinstance(processor, PreTrainedTokenizerBase)).stop_ids()
+
+
+def _with_arguments_as_text(chat: _Turns) -> _Turns:
+    """The chat with the arguments of tool calls as JSON, as some templates read them."""
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": text}}
+
+    return [
+        turn | {"tool_calls": [as_text(call) for call in turn.get("tool_calls", ())]} if "tool_calls" in turn else turn
+        for turn in chat
+    ]
+
+
+def _after_empty_thinking(text: str, span: Span) -> int:
+    """Where an answer goes on behind an empty block of thoughts that it begins with, or that is open before it."""
+    first, last = span
+    opened = _OPEN_THINKING.search(text, 0, first)
+    begin = first if opened is None else opened.start()
+    block = _EMPTY_THINKING.match(text, begin, last)
+    return first if block is None else max(first, block.end())
+
+
+def _check_answer(answer: str, message: Message, sample: Chat, number: int) -> None:
+    """Make sure that an answer is learnt with its thoughts and tool calls, which many templates pass over."""
+    within = message.text.rpartition("</think>")[0]
+    thoughts = [text.replace("<think>", "").strip().splitlines() for text in (message.reasoning, within)]
+    expected = [("what the assistant thinks in", lines[-1].strip()) for lines in thoughts if lines]
+    expected += [("a tool call of", str(call["function"]["name"])) for call in message.tool_calls]
+    for what, words in expected:
+        if words not in answer:
+            raise DataError(
+                f"{sample.where}: the model's chat template leaves out {what} turn {number}, {words[:60]!r}. Give a "
+                "template that renders it with model.chat_template (many models have one for tools), write it into "
+                '"content" as the model does, or delete the sample.'
+            )
+
+
+def _check_nothing_is_left_out(text: str, messages: Sequence[Message], sample: Chat) -> None:
+    """Templates made for other messages pass over what they do not know.
 
     Of what is said the last line is looked for: templates may trim it, and rewrite the thoughts before an answer.
     """
-    for number, message in enumerate(sample.messages, start=1):
+    for number, message in enumerate(messages, start=1):
         texts = [part.text for part in message.parts if isinstance(part, TextPart) and part.text.strip()]
         last = texts[-1].strip().splitlines()[-1] if texts and message.role in ("user", "assistant") else ""
         last = last.rsplit("</think>", 1)[-1].strip()
-        calls = [str(call["function"]["name"]) for call in message.tool_calls]
-        for what, words in [("words", last), *(("a tool call", call) for call in calls)]:
-            if words not in text:
-                raise DataError(
-                    f"{sample.where}: the model's chat template leaves out {what} of turn {number}, {words[:60]!r}. "
-                    "Use a template that renders them (many models have one for tools), or delete the sample."
-                )
+        if last not in text:
+            raise DataError(
+                f"{sample.where}: the model's chat template leaves out words of turn {number}, {last[:60]!r}. Give a "
+                "template that renders them with model.chat_template, or delete the sample."
+            )
     for tool in sample.tools:
         name = str(tool.get("function", tool).get("name", ""))
         if name not in text:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from headway.count import Workload
 from headway.data.drawn_pack import DrawnPack
 from headway.data.encode import EncodedSample
-from headway.data.media.joining import Joinable, joined
+from headway.data.media.joining import Joinable, joined, joined_sounds
 from headway.data.samples import Origin
 from headway.errors import ConfigError, DataError
 from headway.models.losses import IGNORED
@@ -53,6 +53,7 @@ class Batch:
         workload: lengths, grids and slots of the pack, for counting FLOPs; stays on the CPU.
         supervised: targets of each sample that the loss counts [tokens].
         origins: where each sample came from.
+        sample_tokens: length of each sample, all of its segments [tokens].
         drawing: what a model that draws takes beside tokens and positions; None for other models.
     """
 
@@ -77,6 +78,7 @@ class Batch:
     workload: Workload
     supervised: tuple[int, ...]
     origins: tuple[Origin, ...]
+    sample_tokens: tuple[int, ...]
     drawing: DrawnPack | None = None
 
     @property
@@ -90,9 +92,14 @@ class Batch:
         return self.workload.tokens
 
     @property
-    def num_segments(self) -> int:
+    def num_samples(self) -> int:
         """Samples in the pack."""
         return len(self.origins)
+
+    @property
+    def num_segments(self) -> int:
+        """Segments of samples in the pack: one for each, or one for each view of a chat that has several."""
+        return self.workload.num_segments
 
     @property
     def num_supervised(self) -> int:
@@ -260,7 +267,8 @@ class Collator:
             raise DataError(
                 f"The samples of a pack have {sorted(rows)} rows of positions; encode all of them with one Encoder."
             )
-        lengths = [sample.tokens for sample in samples]
+        views = [sample.segments or (sample.tokens,) for sample in samples]
+        lengths = [length for segments in views for length in segments]
         images = _joined([sample.pixels_PD for sample in samples], [sample.grids_M3 for sample in samples])
         videos = _joined([sample.video_pixels_PD for sample in samples], [sample.video_grids_M3 for sample in samples])
         audio_ABF, audio_mask_AF = _audio(samples)
@@ -277,13 +285,14 @@ class Collator:
             positions.append(torch.arange(len(padding_S)).expand(rows.pop(), -1))
             if like is None or like.token_types_S is not None:
                 types.append(self.types(padding_S))
-        segments_N = torch.tensor([len(each) for each in ids])
+        segments_N = torch.tensor([*lengths, *([len(padding_S)] if len(padding_S) else [])])
         vision: dict[str, Any] = {}
         if self.geometry is not None:
             vision |= self.geometry.inputs(grids_M3, "image_") if len(grids_M3) else {}
             vision |= self.geometry.inputs(video_grids_M3, "video_") if len(video_grids_M3) else {}
         input_ids_1T = torch.cat(ids)[None]
-        source_ids = [self.sources.index(each.origin.source) if self.sources else 0 for each in samples]
+        numbers = [self.sources.index(each.origin.source) if self.sources else 0 for each in samples]
+        source_ids = [number for number, segments in zip(numbers, views, strict=True) for _ in segments]
         return Batch(
             input_ids_1T=input_ids_1T,
             labels_1T=torch.cat(labels)[None],
@@ -302,7 +311,7 @@ class Collator:
             pixel_scale_2D=self._scale(pixels_PD, video_pixels_PD),
             vision=vision,
             placeholders=self.placeholders(input_ids_1T),
-            source_ids_N=torch.tensor(source_ids + [0] * (len(ids) - len(samples))),
+            source_ids_N=torch.tensor(source_ids + [0] * (len(segments_N) - len(source_ids))),
             workload=Workload(
                 lengths,
                 images=images[1],
@@ -313,6 +322,7 @@ class Collator:
             ),
             supervised=tuple(sample.num_supervised for sample in samples),
             origins=tuple(sample.origin for sample in samples),
+            sample_tokens=tuple(sample.tokens for sample in samples),
         )
 
     def _pad(self, tokens: int, images: "_Patches", videos: "_Patches") -> "tuple[torch.Tensor, _Patches, _Patches]":
@@ -375,10 +385,8 @@ def _processed(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
 
 def _audio(samples: Sequence[EncodedSample]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Features of all clips, filled up to the longest, and which of their frames are real."""
-    features = [sample.audio_features_AMF for sample in samples if sample.audio_features_AMF is not None]
-    if not features:
+    features_AMF = joined_sounds([sample.audio_features_AMF for sample in samples])
+    if features_AMF is None:
         return None, None
-    longest = max(each.shape[2] for each in features)
     lengths_A = torch.cat([sample.audio_lengths_A for sample in samples])
-    mask_AF = torch.arange(longest) < lengths_A[:, None]
-    return torch.cat([pad(each, (0, longest - each.shape[2])) for each in features]), mask_AF.long()
+    return features_AMF, (torch.arange(features_AMF.shape[2]) < lengths_A[:, None]).long()

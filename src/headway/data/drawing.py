@@ -349,6 +349,7 @@ class DrawingCollator(Collator):
             workload=workload,
             supervised=tuple(sample.num_supervised for sample in samples),
             origins=tuple(sample.origin for sample in samples),
+            sample_tokens=tuple(sample.tokens for sample in samples),
             drawing=self._drawing(samples, arguments, SplitMask.of(workload)),
         )
 

@@ -18,10 +18,10 @@ from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerBase
 
 from headway.architectures.bagel.layout import SamplePart
-from headway.data.chat import ChatTemplate, Span
+from headway.data.chat import ChatTemplate, Span, View
 from headway.data.making import charged_to
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
-from headway.data.media.joining import Joinable
+from headway.data.media.joining import Joinable, joined, joined_sounds
 from headway.data.media.opened import MediaReader, OpenedMedia
 from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
 from headway.data.media.processed import SMALLEST_TRIED
@@ -30,10 +30,10 @@ from headway.errors import DataError
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale
-from headway.packing.budget import Size
+from headway.packing.budget import Size, segments_within
 from headway.packing.pieces import runs_of
 
-_VERSION = 2  # of what encoding does with a sample; raised when the same settings come to mean other tokens
+_VERSION = 3  # of what encoding does with a sample; raised when the same settings come to mean other tokens
 _BLANK = Document((), Origin("", "", 0, ""))  # where a blank image comes from
 
 
@@ -61,6 +61,7 @@ class EncodedSample:
         audio_features_AMF: features of each sound, as the model reads them; None without sounds.
         audio_lengths_A: feature frames that are sound and not padding [frames].
         media_end: one past the last placeholder of an image, video or sound; 0 without any [tokens].
+        segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
         parts: of what the sample is made, for a model that draws; empty for others.
         drawn_images: images whose latents are drawn or referred to, -1 to 1, shape (3, height, width) each.
     """
@@ -79,6 +80,7 @@ class EncodedSample:
     audio_features_AMF: torch.Tensor | None = None
     audio_lengths_A: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     media_end: int = 0
+    segments: tuple[int, ...] = ()
     parts: tuple[SamplePart, ...] = ()
     drawn_images: tuple[torch.Tensor, ...] = ()
 
@@ -128,6 +130,7 @@ class EncodedSample:
             image_grids=tuple((t, h, w) for t, h, w in self.grids_M3.tolist()),
             video_grids=tuple((t, h, w) for t, h, w in self.video_grids_M3.tolist()),
             audio_lengths=tuple(self.audio_lengths_A.tolist()),
+            segments=self.segments,
             parts=tuple(part.numbers for part in self.parts),
             key=self.origin.key if self.parts else 0,
         )
@@ -136,15 +139,24 @@ class EncodedSample:
         """The sample cut to its first tokens, or None if that would cut its media or leave nothing to learn."""
         if tokens < self.media_end:
             return None
-        types = None if self.token_types_S is None else self.token_types_S[:tokens].clone()
-        cut = replace(
-            self,
-            input_ids_S=self.input_ids_S[:tokens].clone(),
-            labels_S=self.labels_S[:tokens].clone(),
-            position_ids_RS=self.position_ids_RS[:, :tokens].clone(),
-            token_types_S=types,
-        )
+        cut = self.slice(0, tokens)
         return cut if cut.num_supervised else None
+
+    def slice(self, start: int, stop: int) -> "EncodedSample":
+        """Tokens start .. stop - 1, with all media; positions of a later piece begin at 0 again."""
+        segments = segments_within(self.segments, start, stop)
+        positions_RS = self.position_ids_RS[:, start:stop].clone()
+        if start:
+            lengths = segments or (stop - start,)
+            positions_RS = torch.cat([torch.arange(length) for length in lengths]).expand(len(positions_RS), -1)
+        return replace(
+            self,
+            input_ids_S=self.input_ids_S[start:stop].clone(),
+            labels_S=self.labels_S[start:stop].clone(),
+            position_ids_RS=positions_RS,
+            token_types_S=None if self.token_types_S is None else self.token_types_S[start:stop].clone(),
+            segments=segments,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +165,14 @@ class _Planned:
 
     tokens: SampleTokens
     media: OpenedMedia
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A document, or a chat as far as one of its views shows it."""
+
+    sample: Sample
+    shown: View | None = None
 
 
 class Encoder:
@@ -167,6 +187,7 @@ class Encoder:
         max_characters: longer texts are refused, before they are tokenised [characters].
         patch_size: side of a patch of the model's vision tower (`headway.models.vision.patch_size_of(config)`), for
             models whose processor does not tell how many patches an image has [pixels].
+        learns_empty_thinking: whether an empty block of thoughts before an answer is learnt.
 
     Raises:
         ConfigError: the limit cannot take effect.
@@ -181,6 +202,7 @@ class Encoder:
         max_image_pixels: int = MAX_IMAGE_PIXELS,
         max_characters: int = MAX_CHARACTERS,
         patch_size: int | None = None,
+        learns_empty_thinking: bool = True,
     ) -> None:
         self.processor: Any = processor
         self.rope_index = rope_index
@@ -190,7 +212,7 @@ class Encoder:
         self.media = MediaReader(processor, self.max_image_pixels, patch_size)
         self.tokeniser = Tokeniser(processor, num_embeddings, max_characters, self.media.processed)
         self.tokenizer: Any = self.tokeniser.tokenizer
-        self.template = ChatTemplate(processor, multimodal)
+        self.template = ChatTemplate(processor, multimodal, learns_empty_thinking=learns_empty_thinking)
 
     @property
     def pixel_scale(self) -> Scale | None:
@@ -200,16 +222,19 @@ class Encoder:
     def encode(self, sample: Sample) -> EncodedSample:
         """Encode a sample for training.
 
-        Of a chat every assistant turn is supervised, its closing token and tool calls included; of a document every
-        token.
+        Of a chat every assistant turn is supervised, the token that ends it and tool calls included, each in the view
+        in which the model would have been asked for it (`ChatTemplate.views`); of a document every token.
 
         Raises:
             DataError: nothing to learn, a text that is too long, tokens that the model does not know, damaged media or
-                media the model cannot read, or a chat template that renders
-                earlier turns differently once later ones follow; the message names file and place.
+                media the model cannot read, or a chat template that leaves something out; the message names file and
+                place.
         """
-        with self._planned(sample, decodes=True) as planned:
-            return self._tensors(sample, planned)
+        views = []
+        for view in self._views(sample):
+            with self._planned(view, decodes=True) as planned:
+                views.append(self._tensors(view.sample, planned))
+        return joined_views(views)
 
     def measure(self, sample: Sample) -> SampleLengths:
         """The sizes of `encode(sample)`, from media headers, without decoding them.
@@ -219,19 +244,23 @@ class Encoder:
         """
         if isinstance(sample, Document) and sample.is_blank:
             return NOTHING
-        with self._planned(sample, decodes=False) as planned:
-            tokens = planned.tokens
-            targets = np.flatnonzero(tokens.supervised_S[1:]) + 1
-            return SampleLengths(
-                tokens=len(tokens.ids_S),
-                supervised=len(targets),
-                first_target=int(targets[0]),
-                media_end=tokens.media_end,
-                targets=runs_of(tokens.supervised_S),
-                image_grids=planned.media.image_grids,
-                video_grids=planned.media.video_grids,
-                audio_lengths=planned.media.audio_lengths,
-            )
+        views = []
+        for view in self._views(sample):
+            with self._planned(view, decodes=False) as planned:
+                tokens = planned.tokens
+                targets = np.flatnonzero(tokens.supervised_S[1:]) + 1
+                lengths = SampleLengths(
+                    tokens=len(tokens.ids_S),
+                    supervised=len(targets),
+                    first_target=int(targets[0]),
+                    media_end=tokens.media_end,
+                    targets=runs_of(tokens.supervised_S),
+                    image_grids=planned.media.image_grids,
+                    video_grids=planned.media.video_grids,
+                    audio_lengths=planned.media.audio_lengths,
+                )
+            views.append(lengths)
+        return SampleLengths.joined(views)
 
     def encode_prompt(self, sample: Chat) -> EncodedSample:
         """Encode a chat up to its last answer, opened for the model to answer; for evaluation.
@@ -269,17 +298,34 @@ class Encoder:
             "processor": type(self.processor).__name__,
             "settings": settings,
             "template": self.template.sources,
+            "learns_empty_thinking": self.template.learns_empty_thinking,
             "tokenizer": tokenizer_settings(self.tokenizer),
             "max_image_pixels": self.max_image_pixels,
             "max_characters": self.max_characters,
         }
         if self.media.processed is not None:
             key["patch_size"] = self.media.processed.patch
+        if self.tokeniser.missing_rows:  # rows that hold such tokens cannot be used, until the model has them too
+            key["missing_rows"] = self.tokeniser.missing_rows
         return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
 
+    def _views(self, sample: Sample) -> "list[_View]":
+        """The texts that a sample is learnt in: one, but for chats whose template shows earlier turns in other ways."""
+        if isinstance(sample, Document):
+            return [_View(sample)]
+        if not any(message.role == "assistant" for message in sample.messages):
+            raise DataError(
+                f"{sample.where}: the chat has no assistant turn, so there is nothing to learn from it. Add the answer "
+                'as a message with the role "assistant", or delete the line.'
+            )
+        with charged_to("tokenise"):
+            views = self.template.views(sample)
+        return [_View(replace(sample, messages=sample.messages[: view.messages]), view) for view in views]
+
     @contextmanager
-    def _planned(self, sample: Sample, decodes: bool) -> Iterator[_Planned]:
-        """The sample's tokens, its media opened; refused if there is nothing to learn from it."""
+    def _planned(self, view: "_View", decodes: bool) -> Iterator[_Planned]:
+        """A view's tokens, its media opened; refused if there is nothing to learn from it, or no end of an answer."""
+        sample = view.sample
         if isinstance(sample, Document):
             with charged_to("tokenise"):
                 tokens = self.tokeniser.document(sample.content, sample.where)
@@ -289,18 +335,20 @@ class Encoder:
                 )
             yield _Planned(tokens, OpenedMedia())
             return
-        if not any(message.role == "assistant" for message in sample.messages):
-            raise DataError(
-                f"{sample.where}: the chat has no assistant turn, so there is nothing to learn from it. Add the answer "
-                'as a message with the role "assistant", or delete the line.'
-            )
-        with charged_to("tokenise"):
-            text, spans = self.template.with_answers(sample)
-        with self._opened(sample, text, spans, decodes) as planned:
+        assert view.shown is not None
+        with self._opened(sample, view.shown.text, view.shown.spans, decodes) as planned:
+            learnt = planned.tokens.ids_S[planned.tokens.supervised_S]
             if not planned.tokens.supervised_S[1:].any():
                 raise DataError(
                     f"{sample.where}: the assistant's turns are empty after the chat template, so there is nothing to "
                     "learn. Write an answer, or delete the line."
+                )
+            if int(learnt[-1]) not in self.template.stop_ids():
+                last = self.tokenizer.decode([int(learnt[-1])])
+                raise DataError(
+                    f"{sample.where}: the last token that would be learnt, {last!r}, is none that ends an answer, so "
+                    "the model would not learn to stop. Give a chat template that ends answers with a special token "
+                    "of the tokenizer (model.chat_template)."
                 )
             yield planned
 
@@ -361,6 +409,44 @@ class Encoder:
             known["second_per_grid_ts"] = media.seconds_per_patch
         positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **known)
         return positions[:, 0].cpu()
+
+
+def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
+    """The views of a chat one after the other, as one sample; of a single view itself."""
+    if len(views) == 1:
+        return views[0]
+    lengths = SampleLengths.joined([view.lengths for view in views])
+    for view in views[1:]:
+        view.labels_S[0] = IGNORED  # which the view before must not predict
+    types = [view.token_types_S for view in views if view.token_types_S is not None]
+    processed: dict[str, list[Joinable]] = {}
+    for view in views:
+        for name, each in view.processed.items():
+            processed.setdefault(name, []).append(each)
+    return replace(
+        views[0],
+        input_ids_S=torch.cat([view.input_ids_S for view in views]),
+        labels_S=torch.cat([view.labels_S for view in views]),
+        position_ids_RS=torch.cat([view.position_ids_RS for view in views], dim=1),
+        token_types_S=torch.cat(types) if types else None,
+        pixels_PD=_end_to_end([view.pixels_PD for view in views]),
+        grids_M3=torch.cat([view.grids_M3 for view in views]),
+        processed={
+            name: Joinable(joined([each.tensor_X for each in parts], parts[0].rule), parts[0].rule)
+            for name, parts in processed.items()
+        },
+        video_pixels_PD=_end_to_end([view.video_pixels_PD for view in views]),
+        video_grids_M3=torch.cat([view.video_grids_M3 for view in views]),
+        audio_features_AMF=joined_sounds([view.audio_features_AMF for view in views]),
+        audio_lengths_A=torch.cat([view.audio_lengths_A for view in views]),
+        media_end=lengths.media_end,
+        segments=lengths.segments,
+    )
+
+
+def _end_to_end(pixels: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    tensors = [each for each in pixels if each is not None]
+    return torch.cat(tensors) if tensors else None
 
 
 def _grids(grids: Sequence[Grid]) -> torch.Tensor:

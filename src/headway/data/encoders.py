@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from headway.architectures import BagelConfig
+from headway.data.chat_settings import ChatSettings
 from headway.data.collate import Collator
 from headway.data.drawing import DrawingCollator, DrawingEncoder
 from headway.data.encode import Encoder
@@ -18,7 +19,11 @@ from headway.models.vision import patch_size_of
 
 
 def open_encoder(
-    model: str, *, max_image_pixels: int = MAX_IMAGE_PIXELS, max_characters: int = MAX_CHARACTERS
+    model: str,
+    *,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    max_characters: int = MAX_CHARACTERS,
+    chats: ChatSettings | None = None,
 ) -> Encoder:
     """Open the encoder that measures samples for a model, without the model's weights.
 
@@ -28,16 +33,26 @@ def open_encoder(
         model: a model folder, or a name on the Hugging Face Hub.
         max_image_pixels: larger images are refused [pixels].
         max_characters: longer texts are refused [characters].
+        chats: how chats become text; as the model's folder says when None.
 
     Raises:
         UnknownModelError: nothing of that name.
         CheckpointError: its tokenizer or processor cannot be read.
     """
-    processor = load_processor(model)
-    if isinstance(processor, PreTrainedTokenizerBase) and isinstance(config := _config(model), BagelConfig):
+    processor, config = load_processor(model), _config(model)
+    chats = chats or ChatSettings()
+    chats.write_into(processor)
+    if isinstance(processor, PreTrainedTokenizerBase) and isinstance(config, BagelConfig):
         return DrawingEncoder(processor, config, max_image_pixels=max_image_pixels, max_characters=max_characters)
     patch_size = patch_size_of(load_config(model)) if reads_processed_images(processor) else None
-    return Encoder(processor, max_image_pixels=max_image_pixels, max_characters=max_characters, patch_size=patch_size)
+    return Encoder(
+        processor,
+        num_embeddings=None if config is None else getattr(config.get_text_config(), "vocab_size", None),
+        max_image_pixels=max_image_pixels,
+        max_characters=max_characters,
+        patch_size=patch_size,
+        learns_empty_thinking=chats.learns_empty_thinking,
+    )
 
 
 def _config(model: str) -> PreTrainedConfig | None:

@@ -27,6 +27,7 @@ import torch
 from headway.data import transfer
 from headway.data.transfer import SharedBlock, from_block, to_block
 from headway.errors import ConfigError, DataError
+from headway.safe_path import current_folder_kept_out
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -266,10 +267,11 @@ def worker_context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["headway.data.fork_server", "headway.quiet", *PRELOAD])
     # Ctrl-C waits until the fork server can ignore it. The tracker lets it through once it runs, so it starts before.
-    multiprocessing.resource_tracker.ensure_running()
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    multiprocessing.forkserver.ensure_running()
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with current_folder_kept_out():
+        multiprocessing.resource_tracker.ensure_running()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        multiprocessing.forkserver.ensure_running()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return context
 
 

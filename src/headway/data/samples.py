@@ -1,8 +1,10 @@
 """Samples as types: chats and documents, their media, where each came from, and how long it is once encoded."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from io import BytesIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -12,7 +14,7 @@ from headway.data.making import charged_to
 from headway.errors import DataError
 from headway.packing.budget import Size
 from headway.packing.pieces import Run
-from headway.report import printable
+from headway.report import presentable
 
 Grid = tuple[int, int, int]
 """(t, h, w) of an image or video [patches]."""
@@ -132,6 +134,7 @@ class Message:
         tool_calls: calls that the assistant makes, each as chat templates read them:
             {"type": "function", "function": {"name": ..., "arguments": {...}}}.
         name: the tool that answers, in a turn with the role "tool"; None elsewhere.
+        reasoning: what the assistant thinks before it answers, where that is not written into its words.
         learnt: whether the turn is learnt if it is the assistant's; otherwise it is shown to the model alone.
     """
 
@@ -139,6 +142,7 @@ class Message:
     parts: tuple[Part, ...]
     tool_calls: tuple[dict[str, Any], ...] = ()
     name: str | None = None
+    reasoning: str = ""
     learnt: bool = True
 
     @property
@@ -155,11 +159,13 @@ class Chat:
         messages: the turns, at least one.
         origin: where it came from.
         tools: JSON schemas of the functions that the assistant may call.
+        template_kwargs: variables of the chat template that this chat sets, such as enable_thinking.
     """
 
     messages: tuple[Message, ...]
     origin: Origin
     tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -236,6 +242,7 @@ class SampleLengths:
         image_grids: (t, h, w) of each image [patches].
         video_grids: (t, h, w) of each video [patches].
         audio_lengths: feature frames of each sound [frames].
+        segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
         parts: of what the sample is made, by the columns of `headway.packing.parts`, for a model that draws.
         key: `Origin.key`, for a model that draws; 0 for others.
         targets: runs of the targets, each from its first place to one past its last [tokens].
@@ -248,6 +255,7 @@ class SampleLengths:
     image_grids: tuple[Grid, ...] = ()
     video_grids: tuple[Grid, ...] = ()
     audio_lengths: tuple[int, ...] = ()
+    segments: tuple[int, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
     key: int = 0
     targets: tuple[Run, ...] = ()
@@ -261,6 +269,31 @@ class SampleLengths:
     def size(self) -> Size:
         """Tokens and patches that the sample takes of a pack."""
         return Size(self.tokens, self.patches)
+
+    @classmethod
+    def joined(cls, views: "Sequence[SampleLengths]") -> "SampleLengths":
+        """The lengths of a chat that is shown in several views, one after the other; of a single view its own."""
+        if len(views) == 1:
+            return views[0]
+        segments = tuple(view.tokens for view in views)
+        ends = list(accumulate(segments, initial=0))
+        return cls(
+            tokens=ends[-1],
+            supervised=sum(view.supervised for view in views),
+            first_target=views[0].first_target,
+            media_end=max(
+                (end + view.media_end for end, view in zip(ends, views, strict=False) if view.media_end), default=0
+            ),
+            image_grids=tuple(grid for view in views for grid in view.image_grids),
+            video_grids=tuple(grid for view in views for grid in view.video_grids),
+            audio_lengths=tuple(frames for view in views for frames in view.audio_lengths),
+            segments=segments,
+            targets=tuple(
+                (end + first, end + last)
+                for end, view in zip(ends, views, strict=False)
+                for first, last in view.targets
+            ),
+        )
 
 
 NOTHING = SampleLengths(tokens=0, supervised=0, first_target=0)
@@ -280,7 +313,7 @@ class SampleError(DataError):
         self.origin, self.reason = origin, reason
 
     def __str__(self) -> str:
-        return printable(f"{self.origin}: {self.reason}")
+        return presentable(f"{self.origin}: {self.reason}")
 
 
 def media_error(media: Media, where: str, kind: str, reason: BaseException | str) -> DataError:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from headway.errors import ConfigError
+from headway.files import open_plain
 
 _CHUNK = 2**20  # characters read at a time
 _MAX_VALUE = 2**26  # characters of one value; the largest seen, 20 MB, is a list of log lines
@@ -33,7 +34,7 @@ def read_trace_json(path: Path, on_event: Callable[[dict[str, Any]], None]) -> d
         ConfigError: the file cannot be read, is cut off, or is no trace.
     """
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             is_gzip = file.read(2) == _GZIP_MAGIC
         with (
             gzip.open(path, "rt", encoding="utf-8", errors="replace")
@@ -115,9 +116,11 @@ class _Values:
                     self._at = end
                     return value
                 wrong: Exception | None = None
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 wrong = error
-            if isinstance(wrong, RecursionError) or not self._more():
+            # More of the text mends no list nested too deeply, and no number of too many digits for Python.
+            ends_early = wrong is None or isinstance(wrong, json.JSONDecodeError)
+            if not ends_early or not self._more():
                 raise self._no_trace("a value in it is no JSON, or the file is cut off") from wrong
 
     def _more(self) -> bool:

@@ -18,13 +18,16 @@ from headway.explain.findings.rules import find
 from headway.explain.findings.series import Series, SeriesStep, find_in_series, num_first_steps
 from headway.explain.unprofiled import WAY_OUT, unprofiled
 from headway.explain.waterfall import JobExplanation, StepWaterfall
+from headway.files import open_plain
 from headway.log.jsonl import as_object, sharing_decoder
 from headway.plan.lines import NAMES
 from headway.report import format_duration
+from headway.report.numbers import finite, integer, quantity
 
 METRICS = "metrics.jsonl"
 UNFINISHED = "the run has not ended, or was killed"  # how the note on it begins
 _MOST_STEPS = 2**53  # a larger number is no float
+_MOST_FLOPS = 10**30  # of all devices in one record
 _WHOLE = "all components"  # of FLOPs that the record does not divide
 
 
@@ -120,7 +123,7 @@ def _read(path: Path) -> tuple[list[_Read], list[str]]:
     others, timeless, unreadable, repeated = 0, 0, list[int](), 0
     is_torn, decoder = False, sharing_decoder()
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
@@ -165,11 +168,12 @@ def _checked(record: Mapping[str, Any]) -> _Read | None:
     if record.get("kind", "step") != "step":
         return None
     try:
-        num_steps = int(record.get("num_steps", 1))
+        num_steps = integer(record.get("num_steps", 1))
         wall_s = record["wall_s"] if record.get("wall_s") is not None else record["step_s"] * num_steps
-        world_size = int(record.get("world_size", 1))
-        away_ns = round((record.get("away_s") or 0.0) * 1e9)
-        read = _Read(int(record["step"]), num_steps, round(wall_s * 1e9), away_ns, world_size, record)
+        world_size = integer(record.get("world_size", 1))
+        wall_ns, away_ns = (integer(round(seconds * 1e9)) for seconds in (wall_s, record.get("away_s") or 0.0))
+        step = integer(record["step"])
+        read = _Read(step, num_steps, wall_ns, away_ns, world_size, {**record, "step": step})
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     is_sound = num_steps >= 1 and world_size >= 1 and read.wall_ns >= num_steps and abs(read.step) < _MOST_STEPS
@@ -182,14 +186,14 @@ def _work(read: _Read, source: str) -> dict[str, Need] | None:
     if not record.get("peak_flops_per_s") or not isinstance(record.get("flops"), Mapping):
         return None
     # FLOPs are of all ranks and of all steps in the record: so are the rates, and needs are of one step of a device
-    num_devices, peak = read.world_size * read.num_steps, float(record["peak_flops_per_s"])
+    num_devices, peak = read.world_size * read.num_steps, finite(record["peak_flops_per_s"])
     if not peak > 0:
         raise ValueError(f"peak_flops_per_s {peak}")
     of_ceiling, rate = record.get("mfu_of_ceiling"), record.get("flops_per_s_per_device")
     flops, by_component = record["flops"], record.get("flops_by_component") or {}
-    useful = {name: {"useful": int(count)} for name, count in by_component.items()}
-    useful = useful or {_WHOLE: {"useful": int(flops["total"])}}
-    again = int(flops.get("recompute") or 0)
+    useful = {name: {"useful": integer(count, largest=_MOST_FLOPS)} for name, count in by_component.items()}
+    useful = useful or {_WHOLE: {"useful": integer(flops["total"], largest=_MOST_FLOPS)}}
+    again = integer(flops.get("recompute") or 0, largest=_MOST_FLOPS)
     work = NeededWork(
         {
             "schema_version": SCHEMA_VERSION,
@@ -212,11 +216,11 @@ def _work(read: _Read, source: str) -> dict[str, Need] | None:
 
 def _padding_flops(record: Mapping[str, Any], by_component: Mapping[str, int]) -> int:
     """FLOPs that language layers spent on padding, attention left out, which are proportional to the slots."""
-    tokens, slots = int(record.get("tokens") or 0), int(record.get("slots") or 0)
+    tokens, slots = integer(record.get("tokens") or 0), integer(record.get("slots") or 0)
     if not tokens or slots <= tokens:
         return 0
     on_slots = sum(
-        int(flops)
+        integer(flops, largest=_MOST_FLOPS)
         for name, flops in by_component.items()
         if name.startswith("language.") and name != "language.attention"
     )
@@ -326,19 +330,20 @@ def _series_step(read: _Read, waterfall: StepWaterfall, memory_bytes: int | None
     duration_ns = waterfall.duration_ns - ns.get("aside", 0)  # what is beside training comes from the ledger
     waited_ns, useful_ns = ns.get("idle.data", 0), ns.get("useful")
     busy_ns = duration_ns - waited_ns
-    work = useful_ns or (record.get("tokens") or 0) / read.num_steps
-    peak_memory = record.get("peak_memory_bytes")
+    tokens = (quantity(record.get("tokens")) or 0.0) / read.num_steps
+    work = useful_ns or tokens
+    peak_memory, slowest = quantity(record.get("peak_memory_bytes")), record.get("slowest_rank")
     return SeriesStep(
         step=read.step,
         duration_ns=duration_ns,
         mfu=None if useful_ns is None else useful_ns / duration_ns,
         rate=work / busy_ns if work and busy_ns > 0 else None,
         waited_ns=waited_ns,
-        tokens=(record.get("tokens") or 0) / read.num_steps,
+        tokens=tokens,
         memory_share=peak_memory / memory_bytes if peak_memory and memory_bytes else None,
         has_compiled_again=bool(record.get("recompiles")),
-        imbalance=float(record.get("straggler_share") or 0.0),
-        heaviest_rank=int(record.get("heaviest_rank") or 0),
-        slowest_rank=record.get("slowest_rank"),
-        slowest_speed=record.get("slowest_rank_speed"),
+        imbalance=quantity(record.get("straggler_share")) or 0.0,
+        heaviest_rank=integer(record.get("heaviest_rank") or 0),
+        slowest_rank=None if slowest is None else integer(slowest),
+        slowest_speed=quantity(record.get("slowest_rank_speed")),
     )

@@ -21,6 +21,7 @@ from headway.report import (
     render_lines,
     render_table,
 )
+from headway.report.markdown import markdown_cell, markdown_text
 from headway.report.terminal import coloured, width_of
 
 _BAR = 20  # columns
@@ -76,20 +77,18 @@ def plain_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], footer
 
 def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:
     """Render a table as Markdown has it."""
-    lines = [[column.heading for column in columns], ["---" if c.align == "left" else "---:" for c in columns]]
-    lines += [[_markdown_cell(cell) for cell in row] for row in [*rows, *([footer] if footer else [])]]
+    lines = [
+        [markdown_cell(column.heading) for column in columns],
+        ["---" if c.align == "left" else "---:" for c in columns],
+    ]
+    lines += [[markdown_cell(cell) for cell in row] for row in [*rows, *([footer] if footer else [])]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _markdown_cell(cell: str) -> str:
-    cell = printable(cell).replace("|", "\\|")
-    return f"`{cell}`" if cell.startswith((" ", "#", "<", "\\|")) else cell  # a bar keeps its spaces as code
 
 
 def sentences(lines: Sequence[str], *, markdown: bool) -> str:
     """Render sentences, a line or a point each."""
     if markdown:
-        return "\n".join(f"* {printable(line)}" for line in lines)
+        return "\n".join(f"* {markdown_text(line)}" for line in lines)
     return render_lines([printable(line) for line in lines])
 
 
@@ -101,8 +100,8 @@ def _title(shown: StepWaterfall, count: int, *, markdown: bool) -> str:
         said += f", MFU {format_share(shown.mfu)}"
     if count > 1:
         said += f" (the median of {count}; --step and --rank show another)"
-    said = printable(said[0].upper() + said[1:])
-    return f"**{said}**" if markdown else render_lines([said])
+    said = said[0].upper() + said[1:]
+    return f"**{markdown_text(said)}**" if markdown else render_lines([printable(said)])
 
 
 def _overview(waterfalls: Sequence[StepWaterfall]) -> tuple[list[Column], list[list[str]], None]:
@@ -196,7 +195,7 @@ def _findings(findings: Sequence[Finding], *, markdown: bool) -> str:
             title += f", MFU {format_share(finding.mfu_from)} -> {format_share(finding.mfu_to)}"
         texts = [_sentence(finding.seen), f"Likely cause: {finding.cause}", f"Try: {finding.next}"]
         if markdown:
-            said.append(printable(f"{number}. **{title}.** {' '.join(texts)}"))
+            said.append(f"{number}. **{markdown_text(title)}.** {markdown_text(' '.join(texts))}")
         else:
             said += ["", f"{number}. {title}", *map(printable, texts)]
     return "\n".join(said) if markdown else render_lines(said)

@@ -4,10 +4,11 @@ Source: the fields are those of libkineto's output_json.cpp and of torch.profile
 published traces of NVIDIA and AMD devices and of CPUs.
 """
 
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ import numpy.typing as npt
 from headway.errors import ConfigError
 from headway.explain.json_stream import read_trace_json
 from headway.explain.operands import Operands
+from headway.report.numbers import integer
 
 Column = npt.NDArray[np.int64]
 
 MAX_EVENTS = 4_000_000  # some 2 GB and a few minutes
 NONE = -1  # in any column: the event does not say
 PROFILER_STEP = "ProfilerStep#"
+_STEP_NUMBER = re.compile("[0-9]{1,18}")
 
 
 class Kind(IntEnum):
@@ -172,20 +175,23 @@ def nanoseconds(microseconds: int | str) -> int:
         microseconds: a whole number, or the text of one with a fraction [us].
 
     Raises:
-        ValueError: it is no number.
+        ValueError: it is no number, or one that 64 bits do not hold.
 
     >>> nanoseconds("1712195495519689.204")
     1712195495519689204
     """
     if isinstance(microseconds, int):
-        return microseconds * 1000
+        return integer(microseconds * 1000)
     whole, _, fraction = microseconds.partition(".")
-    if len(fraction) <= 3 and whole.isdecimal() and (fraction.isdecimal() or not fraction):
-        return int(whole) * 1000 + int(fraction.ljust(3, "0"))
+    if len(fraction) <= 3 and len(whole) <= 18 and whole.isdecimal() and (fraction.isdecimal() or not fraction):
+        return integer(int(whole) * 1000 + int(fraction.ljust(3, "0")))
     try:
-        return round(Decimal(microseconds) * 1000)
-    except (InvalidOperation, OverflowError) as error:
-        raise ValueError(microseconds) from error
+        exact = Decimal(microseconds)
+        if not exact.is_finite() or exact.adjusted() > 15:
+            raise ValueError(microseconds[:40])
+        return integer(round(exact * 1000))
+    except ArithmeticError as error:  # of decimals, none of which is a ValueError
+        raise ValueError(microseconds[:40]) from error
 
 
 class _Builder:
@@ -230,7 +236,7 @@ class _Builder:
         process, thread = event["pid"], event["tid"]
         device = group = NONE
         if kind <= Kind.MEMSET:
-            device, thread = int(arguments.get("device", process)), arguments.get("stream", thread)
+            device, thread = integer(arguments.get("device", process)), arguments.get("stream", thread)
             if "Collective name" in arguments:
                 told = (arguments.get(key, "?") for key in ("Collective name", "Process Group Name", "In msg nelems"))
                 group = self._index(" ".join(map(str, told)))
@@ -243,9 +249,9 @@ class _Builder:
             end_ns,
             track,
             device,
-            int(arguments.get("correlation", NONE)),
-            sequence if isinstance(sequence, int) and sequence < 2**63 else NONE,  # -1 is written without its sign
-            int(arguments.get("Fwd thread id", NONE)),
+            integer(arguments.get("correlation", NONE)),
+            sequence if isinstance(sequence, int) and abs(sequence) < 2**63 else NONE,  # -1 is written without its sign
+            integer(arguments.get("Fwd thread id", NONE)),
             group,
             self._index_of_operands(arguments) if "Input Dims" in arguments else NONE,
         )
@@ -275,7 +281,7 @@ def _steps(host: Events, names: Sequence[str]) -> tuple[int, tuple[tuple[int, in
     numbers = {
         index: int(name.removeprefix(PROFILER_STEP))
         for index, name in enumerate(names)
-        if name.startswith(PROFILER_STEP) and name.removeprefix(PROFILER_STEP).isdecimal()
+        if name.startswith(PROFILER_STEP) and _STEP_NUMBER.fullmatch(name, len(PROFILER_STEP))
     }
     found = np.flatnonzero((host.kind == Kind.ANNOTATION) & np.isin(host.name, list(numbers)))
     if not len(found):

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.count import Workload
-from headway.integrations.loops import LOGGED, ForwardCalls, logged
+from headway.errors import UsageError
+from headway.integrations.loops import LOGGED, ForwardCalls, Observer, logged, observing
 from headway.meter import Meter, Window
 
 if TYPE_CHECKING:
@@ -12,11 +13,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class AccelerateMeter(Meter):
+class AccelerateMeter(Observer, Meter):
     """Measure a loop around `accelerator.accumulate`: FLOPs from the forwards that the prepared model really runs.
 
     Call `step` after every micro-batch; an optimizer step ends where Accelerate synchronises gradients. Each window is
-    logged through the accelerator's trackers as well.
+    logged through the accelerator's trackers as well. A forward that cannot be counted is warned of once, and the loop
+    goes on without numbers.
 
     Args:
         accelerator: of the loop.
@@ -28,6 +30,9 @@ class AccelerateMeter(Meter):
         on_window: as for `Meter`; called after the trackers.
         meter_options: what else `Meter` takes.
 
+    Attributes:
+        failure: what ended the measuring; None while all is well.
+
     >>> meter = AccelerateMeter(accelerator, model, log_every=10)   # doctest: +SKIP
     >>> for batch in meter.batches(loader):                         # doctest: +SKIP
     ...     with accelerator.accumulate(model):
@@ -36,6 +41,11 @@ class AccelerateMeter(Meter):
     ...         optimizer.zero_grad()
     ...     meter.step()
     """
+
+    way_out = (
+        "For models and batches that it cannot read, give AccelerateMeter(..., cost_model=headway.trace(model, "
+        "inputs=...), workload=...), a function that makes a headway.Workload of a forward's arguments."
+    )
 
     def __init__(
         self,
@@ -55,13 +65,27 @@ class AccelerateMeter(Meter):
         self._prefix = prefix
         self._names = tuple(names)
         self._then = on_window
-        self._calls = ForwardCalls(inner, self, workload=workload).__enter__()
+        self._calls = ForwardCalls(inner, self, workload=workload, on_error=self.stop_measuring).__enter__()
 
+    @observing
     def step(self, *, skipped: bool = False, **extra: float) -> Window | None:
         """End a micro-batch, and the optimizer step if Accelerate let the optimizer run; as `Meter.step` otherwise."""
         if not self._accelerator.sync_gradients:
             return None
+        if not self._calls.num_calls and not self._calls.model.training:
+            raise UsageError(
+                "the model is in evaluation mode, as from_pretrained leaves it, and its forwards are no training. Call "
+                "model.train() before the loop."
+            )
         return super().step(skipped=skipped or self._accelerator.optimizer_step_was_skipped, **extra)
+
+    @observing
+    def log(self) -> Window | None:
+        """Add up the steps since the last log, as `Meter.log` does."""
+        return super().log()
+
+    def _release(self) -> None:
+        self._let_go()
 
     def _log_window(self, window: Window) -> None:
         numbers = logged(window, self._names, self._prefix)

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,19 +12,19 @@ from transformers.trainer_utils import SaveStrategy
 
 from headway.count import CostModel, Workload
 from headway.devices import Peak
-from headway.errors import UsageError
-from headway.integrations.loops import LOGGED, ForwardCalls, caller_of, logged
+from headway.integrations.loops import LOGGED, ForwardCalls, Observer, caller_of, logged, observing
 from headway.meter import Meter, Window
 from headway.tracing import trace
 
 
-class HeadwayCallback(TrainerCallback):
+class HeadwayCallback(Observer, TrainerCallback):
     """Measure a `transformers.Trainer` run: pass it as `Trainer(callbacks=[HeadwayCallback()])`, and to TRL's likewise.
 
     FLOPs are counted from the forwards that the Trainer really runs, with accumulation, packing and padding as they
     are; evaluation and saving are left out of the steps' time. Other models that the trainer holds and runs in its
     steps, such as the reference of DPO, are found, traced and counted with them. The numbers join the Trainer's log
-    dictionary before anything reports it, so that `log_history`, W&B, TensorBoard and MLflow have them.
+    dictionary before anything reports it, so that `log_history`, W&B, TensorBoard and MLflow have them. What cannot be
+    counted is warned of once, and training goes on without numbers.
 
     Args:
         cost_model: of the model; traced when training begins where it is None.
@@ -36,7 +35,17 @@ class HeadwayCallback(TrainerCallback):
         recompute: as for `Meter`; taken from the Trainer's `gradient_checkpointing` where it is None.
         workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
         meter_options: what else `Meter` takes, such as `goodput` or `log_to`.
+
+    Attributes:
+        meter: of the run that is going on, or of the last one.
+        run: the whole run, once it has ended.
+        failure: what ended the measuring; None while all is well.
     """
+
+    way_out = (
+        "For models and batches that it cannot read, give HeadwayCallback(cost_model=headway.trace(model, inputs=...), "
+        "workload=...), a function that makes a headway.Workload of a forward's arguments."
+    )
 
     def __init__(
         self,
@@ -65,6 +74,11 @@ class HeadwayCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Trace the models and start the clock."""
+        self.failure = None
+        self._begin(args, state, control, **kwargs)
+
+    @observing
+    def _begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         del control
         trainer, model = caller_of(Trainer, "HeadwayCallback"), kwargs["model"]
         self._move_up(trainer.callback_handler.callbacks)
@@ -81,22 +95,31 @@ class HeadwayCallback(TrainerCallback):
         )
         if self._calls is not None:
             self._calls.close()  # of a run that ended in an error
-        self._calls = references.calls(self.meter, self._workload)
+        self._calls = references.calls(self.meter, self._workload, self.stop_measuring)
         self._calls.enter_context(_waits_noted(trainer, self.meter))
         if args.eval_on_start:
             self.meter.leave("evaluation")
         else:
             self.meter.await_data()
 
+    def _release(self) -> None:
+        if self._calls is not None:
+            self._calls.close()
+            self._calls = None
+        if self.meter is not None:
+            self.meter.abandon()
+
     @property
     def _training(self) -> Meter | None:
         return self.meter if self._calls is not None else None
 
+    @observing
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Wait for the first batches, for which workers may have to be started."""
         if meter := self._training:
             meter.await_data()
 
+    @observing
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Note that the step's batches have come."""
         if meter := self._training:
@@ -108,12 +131,14 @@ class HeadwayCallback(TrainerCallback):
         flow = [i for i, callback in enumerate(callbacks) if isinstance(callback, DefaultFlowCallback)]
         callbacks.insert(flow[0] + 1 if flow else 0, self)  # after the one that says what a step is followed by
 
+    @observing
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """End an optimizer step; the next one begins, unless the Trainer evaluates or saves."""
         assert self.meter is not None
         self.meter.step(skipped=self._accelerator.optimizer_step_was_skipped)
         self.on_epoch_end(args, state, control, **kwargs)
 
+    @observing
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -122,6 +147,7 @@ class HeadwayCallback(TrainerCallback):
         if (meter := self._training) and (control.should_evaluate or control.should_save):
             meter.leave("evaluation" if control.should_evaluate else "checkpoint")
 
+    @observing
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Go on after an evaluation, with a checkpoint if there is to be one."""
         del state, kwargs
@@ -131,11 +157,13 @@ class HeadwayCallback(TrainerCallback):
         if control.should_save or args.save_strategy == SaveStrategy.BEST:  # which is decided after this call
             meter.leave("checkpoint")  # until it is saved, or the next batch is asked for
 
+    @observing
     def on_save(self, *_: Any, **__: Any) -> None:
         """Go on after a checkpoint."""
         if meter := self._training:
             meter.back()
 
+    @observing
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the window since the last log to what the Trainer logs of a step."""
         del args, control
@@ -155,17 +183,14 @@ class HeadwayCallback(TrainerCallback):
         """Pick what the Trainer logs of a window, by name."""
         return logged(window, self._names, self._prefix)
 
+    @observing
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Sum the run up in `run`."""
         if self._calls is not None:
             self._calls.close()
             self._calls = None
-        if self.meter is None or not self.meter.num_steps:
-            return
-        try:
+        if self.meter is not None and self.meter.num_steps:
             self.run = self.meter.close()
-        except UsageError as error:  # a short run may have no counted step, which is no reason to fail it
-            warnings.warn(str(error), stacklevel=2)
 
 
 @contextmanager
@@ -209,13 +234,19 @@ class _References:
         bare = [self._bare] if self._bare is not None else []
         return [*(cost_model for _, cost_model in self._models), *bare]
 
-    def calls(self, meter: Meter, workload: Callable[[Mapping[str, Any]], Workload] | None = None) -> ExitStack:
+    def calls(
+        self,
+        meter: Meter,
+        workload: Callable[[Mapping[str, Any]], Workload] | None,
+        on_error: Callable[[Exception], None],
+    ) -> ExitStack:
         """Count forwards of the trained model and of reference models until the stack is closed."""
         stack = ExitStack()
-        own = ForwardCalls(self._trained, meter, cost_model=self._without_adapters, workload=workload)
-        stack.enter_context(own)
-        for other, cost_model in self._models:
-            calls = ForwardCalls(other, meter, cost_model=cost_model, trained=self._trained, workload=workload)
+        models: list[tuple[nn.Module, Any]] = [(self._trained, self._without_adapters), *self._models]
+        for model, cost_model in models:
+            calls = ForwardCalls(
+                model, meter, cost_model=cost_model, trained=self._trained, workload=workload, on_error=on_error
+            )
             stack.enter_context(calls)
         return stack
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.count import Workload
 from headway.errors import UsageError
-from headway.integrations.loops import LOGGED, ForwardCalls, logged
+from headway.integrations.loops import LOGGED, ForwardCalls, Observer, logged, observing
 from headway.meter import Meter, Window
 
 if TYPE_CHECKING:
@@ -21,13 +21,14 @@ else:
     Callback = type("Callback", tuple(home.Callback for home in _HOMES), {})
 
 
-class HeadwayMonitor(Callback):
+class HeadwayMonitor(Observer, Callback):
     """Measure a Lightning run: pass it as `Trainer(callbacks=[HeadwayMonitor()])`.
 
     FLOPs are counted from the forwards that training really runs on one module of the LightningModule, with
     accumulation, packing and padding as they are, and with manual optimization: an optimizer step ends with the batch
     in which an optimizer stepped. Validation and checkpoints are left out of the steps' time. Every
-    `log_every_n_steps` the numbers go to the Trainer's loggers.
+    `log_every_n_steps` the numbers go to the Trainer's loggers. What cannot be counted is warned of once, and training
+    goes on without numbers.
 
     Args:
         model: path of the module within the LightningModule, such as "model" or "net.backbone", "" for the
@@ -40,7 +41,13 @@ class HeadwayMonitor(Callback):
     Attributes:
         meter: of the run that is going on, or of the last one.
         run: the whole run, once it has ended.
+        failure: what ended the measuring; None while all is well.
     """
+
+    way_out = (
+        "For models and batches that it cannot read, give HeadwayMonitor(cost_model=headway.trace(model, inputs=...), "
+        "workload=...), a function that makes a headway.Workload of a forward's arguments."
+    )
 
     def __init__(
         self,
@@ -60,16 +67,22 @@ class HeadwayMonitor(Callback):
         self._workload = workload
         self._options: dict[str, Any] = {"log_every": sys.maxsize, **meter_options}
         self._calls: ForwardCalls | None = None
+        self._trainer: Trainer | None = None
         self._num_updates = self._num_calls = 0
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Trace the model and start the clock."""
+        self.failure, self._trainer = None, trainer
+        self._begin(trainer, pl_module)
+
+    @observing
+    def _begin(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         path = _only_module(pl_module) if self._path is None else self._path
         model = pl_module.get_submodule(path)
         optimizers = trainer.optimizers if "mbu" in self._names else None
         place = trainer.global_step // max(1, len(trainer.optimizers))  # each optimizer counts, and a step has them all
         self.meter = meter = Meter(model, **{"optimizer": optimizers, "steps_before": place, **self._options})
-        self._calls = ForwardCalls(model, meter, workload=self._workload).__enter__()
+        self._calls = ForwardCalls(model, meter, workload=self._workload, on_error=self.stop_measuring).__enter__()
         self._num_updates, self._num_calls = trainer.global_step, 0
         save = trainer.save_checkpoint
 
@@ -91,12 +104,14 @@ class HeadwayMonitor(Callback):
         profiler.start = noted  # nor when a batch is asked for, which comes after logging
         meter.await_data()
 
+    @observing
     def on_train_epoch_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Wait for the first batches, for which workers may have to be started."""
         del trainer, pl_module
         assert self.meter is not None
         self.meter.await_data()
 
+    @observing
     def on_train_batch_start(
         self, trainer: "Trainer", pl_module: "LightningModule", batch: Any, batch_idx: int
     ) -> None:
@@ -105,6 +120,7 @@ class HeadwayMonitor(Callback):
         assert self.meter is not None
         self.meter.got_data()
 
+    @observing
     def on_train_batch_end(self, trainer: "Trainer", pl_module: "LightningModule", *_: Any) -> None:
         """End an optimizer step if an optimizer has stepped, and log."""
         assert self.meter is not None
@@ -130,36 +146,46 @@ class HeadwayMonitor(Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(logged(window, self._names, self._prefix), step=place)  # rank 0 writes
 
+    @observing
     def on_validation_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Leave the validation out of the steps' time."""
         del pl_module
         if self._calls is not None and self.meter is not None and not trainer.sanity_checking:
             self.meter.leave("evaluation")
 
+    @observing
     def on_validation_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Go on after a validation."""
         del trainer, pl_module
         if self._calls is not None and self.meter is not None:
             self.meter.back()
 
+    @observing
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Sum the run up in `run`."""
-        del pl_module
-        self._let_go(trainer)
+        del trainer, pl_module
+        self._let_go()
         if self.meter is not None and self.meter.num_steps:
             self.run = self.meter.close()
 
+    @observing
     def on_exception(self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException) -> None:
         """Leave the model and the Trainer as they were."""
-        del pl_module, exception
-        self._let_go(trainer)
+        del trainer, pl_module, exception
+        self._let_go()
 
-    def _let_go(self, trainer: "Trainer") -> None:
+    def _release(self) -> None:
+        self._let_go()
+        if self.meter is not None:
+            self.meter.abandon()
+
+    def _let_go(self) -> None:
         if self._calls is not None:
             self._calls.__exit__()
             self._calls = None
-            profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # as above
-            del trainer.save_checkpoint, profiler.start
+            trainer: Any = self._trainer
+            for held, name in ((trainer, "save_checkpoint"), (trainer.profiler, "start")):
+                vars(held).pop(name, None)  # what was put there hides the class's own
 
 
 def _only_module(pl_module: "LightningModule") -> str:

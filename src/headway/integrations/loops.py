@@ -1,23 +1,73 @@
 """Another library's loop: the trainer that calls us, the forward calls of its model, and the numbers in its log."""
 
+import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
 from headway.count import CostModel, Workload
-from headway.errors import UsageError, WorkloadError
+from headway.errors import HeadwayError, UsageError, WorkloadError
 from headway.log.sink import flatten
 from headway.meter import Meter, Window
 from headway.meter.batches import input_gradients_of
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
 
 LOGGED = ("mfu", "hfu", "tokens_per_s", "tokens_per_s_per_device", "padding_share", "balance")
+
+
+class Observer:
+    """Measures the training of another library, which goes on whatever happens here.
+
+    The first error of a hook, or of counting a forward, warns, ends the measuring and lets go of model and trainer.
+
+    Attributes:
+        failure: what ended the measuring; None while all is well.
+    """
+
+    failure: Exception | None = None
+    way_out = ""  # what to give for models and batches that say too little by themselves, as a sentence
+
+    def stop_measuring(self, error: Exception) -> None:
+        """Note an error, warn of it and let go."""
+        self.failure = error
+        what = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
+        try:
+            self._release()
+        except Exception as another:  # noqa: BLE001 - what is half set up may not be let go of cleanly either
+            what += f" (And {type(another).__name__}: {another})"
+        name = type(self).__name__.lstrip("_")
+        warnings.warn(
+            f"{name} measures this training no further: {what} Training goes on without its numbers. {self.way_out}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+    def _release(self) -> None:
+        """Leave the model and the trainer as they were."""
+
+
+def observing(hook: C) -> C:
+    """Make a method of an observer that no error leaves; once the measuring has ended, it does nothing."""
+
+    @functools.wraps(hook)
+    def observed(self: Observer, *args: Any, **kwargs: Any) -> Any:
+        if self.failure is not None:
+            return None
+        try:
+            return hook(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the observer's, and the training the user's
+            self.stop_measuring(error)
+            return None
+
+    return cast(C, observed)
 
 
 @dataclass(eq=False)
@@ -37,6 +87,8 @@ class ForwardCalls:
     trained: nn.Module | None = None
     # makes a workload from the forward's arguments by name; None where they say it by themselves (see `workload_of`)
     workload: Callable[[Mapping[str, Any]], Workload] | None = None
+    # told of an error, which then does not reach the forward; None lets it through
+    on_error: Callable[[Exception], None] | None = None
     num_calls: int = field(default=0, init=False)  # forwards counted so far
 
     def __post_init__(self) -> None:
@@ -51,6 +103,14 @@ class ForwardCalls:
         self._handle.remove()
 
     def _on_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            self._count(args, kwargs)
+        except Exception as error:
+            if self.on_error is None:
+                raise
+            self.on_error(error)
+
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trained = self.model if self.trained is None else self.trained
         if not trained.training:
             return

@@ -24,10 +24,11 @@ from torchtitan.train import Trainer
 
 from headway.count import CostModel, Workload
 from headway.devices import Peak
-from headway.errors import HeadwayError, TraceError, UsageError, WorkloadError
-from headway.integrations.loops import caller_of
+from headway.errors import TraceError, WorkloadError
+from headway.integrations.loops import Observer, caller_of, observing
 from headway.meter import Meter, Window
 from headway.meter.environment import peak_of
+from headway.meter.goodput_report import Bucket
 from headway.tracing import trace
 
 _ROOM = 1 << 15  # positions that the traced twin has, so that segments may be longer than any window [tokens]
@@ -48,7 +49,8 @@ def with_headway(
 
     What torchtitan logs, writes to TensorBoard and sends to W&B gains `headway/mfu(%)` and the others. The batches of
     the training dataloader are counted on the CPU, before anything moves or splits them; validation and checkpoints
-    are left out of the steps' time. Ranks that share a batch (tensor, context, pipeline parallel) bill it once.
+    are left out of the steps' time. Ranks that share a batch (tensor, context, pipeline parallel) bill it once. What
+    cannot be counted is warned of once, and training goes on without numbers.
 
     Args:
         spec: such as `get_train_spec("llama3")`.
@@ -83,7 +85,7 @@ class _CountedDataLoader:
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         self._hook.begin()
-        for inputs, labels in self._hook.meter.batches(self._loader):
+        for inputs, labels in self._hook.timed(self._loader):
             self._hook.count(inputs, labels)
             yield inputs, labels
 
@@ -96,7 +98,7 @@ class _CountedDataLoader:
 
 
 @dataclass
-class _Hook:
+class _Hook(Observer):
     """Wraps the builders of a TrainSpec, in the order in which a Trainer calls them, to count and time steps."""
 
     spec: TrainSpec
@@ -125,6 +127,15 @@ class _Hook:
     ) -> Any:
         build = self.spec.build_metrics_processor_fn or build_metrics_processor
         processor = build(job_config, parallel_dims, model_args, **({"tag": tag} if tag else {}))
+        self.failure = None
+        self._join(processor, job_config, parallel_dims, model_args)
+        return processor
+
+    @observing
+    def _join(
+        self, processor: Any, job_config: JobConfig, parallel_dims: ParallelDims, model_args: BaseModelArgs | None
+    ) -> None:
+        """Make the meter, and let the processor log its numbers."""
         self.trainer = caller_of(Trainer, "with_headway's builders")
         assert model_args is not None  # a Trainer hands its own over
         self._ends_segments = _ends_segments(model_args)
@@ -147,8 +158,19 @@ class _Hook:
         )
         processor.log = partial(self._log, processor.log)
         processor.close = partial(self._close, processor.close)
-        return processor
 
+    def _release(self) -> None:
+        if hasattr(self, "meter"):
+            self.meter.abandon()
+
+    def timed(self, loader: Any) -> Any:
+        """The loader, the waits for it noted."""
+        return loader if self.failure is not None else self.meter.batches(loader)
+
+    def _away(self, bucket: Bucket = "evaluation") -> Any:
+        return self.meter.away(bucket) if self.failure is None else nullcontext()
+
+    @observing
     def begin(self) -> None:
         """Leave the checkpoints of the training that begins out of its steps' time."""
         checkpointer = self.trainer.checkpointer
@@ -157,7 +179,7 @@ class _Hook:
         @functools.wraps(save)
         def save_away(curr_step: int, last_step: bool = False) -> None:
             is_due = checkpointer._should_save(curr_step, last_step)  # called after each step, it mostly does nothing
-            with self.meter.away("checkpoint") if is_due else nullcontext():
+            with self._away("checkpoint") if is_due else nullcontext():
                 save(curr_step, last_step)
 
         checkpointer.save = save_away
@@ -173,12 +195,13 @@ class _Hook:
         validate = validator.validate
 
         def measured_validate(*args: Any, **kwargs: Any) -> Any:
-            with self.meter.away():
+            with self._away():
                 return validate(*args, **kwargs)
 
         validator.validate = measured_validate
         return validator
 
+    @observing
     def count(self, inputs: dict[str, Any], labels: torch.Tensor) -> None:
         """Count one micro-batch as the dataloader made it."""
         workload = (self.workload_of or self._rows)(inputs, labels)
@@ -203,6 +226,7 @@ class _Hook:
         ends[:, -1] = True  # no segment crosses rows
         return Workload(np.diff(np.flatnonzero(ends), prepend=-1))
 
+    @observing
     def _on_step(self, *_: Any) -> None:
         self.meter.step()
 
@@ -216,12 +240,16 @@ class _Hook:
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         """Log as torchtitan does, the window since the last log added."""
-        window = self.meter.log()
-        found = self._metrics(window) if window is not None else {}
+        found = self._numbers() or {}
         log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics={**(extra_metrics or {}), **found})
         if found:
             shown = (f"{name.removeprefix('headway/')}: {value:,.2f}" for name, value in found.items())
             logger.info(f"headway at step {step}: {'  '.join(shown)}")
+
+    @observing
+    def _numbers(self) -> dict[str, float]:
+        window = self.meter.log()
+        return self._metrics(window) if window is not None else {}
 
     def _metrics(self, window: Window) -> dict[str, float]:
         record = window.as_record()
@@ -230,16 +258,16 @@ class _Hook:
         return found | {f"headway/{name}": record[name] for name in _AS_IT_IS}
 
     def _close(self, close: Callable[[], None]) -> None:
+        self._sum_up()
+        close()
+
+    @observing
+    def _sum_up(self) -> None:
         """Sum the run up, unless it ends by an error, after which other ranks may not answer."""
         if sys.exc_info()[0] is None and self.meter.num_steps:
-            try:
-                run = self.meter.close()
-            except UsageError as error:  # a short run may have no counted step, which is no reason to fail it
-                logger.warning(f"headway: {error}")
-            else:
-                if self.on_window is not None:
-                    self.on_window(run)
-        close()
+            run = self.meter.close()
+            if self.on_window is not None:
+                self.on_window(run)
 
 
 def _ends_segments(model_args: BaseModelArgs) -> bool:
@@ -272,12 +300,10 @@ def _trace(model: Any, model_args: BaseModelArgs) -> CostModel:
 
     try:
         return trace(model, inputs=arguments)
-    except HeadwayError:
-        raise
-    except Exception as error:
+    except TraceError as error:
         raise TraceError(
-            f"{type(model).__name__} of torchtitan does not run on shapes: {type(error).__name__}: {error}. Give "
-            "with_headway its cost_model, such as headway.load_cost_model(NAME) of the same model."
+            f"{type(model).__name__} of torchtitan is not traced: {error} Give with_headway its cost_model, such as "
+            "headway.load_cost_model(NAME) of the same model."
         ) from error
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError, LogError
+from headway.files import open_plain
 
 _CHUNK_BYTES = 1 << 16
 
@@ -139,7 +140,8 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         LogError: the file cannot be read, or a line before the last is not a JSON object.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        with open_plain(path) as file:
+            lines = file.read().split(b"\n")
     except OSError as error:
         raise LogError(f"{path} cannot be read: {error.strerror}.") from error
     records = []

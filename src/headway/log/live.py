@@ -12,7 +12,7 @@ from rich.table import Table
 
 from headway.errors import ConfigError, UsageError
 from headway.log.sink import Sink, flatten
-from headway.report import format_bytes, format_count, format_duration, format_rate, format_share
+from headway.report import format_bytes, format_count, format_duration, format_rate, format_rounded, format_share
 
 _SLOW = 0.9  # speed of a rank over the median of all, below which it is told
 _HEAVY = 1.1  # work of a rank over the mean of all, above which it is told
@@ -114,17 +114,13 @@ class TimeLeft:
         return [("left", format_duration((now_s - first_s) / (step - first_step) * (self._num_steps - step)))]
 
 
-def _whole(value: float) -> str:
-    return format_count(round(value))
-
-
 _SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {  # key of a record -> its name on the screen, and how it reads
     "loss": ("loss", "{:.4f}".format),
     "flow_loss": ("flow", "{:.4f}".format),
     "lr": ("lr", "{:.2e}".format),
     "grad_norm": ("grad", "{:.2f}".format),
     "step_s": ("time", format_duration),
-    "tokens_per_s": ("tokens/s", _whole),
+    "tokens_per_s": ("tokens/s", format_rounded),
     "data_wait_share": ("wait", format_share),
     "padding_share": ("padding", format_share),
     "flops_per_s": ("useful", format_rate),
@@ -139,12 +135,15 @@ _LEAST_MISSED = ("useful", "memory", "padding", "grad", "lr", "time", "wait", "t
 def shown_fields(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and format those of a step's numbers that a person watches.
 
-    A loss that is None was not finite, and the step's update was left out; other numbers that are None are not shown.
+    A loss that is None was not finite, or of a step that had nothing to learn from; either way the update was left
+    out. Other numbers that are None are not shown.
 
     >>> shown_fields({"step": 7, "mfu": 0.412, "tokens_per_s": 12800.4})
     [('tokens/s', '12,800'), ('MFU', '41.2 %')]
     """
-    fields = [] if record.get("loss", 0.0) is not None else [("loss", "not finite, update left out")]
+    fields = []
+    if record.get("loss", 0.0) is None and record.get("flow_loss") is None:
+        fields.append(("loss", "none, nothing to learn" if record.get("empty") else "not finite, update left out"))
     fields += [(name, show(record[key])) for key, (name, show) in _SHOWN.items() if record.get(key) is not None]
     return fields + [("straggler", text) for text in _stragglers(record)]
 

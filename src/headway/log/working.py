@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from headway.report import format_duration, printable
+from headway.report import format_duration, presentable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +45,7 @@ def working(doing: str, *, every_s: float = LINE_S) -> Iterator[Tell]:
     Yields:
         A function that says what is done now.
     """
+    doing = presentable(doing)
     outer = _Line.on_show
     if os.environ.get("RANK", "0") != "0":
         yield lambda _: None
@@ -74,7 +75,7 @@ def measuring_rows(name: str) -> Iterator[RowsTold]:
     """
     from headway.log.live import TimeLeft
 
-    shown, left, last_s = printable(name), TimeLeft(None), time.monotonic()
+    shown, left, last_s = presentable(name), TimeLeft(None), time.monotonic()
     outer, console = _Line.on_show, _console()
 
     def told(measured: int, rows: int, bad: int) -> str:

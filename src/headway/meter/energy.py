@@ -5,7 +5,10 @@ import sys
 from typing import Any
 
 from headway.errors import UsageError
+from headway.log.boundary import ErrorBoundary
 from headway.meter.tally import Sums
+
+_ENERGY = "The energy of this rank's device"
 
 
 class EnergyMeter:
@@ -87,11 +90,19 @@ class WindowEnergy:
     """Energy of the steps that a meter counts, read when a window ends and around what is not training.
 
     The energy of a step that compiles in the middle of a window is included, as nobody knew that it would.
+
+    Args:
+        device: a `torch.device`, or None for the CPU.
+        boundary: around the readings: where one fails, the energy is not known.
     """
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, boundary: ErrorBoundary) -> None:
         is_cuda = device is not None and device.type == "cuda"
-        self._meter = EnergyMeter(device.index or 0) if is_cuda else None
+        self._boundary = boundary
+        self._meter: EnergyMeter | None = None
+        if is_cuda:
+            with boundary.guard(_ENERGY):
+                self._meter = EnergyMeter(device.index or 0)
         self._mark_j = 0.0
         self._kept_j: float | None = 0.0 if is_cuda else None
         self._has_counted = False
@@ -120,7 +131,9 @@ class WindowEnergy:
         self._kept_j, self._has_counted = 0.0, False
 
     def _mark(self, *, kept: bool) -> None:
-        now_j = self._meter.joules() if self._meter is not None else None
+        now_j = None
+        with self._boundary.guard(_ENERGY):
+            now_j = self._meter.joules() if self._meter is not None else None
         if now_j is None or self._kept_j is None:
             self._kept_j = None
             return

@@ -63,14 +63,16 @@ def bandwidth_of(device: Any) -> float:
         return math.nan
 
 
-def traffic_or_warn(model: Any, optimizer: Any, cost_model: CostModel, recompute: str) -> Traffic | None:
+def traffic_or_warn(
+    model: Any, optimizer: Any, cost_model: CostModel, recompute: str, results: Any = None
+) -> Traffic | None:
     """Find what a model and its optimizer must move; None, and a warning, where that cannot be said."""
     from headway.meter.model_traffic import traffic_of
 
     if isinstance(model, CostModel):
         raise UsageError("a cost model has no weights for an optimizer: give the model itself, or no optimizer.")
     try:
-        return traffic_of(model, optimizer, cost_model=cost_model, recompute=recompute)
+        return traffic_of(model, optimizer, cost_model=cost_model, recompute=recompute, results=results)
     except HeadwayError as error:
         warnings.warn(f"no MBU will be shown: {error}", stacklevel=3)
         return None

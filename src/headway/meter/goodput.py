@@ -129,7 +129,10 @@ class Goodput:
         return _Span(self, bucket)
 
     def checkpoint_saved(self, step: int) -> None:
-        """Note that everything up to a step is safe in a whole checkpoint.
+        """Note that the time so far is that of steps up to a checkpoint.
+
+        Whether it became whole is for the checkpoint itself to say: the one that `resumed` names was. So a note before
+        it is written is best, as a kill may come between the two.
 
         Raises:
             UsageError: the ledger is closed.

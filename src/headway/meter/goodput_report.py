@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from headway.errors import LogError
 from headway.log.jsonl import read_jsonl
 from headway.report import Column, format_count, format_duration, format_share, render_pairs, render_table
+from headway.report.numbers import finite, integer
 
 Bucket = Literal["set-up", "compile", "data wait", "step", "evaluation", "checkpoint", "recovery", "idle"]
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
@@ -127,14 +128,14 @@ class _Books:
     def enter(self, line: Mapping[str, Any]) -> None:
         kind = line["kind"]
         if kind == "start":
-            self._start(line["schema_version"], float(line["wall_s"]))
+            self._start(line["schema_version"], finite(line["wall_s"]))
         elif kind == "spans":
             self._spans(line["ns"])
-            self._wall_s = float(line["wall_s"])
+            self._wall_s = finite(line["wall_s"])
         elif kind == "checkpoint":
-            self._since.append((int(line["step"]), 0))
+            self._since.append((integer(line["step"]), 0))
         elif kind == "resumed":
-            self._lose_after(int(line["step"]))
+            self._lose_after(integer(line["step"]))
         else:
             raise ValueError(kind)
 
@@ -154,9 +155,9 @@ class _Books:
 
     def _spans(self, ns: Mapping[Bucket, int]) -> None:
         for bucket, span in ns.items():
-            if span != int(span) or span < 0:
+            if integer(span) < 0:
                 raise ValueError(span)
-            self.ns[bucket] = self.ns[bucket] + span  # a bucket that is not known is a KeyError
+            self.ns[bucket] = self.ns[bucket] + integer(span)  # a bucket that is not known is a KeyError
         step, since = self._since[-1]
         self._since[-1] = step, since + ns.get("step", 0)
 

@@ -44,6 +44,7 @@ class Meter(StepClock):
     Args:
         model: the model that is trained (its ledger is traced once, on shapes), or its `CostModel`.
         cost_model: of the model, where it is known already: nothing is traced then.
+        results: from which of its results the model's backward starts, as for `headway.trace`.
         peak: what one device can do; looked up from the model's device and dtype when None. Where it is unknown there
             is no MFU, and one warning says so.
         device: that computes, a `torch.device`; the one that the model lies on when None.
@@ -81,6 +82,7 @@ class Meter(StepClock):
         model: Any,
         *,
         cost_model: CostModel | None = None,
+        results: Any = None,
         peak: Peak | None = None,
         device: Any = None,
         optimizer: Any = None,
@@ -110,10 +112,14 @@ class Meter(StepClock):
             device = device_here() if isinstance(model, CostModel) else device_of(model)
         super().__init__(device, goodput, clock)
         given = model if isinstance(model, CostModel) else cost_model
+        if given is not None and results is not None:
+            raise UsageError(
+                f"results={results!r} of a model with a cost model: nothing is traced. Give one of the two."
+            )
         if given is None:
             from headway.tracing import trace
 
-            given = trace(model)
+            given = trace(model, results=results)
         self.cost_model = given
         self.peak = peak if peak is not None else peak_of(model, self.device)
         self.log_every = log_every
@@ -122,7 +128,9 @@ class Meter(StepClock):
         self.num_steps = 0
         self.steps_before = steps_before
         self._exchanges = exchanges
-        self._traffic = None if optimizer is None else traffic_or_warn(model, optimizer, self.cost_model, recompute)
+        self._traffic = (
+            None if optimizer is None else traffic_or_warn(model, optimizer, self.cost_model, recompute, results)
+        )
         self._on_window = on_window
         self._ranks: HostAllGather | None = None
         self._timeout_s = timeout_s
@@ -145,7 +153,7 @@ class Meter(StepClock):
         self._num_merged = 0
         self._left_out: list[int] = []  # steps since the last log
         self._whole: Window | None = None
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_no_batch = False
         self._forwards = None if isinstance(model, CostModel) else ForwardTimer(model, self._mark)
         self._batches: list[tuple[Any, Billing]] = []
         self._pending = PendingSteps(self.models, recompute, self._last)
@@ -219,6 +227,9 @@ class Meter(StepClock):
     def step(self, *, skipped: bool = False, **extra: float) -> Window | None:
         """End an optimizer step.
 
+        A step without a batch is one without work on this rank, as the last of an epoch may be; the first such step of
+        a loop that does not say so by `count(Workload())` is warned of.
+
         Args:
             skipped: the loop left the update out, as a gradient scaler does after an overflow.
             extra: the loop's own numbers for the log, such as `loss=...`.
@@ -226,13 +237,16 @@ class Meter(StepClock):
         Returns:
             The window that this step completes; None for most.
 
-        Raises:
-            UsageError: nothing was counted since the last step, or the clock stepped back.
         """
-        if not self._batches:
-            raise UsageError(f"step {self.num_steps + 1} ends without a batch: call count(batch) for each micro-batch.")
         time = self._end_step()
         self.num_steps += 1
+        if not self._batches and not self._has_warned_of_no_batch:
+            self._has_warned_of_no_batch = True
+            warnings.warn(
+                f"step {self.num_steps} ends without a batch and counts as one without work: call count(batch) for "
+                "each micro-batch, or count(Workload()) where this rank has none.",
+                stacklevel=2,
+            )
         left_out = time.compiled or self.num_steps <= self.num_warmup_steps
         forwards = [] if self._forwards is None else self._forwards.take()
         self._left_out += [self.num_steps] if left_out else []
@@ -240,8 +254,7 @@ class Meter(StepClock):
         self._pending.add(step)
         self._energy.step(left_out=left_out and self._exchanges)
         self._batches = []
-        for watcher in tuple(self.watchers):
-            watcher.took(step)
+        self._tell_watchers(lambda watcher: watcher.took(step))
         if not self._exchanges:
             return None
         self._pending.add_up()
@@ -282,7 +295,13 @@ class Meter(StepClock):
         self._left_out = []
         sums = self._pending.take()
         self._energy.add_to(sums)
-        return [largest_memory(self.device), *sums.numbers()]
+        return [self._largest_memory(), *sums.numbers()]
+
+    def _largest_memory(self) -> int:
+        largest = 0  # where unknown
+        with self.boundary.guard("The peak of this rank's memory"):
+            largest = largest_memory(self.device)
+        return largest  # noqa: RET504 - a reading that fails leaves it as it was
 
     def finished(self) -> list[list[int]]:
         """Take the steps that this rank's device has passed since the last call, as numbers for the other ranks.
@@ -292,7 +311,7 @@ class Meter(StepClock):
         steps = self._pending.take_each()
         if steps:
             self._energy.add_to(steps[-1])
-        memory = largest_memory(self.device) if steps else 0
+        memory = self._largest_memory() if steps else 0
         return [[memory, *sums.numbers()] for sums in steps]
 
     def merge(self, every: Sequence[list[list[int]]]) -> list[Window]:
@@ -327,7 +346,8 @@ class Meter(StepClock):
         if window is None:
             return None
         if self._sinks is not None:
-            self._sinks.write(window.as_record())
+            with self.boundary.guard("Records of the meter's windows"):
+                self._sinks.write(window.as_record())
         if self._on_window is not None:
             self._on_window(window)
         return window
@@ -335,21 +355,20 @@ class Meter(StepClock):
     def close(self) -> Window:
         """Wait for the device once and return the run: all counted steps of all ranks. The meter is then done.
 
-        Raises:
-            UsageError: no step was counted.
+        Where there are none, that is a warning, and the run is a window of 0 steps without any rate.
         """
         if self._whole is not None:
             return self._whole
         self._finish()
-        for watcher in tuple(self.watchers):
-            watcher.stop()
+        self._tell_watchers(lambda watcher: watcher.stop())
         self.log()
         self._let_go()
         run = self._tally.run(self._step, self._pending.extra)
-        if run is None:
-            raise UsageError(
+        if not run.num_steps:
+            warnings.warn(
                 f"there is nothing to sum up: of {self.num_steps} steps, all were warm-up or compiled something. Run "
-                "more steps, or lower num_warmup_steps."
+                "more steps, or lower num_warmup_steps.",
+                stacklevel=2,
             )
         if self._exchanges:
             self._warn(run)
@@ -364,7 +383,11 @@ class Meter(StepClock):
         if kind is None and self.num_steps:
             self.close()
         else:
-            self._let_go()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the model, files and other ranks without summing up, as after an error."""
+        self._let_go()
 
     def _let_go(self) -> None:
         if self._sinks is not None:

@@ -54,6 +54,7 @@ def traffic_of(
     autocast: torch.dtype | None = None,
     compiled: bool | None = None,
     inputs: Any = None,
+    results: Any = None,
 ) -> Traffic:
     """Find what one rank must move for a model: weights, gradients, optimizer state and saved activations.
 
@@ -67,13 +68,14 @@ def traffic_of(
         compiled: whether `torch.compile` or fused kernels run it, which save less than the plain operations do; seen
             on the modules when None.
         inputs: as for `trace`.
+        results: as for `trace`.
 
     Raises:
         TraceError: the model cannot be traced.
         UsageError: the ledger is of another model, or ranks hold parts of one product (tensor parallelism).
     """
     plain = unwrap.whole(model)
-    cost = trace(model, inputs=inputs) if cost_model is None else cost_model
+    cost = trace(model, inputs=inputs, results=results) if cost_model is None else cost_model
     held = _held(plain)
     if [h.parameter.numel() for h in held] != [p.numel for p in cost.parameters]:
         raise UsageError(
@@ -86,6 +88,7 @@ def traffic_of(
         dtypes={id(p): h.dtype for p, h in zip(plain.parameters(), held, strict=True)},
         autocast=autocast,
         products_only=_is_compiled(model) if compiled is None else compiled,
+        results=results,
     )
     always, towers = _parts(cost, held, recompute, autocast, saved.reached, _updated(optimizer))
     return Traffic(always, towers, saved.rows, saved.left_out)

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from headway.errors import UsageError
+from headway.log.boundary import ErrorBoundary
 from headway.meter import clock
 from headway.meter.annotations import Annotations
 from headway.meter.meter import Meter
@@ -60,9 +61,13 @@ def profile(
 class ProfiledSteps(LoopWatcher):
     """A window of profiled steps; see `profile` for the arguments.
 
+    A profile that fails is missing, with a warning, and the loop goes on.
+
     Attributes:
         path: of the file that was written; None before, or where there is none.
     """
+
+    product = "The profile"
 
     def __init__(
         self,
@@ -102,11 +107,12 @@ class ProfiledSteps(LoopWatcher):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Write what is recorded if the loop has ended early, and nothing if by an error."""
-        if kind is None:
-            self.stop()
-        elif self._profiler is not None:
-            self._annotations.close()
-            self._profiler.stop()
+        boundary = ErrorBoundary() if self._meter is None else self._meter.boundary
+        with boundary.guard(self.product):
+            if kind is None:
+                self.stop()
+            else:
+                self.give_up()
         self._let_go()
 
     def start(self, meter: Meter) -> None:
@@ -165,15 +171,20 @@ class ProfiledSteps(LoopWatcher):
         if self._profiler is not None and meter is not None and self._recorded:
             self._close(meter)
             return
-        if self._profiler is not None:
-            self._annotations.close()
-            self._profiler.stop()
-        self._let_go()
+        self.give_up()
         if meter is None or not meter.has_started:
             went = "no loop with a meter has run"
         else:
             went = f"the loop took steps {meter.steps_before + 1} to {meter.steps_before + meter.num_steps}"
         warnings.warn(f"steps {first} to {last} were to be profiled, but {went}: there is no trace.", stacklevel=2)
+
+    def give_up(self) -> None:
+        """Record no more, and write nothing."""
+        profiler = self._profiler
+        self._let_go()
+        if profiler is not None:
+            self._annotations.close()
+            profiler.stop()
 
     def _open_before(self, meter: Meter, number: int) -> None:
         """Begin to record if a step is in the window, also in the middle of it, where a run goes on."""
@@ -207,7 +218,7 @@ class ProfiledSteps(LoopWatcher):
         self._profiler = profiler
 
     def _close(self, meter: Meter) -> None:
-        """Stop to record, write the file and tell what it cost; a file that cannot be written stops no training."""
+        """Stop to record, write the file and tell what it cost."""
         begin_s = clock.now_s()
         self._annotations.close()
         profiler, self._profiler = self._profiler, None
@@ -218,17 +229,9 @@ class ProfiledSteps(LoopWatcher):
         facts = facts_of(meter, rank=self._rank, world_size=self._world_size, overhead_s=overhead_s)
         facts["steps"] = {str(meter.steps_before + step.number): step_facts(meter, step) for step in self._recorded}
         path = self._folder / f"steps-{first:06d}-{last:06d}-rank-{self._rank}.json.gz"
-        try:
-            self._write(profiler, path, facts)
-        except OSError as error:
-            warnings.warn(
-                f"the profile of steps {first} to {last} could not be written to {path}: {error.strerror or error}. "
-                "The loop goes on without it.",
-                stacklevel=2,
-            )
-        else:
-            self.path = path
-            self._tell(f"profile of steps {first} to {last}: {path}; {cost}")
+        self._write(profiler, path, facts)
+        self.path = path
+        self._tell(f"profile of steps {first} to {last}: {path}; {cost}")
         self._let_go()
 
     def _write(self, profiler: Any, path: Path, facts: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
-from headway.errors import UsageError
+from headway.log.boundary import ErrorBoundary
 from headway.meter import clock as meter_clock
 from headway.meter.clock import Mark, Span
 from headway.meter.energy import WindowEnergy
@@ -30,9 +30,11 @@ class LoopWatcher:
 
     Attributes:
         waiting: watchers of whichever meter starts next in this process.
+        product: what the loop loses if the watcher fails.
     """
 
     waiting: ClassVar[list["LoopWatcher"]] = []
+    product: ClassVar[str] = "what a watcher of this loop makes"
 
     def start(self, meter: Any) -> None:
         """Note that the clock of a meter has started."""
@@ -49,6 +51,9 @@ class LoopWatcher:
     def stop(self) -> None:
         """Note that the loop has ended without an error, and the device is done."""
 
+    def give_up(self) -> None:
+        """Let go of everything, after an error of this watcher's own."""
+
 
 class StepClock:
     """Times the steps of a loop without a gap, and keeps its goodput along with them.
@@ -61,15 +66,19 @@ class StepClock:
         device: a `torch.device`, or None for the CPU.
         goodput: ledger of the run's time, moved between its buckets as the loop goes.
         clock: the host's monotonic clock [s]; `headway.meter.clock`'s when None.
+
+    Attributes:
+        boundary: around all that only observes the loop.
     """
 
     def __init__(self, device: Any, goodput: Goodput | None, clock: Callable[[], float] | None) -> None:
         self.device = device
         self.goodput = goodput
         self.has_started = False
+        self.boundary = ErrorBoundary()
         self.watchers: list[LoopWatcher] = []
         self._clock = clock or meter_clock.now_s
-        self._energy = WindowEnergy(None)
+        self._energy = WindowEnergy(None, self.boundary)
         self._compilation = Compilation(self._compiling, self._compiled)
         self._compile_span: AbstractContextManager[None] | None = None
         self._waits: list[Span] = []
@@ -82,7 +91,7 @@ class StepClock:
     def start(self) -> None:
         """Start the clock, once the device has done what it was given before."""
         self.has_started = True
-        self._energy = WindowEnergy(self.device)
+        self._energy = WindowEnergy(self.device, self.boundary)
         self._mark().wait()
         self._last = self._mark()
         self._charge("step")
@@ -179,13 +188,7 @@ class StepClock:
     def _end_step(self) -> StepTime:
         self.got_data()
         self.back()
-        end = self._mark()
-        wall_s = end.host_s - self._last.host_s - self._away_s
-        if wall_s < 0:
-            raise UsageError(
-                f"the clock stepped back: a step would have taken {wall_s:.6f} s. Use a monotonic clock such as "
-                "time.perf_counter."
-            )
+        end = self._mark()  # a clock that has stepped back, as some virtual machines' do, makes a step of no time
         self._compilation.watch()
         time = StepTime(end, self._away_s, self._waits, self._compilation.happened())
         self._waits, self._away_s, self._last = [], 0.0, end
@@ -207,12 +210,22 @@ class StepClock:
         self._charge("idle")
 
     def _begin(self, phase: str) -> None:
-        for watcher in self.watchers:
-            watcher.begin(phase)
+        self._tell_watchers(lambda watcher: watcher.begin(phase))
 
     def _end(self, phase: str) -> None:
-        for watcher in self.watchers:
-            watcher.end(phase)
+        self._tell_watchers(lambda watcher: watcher.end(phase))
+
+    def _tell_watchers(self, tell: Callable[[LoopWatcher], None]) -> None:
+        """Tell all watchers something; one that fails is told so, and nothing more."""
+        for watcher in tuple(self.watchers):
+            watches = False
+            with self.boundary.guard(watcher.product):
+                tell(watcher)
+                watches = True
+            if not watches:
+                self.watchers.remove(watcher)
+                with self.boundary.guard(watcher.product):
+                    watcher.give_up()
 
     def _mark(self) -> Mark:
         return meter_clock.mark(self.device, self._clock())

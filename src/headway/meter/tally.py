@@ -121,7 +121,7 @@ class Tally:
             return None
         self._recent.append(ranks)
         window = self._describe(ranks, step, extra)
-        if window is not None and len(self._recent) > 1:
+        if len(self._recent) > 1:
             recent = [sum(rank[1:], rank[0]) for rank in zip(*self._recent, strict=True)]
             window = replace(window, smoothed=self._describe(recent, step, extra))
         return window
@@ -136,9 +136,7 @@ class Tally:
             self._left_out = _added(self._left_out, ranks)
         else:
             self._run = _added(self._run, ranks)
-        window = self._describe(ranks, step, {})
-        assert window is not None
-        return window
+        return self._describe(ranks, step, {})
 
     def only(self, rank: int) -> None:
         """Forget the other ranks, which have been lost."""
@@ -146,11 +144,11 @@ class Tally:
         self._carried = self._carried[rank : rank + 1]
         self._recent.clear()
 
-    def run(self, step: int, extra: dict[str, Any]) -> Window | None:
-        """Describe all counted steps; those that compiled something if there are no others; None of no steps."""
+    def run(self, step: int, extra: dict[str, Any]) -> Window:
+        """Describe all counted steps; those that compiled something if there are no others."""
+        if not self._run or not self._run[0].totals["num_steps"]:
+            return self._describe(self._left_out or self._run or [Sums(())], step, extra)
         run = self._describe(self._run, step, extra)
-        if run is None:
-            return self._describe(self._left_out, step, extra)
         left_out = self._left_out[0].totals if self._left_out else {"num_left_out": 0, "wall_ns": 0}
         return replace(
             run,
@@ -158,9 +156,7 @@ class Tally:
             left_out_s=run.left_out_s + left_out["wall_ns"] / NS,
         )
 
-    def _describe(self, ranks: Sequence[Sums], step: int, extra: dict[str, Any]) -> Window | None:
-        if not ranks or not ranks[0].totals["num_steps"]:
-            return None
+    def _describe(self, ranks: Sequence[Sums], step: int, extra: dict[str, Any]) -> Window:
         whole, first, yardstick = sum(ranks[1:], ranks[0]), ranks[0].totals, self._yardstick
         billed = [ranks[place - place % yardstick.batch_ranks] for place in range(len(ranks))]
         counted: dict[str, Any] = {name: whole.totals[name] for name in COUNTED}

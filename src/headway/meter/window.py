@@ -7,18 +7,35 @@ from typing import Any
 
 from headway.count import FlopCount
 from headway.devices import Peak
-from headway.meter.memory_traffic import mbu
+from headway.report import format_count, format_duration, format_rounded, format_share
 
 SCHEMA_VERSION = 1
 _SMOOTHED = ("mfu", "hfu", "tokens_per_s", "step_s")
 _LISTED = 128  # ranks up to which a record lists each of them
 
 
+def ratio(numerator: float, denominator: float) -> float:
+    """Divide numbers that were measured; NaN, "not known", where they have no ratio.
+
+    A step may have had no work, no time or no rank that worked, and what only observes it is not to fail of that.
+
+    >>> ratio(3, 4), ratio(0, 0)
+    (0.75, nan)
+    """
+    try:
+        quotient = numerator / denominator
+        is_known = math.isfinite(quotient) and math.isfinite(denominator)
+    except (ZeroDivisionError, OverflowError):  # counts are integers of any size
+        return math.nan
+    return quotient if is_known else math.nan
+
+
 @dataclass(frozen=True, slots=True)
 class Utilisation:
     """FLOPs and wall time of one or more steps, and the rates that follow.
 
-    Every rate is a total over a total. A run's MFU is therefore the time-weighted one: the sum of its FLOPs over the
+    Every rate is a total over a total, and NaN where that is not known: of a step without work, time or slots, or with
+    an unknown peak. A run's MFU is therefore the time-weighted one: the sum of its FLOPs over the
     sum of its time, not the mean of its steps' MFUs, which would let short steps count as much as long ones.
 
     Attributes:
@@ -52,37 +69,37 @@ class Utilisation:
     @property
     def flops_per_s(self) -> float:
         """Useful model FLOPs per second, all devices together [FLOP/s]."""
-        return self.flops.total / self.wall_s
+        return ratio(self.flops.total, self.wall_s)
 
     @property
     def mfu(self) -> float:
         """Useful model FLOPs / (wall time x peak), a fraction."""
-        return self.flops_per_s / self.peak_flops_per_s
+        return ratio(self.flops_per_s, self.peak_flops_per_s)
 
     @property
     def hfu(self) -> float:
         """MFU with the recomputed FLOPs of activation checkpointing added, a fraction."""
-        return (self.flops.total + self.flops.recompute) / self.wall_s / self.peak_flops_per_s
+        return ratio(ratio(self.flops.total + self.flops.recompute, self.wall_s), self.peak_flops_per_s)
 
     @property
     def tokens_per_s(self) -> float:
         """Real tokens per second, all devices together."""
-        return self.tokens / self.wall_s
+        return ratio(self.tokens, self.wall_s)
 
     @property
     def slots_per_s(self) -> float:
         """Computed positions per second, padding included."""
-        return self.slots / self.wall_s
+        return ratio(self.slots, self.wall_s)
 
     @property
     def padding_share(self) -> float:
         """Share of the computed positions that were padding, a fraction."""
-        return 1 - self.tokens / self.slots if self.slots else 0.0
+        return 1 - ratio(self.tokens, self.slots)
 
     @property
     def data_wait_share(self) -> float:
         """Share of the wall time spent waiting for data, a fraction."""
-        return self.data_wait_s / self.wall_s
+        return ratio(self.data_wait_s, self.wall_s)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -99,7 +116,11 @@ class Utilisation:
         )
 
     def as_record(self) -> dict[str, Any]:
-        """Flatten into JSON-ready values for a record; seconds, counts and fractions, never percent."""
+        """Flatten into JSON-ready values; seconds, counts and fractions, never percent; None for what is not known."""
+        record: dict[str, Any] = known(self._record())
+        return record
+
+    def _record(self) -> dict[str, Any]:
         return {
             "wall_s": self.wall_s,
             "data_wait_s": self.data_wait_s,
@@ -186,35 +207,42 @@ class Window(Utilisation):
     @property
     def step_s(self) -> float:
         """Mean wall time of a step [s]."""
-        return self.wall_s / self.num_steps
+        return ratio(self.wall_s, self.num_steps)
 
     @property
     def mfu_of_ceiling(self) -> float:
         """Useful FLOPs / (wall time x measured ceiling), a fraction; NaN without a ceiling."""
-        return self.flops_per_s / (self.ceiling_flops_per_s * self.world_size)
+        return ratio(self.flops_per_s, self.ceiling_flops_per_s * self.world_size)
 
     @property
     def mbu(self) -> float:
         """Bytes moved at least / (wall time x peak bytes/s), a fraction; NaN where either is not known."""
         if not self.bytes_moved:
             return math.nan
-        return mbu(self.bytes_moved, self.wall_s, self.peak_bytes_per_s * self.world_size)
+        return ratio(ratio(self.bytes_moved, self.wall_s), self.peak_bytes_per_s * self.world_size)
 
     @property
     def fill(self) -> float:
         """Real tokens / room in the micro-batches, a fraction; NaN without a packing length."""
-        room = self.num_batches * (self.packing_length or 0)
-        return self.tokens / room if room else math.nan
+        return ratio(self.tokens, self.num_batches * (self.packing_length or 0))
+
+    def __str__(self) -> str:
+        """The window in a line, as for `print`; `as_record` has all of it."""
+        steps = f"{format_count(self.num_steps)} step{'' if self.num_steps == 1 else 's'}"
+        return (
+            f"step {format_count(self.step)}: {steps} in {format_duration(self.wall_s)}, MFU {format_share(self.mfu)}, "
+            f"{format_rounded(self.tokens_per_s)} tokens/s, padding {format_share(self.padding_share)}"
+        )
 
     @property
     def joules_per_token(self) -> float:
         """Energy of the boards per real token [J]; NaN where it is not known."""
-        return self.energy_j / self.tokens if self.tokens else math.nan
+        return ratio(self.energy_j, self.tokens)
 
     @property
     def balance(self) -> float:
-        """Mean over maximum of the ranks' useful FLOPs: 1 when all carry the same, a fraction."""
-        return sum(self.rank_flops) / len(self.rank_flops) / max(self.rank_flops) if any(self.rank_flops) else 1.0
+        """Mean over maximum of the ranks' useful FLOPs, a fraction: 1 when all carry the same, NaN without any."""
+        return ratio(sum(self.rank_flops), len(self.rank_flops) * max(self.rank_flops, default=0))
 
     @property
     def straggler_share(self) -> float:
@@ -222,41 +250,49 @@ class Window(Utilisation):
         return 1 - self.balance
 
     @property
-    def heaviest_rank(self) -> int:
-        """The rank that was given the most FLOPs, the first of several."""
+    def heaviest_rank(self) -> int | None:
+        """The rank that was given the most FLOPs, the first of several; None when none has any."""
+        if not any(self.rank_flops):
+            return None
         return max(range(len(self.rank_flops)), key=self.rank_flops.__getitem__)
 
     @property
     def heaviest_rank_load(self) -> float:
         """FLOPs of the heaviest rank over the mean of all, 1 or more: where the work makes the others wait."""
-        return 1 / self.balance
+        return ratio(1, self.balance)
 
     @property
     def rank_speeds(self) -> tuple[float, ...]:
-        """FLOPs of each rank's forwards over the time that it computed them [FLOP/s]; NaN where nobody looked."""
+        """FLOPs of each rank's forwards over the time that it computed them [FLOP/s].
+
+        NaN of a rank that had no work, which says nothing of its device, and where nobody looked.
+        """
         spans = zip(self.rank_busy_flops, self.rank_busy_s, strict=True)
-        return tuple(flops / busy_s if busy_s else math.nan for flops, busy_s in spans)
+        return tuple(ratio(flops, busy_s) if flops else math.nan for flops, busy_s in spans)
 
     @property
     def slowest_rank(self) -> int | None:
-        """The rank whose device computed slowest, whatever work it was given; None where nobody looked."""
+        """The rank whose device computed slowest, of those that had work; None without any, or where nobody looked."""
         speeds = self.rank_speeds
-        if any(map(math.isnan, speeds)):
+        worked = [rank for rank, flops in enumerate(self.rank_busy_flops) if flops]
+        if not worked or any(math.isnan(speeds[rank]) for rank in worked):
             return None
-        return min(range(len(speeds)), key=speeds.__getitem__)
+        return min(worked, key=speeds.__getitem__)
 
     @property
     def slowest_rank_speed(self) -> float:
-        """Speed of the slowest rank over the median of all, a fraction: where a device makes the others wait."""
-        rank = self.slowest_rank
-        return math.nan if rank is None else self.rank_speeds[rank] / median(self.rank_speeds)
+        """Speed of the slowest rank over the median of those that had work: where a device makes the others wait."""
+        rank, speeds = self.slowest_rank, self.rank_speeds
+        if rank is None:
+            return math.nan
+        return ratio(speeds[rank], median(speed for speed in speeds if not math.isnan(speed)))
 
-    def as_record(self) -> dict[str, Any]:
-        """Flatten into JSON-ready values; seconds, counts and fractions, None for what is not known."""
-        record: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "kind": "step"}
-        record |= Utilisation.as_record(self)  # slots rebuild the class, which a bare super() would miss
+    def _record(self) -> dict[str, Any]:
         per_device = self.wall_s * self.world_size
-        record |= {
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kind": "step",
+            **Utilisation._record(self),  # slots rebuild the class, which a bare super() would miss
             "step": self.step,
             "num_steps": self.num_steps,
             "num_left_out": self.num_left_out,
@@ -265,16 +301,16 @@ class Window(Utilisation):
             "num_skipped": self.num_skipped,
             "step_s": self.step_s,
             "flops_per_s": self.flops_per_s,
-            "flops_per_s_per_device": self.flops_per_s / self.world_size,
-            "tokens_per_s_per_device": self.tokens / per_device,
-            "slots_per_s_per_device": self.slots / per_device,
+            "flops_per_s_per_device": ratio(self.flops_per_s, self.world_size),
+            "tokens_per_s_per_device": ratio(self.tokens, per_device),
+            "slots_per_s_per_device": ratio(self.slots, per_device),
             "segments": self.segments,
             "images": self.images,
             "videos": self.videos,
             "patches": self.patches,
             "audio_frames": self.audio_frames,
-            "images_per_s": self.images / self.wall_s,
-            "patches_per_s": self.patches / self.wall_s,
+            "images_per_s": ratio(self.images, self.wall_s),
+            "patches_per_s": ratio(self.patches, self.wall_s),
             "flops_share_by_component": self._shares(),
             "mfu_of_ceiling": self.mfu_of_ceiling,
             "mbu": self.mbu,
@@ -293,13 +329,20 @@ class Window(Utilisation):
             **({f"{name}_smoothed": getattr(self.smoothed, name) for name in _SMOOTHED} if self.smoothed else {}),
             **self.extra,
         }
-        return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
 
-    def _by_rank(self) -> dict[str, list[float | None]]:
+    def _by_rank(self) -> dict[str, list[float]]:
         """List the FLOPs of each rank, and its FLOPs per busy second, which tell a heavy pack from a slow device."""
-        speeds = [None if math.isnan(speed) else speed for speed in self.rank_speeds]
-        return {"rank_flops": [*self.rank_flops], "rank_flops_per_busy_s": speeds}
+        return {"rank_flops": [*self.rank_flops], "rank_flops_per_busy_s": [*self.rank_speeds]}
 
     def _shares(self) -> dict[str, float]:
         total = self.flops.total
-        return {name: flops / total for name, flops in self.flops.by_component().items()} if total else {}
+        return {name: ratio(flops, total) for name, flops in self.flops.by_component().items()} if total else {}
+
+
+def known(node: Any) -> Any:
+    """Replace numbers that are not finite, for which JSON has no word, by None: they are not known."""
+    if isinstance(node, dict):
+        return {key: known(value) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [known(value) for value in node]
+    return None if isinstance(node, float) and not math.isfinite(node) else node

@@ -5,7 +5,9 @@ each distinct segment length and grid is counted once by the model's cost model,
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -80,6 +82,17 @@ def over_budget(what: str, size: Size, budget: Budget) -> str:
         '"drop" leaves them out, "truncate" cuts their text, "split" makes several of a long text; all are counted and '
         "reported."
     )
+
+
+def segments_within(segments: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
+    """Lengths of the segments of a sample that is cut to tokens start .. stop - 1; none of one that has none.
+
+    >>> segments_within([4, 6, 5], 2, 11)
+    (2, 6, 1)
+    """
+    ends = list(accumulate(segments))
+    cut = (min(end, stop) - max(end - length, start) for length, end in zip(segments, ends, strict=True))
+    return tuple(length for length in cut if length > 0)
 
 
 def segment_costs(cost_model: CostModel, lengths: NDArray[Any]) -> Floats:

@@ -1,7 +1,7 @@
 """Items of a plan: the samples of all sources, numbered through, over-long ones dropped, truncated or split."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from headway.count import CostModel
 from headway.errors import ConfigError, DataError
-from headway.packing.budget import Budget, Size, over_budget, segment_costs
+from headway.packing.budget import Budget, Size, over_budget, segment_costs, segments_within
 from headway.packing.parts import Dropout, PartCosts, PartTable
 from headway.packing.pieces import TargetRuns, Targets, split
 
@@ -47,6 +47,9 @@ class Lengths(Protocol):
     @property
     def ok(self) -> Numbers:
         """Whether each row can be used, shape (N,)."""
+
+    def segments_of(self, row: int) -> Sequence[int]:
+        """Lengths of a row's views, of a chat that has several; nothing for other rows [tokens]."""
 
     @property
     def empty(self) -> Numbers:
@@ -346,23 +349,33 @@ def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, c
         is_cut = cut[rows]
         length = np.minimum(tokens[rows] - starts, budget.tokens)
         cost = costs[rows]
-        if is_cut.any():
-            cost[is_cut] += _text_costs(length[is_cut], cost_model) - _text_costs(tokens[rows][is_cut], cost_model)
         at = np.flatnonzero(is_cut)
+        if len(at):
+            cost[at] += _text_costs(lengths, rows[at], starts[at], length[at], cost_model)
+            cost[at] -= _text_costs(lengths, rows[at], 0 * at, tokens[rows[at]], cost_model)
         part = _Part(length, patches[rows], cost, rows, at, starts[at], counts)
     counts.tokens = int(part.tokens.sum(dtype=np.int64))
     counts.tokens_dropped = int(tokens[ok].sum(dtype=np.int64)) - counts.tokens
     return part
 
 
+def _text_costs(
+    lengths: Lengths, rows: Numbers, starts: Numbers, tokens: Numbers, cost_model: CostModel | None
+) -> Numbers:
+    """FLOPs of pieces of rows without their media, or their tokens; rows of several views have several segments."""
+    if cost_model is None:
+        return tokens.astype(np.float64)
+    costs = segment_costs(cost_model, tokens)
+    for number, (row, start, length) in enumerate(zip(rows.tolist(), starts.tolist(), tokens.tolist(), strict=True)):
+        if segments := segments_within(lengths.segments_of(row), start, start + length):
+            costs[number] = segment_costs(cost_model, np.array(segments)).sum()
+    return costs
+
+
 def _targets_of(targets: Targets, chosen: Numbers) -> TargetRuns:
     """The runs of some rows, numbered as those rows are among themselves."""
     runs = chosen[targets.rows]
     return TargetRuns((np.cumsum(chosen) - 1)[targets.rows[runs]], targets.values[runs])
-
-
-def _text_costs(lengths: Numbers, cost_model: CostModel | None) -> Numbers:
-    return lengths.astype(np.float64) if cost_model is None else segment_costs(cost_model, lengths)
 
 
 def _joined(parts: list[Numbers], kind: Any) -> Numbers:

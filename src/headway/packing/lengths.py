@@ -2,8 +2,8 @@
 
 import csv
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,12 +30,14 @@ class LengthTable:
         patches: vision patches of each sample [patches], shape (N,).
         grids: (t, h, w) of all images [patches], shape (M, 3); None where only their patches are known.
         grid_rows: the sample of each image, shape (M,); None without grids.
+        segments: lengths of the views of samples that have several, by the sample [tokens].
     """
 
     tokens: Numbers
     patches: Numbers
     grids: Numbers | None = None
     grid_rows: Numbers | None = None
+    segments: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     @property
     def first_target(self) -> Numbers:
@@ -57,6 +59,10 @@ class LengthTable:
         """Whether each row can be used, shape (N,)."""
         return np.ones(len(self.tokens), dtype=bool)
 
+    def segments_of(self, row: int) -> Sequence[int]:
+        """Lengths of a sample's views, of one that has several; nothing for others [tokens]."""
+        return self.segments.get(row, ())
+
     @property
     def empty(self) -> Numbers:
         """Whether each row holds nothing, shape (N,)."""
@@ -71,6 +77,8 @@ class LengthTable:
             WorkloadError: patches for a model without a vision tower, or grids that it cannot take.
         """
         costs = segment_costs(cost_model, self.tokens)
+        for row, segments in self.segments.items():
+            costs[row] = segment_costs(cost_model, np.array(segments)).sum()
         if self.grids is not None and self.grid_rows is not None:
             return costs + np.bincount(self.grid_rows, grid_costs(cost_model, self.grids), len(costs))
         return costs + patch_costs(cost_model, self.patches) if self.patches.any() else costs

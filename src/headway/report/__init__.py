@@ -7,9 +7,11 @@ from headway.report.format import (
     format_flops,
     format_ms,
     format_rate,
+    format_rounded,
     format_share,
     printable,
 )
+from headway.report.secrets import presentable
 from headway.report.table import Column, render_lines, render_pairs, render_table
 
 __all__ = [
@@ -20,7 +22,9 @@ __all__ = [
     "format_flops",
     "format_ms",
     "format_rate",
+    "format_rounded",
     "format_share",
+    "presentable",
     "printable",
     "render_lines",
     "render_pairs",

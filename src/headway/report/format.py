@@ -1,5 +1,9 @@
-"""One formatter per kind of number. Inside the library values stay plain: FLOP, seconds, bytes, fractions."""
+"""One formatter per kind of number. Inside the library values stay plain: FLOP, seconds, bytes, fractions.
 
+A number that is not finite, as the rate of a step that took no time, reads "not known".
+"""
+
+import math
 import re
 
 # Control characters but tab and line feed, marks that turn the order of letters round, line separators, and halves of
@@ -7,6 +11,7 @@ import re
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _DECIMAL_PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _BINARY_PREFIXES = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_NOT_KNOWN = "not known"
 
 
 def printable(text: str) -> str:
@@ -33,7 +38,7 @@ def format_flops(flops: float) -> str:
     >>> format_flops(12)
     '12 FLOP'
     """
-    return _with_prefix(flops) + "FLOP"
+    return _with_prefix(flops, "FLOP")
 
 
 def format_rate(flops_per_s: float) -> str:
@@ -42,7 +47,7 @@ def format_rate(flops_per_s: float) -> str:
     >>> format_rate(989.4e12)
     '989.4 TFLOP/s'
     """
-    return _with_prefix(flops_per_s) + "FLOP/s"
+    return _with_prefix(flops_per_s, "FLOP/s")
 
 
 def format_count(count: float) -> str:
@@ -51,7 +56,18 @@ def format_count(count: float) -> str:
     >>> format_count(12800)
     '12,800'
     """
+    if not _is_known(count):
+        return _NOT_KNOWN
     return f"{count:,}" if isinstance(count, int) else f"{count:,.1f}"
+
+
+def format_rounded(count: float) -> str:
+    """Format a count, or a rate of counts, without decimals.
+
+    >>> format_rounded(12800.4), format_rounded(float("nan"))
+    ('12,800', 'not known')
+    """
+    return format_count(round(count)) if _is_known(count) else _NOT_KNOWN
 
 
 def format_share(fraction: float) -> str:
@@ -60,7 +76,7 @@ def format_share(fraction: float) -> str:
     >>> format_share(0.4712)
     '47.1 %'
     """
-    return f"{100 * fraction:.1f} %"
+    return f"{100 * fraction:.1f} %" if _is_known(fraction) else _NOT_KNOWN
 
 
 def format_duration(seconds: float) -> str:
@@ -69,6 +85,8 @@ def format_duration(seconds: float) -> str:
     >>> [format_duration(s) for s in (0.000047, 0.25, 3.2, 75, 4210)]
     ['47 us', '250 ms', '3.20 s', '1 min 15 s', '1 h 10 min']
     """
+    if not _is_known(seconds):
+        return _NOT_KNOWN
     if seconds < 0.9995e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 0.9995:
@@ -96,6 +114,8 @@ def format_bytes(num_bytes: float) -> str:
     >>> format_bytes(3 * 2**30)
     '3.0 GiB'
     """
+    if not _is_known(num_bytes):
+        return _NOT_KNOWN
     value = float(num_bytes)
     for prefix in _BINARY_PREFIXES[:-1]:
         if abs(value) < 1023.95:
@@ -104,10 +124,16 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.1f} {_BINARY_PREFIXES[-1]}"
 
 
-def _with_prefix(value: float) -> str:
+def _is_known(value: float) -> bool:
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def _with_prefix(value: float, unit: str) -> str:
+    if not _is_known(value):
+        return _NOT_KNOWN
     index, scaled = 0, float(value)
     while abs(scaled) >= 999.95 and index < len(_DECIMAL_PREFIXES) - 1:
         scaled /= 1000
         index += 1
     number = f"{scaled:.0f}" if index == 0 and scaled == int(scaled) else f"{scaled:.1f}"
-    return f"{number} {_DECIMAL_PREFIXES[index]}"
+    return f"{number} {_DECIMAL_PREFIXES[index]}{unit}"

@@ -2,6 +2,8 @@
 
 import math
 
+_LONGEST = 40  # characters of a number's text that are read or shown
+
 
 def number(value: object) -> float | None:
     """A finite number; None for anything else."""
@@ -13,6 +15,52 @@ def number(value: object) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:  # of an integer that no float holds
         return None
+
+
+_LARGEST_QUANTITY = 1e30  # of FLOPs, bytes, tokens: sums and products of a few stay finite
+_LARGEST = 2**62 - 1  # sums and differences of two stay within 64 bits
+
+
+def quantity(value: object) -> float | None:
+    """A number that can be added up and multiplied by others; None for anything else."""
+    known = number(value)
+    return known if known is not None and abs(known) <= _LARGEST_QUANTITY else None
+
+
+def integer(value: object, *, largest: int = _LARGEST) -> int:
+    """A whole number that a stranger wrote, of bounded size.
+
+    Args:
+        value: an integer, a float without a fraction, or the text of an integer.
+        largest: most that it may be, in either direction.
+
+    Raises:
+        ValueError: anything else: a fraction, NaN, an infinity, `true`, a list, or a number that is too large.
+
+    >>> integer(3.0), integer("-7")
+    (3, -7)
+    """
+    if type(value) is int:  # most of a million values
+        found = value
+    elif (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and len(value) <= _LONGEST):
+        found = int(value)
+    else:
+        raise ValueError(f"{str(value)[:_LONGEST]!r} is no whole number")
+    if not -largest <= found <= largest:
+        raise ValueError(f"a number of {found.bit_length()} bits is too large")
+    return found
+
+
+def finite(value: object) -> float:
+    """A finite number that a stranger wrote.
+
+    Raises:
+        ValueError: anything else.
+    """
+    known = number(value)
+    if known is None:
+        raise ValueError(f"{str(value)[:_LONGEST]!r} is no finite number")
+    return known
 
 
 def numbers(value: object) -> list[float]:

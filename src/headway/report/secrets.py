@@ -1,35 +1,82 @@
-"""What settings and addresses may hold that is not for others: hidden before anybody sees them."""
+"""Secrets in texts, settings and addresses, hidden before anybody sees them: in reports, errors and job logs alike.
+
+It goes by names, by the forms of addresses and by how well-known tokens begin: a secret under a name that tells
+nothing, or within a path, is shown.
+"""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
+from headway.report.format import printable
 
 HIDDEN = "(hidden)"
 _MOST = 5000  # settings of a file; anchors of YAML may make a few lines endless
-# Words of a setting's name that tell a secret, and those that tell one together with "key".
+# Words of a setting's name that tell a secret, and those that tell one together with "key" or "keys".
 _WORDS = frozenset(
-    ("token", "secret", "secrets", "password", "passwd", "passphrase", "credential", "credentials", "authorization",
-     "auth", "cookie", "apikey", "accesskey", "sas", "signature")
+    ("token", "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pass", "pwd", "pat", "credential",
+     "credentials", "authorization", "auth", "cookie", "apikey", "accesskey", "sas", "signature")
 )  # fmt: skip
 _KEYS = frozenset(("api", "access", "account", "private", "shared", "signing", "ssh", "encryption", "license"))
-_STORES = ("storage_options", "connection_string", "headers", "env", "environ")  # whatever is in them
-_SAID = r"(?:token|secret|password|passwd|credentials?|api[_-]?key|access[_-]?key|accountkey)"
-_RULES = (
-    # who asks, in an address, and with which signature
-    (re.compile(r"://[^@\s\"']+@"), f"://{HIDDEN}@"),
-    (re.compile(rf"(?i)([?&][\w.-]*(?:{_SAID}|sig|signature|key)[\w.-]*=)[^&\s\"']+"), rf"\1{HIDDEN}"),
-    # options and variables of a command
-    (re.compile(rf"(?i)(--?[\w-]*{_SAID}[ =])\S+"), rf"\1{HIDDEN}"),
-    (re.compile(rf"(?i)\b(\w*{_SAID}=)[^\s;,&\"']+"), rf"\1{HIDDEN}"),
+_STORES = ("storage_options", "connection_string", "headers", "env", "environ", "kwargs")  # whatever is in them
+
+# Names of secrets in running text, where a bare "token" is more often one of a text.
+_NAME = (
+    r"[\w-]*(?:secrets?|passw(?:or)?ds?|passphrase|pwd|credentials?|(?:api|access|account|private|signing)[_-]?keys?"
+    r"|(?:hub|hf|access|api|auth|bearer|session|refresh|security|github|gitlab|wandb)[_-]?tokens?)[\w-]*"
+    r"|\w+_pass|\w+_pat|(?:hf|wandb|gh)_token"
+)
+_QUERY = r"token|secret|passw|credential|sig|signature|key|policy|auth|session|jwt|x-amz-|x-goog-|googleaccessid"
+_OF_TEXTS = r"(?:\w*_)?(?:pad|bos|eos|unk|end|mask|sep|cls|image|video|audio|per)_token"  # tokens that are no secrets
+_VALUE = r"(?:\"[^\"]*\"|'[^']*'|\[[^\]]*\]|(?!\(hidden\))[^\s,;&\"'}\])]+)"
+_SECRETS = (
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), HIDDEN),
+    # who asks, in an address: up to the last @ before its path, or of a password that holds a slash
+    (re.compile(r"://[^/\s\"'?#]*@"), f"://{HIDDEN}@"),
+    (re.compile(r"://[^/\s\"'@:]+:(?!\d+(?:/|\Z))[^\s\"'?#]*@"), f"://{HIDDEN}@"),
+    # and with which signature
+    (re.compile(rf"(?i)([?&][\w.-]*(?:{_QUERY})[\w.-]*=)[^&\s\"']+"), rf"\1{HIDDEN}"),
+    (re.compile(r"(hooks\.slack\.com/services/|/api/webhooks/)[^\s\"']+"), rf"\1{HIDDEN}"),
+    # options, variables, lines of settings
+    (re.compile(r"(?i)\b(authorization[\"']?\s*[:=]\s*)(?:[\"'][^\"']*[\"']|(?:\w+ +)?[^\s\"',;]+)"), rf"\1{HIDDEN}"),
+    (re.compile(rf"(?i)(?<![\w-])(--?(?:{_NAME}|token)(?:=| +))(?!-){_VALUE}"), rf"\1{HIDDEN}"),
+    (re.compile(rf"(?i)(?<![\w-])((?:{_NAME})[\"']?\s*[:=]\s*){_VALUE}"), rf"\1{HIDDEN}"),
+    (re.compile(rf"(?i)(?<![\w-])(?!{_OF_TEXTS})(\w*token=)(?!\d+\b|null\b|none\b){_VALUE}"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)\b(bearer|basic) +[\w.~+/=-]{6,}"), rf"\1 {HIDDEN}"),
-    (re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|xox[abp]-|AKIA)[\w-]{8,}"), HIDDEN),
-    # somebody's home
-    (re.compile(r"(?<![\w/.-])/(?:home|Users)/[^/\s\"']+|(?<![\w./-])/root(?=[/\s\"']|$)"), "~"),
+    # tokens that are known by how they begin
+    (re.compile(r"\b(?:hf_|sk-|sk_live_|gh[opsur]_|github_pat_|glpat-|xox[abp]-|xapp-|npm_|nvapi-|AKIA|ASIA|AIza)[\w-]{8,}"),
+     HIDDEN),
+    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), HIDDEN),
+)  # fmt: skip
+_HOMES = (
+    (re.compile(r"(?:(?<![\w/.-])|(?<=file://))/(?:home|Users)/[^/\s\"']+|(?<![\w./-])/root(?=[/\s\"']|$)"), "~"),
     (re.compile(r"(?i)\b[a-z]:\\+users\\+[^\\\s\"']+"), "~"),
 )
+
+
+def hide_secrets(text: str) -> str:
+    """Text of anyone without passwords, tokens, keys and signatures.
+
+    >>> hide_secrets("cannot open https://me:p@ss@host/x.jsonl?X-Amz-Signature=ab/cd, with HF_TOKEN='hush'")
+    'cannot open https://(hidden)@host/x.jsonl?X-Amz-Signature=(hidden) with HF_TOKEN=(hidden)'
+    """
+    return _replaced(text, _SECRETS)
+
+
+def presentable(text: str) -> str:
+    r"""Text of anyone for a terminal or a log: nothing that a terminal obeys, and no secret.
+
+    >>> presentable("\x1b[2J s3://key:hush@bucket")
+    '\\x1b[2J s3://(hidden)@bucket'
+    """
+    return printable(hide_secrets(text))
+
+
+def _replaced(text: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, instead in rules:
+        text = pattern.sub(instead, text)
+    return text
 
 
 def without_secrets(text: str, *, longest: int) -> str:
@@ -47,6 +94,8 @@ def without_secrets(text: str, *, longest: int) -> str:
     hub_token: (hidden)
     tokens_per_pack: 4096
     """
+    import yaml  # takes time that commands without settings need not spend
+
     is_json = text.lstrip().startswith("{")
     try:
         found = json.loads(text) if is_json else yaml.safe_load(text)
@@ -68,8 +117,12 @@ class _Shown:
         if self._left < 0:
             raise ValueError("too many settings")
         if isinstance(node, Mapping):
+            if isinstance(node.get("name"), str) and "value" in node and _is_secret(node["name"]):
+                node = {**node, "value": HIDDEN}  # as lists of variables are written
             return {self._text(name): HIDDEN if _is_secret(str(name)) else self.of(one) for name, one in node.items()}
         if isinstance(node, list | tuple):
+            if len(node) == 2 and isinstance(node[0], str) and node[0].isidentifier() and _is_secret(node[0]):
+                return [node[0], HIDDEN]
             return [self._argument(one, before) for one, before in zip(node, ["", *node], strict=False)]
         return self._text(node) if isinstance(node, str) else node if _is_plain(node) else str(node)
 
@@ -80,6 +133,8 @@ class _Shown:
         name, equals, value = item.partition("=") if isinstance(item, str) else ("", "", "")
         if equals and any(_is_secret(part) for part in name.split(".")):
             return f"{name}={HIDDEN}"
+        import yaml
+
         if equals and value.lstrip().startswith(("{", "[")):
             try:
                 return f"{name}={json.dumps(self.of(yaml.safe_load(value)))}"
@@ -90,8 +145,7 @@ class _Shown:
     @staticmethod
     def _text(value: Any) -> Any:
         if isinstance(value, str):
-            for pattern, instead in _RULES:
-                value = pattern.sub(instead, value)
+            value = _replaced(hide_secrets(value), _HOMES)
         return value if _is_plain(value) else str(value)
 
 
@@ -103,4 +157,5 @@ def _is_secret(name: str) -> bool:
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     words = set(re.split(r"[^a-z0-9]+", plain))
     together = "_".join(re.split(r"[^a-z0-9]+", plain))
-    return bool(words & _WORDS) or ("key" in words and bool(words & _KEYS)) or together.endswith(_STORES)
+    has_key = bool(words & {"key", "keys"}) and bool(words & _KEYS)
+    return bool(words & _WORDS) or has_key or together == "key" or together.endswith(_STORES)

@@ -53,7 +53,7 @@ def render_table(
     ----  -----
     all      19
     """
-    body = [[printable(cell) for cell in row] for row in rows] + ([list(footer)] if footer is not None else [])
+    body = [[printable(cell) for cell in row] for row in [*rows, *([footer] if footer is not None else [])]]
     for row in body:
         assert len(row) == len(columns), f"a row has {len(row)} cells for {len(columns)} columns: {row}"
     screen = width if width is not None else width_of(sys.stdout)
@@ -119,13 +119,14 @@ def render_pairs(pairs: Sequence[tuple[str, str]], *, width: int | None = None) 
     tokens  12,800
     """
     screen = width if width is not None else width_of(sys.stdout)
+    pairs = [(printable(name), printable(value)) for name, value in pairs]
     named = max((len(name) for name, _ in pairs), default=0)
     lines = []
     for name, value in pairs:
-        line = f"{name:<{named}}{_GAP}{printable(value)}".rstrip()
+        line = f"{name:<{named}}{_GAP}{value}".rstrip()
         if screen is not None and len(line) > screen:
             room = max(screen - named - len(_GAP), _NARROWEST_WORDS)
-            first, *rest = wrapped(printable(value), room)
+            first, *rest = wrapped(value, room)
             line = "\n".join([f"{name:<{named}}{_GAP}{first}", *(" " * named + _GAP + words for words in rest)])
         lines.append(line)
     return "\n".join(lines)
@@ -138,7 +139,7 @@ def render_lines(lines: Sequence[str]) -> str:
     One.
     Two.
     """
-    screen = width_of(sys.stdout)
+    screen, lines = width_of(sys.stdout), [printable(line) for line in lines]
     return "\n".join(line if screen is None else "\n".join(wrapped(line, screen)) for line in lines)
 
 

@@ -196,10 +196,12 @@ def write_reader(folder: Path, texts: Iterable[str] = (*QUESTIONS, "user\n", "as
 
     from headway.models.load import load_processor
     from headway.synthetic.processor import write_processor
+    from headway.synthetic.small_model import write_generation_config
 
     # Of the digits, answers stay digit by digit, as no number is among their questions.
     write_processor(folder, texts, PATCH_SIZE, temporal_patch_size=1)
-    tokenizer = load_processor(folder).tokenizer
+    processor: Any = load_processor(folder)
+    tokenizer = processor.tokenizer
     token = tokenizer.convert_tokens_to_ids
     hidden_size, num_heads, spread = 128, 4, 0.06
     head_dim = hidden_size // num_heads
@@ -242,4 +244,5 @@ def write_reader(folder: Path, texts: Iterable[str] = (*QUESTIONS, "user\n", "as
         architectures=["Qwen3VLForConditionalGeneration"],
     )
     config.save_pretrained(folder)
+    write_generation_config(folder, processor)
     return folder

@@ -76,7 +76,7 @@ def write_new_model(
         seed: of the weights.
 
     Raises:
-        ConfigError: a folder that holds a model, or a type that is not known or cannot be made small.
+        ConfigError: a folder that holds a model, a type that is not known or cannot be made small, or data with sounds.
         DataError: the data hold no words.
     """
     if (folder / "config.json").exists():
@@ -126,6 +126,11 @@ def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
             if isinstance(sample, Chat):
                 found = [message.text for message in sample.messages] + [f"{m.role}\n" for m in sample.messages]
                 has_media = has_media or bool(sample.images or sample.videos)
+                if sample.audio:
+                    raise ConfigError(
+                        f"{sample.where} holds a sound, and small models with an audio tower are not made. Train from "
+                        "a checkpoint that listens, such as one of Qwen2-Audio, or leave the rows with sounds out."
+                    )
             else:
                 found = [sample.content] if isinstance(sample.content, str) else []
             texts += found

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
 from headway.architectures import BagelConfig
+from headway.data.chat import stop_ids_of
+from headway.data.stops import with_stops
 from headway.errors import ConfigError
 from headway.models.load import load_processor
 from headway.synthetic.processor import write_processor, write_tokenizer
@@ -99,7 +101,14 @@ def write_small_model(
         if getattr(small, name, None) is not None:
             setattr(small, name, tokenizer.convert_tokens_to_ids(token))
     small.save_pretrained(folder)
+    write_generation_config(folder, opened)
     return folder
+
+
+def write_generation_config(folder: Path, processor: Any) -> None:
+    """Write where generation stops: at the tokens that end an answer, by the chat template."""
+    settings: Any = GenerationConfig  # which transformers leaves untyped
+    with_stops(settings(), stop_ids_of(processor)).save_pretrained(folder)
 
 
 def processor_class(config: PreTrainedConfig) -> str:

@@ -5,7 +5,7 @@ that what is saved is what a real step saves. Each storage counts once, however 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -16,12 +16,14 @@ import torch
 from torch import nn
 
 from headway.tracing import build
+from headway.tracing.arguments import in_dtype, phantoms
 from headway.tracing.fit import candidates, proportional, sum_of_drivers
-from headway.tracing.inputs.model_inputs import call, floats_of, inputs_for, rebuilt
+from headway.tracing.inputs.model_inputs import call, inputs_for
 from headway.tracing.loops import alike
 from headway.tracing.operation import Operation
 from headway.tracing.phantom import Phantom, root
 from headway.tracing.record import Recorder
+from headway.tracing.results import Results, reached, trained_results
 from headway.tracing.stand_ins import recording
 from headway.tracing.strides import shortened
 
@@ -44,6 +46,7 @@ def saved_activations(
     dtypes: Mapping[int, torch.dtype] | None = None,
     autocast: torch.dtype | None = None,
     products_only: bool = False,
+    results: Results = None,
 ) -> Saved:
     """Count the bytes of activations that autograd saves for backward.
 
@@ -59,6 +62,7 @@ def saved_activations(
         products_only: count what matrix products and attention read, and leave out what only elementwise operations
             saved: a compiler or a fused kernel may compute that again, or cast once what autocast casts for each
             product.
+        results: as for `trace`.
 
     Raises:
         TraceError: the model cannot be traced.
@@ -78,7 +82,7 @@ def saved_activations(
         arguments = in_dtype(model_inputs.arguments(workload), floats)
         run = SavedRecorder(twin, lambda _: "")
         with recording(twin, run), context:
-            out = floats_of(call(twin, arguments))
+            starts = trained_results(call(twin, arguments), twin, results)
         run.forget([*twin.parameters(), *phantoms(arguments)])
         runs.append(run)
         sizes.append(run.by_module(products_only=products_only))
@@ -91,8 +95,7 @@ def saved_activations(
         for driver, factor in module.items():
             rows[driver] = rows.get(driver, Fraction(0)) + factor
     trained = sum(1 << i for i, p in enumerate(twin.parameters()) if p.requires_grad)
-    reached = out.sources & trained if isinstance(out, Phantom) and out.requires_grad else 0
-    return Saved(tuple(rows.items()), reached, left_out)
+    return Saved(tuple(rows.items()), reached(starts) & trained, left_out)
 
 
 def explain(
@@ -211,18 +214,3 @@ def _touched(numel: int, views: frozenset[_View]) -> int:
             index = (index[:, None] + torch.arange(size) * stride).flatten()
         touched[index] = True
     return int(torch.count_nonzero(touched))
-
-
-def phantoms(value: Any) -> Iterator[Phantom]:
-    """Iterate over the phantoms among arguments."""
-    if isinstance(value, Phantom):
-        yield value
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
-        yield from phantoms(part)
-
-
-def in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Give the phantoms among arguments a model's dtype."""
-    if isinstance(value, Phantom):
-        return Phantom(value.meta.to(dtype), fed=value.fed)
-    return rebuilt(value, lambda part: in_dtype(part, dtype))

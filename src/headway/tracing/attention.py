@@ -14,7 +14,7 @@ from torch import nn
 
 from headway.count import masks
 from headway.errors import TraceError
-from headway.tracing import scores
+from headway.tracing import known_values, scores
 from headway.tracing.operation import Operand, Operation
 from headway.tracing.phantom import Phantom, phantom
 from headway.tracing.record import Recorder
@@ -57,6 +57,7 @@ def attend(
     extra: tuple[torch.Tensor, ...] = (),
     masked: bool = False,
     longest: int = 0,
+    heads: int = 0,
 ) -> torch.Tensor:
     """Record one attention over `pairs` pairs and return its output's shape.
 
@@ -66,11 +67,12 @@ def attend(
         q: queries [..., heads, tokens, qk size].
         k: keys [..., kv heads, tokens, qk size].
         v: values [..., kv heads, tokens, v size].
-        pairs: allowed (query, key) pairs, summed over the batch, for one head.
+        pairs: allowed (query, key) pairs, summed over the batch, for `heads` heads each.
         driver: what `pairs` is proportional to, where the seam says it.
         extra: further tensors that the output depends on (attention sinks).
         masked: whether `pairs` come from a mask that names no window.
         longest: length of the longest piece, where pieces are packed [positions].
+        heads: that `pairs` are of; those of the queries when 0, and 1 where `pairs` are summed over them.
 
     Returns:
         Output [..., heads, tokens, v size].
@@ -80,10 +82,10 @@ def attend(
     """
     if not pairs:
         raise TraceError(
-            f"module {module or '(the model)'} masks all of its attention scores: its mask depends on floats, which "
-            "have no data in a trace."
+            f"module {module or '(the model)'} masks all of its attention scores: no query {tuple(q.shape)} sees any "
+            f"key {tuple(k.shape)}."
         )
-    heads, qk, vo = q.shape[-3], q.shape[-1], v.shape[-1]
+    heads, qk, vo = heads or q.shape[-3], q.shape[-1], v.shape[-1]
     tensors = [t if isinstance(t, Phantom) else phantom(t, fed=True) for t in recorder.attends(q, k, v)]
     q_from, k_from, v_from = (Operand.of(t).sources for t in tensors)
     products = (
@@ -117,7 +119,7 @@ def _transformers_seam(
     causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     window = kwargs.get("sliding_window")
-    driver, longest = "", 0
+    driver, longest, heads = "", 0, 0
     query, key, value = of_one_batch(query, key, value)
     if boundaries is not None:
         lengths = np.diff(boundaries.tolist())
@@ -125,13 +127,13 @@ def _transformers_seam(
         pairs = masks.causal_pairs(lengths) if causal else masks.full_pairs(lengths)
     elif attention_mask is not None:
         picked = _picked(module, path, key.shape[-2], kwargs)
-        pairs, driver = masked_pairs(_recorder, path, attention_mask, query, key, picked)
+        pairs, heads, driver = masked_pairs(_recorder, path, attention_mask, query, key, picked)
         if window and driver == "pairs:causal" and query.shape[-2] <= window:
             driver = f"pairs:sliding:{window}"  # which no segment has exceeded yet
     else:
         pairs, driver = plain_pairs(query, key, causal, window)
     extra = tuple(t for t in (attention_mask, *kwargs.values()) if isinstance(t, torch.Tensor))
-    out = attend(_recorder, path, query, key, value, pairs, driver, extra, longest=longest)
+    out = attend(_recorder, path, query, key, value, pairs, driver, extra, longest=longest, heads=heads)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -154,25 +156,31 @@ def _picked(module: nn.Module, path: str, keys: int, kwargs: dict[str, Any]) -> 
         found, size = given.pop("block_indices")[:, 0], int(module.indexer.block_size)  # type: ignore[union-attr, arg-type]  # heads pick alike here
     if given:
         raise TraceError(
-            f"module {path} hands {', '.join(given)} to its attention, which may pick keys in a way not known here."
+            f"module {path or '(the model)'} hands {', '.join(given)} to its attention, which may pick keys "
+            "in a way not known here."
         )
     if found is None:
         return None
     blocks = -(-keys // size)
     picked = torch.zeros(*found.shape[:2], blocks + 1, dtype=torch.bool)
     index = found.long()
-    picked.scatter_(-1, index if int(index.min()) >= 0 else index.masked_fill(index < 0, blocks), True)
+    picked.scatter_(-1, index.masked_fill(index < 0, blocks), True)
     by_block = picked[:, None, :, :blocks]
     return by_block if size == 1 else by_block.repeat_interleave(size, dim=-1)[..., :keys]
 
 
-def of_one_batch(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Repeat queries, keys or values [batch, heads, tokens, size] that all rows of a batch share, as learnt ones."""
-    batches = [t.shape[:-3] for t in tensors]
+def of_one_batch(*tensors: torch.Tensor, axes: int = 3) -> list[torch.Tensor]:
+    """Repeat queries, keys or values [..., heads, tokens, size] that all rows of a batch share, as learnt ones.
+
+    Args:
+        tensors: with any axes before the last `axes`.
+        axes: at the end, which stay as they are: 3 where heads of queries share keys, 2 where heads broadcast too.
+    """
+    batches = [t.shape[:-axes] for t in tensors]
     if len(set(batches)) == 1:
         return [*tensors]
     batch: tuple[int, ...] = torch.broadcast_shapes(*batches)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return [t.expand(*batch, *t.shape[-3:]) for t in tensors]
+    return [t.expand(*batch, *t.shape[-axes:]) for t in tensors]
 
 
 def plain_pairs(q: torch.Tensor, k: torch.Tensor, causal: bool, window: int | None) -> tuple[int, str]:
@@ -196,19 +204,29 @@ def masked_pairs(
     q: torch.Tensor,
     k: torch.Tensor,
     picked: torch.Tensor | None = None,
-) -> tuple[int, str]:
-    """Count the pairs that a mask allows, of those that were picked, and name its kind where it is a known one."""
-    batch, queries, keys = q.shape[0], q.shape[-2], k.shape[-2]
+) -> tuple[int, int, str]:
+    """Count the pairs that a mask of any shape allows, of those that were picked.
+
+    Returns:
+        Pairs, summed over the batch; of how many heads each (1 where heads differ: then the sum is over them too); and
+        the driver of a known kind of mask, else "".
+    """
+    if known_values.is_placeholder(mask):
+        raise TraceError(
+            f"module {path or '(the model)'} attends under a mask that depends on floats, which have no data in a "
+            "trace. Give the mask, or the lengths that it is made of, as integers or booleans among the inputs."
+        )
+    queries, keys = q.shape[-2], k.shape[-2]
     stays = scores.of_mask(mask)
     if stays == "unclear":
         raise TraceError(
-            f"module {path} attends under a mask of floats, whose allowed pairs cannot be counted. "
+            f"module {path or '(the model)'} attends under a mask of floats, whose allowed pairs cannot be counted. "
             "Give it a boolean mask, or none and a causal flag."
         )
     allowed = torch.ones(queries, keys, dtype=torch.bool) if stays is None else stays
     if picked is not None:
-        return recorder.count(allowed & picked, batch, queries, keys)
-    return (recorder.allowed if stays is mask else recorder.count)(allowed, batch, queries, keys)
+        return recorder.count(allowed & picked, q.shape[:-2], queries, keys)
+    return (recorder.allowed if stays is mask else recorder.count)(allowed, q.shape[:-2], queries, keys)
 
 
 def _mask_seam(

@@ -13,12 +13,18 @@ import torch
 from headway.count import masks
 from headway.count.integers import Ints
 from headway.errors import TraceError
+from headway.tracing import known_values
 from headway.tracing.attention import attend, masked_pairs, plain_pairs
 from headway.tracing.record import Recorder
 
 
 def _lengths(recorder: Recorder, boundaries: torch.Tensor, total: int, what: str) -> Ints:
     """Return segment lengths, after checking that their boundaries are those of the tensor at hand."""
+    if known_values.is_placeholder(boundaries):
+        raise TraceError(
+            f"module {recorder.module or '(the model)'} attends in segments whose boundaries depend on floats, which "
+            "have no data in a trace. Give the lengths as integers among the inputs."
+        )
     lengths = np.diff(boundaries.tolist())
     if lengths.size == 0 or lengths.min() < 0 or lengths.sum() != total:
         raise TraceError(
@@ -83,7 +89,9 @@ def _varlen_attn(
 ) -> Any:
     """Stand in for `torch.nn.attention.varlen.varlen_attn`; PyTorch 2.10 has `is_causal`, later ones a window."""
     if k_cache is not None:
-        raise TraceError(f"module {recorder.module} attends over a cache that its kernel extends: no training step.")
+        raise TraceError(
+            f"module {recorder.module or '(the model)'} attends over a cache that its kernel extends: no training step."
+        )
     out = _attend_packed(recorder, (query, key, value), (cu_seq_q, cu_seq_k), window_size, is_causal, seqused_k)
     return (out, _statistics(out)) if return_aux is not None and return_aux.lse else out
 
@@ -114,7 +122,9 @@ def _flash(
     elif kv is not None:
         k, v = kv.unbind(-3)
     if q is None or k is None or v is None:
-        raise TraceError(f"module {recorder.module} calls a flash-attn function without queries, keys and values.")
+        raise TraceError(
+            f"module {recorder.module or '(the model)'} calls a flash-attn function without queries, keys and values."
+        )
     boundaries = cu_seqlens if cu_seqlens is not None else cu_seqlens_q
     if boundaries is not None:
         of_keys = cu_seqlens if cu_seqlens is not None else cu_seqlens_k
@@ -145,8 +155,10 @@ def _xformers(
         pairs = size[0] * masks.cross_pairs([size[2]], [size[3]])
         return attend(recorder, recorder.module, q, k, v, pairs).transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
     bias = attn_bias if isinstance(attn_bias, torch.Tensor) else attn_bias.materialize(size)
-    pairs, driver = recorder.cached(attn_bias, lambda: masked_pairs(recorder, recorder.module, bias, q, k))
-    out = attend(recorder, recorder.module, q, k, v, pairs, driver, masked=True)
+    pairs, heads, driver = recorder.cached(
+        attn_bias, (*q.shape[:-1], k.shape[-2]), lambda: masked_pairs(recorder, recorder.module, bias, q, k)
+    )
+    out = attend(recorder, recorder.module, q, k, v, pairs, driver, masked=True, heads=heads)
     return out.transpose(1, 2).reshape(*shape[:-1], v.shape[-1])
 
 
@@ -169,10 +181,14 @@ def _flex_attention(
 ) -> Any:
     """Stand in for `torch.nn.attention.flex_attention.flex_attention`; a score modification hides no pair."""
     if block_mask is None:
-        pairs, driver = plain_pairs(query, key, False, None)
+        (pairs, driver), heads = plain_pairs(query, key, False, None), 0
     else:
-        pairs, driver = recorder.cached(block_mask, lambda: _allowed(recorder, block_mask, query, key))
-    out = attend(recorder, recorder.module, query, key, value, pairs, driver, masked=block_mask is not None)
+        pairs, heads, driver = recorder.cached(
+            block_mask, (*query.shape[:-1], key.shape[-2]), lambda: _allowed(recorder, block_mask, query, key)
+        )
+    out = attend(
+        recorder, recorder.module, query, key, value, pairs, driver, masked=block_mask is not None, heads=heads
+    )
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -183,7 +199,7 @@ def _flex_attention(
     return (out, out[..., 0].float()) if return_lse else out
 
 
-def _allowed(recorder: Recorder, block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[int, str]:
+def _allowed(recorder: Recorder, block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, str]:
     """Count the pairs of a block mask: all of a full block, those that the mask function allows of a partial one."""
     from torch.nn.attention.flex_attention import create_mask
 
@@ -193,7 +209,7 @@ def _allowed(recorder: Recorder, block_mask: Any, q: torch.Tensor, k: torch.Tens
     allowed = inside & _listed(number, block_mask.kv_indices, sides, queries, keys)
     if block_mask.full_kv_num_blocks is not None:
         allowed |= _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, sides, queries, keys)
-    return recorder.count(allowed, len(q), queries, keys)
+    return recorder.count(allowed, q.shape[:-2], queries, keys)
 
 
 def _listed(

@@ -19,7 +19,8 @@ from transformers.integrations import moe
 
 from headway.count.activations import SavedActivations, SavedBlock
 from headway.tracing import build
-from headway.tracing.activations import SavedRecorder, explain, in_dtype, phantoms
+from headway.tracing.activations import SavedRecorder, explain
+from headway.tracing.arguments import in_dtype, phantoms
 from headway.tracing.classify import checkpointable_blocks, finder_of_blocks
 from headway.tracing.fit import candidates
 from headway.tracing.inputs.model_inputs import call, inputs_for

@@ -1,6 +1,7 @@
 """Phantom twins of models: the same modules over parameters that are only shapes."""
 
 import copy
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,18 +18,28 @@ from headway.tracing.families.attention import MASKED_TOWERS
 from headway.tracing.phantom import phantom
 
 
-def _bfloat16(_tensor: torch.Tensor) -> torch.dtype:
-    """Give every phantom the dtype bfloat16: the ledger does not depend on it."""
-    return torch.bfloat16
+def common_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype that holds all of a model's floats: its own, or the wider one of a mixture."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    dtypes = {dtype if dtype.itemsize > 1 else torch.bfloat16 for dtype in dtypes}  # no kernel on shapes adds 8 bits
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
 
 
-def twin_of_model(model: nn.Module, dtype_of: Callable[[torch.Tensor], torch.dtype] = _bfloat16) -> nn.Module:
+def twin_of_model(model: nn.Module, dtype_of: Callable[[torch.Tensor], torch.dtype] | None = None) -> nn.Module:
     """Copy a model's modules, hooks and settings, with phantoms in place of its parameters and buffers.
 
     Tied parameters stay tied, and each keeps whether it is trained. What wraps or shards the model is left out. The
     model itself is not touched and no weight is copied.
+
+    Args:
+        model: any module.
+        dtype_of: gives each parameter and buffer its dtype; one that all of them share when None, as a mixture may rely
+            on autocast.
     """
     model = unwrap.whole(model)
+    if dtype_of is None:
+        dtype = common_dtype(model)
+        return twin_of_model(model, lambda _: dtype)
     memo: dict[int, Any] = {}
     held = (value for module in model.modules() for value in vars(module).values())
     states = (t for t in held if isinstance(t, torch.Tensor) and t.grad_fn is not None)  # kept from an earlier forward
@@ -170,7 +181,9 @@ def model_class(config: Any) -> Any:
 def _stand_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Make the phantom of one parameter or buffer; integer buffers stay real, the data of the others is known."""
     tensor = unwrap.unsharded(tensor)
-    if not tensor.is_floating_point():
+    if tensor.is_complex():
+        dtype = tensor.dtype
+    elif not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
     shape = phantom(tensor.detach().to("meta", dtype))
     if isinstance(tensor, nn.Parameter):

@@ -33,8 +33,13 @@ def _head_path(model: Any) -> str | None:
     return next((path for path, module in model.named_modules() if module is head), None) if head is not None else None
 
 
-def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequence[Fitted]) -> list[str]:
-    """Name the component of each operation; DESIGN's names, such as `language.mlp` and `vision.merger`."""
+def components(
+    model: nn.Module, operations: Sequence[Operation], fitted: Sequence[Fitted], *, is_unknown: bool = False
+) -> list[str]:
+    """Name the component of each operation; DESIGN's names, such as `language.mlp` and `vision.merger`.
+
+    Where it `is_unknown` what the model sees, as of one example of floats, they are `other.attention` and so on.
+    """
     attending = {op.module for op in operations if op.kind == "attention"}
     attending |= {_mixer(model, op.module) for op in operations if op.kind == "recurrence"}
     experts = {_parent(op.module): op.weight[0] for op in operations if op.kind == "experts" and op.weight}
@@ -67,10 +72,18 @@ def components(model: nn.Module, operations: Sequence[Operation], fitted: Sequen
         else:
             part = "mlp"
         names.append(f"{tower}.{part}")
-    for i, (op, fit) in enumerate(zip(operations, fitted, strict=True)):
-        if fit.driver == "packs":  # work on weights belongs where the weights are used
-            names[i] = _nearest(op.module, operations, fitted, names)
+    names = [
+        _nearest(op.module, operations, fitted, names) if fit.driver == "packs" else name
+        for op, fit, name in zip(operations, fitted, names, strict=True)
+    ]  # work on weights belongs where the weights are used
+    if is_unknown:
+        return [_of_anything(op, name) for op, name in zip(operations, names, strict=True)]
     return names
+
+
+def _of_anything(operation: Operation, name: str) -> str:
+    part = name.rpartition(".")[2]
+    return f"other.{'convolution' if part == 'mlp' and operation.kind == 'convolution' else part}"
 
 
 def _encoder(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> str | None:

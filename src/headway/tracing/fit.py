@@ -65,7 +65,7 @@ def fit(runs: Sequence[Operation], workloads: Sequence[Workload], known: dict[st
         units = [w.tokens for w in workloads]  # a causal convolution pads its front: those outputs belong to no token
     named = next((run.driver for run in reversed(runs) if run.driver), "")
     parts = named.split("+") if named else []
-    if parts and [sum(drivers.parse(part)(w) for part in parts) for w in workloads] == units:
+    if parts and len(runs) > 1 and [sum(drivers.parse(part)(w) for part in parts) for w in workloads] == units:
         return [_fitted(first, part, Fraction(1), unit_flops) for part in parts]
     if matches := proportional(units, known):
         # one that counts these very units, or pairs for attention, or whole FLOPs, where there is one
@@ -117,7 +117,8 @@ def _fitted(first: Operation, driver: str, ratio: Fraction, unit_flops: int) -> 
     forward = unit_flops * ratio
     if forward.denominator != 1:
         raise TraceError(
-            f"{first.kind} in module {first.module} does not cost a whole number of FLOPs per unit of {driver}."
+            f"{first.kind} in module {first.module or '(the model)'} does not cost a whole number of FLOPs per unit of "
+            f"{driver}."
         )
     scale = forward / first.unit_flops if first.unit_flops else ratio  # an elementwise recurrence costs nothing
     return Fitted(driver, int(forward), scale, ratio)

@@ -1,14 +1,18 @@
 """Values that stay known beside unknown floats: real data joined to activations, and placeholders for integers.
 
 A mask may ride along with the states as one more channel; cut out again, it is still known. Integers and booleans that
-depend on unknown floats, such as the choice of a router, get placeholder values that a real run could have.
+depend on unknown floats, such as the choice of a router, get placeholder values that a real run could have. Which
+places a choice takes changes no count; a number or a mask that unknown floats decide would, so these placeholders are
+marked, and refused where they reach a mask or a length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from headway.errors import TraceError
 
 aten = torch.ops.aten
 
@@ -77,14 +81,63 @@ def _taken(packet: Any, args: tuple[Any, ...], parts: Parts) -> list[torch.Tenso
     return []
 
 
+def is_placeholder(tensor: torch.Tensor) -> bool:
+    """Say whether unknown floats decided the values of real integers or booleans."""
+    return getattr(tensor, "is_placeholder", False)
+
+
+def _marked(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.is_placeholder = True  # type: ignore[attr-defined]  # an attribute of our own
+    return tensor
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+
+
+def pass_on(args: Any, kwargs: dict[str, Any], made: Any) -> None:
+    """Mark what a function made, or wrote to, if a placeholder was among its arguments; its own mark stays."""
+    if any(is_placeholder(t) for t in _tensors((*args, *kwargs.values()))):
+        for tensor in _tensors(made if made is not None else args[:1]):
+            if getattr(tensor, "known", tensor) is not None:  # data: of a real tensor, or of a phantom that keeps it
+                _marked(tensor)
+
+
+_READ_AS_NUMBERS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__}
+
+
+def refuse_lengths(function: Any, args: Any, module: str) -> None:
+    """Refuse to hand a model's Python a number, such as a length, that is a placeholder.
+
+    Raises:
+        TraceError: it is one.
+    """
+    if function in _READ_AS_NUMBERS and is_placeholder(args[0]) and args[0].dtype != torch.bool:
+        raise TraceError(
+            f"module {module or '(the model)'} reads a number, such as a length, that depends on floats, which have no "
+            "data in a trace. Give it as integers or booleans among the inputs."
+        )
+
+
+# operations that choose places: how many is known, whichever they are
+_CHOOSING = (aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.max, aten.min, aten.multinomial)
+
+
 def integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.Tensor:
     """Make placeholder integers or booleans where unknown floats decide; each place of a row is picked at most once."""
     if not value.is_meta:
         return value
-    if packet is aten.ne:  # unknown floats do not happen to be the number that code looks for
-        return torch.ones(value.shape, dtype=value.dtype)
+    if packet in (aten.eq, aten.ne):
+        # unknown floats equal themselves, as no NaN does, and are never the number that code looks for
+        equal = len(args) > 1 and args[0] is args[1]
+        return torch.full(value.shape, equal == (packet is aten.eq), dtype=value.dtype)
     if packet not in (aten.topk, aten.sort, aten.argsort) or not value.dim():
-        return torch.zeros(value.shape, dtype=value.dtype)
+        zeros = torch.zeros(value.shape, dtype=value.dtype)
+        return zeros if packet in _CHOOSING else _marked(zeros)
     axis = 2 if packet is aten.topk else 1
     dim = args[axis] if len(args) > axis and not isinstance(args[axis], bool) else -1
     forced = args[0].forced

@@ -216,7 +216,8 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         out = func(*_map(_meta, args), **{name: _map(_meta_device, value) for name, value in kwargs.items()})
     except NotImplementedError as error:
-        raise TraceError(f"{func} has no kernel that works on shapes alone: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0].partition(". ")[0]  # pages on PyTorch's backends follow
+        raise TraceError(f"{func} has no kernel that works on shapes alone: {reason}.") from error
     if key is not None and _on_dispatch is not None:
         _results[key] = out
     return out
@@ -240,7 +241,9 @@ def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     if not isinstance(out, torch.Tensor) or out.numel() > _LARGEST_KNOWN:
         return None
     if packet in _CONSTANT:
-        return torch.full((), _CONSTANT[packet](args), dtype=out.dtype).expand(out.shape)
+        is_real = not (out.is_floating_point() or out.is_complex())  # integers are handed out, and may be written to
+        made = torch.full(out.shape if is_real else (), _CONSTANT[packet](args), dtype=out.dtype)
+        return made.expand(out.shape)
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return None
     if any(isinstance(t, Phantom) and t.known is None for t in _tensors((*args, *kwargs.values()))):

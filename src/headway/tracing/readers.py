@@ -25,7 +25,7 @@ OPAQUE = {
     "_triton_scaled_dot_attention", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu",
     "_weight_int4pack_mm_with_scales_and_zeros", "_weight_int8pack_mm", "conv_depthwise3d", "conv_tbc",
     "convolution_overrideable", "cudnn_convolution", "cudnn_convolution_add_relu", "cudnn_convolution_relu",
-    "cudnn_convolution_transpose", "hspmm", "miopen_convolution", "miopen_convolution_add_relu",
+    "cudnn_convolution_transpose", "hspmm", "linalg_matrix_exp", "miopen_convolution", "miopen_convolution_add_relu",
     "miopen_convolution_relu", "miopen_convolution_transpose", "miopen_depthwise_convolution", "miopen_rnn",
     "mkldnn_convolution", "mkldnn_linear", "mkldnn_rnn_layer", "quantized_gru", "quantized_lstm",
     "slow_conv3d_forward", "slow_conv_dilated2d", "slow_conv_dilated3d", "slow_conv_transpose2d",

@@ -8,10 +8,11 @@ what the operands' pasts predict, or the trace fails.
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -76,6 +77,7 @@ class Recorder:
     choices: defaultdict[str, list[Choice]] = field(default_factory=lambda: defaultdict(list))
     parameters_read: int = 0  # source bits of all parameters that forward read
     met_nothing: int = 0  # source bits of the parameters that were applied to no row
+    beyond: int = 0  # source bit of tensors that ask for a gradient and are no parameters
     # elementwise products of activations by module path, and by whether one is spread over the other
     multiplied: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
@@ -83,38 +85,61 @@ class Recorder:
         self._path_of: dict[int, str] = {id(module): path for path, module in self.model.named_modules()}
         self._stack: list[str] = []
         self._by_node: dict[int, Operation] = {}
-        self._mask_pairs: dict[tuple[int, int], tuple[torch.Tensor, int, str]] = {}
-        self._found: dict[int, tuple[Any, Any]] = {}
+        self._module_of_node: dict[int, str] = {}  # by the sequence number after the node's own
+        self._mask_pairs: dict[tuple[int, Sequence[int]], tuple[torch.Tensor, tuple[int, int, str]]] = {}
+        self._found: dict[tuple[int, Sequence[int]], tuple[Any, Any]] = {}
+        self.failure: tuple[BaseException, str, str] | None = None  # the last error, its module and operation
 
     @property
     def module(self) -> str:
         """Path of the innermost module that is running forward."""
         return self._stack[-1] if self._stack else ""
 
-    def allowed(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[int, str]:
-        """Count the pairs that a boolean mask [(batch, heads,) queries, keys] allows one head, and name its driver.
-
-        The count is over the batch. Layers share a mask, so each is counted once for a batch.
-        """
-        shared = (id(mask), batch)
+    def allowed(self, mask: torch.Tensor, rows: Sequence[int], queries: int, keys: int) -> tuple[int, int, str]:
+        """Count the pairs that a boolean mask allows, as `count`; layers share a mask, so each is counted once."""
+        shared = (id(mask), (*rows, queries, keys))
         if shared not in self._mask_pairs:
-            self._mask_pairs[shared] = (mask, *self.count(mask, batch, queries, keys))  # held: its id stays its own
-        return self._mask_pairs[shared][1:]
+            self._mask_pairs[shared] = (mask, self.count(mask, rows, queries, keys))  # held: its id stays its own
+        return self._mask_pairs[shared][1]
 
-    def count(self, mask: torch.Tensor, batch: int, queries: int, keys: int) -> tuple[int, str]:
-        """Count pairs and name the driver as `allowed` does, for a mask that no other layer shares."""
-        four = mask[(None,) * (4 - mask.dim())]
-        if four.shape[1] > 1 and not bool((four == four[:, :1]).all()):
-            raise TraceError(f"module {self.module} masks its attention heads differently; pairs are counted for all.")
-        per_head = four.expand(batch, -1, queries, keys)[:, 0]
-        driver = scores.name(per_head[0]) if len(per_head) == 1 else ""
-        return int(torch.count_nonzero(per_head)), driver
+    def count(self, mask: torch.Tensor, rows: Sequence[int], queries: int, keys: int) -> tuple[int, int, str]:
+        """Count the pairs that a boolean mask allows, and name its driver.
 
-    def cached(self, thing: Any, find: Callable[[], Any]) -> Any:
-        """Return `find()` for an object that layers share, such as a block mask; computed once for each object."""
-        if id(thing) not in self._found:
-            self._found[id(thing)] = (thing, find())  # holding the object keeps its id its own
-        return self._found[id(thing)][1]
+        Args:
+            mask: of any shape that broadcasts to (*rows, queries, keys).
+            rows: axes of the queries before their own, the last of which are heads.
+            queries: number of queries.
+            keys: number of keys.
+
+        Returns:
+            Pairs, summed over the batch; of how many heads each; and the driver, "" for an unknown one. Where heads
+            see different pairs, the sum is over them too, as of a single head.
+        """
+        mask = mask[(None,) * (len(rows) + 2 - mask.dim())]
+        if mask.dim() > len(rows) + 2 or any(size not in (1, own) for size, own in zip(mask.shape, rows, strict=False)):
+            raise TraceError(
+                f"module {self.module or '(the model)'} lays a mask of shape {tuple(mask.shape)} over scores of shape "
+                f"{(*rows, queries, keys)}, of which it makes several. Repeat the queries to the mask's shape."
+            )
+        planes = mask.expand(*mask.shape[:-2], queries, keys)
+        counts = np.count_nonzero(planes.reshape(-1, queries * keys).numpy(), axis=-1).reshape(planes.shape[:-2])
+        seen = np.broadcast_to(counts, tuple(rows))
+        if rows[-1] and (seen != seen[..., :1]).any():
+            return int(seen.sum()), 1, ""
+        plane = planes[(0,) * len(rows)] if math.prod(rows[:-1]) == 1 else None
+        return int(seen[..., 0].sum()), rows[-1], "" if plane is None else scores.name(plane)
+
+    def cached(self, thing: Any, sizes: Sequence[int], find: Callable[[], Any]) -> Any:
+        """Return `find()` for an object that layers share, such as a block mask; computed once for scores alike."""
+        shared = (id(thing), tuple(sizes))
+        if shared not in self._found:
+            self._found[shared] = (thing, find())  # holding the object keeps its id its own
+        return self._found[shared][1]
+
+    def note_failure(self, error: BaseException, operation: str = "") -> None:
+        """Note where an error was raised: in which module, and in which operation of PyTorch's if in one."""
+        if self.failure is None or self.failure[0] is not error:
+            self.failure = (error, self.module, operation)
 
     def path_of(self, module: nn.Module) -> str:
         """Return a module's path in the model; the running module's for a stranger."""
@@ -128,6 +153,8 @@ class Recorder:
             self._stack.append(path)
 
         def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            if (error := sys.exc_info()[1]) is not None:
+                self.note_failure(error)
             self._stack.pop()
 
         self._hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
@@ -177,12 +204,18 @@ class Recorder:
         if node is not None:
             self._on_backward(node, func, backward_flops(packet, args, out, node))
             return None
+        self._module_of_node[torch._C._autograd._get_sequence_nr()] = self.module
         self._note(packet, args, out)
         read = READERS.get(packet)
         operation = None if read is None else read(self, args, out)
         if operation is None:
             return None
         self._refuse_custom_functions()
+        if any(isinstance(a, torch.Tensor) and a.is_complex() for a in args):
+            raise TraceError(
+                f"module {self.module or '(the model)'} runs {packet} on complex numbers, of which a multiply-add is "
+                "four real ones: no ledger counts it. Trace the model with its real and imaginary parts apart."
+            )
         if operation.stacked > 1:
             self._pick(operation)
         self.add(operation)
@@ -220,8 +253,8 @@ class Recorder:
         rows = operation.forward_flops // (2 * math.prod(operation.weight) * operation.stacked)
         if rows != choice.rows:
             raise TraceError(
-                f"module {operation.module} runs each of {operation.stacked} experts on {rows} rows where its router "
-                f"chose for {choice.rows}: which of them count is not known."
+                f"module {operation.module or '(the model)'} runs each of {operation.stacked} experts on {rows} rows "
+                f"where its router chose for {choice.rows}: which of them count is not known."
             )
         operation.count_picked(choice.picks)
 
@@ -247,7 +280,8 @@ class Recorder:
         """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
         if packet is aten.topk and args[0].forced is None and isinstance(args[0].stays, str):
             raise TraceError(
-                f"module {self.module} picks by numbers that it placed itself: what it picks is not known."
+                f"module {self.module or '(the model)'} picks by numbers that it placed itself: what it picks is not "
+                "known."
             )
         stays = scores.after(packet, args, out)
         for ended in args[:2]:
@@ -273,7 +307,7 @@ class Recorder:
         scored = math.prod(ended.shape[-2:]) if mask is None else mask.numel()
         pairs = scored if mask is None else int(torch.count_nonzero(mask))
         if not pairs:
-            raise TraceError(f"module {self.module} masks all of its attention scores.")
+            raise TraceError(f"module {self.module or '(the model)'} masks all of its attention scores.")
         driver = "" if mask is None or mask.dim() > 2 else scores.name(mask)
         for product in (operation, *operation.scored):
             product.count_pairs(pairs, scored)
@@ -286,7 +320,11 @@ class Recorder:
         if operation is not None:
             operation.backward_flops += flops
         elif flops:
-            raise TraceError(f"backward runs {func} in {node.name()}, which no recorded forward operation explains.")
+            module = self._module_of_node.get(node._sequence_nr() + 1) or "(the model)"
+            raise TraceError(
+                f"module {module}: its backward runs {func} in {node.name()}, which no product of its forward "
+                "explains. Trace the model without this operation."
+            )
 
     def check_backward(self) -> None:
         """Compare what backward dispatched with what the operands' pasts predict.

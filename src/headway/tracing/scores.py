@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headway.tracing import known_values
 from headway.tracing.phantom import Phantom, Stays, aten
 
 UNCLEAR: Stays = "unclear"  # something may be hidden, and nobody can say which pairs
@@ -62,7 +63,7 @@ def after(packet: Any, args: tuple[Any, ...], out: torch.Tensor) -> Stays:
     for value in args:
         if isinstance(value, Phantom) and value.stays is not None:
             found = both(found, _moved(packet, args, value, out))
-    if packet in _PLACING or any(_made_on_shapes(value, out) for value in args):
+    if packet in _PLACING or any(_made_on_shapes(value, out) for value in args) or _placeholder_hides(packet, args):
         return UNCLEAR
     for mask in _laid(packet, args):
         found = both(found, _plane(mask, out))
@@ -190,6 +191,16 @@ def _plane(mask: torch.Tensor, out: torch.Tensor) -> Stays:
             full = first
     full = full.expand(*full.shape[:-2], *out.shape[-2:])
     return full.reshape(full.shape[-2:]) if math.prod(full.shape[:-2]) == 1 else full
+
+
+def _placeholder_hides(packet: Any, args: tuple[Any, ...]) -> bool:
+    """Say whether a mask whose values unknown floats decided may hide pairs here."""
+    if not any(isinstance(a, torch.Tensor) and known_values.is_placeholder(a) for a in args):
+        return False
+    phantom = next((a for a in args if isinstance(a, Phantom)), None)
+    if packet in _FILLS:
+        return phantom is not None and _hides(args[2], phantom)
+    return packet in _SUMS or packet is aten.where
 
 
 def _laid(packet: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from headway.count import masks
 from headway.errors import TraceError
-from headway.tracing import attention_packages
+from headway.tracing import attention_packages, known_values
 from headway.tracing.attention import attend, masked_pairs, of_one_batch, plain_pairs, set_recorder
 from headway.tracing.phantom import Phantom, aten, blank, phantom
 from headway.tracing.readers import READERS
@@ -47,6 +47,9 @@ class Seams(TorchFunctionMode):
         self._open.callback(torch.backends.mkldnn.set_flags, _enabled=fused)
         self._open.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
+        checks = torch.distributions.Distribution
+        self._open.callback(checks.set_default_validate_args, checks._validate_args)
+        checks.set_default_validate_args(False)  # which would read values
         self._open.enter_context(Swapped(self._replacements()))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -83,15 +86,27 @@ class Seams(TorchFunctionMode):
         if getattr(func, "__name__", "").startswith("fft_") and _has_phantom((*args, *kwargs.values())):
             raise TraceError(
                 f"module {self.recorder.module or '(the model)'} runs {func.__name__.replace('_', '.', 1)}: a Fourier "
-                "transform is no matrix product, so no ledger counts it, and models are traced in bfloat16, which it "
-                "does not take. Trace the model without it."
+                "transform is no matrix product, so no ledger counts it. Trace the model without it."
             )
         if func is torch._VF._pad_packed_sequence:
             return _pad_packed(*args, **kwargs)
-        made = func(*args, **kwargs)
+        known_values.refuse_lengths(func, args, self.recorder.module)
+        try:
+            made = func(*args, **kwargs)
+        except Exception as error:
+            self.recorder.note_failure(error, getattr(func, "__name__", str(func)))
+            raise
+        known_values.pass_on(args, kwargs, made)
+        if getattr(func, "__name__", "") in ("requires_grad_", "__set__"):
+            self._ask(args[0])
         if func is torch.empty and made.is_floating_point():
             return phantom(made)  # it holds no data, and may be written activations
         return blank(made) if func is torch.zeros else made
+
+    def _ask(self, tensor: torch.Tensor) -> None:
+        """Note that a model lets an activation, such as its input, ask for a gradient: it is computed then."""
+        if isinstance(tensor, Phantom) and tensor.requires_grad and tensor.is_leaf and not tensor.sources:
+            tensor.sources = self.recorder.beyond
 
     def _integer_product(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Record a product of quantised operands, which are real integers and so no phantoms, and spare it."""
@@ -108,22 +123,29 @@ class Seams(TorchFunctionMode):
         attn_mask: torch.Tensor | None = None,
         _dropout_p: float = 0.0,
         is_causal: bool = False,
+        *,
+        enable_gqa: bool = False,
         **_options: Any,
     ) -> torch.Tensor:
-        """Stand in for `F.scaled_dot_product_attention`."""
+        """Stand in for `F.scaled_dot_product_attention`: [..., tokens, size], with any axes before, heads the last."""
         path = self.recorder.module
-        query, key, value = of_one_batch(query, key, value)
+        axes = max(3, *(t.dim() for t in (query, key, value)), 0 if attn_mask is None else attn_mask.dim())
+        is_flat = axes > max(t.dim() for t in (query, key, value))
+        query, key, value = (t[(None,) * (axes - t.dim())] for t in (query, key, value))
+        query, key, value = of_one_batch(query, key, value, axes=3 if enable_gqa else 2)
         if attn_mask is not None:
-            pairs, driver = masked_pairs(self.recorder, path, attn_mask, query, key)
+            pairs, heads, driver = masked_pairs(self.recorder, path, attn_mask, query, key)
         elif is_causal and query.shape[-2] != key.shape[-2]:
             queries, keys = [query.shape[-2]], [key.shape[-2]]
             each = masks.banded_pairs(queries, keys, left=None, right=0, bottom_right=False)
-            pairs, driver = math.prod(query.shape[:-3]) * each, ""
+            pairs, heads, driver = math.prod(query.shape[:-3]) * each, 0, ""
         else:
-            pairs, driver = plain_pairs(query, key, is_causal, None)
+            (pairs, driver), heads = plain_pairs(query, key, is_causal, None), 0
         extra = () if attn_mask is None else (attn_mask,)
-        masked = attn_mask is not None
-        return attend(self.recorder, path, query, key, value, pairs, driver, extra, masked)
+        out = attend(
+            self.recorder, path, query, key, value, pairs, driver, extra, masked=attn_mask is not None, heads=heads
+        )
+        return out[0] if is_flat and axes == 3 else out
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run `nn.MultiheadAttention`'s forward on this mode's attention, which it reaches while no mode is active.

@@ -12,21 +12,24 @@ from torch import nn
 from headway.count.cost_model import CostModel
 from headway.count.rows import ALWAYS, Gradient, Parameter, Row
 from headway.count.workload import Workload
-from headway.errors import TraceError
+from headway.errors import HeadwayError, TraceError
 from headway.tracing import build, classify
 from headway.tracing.alternate_forwards import alternate_forwards, without_arguments
+from headway.tracing.arguments import asking, in_dtype
 from headway.tracing.experts import merge_experts
+from headway.tracing.failures import failed_on_shapes, refuse_quantised
 from headway.tracing.fit import Fitted, candidates, fit
 from headway.tracing.inputs.drawings import Drawings
-from headway.tracing.inputs.model_inputs import asking, backward_from, call, inputs_for
+from headway.tracing.inputs.model_inputs import ExampleInputs, call, inputs_for
 from headway.tracing.loops import alike, check_loops, merged
 from headway.tracing.operation import Operation
 from headway.tracing.record import Recorder
+from headway.tracing.results import Results, start_backward
 from headway.tracing.stand_ins import recording
 from headway.tracing.strides import shortened
 
 
-def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) -> CostModel:
+def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, name: str | None = None) -> CostModel:
     """Read the cost model of a module, or of the transformers model that a configuration describes.
 
     The model runs forward and backward on shapes alone: seconds and a few hundred megabytes at any size. Which
@@ -38,6 +41,8 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
             makes the forward's arguments (a dictionary, or a tuple) from a `Workload`, so that each row finds the
             driver that it grows with; or one example of arguments, whose cost is then billed per segment. Its floats
             need no true values. Those that require a gradient have it billed, whatever of the model is trained.
+        results: from what backward starts: names of the output's fields or keys, or a function that picks tensors out
+            of it. When None, the loss if the output holds one that depends on parameters, else every float in it.
         name: of the cost model; the class's name when None.
 
     Raises:
@@ -51,20 +56,34 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     >>> [(row.module, row.driver, row.forward) for row in cost.rows]
     [('0', 'tokens', 512), ('2', 'tokens', 512)]
     """
+    try:
+        return _traced(model_or_config, inputs, results, name)
+    except HeadwayError:
+        raise
+    except Exception as error:  # foreign code may raise anything: its module and operation are named where it ran
+        raise failed_on_shapes(error, model_or_config) from error
+
+
+def _traced(model_or_config: Any, inputs: Any, results: Results, name: str | None) -> CostModel:
     is_model = isinstance(model_or_config, nn.Module)
+    if is_model:
+        refuse_quantised(model_or_config)
     model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     parameters = build.prepare(model.requires_grad_(True))
     model_inputs = inputs_for(model, inputs)
 
-    runs, workloads, windows = _watch(model, model_inputs)
-    windowed = [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
-    explained = _explain(runs, workloads, [*model_inputs.drivers, *windowed], model_inputs.strided)
+    runs, workloads, windows = _watch(model, model_inputs, results)
+    names = [*model_inputs.drivers]
+    if len(runs) > 1:  # one example shows no growth: it is billed by what its form of input says, segments
+        names += [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
+    explained = _explain(runs, workloads, names, model_inputs.strided)
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
-    names = classify.components(model, operations, fitted)
+    is_unknown = isinstance(model_inputs, ExampleInputs) and not model_inputs.is_text
+    components = classify.components(model, operations, fitted, is_unknown=is_unknown)
     shares = classify.expert_shares(operations, fitted)
     unvisited = classify.unvisited_experts(model, shares)
-    homes = classify.parameter_components(operations, names, parameters)
+    homes = classify.parameter_components(operations, components, parameters)
     shapes = [tuple(p.shape) for _, p in model.named_parameters()]
     in_use = classify.stacks_in_use(operations, fitted, shapes)
     if isinstance(model_inputs, Drawings):  # a token is read or drawn, and meets one copy of the language model
@@ -79,7 +98,9 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
         source |= notes
     return CostModel(
         name or type(model).__name__,
-        tuple(_row(model, op, f, n, 1 << len(parameters)) for op, f, n in zip(operations, fitted, names, strict=True)),
+        tuple(
+            _row(model, op, f, part, 1 << len(parameters)) for (op, f), part in zip(explained, components, strict=True)
+        ),
         tuple(
             Parameter(p, math.prod(s), classify.active(p, s, shares, unvisited, in_use.get(i)), home, p in trainable)
             for i, (p, s, home) in enumerate(zip(parameters, shapes, homes, strict=True))
@@ -89,14 +110,14 @@ def trace(model_or_config: Any, *, inputs: Any = None, name: str | None = None) 
     )
 
 
-def _watch(model: nn.Module, model_inputs: Any) -> tuple[list[Recorder], list[Workload], list[int]]:
+def _watch(model: nn.Module, model_inputs: Any, results: Results) -> tuple[list[Recorder], list[Workload], list[int]]:
     """Run a model on workloads that tell its drivers apart.
 
     Returns:
         What it ran on each; the workloads; and the windows that its attention may have [tokens].
     """
     workloads = model_inputs.workloads()
-    runs = [_run(model, model_inputs.arguments(workloads[0]), backward=True)]
+    runs = [_run(model, model_inputs.arguments(workloads[0]), backward=True, results=results)]
     first = runs[0].operations
     unnamed = any(op.by_hand or op.masked for op in first)
     windows = build.window_lengths(model, unnamed)
@@ -108,7 +129,9 @@ def _watch(model: nn.Module, model_inputs: Any) -> tuple[list[Recorder], list[Wo
     for workload in workloads[1:]:
         runs.append(_run(model, model_inputs.arguments(workload), backward=False))
         if not alike(runs):  # a loop over the data: its repeats are told apart by their gradients
-            runs[1:] = [_run(model, model_inputs.arguments(other), backward=True) for other in workloads[1:]]
+            runs[1:] = [
+                _run(model, model_inputs.arguments(other), backward=True, results=results) for other in workloads[1:]
+            ]
             break
     return runs, workloads, windows
 
@@ -140,7 +163,9 @@ def _longest_that_runs(model: nn.Module, model_inputs: Any, longest: int) -> int
     while longest:
         try:
             _run(model, model_inputs.arguments(model_inputs.workloads(longest)[-1]), backward=False)
-        except (RuntimeError, IndexError, ValueError, AssertionError):
+        except TraceError as error:
+            if error.__cause__ is None:  # an operation that no length makes readable
+                raise
             longest //= 2
         else:
             break
@@ -156,19 +181,25 @@ def _explain(
     return [(ops[0], f) for ops in zip(*operations, strict=True) for f in fit(ops, workloads, known)]
 
 
-def _run(model: nn.Module, arguments: Any, *, backward: bool) -> Recorder:
+def _run(model: nn.Module, arguments: Any, *, backward: bool, results: Results = None) -> Recorder:
     modules = list(model.modules())
-    beyond = 1 << sum(1 for _ in model.parameters())
-    for _, tensor in asking(model, arguments):
-        tensor.sources = beyond  # like one more parameter, which is always trained
-
+    arguments = in_dtype(arguments, build.common_dtype(model))
     recorder = Recorder(model, classify.finder_of_blocks(classify.checkpointable_blocks(model)))
-    with recording(model, recorder), torch.set_grad_enabled(backward):
-        output = call(model, arguments)
-        if backward:
-            backward_from(output, on_shapes=True)
-            recorder.check_backward()
-            model.zero_grad(set_to_none=True)
+    recorder.beyond = 1 << sum(1 for _ in model.parameters())
+    for _, tensor in asking(model, arguments):
+        tensor.sources = recorder.beyond  # like one more parameter, which is always trained
+
+    try:
+        with recording(model, recorder), torch.set_grad_enabled(backward):
+            output = call(model, arguments)
+            if backward:
+                start_backward(output, model, results)
+                recorder.check_backward()
+                model.zero_grad(set_to_none=True)
+    except HeadwayError:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        raise failed_on_shapes(error, model, recorder) from error
     if any(new is not old for new, old in zip_longest(model.modules(), modules)):
         raise TraceError(
             f"{type(model).__name__} swaps modules of its own while it runs, by how long its input is: its cost "
@@ -183,7 +214,9 @@ def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str, beyond
     for phase, flops, sources in op.products if op.backward_flops else ():
         scaled = fitted.scale * flops
         if scaled.denominator != 1:
-            raise TraceError(f"the backward of {op.kind} in module {op.module} is not a whole number of FLOPs.")
+            raise TraceError(
+                f"the backward of {op.kind} in module {op.module or '(the model)'} is not a whole number of FLOPs."
+            )
         if sources:
             needs = ALWAYS if sources & beyond else sources
             gradients.append(Gradient(phase, int(scaled), needs))  # type: ignore[arg-type]  # dgrad or wgrad

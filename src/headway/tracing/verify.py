@@ -6,10 +6,13 @@ module, which must agree.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from headway.count.cost_model import CostModel
 from headway.count.workload import Workload
@@ -17,7 +20,8 @@ from headway.tracing import trace
 from headway.tracing.build import configs, run_every_layer
 from headway.tracing.counted_step import RECURRENCE, CountedStep
 from headway.tracing.differences import Billed, explain
-from headway.tracing.inputs.model_inputs import backward_from, call, inputs_for
+from headway.tracing.inputs.model_inputs import call, inputs_for
+from headway.tracing.results import Results
 from headway.tracing.stand_ins import watched
 
 
@@ -32,7 +36,9 @@ class Line:
     explanation: str | None  # why the two differ; "" where they are equal, None where nothing explains it
 
 
-def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple[list[Line], set[str]]:
+def verify(
+    model: nn.Module, workload: Workload, *, inputs: Any = None, results: Results = None
+) -> tuple[list[Line], set[str]]:
     """Run one real step of a model under PyTorch's formulas and compare it with the model's ledger.
 
     Args:
@@ -40,6 +46,7 @@ def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple
             are left as they were.
         workload: one segment, with the grids that lie in it.
         inputs: as for `trace`.
+        results: as for `trace`.
 
     Returns:
         A line per module that either side bills, in the ledger's order, and the operations that PyTorch cannot see.
@@ -47,7 +54,7 @@ def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple
     Raises:
         TraceError: the model has no complete ledger.
     """
-    cost = trace(model, inputs=inputs)
+    cost = trace(model, inputs=inputs, results=results)
     eager = configs(model)
     before = [(c._attn_implementation, c._experts_implementation) for c in eager]
     for config in eager:
@@ -58,7 +65,7 @@ def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple
     try:
         arguments = inputs_for(model, inputs).arguments(workload, next(model.parameters()).device)
         with counted, watched(model, counted.recurrence):
-            backward_from(call(model, arguments))
+            _real_backward(call(model, arguments), results)
     finally:
         for config, (attention, experts) in zip(eager, before, strict=True):
             config._attn_implementation, config._experts_implementation = attention, experts
@@ -68,6 +75,39 @@ def verify(model: nn.Module, workload: Workload, *, inputs: Any = None) -> tuple
             parameter.grad = grad
     counted.gather({row.module for row in cost.rows if row.op == "experts"})
     return _compare(cost, counted, workload, model), counted.unseen
+
+
+def _real_backward(output: Any, results: Results) -> None:
+    """Run the real step's backward, as a training loop would.
+
+    From what is found apart from what `trace` starts from, so that both cannot share a mistake: in the real output, by
+    the way in which PyTorch itself opens containers, and by what really requires a gradient.
+    """
+    if results is None and hasattr(output, "trained"):
+        results = output.trained
+    loss = _item(output, "loss")
+    if callable(results):
+        output = results(output)
+    elif results is not None:
+        output = [_item(output, name) for name in ([results] if isinstance(results, str) else results)]
+    elif isinstance(loss, torch.Tensor) and loss.requires_grad:
+        output = loss
+    starts = [leaf for leaf in _leaves(output, {}) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if starts:
+        sum(start.abs().sum() for start in starts).backward()  # type: ignore[union-attr]  # a tensor, as there are some
+
+
+def _leaves(output: Any, opened: dict[int, Any]) -> Iterator[Any]:
+    """List the leaves of PyTorch's own containers, and those of the objects among them, such as dataclasses."""
+    for leaf in tree_leaves(output):
+        yield leaf
+        if id(leaf) not in opened and hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | nn.Module):
+            opened[id(leaf)] = leaf
+            yield from _leaves(vars(leaf), opened)
+
+
+def _item(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, dict) else getattr(output, name, None)
 
 
 def _compare(cost: CostModel, counted: CountedStep, workload: Workload, model: nn.Module) -> list[Line]:

@@ -26,7 +26,7 @@ def billed_by_conventions(
         number for this model), and what it counts differently; nothing of a model whose sizes no rule can read.
     """
     workload = Workload.total(batch.workload for batch in batches)
-    step = Step(workload, max(row_length, *workload.segments.tolist()), recompute)
+    step = Step(workload, max([row_length, *workload.segments.tolist()]), recompute)
     try:
         read = architecture(model_config, cost_model.name, cost_model)
         bills = [(rule, rule.bill(read, step)) for rule in conventions(read.model_type)]

@@ -1,24 +1,53 @@
-"""Whether a run lost or repeated samples when it was interrupted, told by its records alone.
+"""Whether a run lost or repeated samples when it was interrupted: what its records prove, and what has no witness.
 
-Each step's record has a digest of its samples (`samples_digest`), which is a sum, so digests of steps add up. What the
-records have to agree with was written by others: by the processes that took a step before it was lost, in
-resumes.jsonl, and by the checkpoints, each of which carries the sum of all steps behind it from process to process.
+Each step's record has a digest of its samples (`samples_digest`), which is a sum, so digests of steps add up. A record
+alone proves nothing; its witnesses were written by others. Each checkpoint carries, handed on from process to process,
+the sum of all digests behind it, a chain over the steps in their order, and the feed's own counts of what it handed
+out. Steps that were lost and taken again are in resumes.jsonl as they were the first time. And there may be a run of
+the same data to compare with.
 """
 
+import hashlib
 import json
+import re
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from headway.errors import LogError
+from headway.files import open_plain
 from headway.report import format_count, render_pairs
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+CHAINED = ("step", "samples_digest", "packs", "tokens", "segments")
+"""Fields of a step's record that a checkpoint's chain is made of."""
+
+_DIGEST = re.compile("[0-9a-f]{16}")
+_NEVER_PROVED = (
+    "losses, gradient norms, learning rates, times, FLOPs and rates of the records: nothing else holds them",
+    "contents of samples: a digest is of their files, rows and lengths; see data.verify",
+)
+Ranges = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
+def chained(before: Mapping[str, Any] | None, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Add a step's record to a chain, whose digest depends on every step's fields and on their order.
+
+    Args:
+        before: the chain so far; None begins one with this step.
+        record: of the step.
+
+    Returns:
+        The step that the chain begins after, and its digest: BLAKE2b of the digest before and the fields `CHAINED`.
+    """
+    since, digest = (record["step"] - 1, "") if before is None else (before["since"], before["digest"])
+    return {"since": since, "digest": _link(digest, [record.get(name) for name in CHAINED])}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Check:
     """Result of checking a run's records for lost and repeated samples.
 
@@ -26,51 +55,101 @@ class Check:
         steps: steps recorded, from the first on, each once [steps].
         resumes: times that the run went on from a checkpoint, or from its start.
         redone: steps that had been taken and were lost, compared with what was recorded the first time [steps].
-        unwitnessed: resumes before which no later step had been recorded, so that there is nothing to compare.
+        unwitnessed: steps after which the run went on, of which nothing tells whether the next was the right one: no
+            later step had been recorded, or none that can be compared.
         regrouped: lost steps that were taken again with another number of packs, and cannot be compared [steps].
         checkpoints: checkpoints whose sum was compared with that of the steps up to them.
+        chains: those whose chain was compared too, which proves order, packs, tokens and segments of single steps.
+        counts: those whose feed had counted tokens and segments, whose sums were compared.
         others: steps compared with another run; None without one [steps].
+        proved: first and last of each stretch of steps on whose samples a witness agrees; none where there is a fault.
+        in_order: those of them whose order, packs, tokens and segments are proved step by step.
         faults: what does not agree, a sentence each.
     """
 
     steps: int
-    resumes: int
-    redone: int
-    unwitnessed: int
-    regrouped: int
-    checkpoints: int
-    others: int | None
-    faults: tuple[str, ...]
+    resumes: int = 0
+    redone: int = 0
+    unwitnessed: tuple[int, ...] = ()
+    regrouped: int = 0
+    checkpoints: int = 0
+    chains: int = 0
+    counts: int = 0
+    others: int | None = None
+    proved: Ranges = ()
+    in_order: Ranges = ()
+    faults: tuple[str, ...] = ()
+
+    @property
+    def without_witness(self) -> Ranges:
+        """Stretches of steps that no witness speaks of, or all where something disagrees."""
+        return _complement(self.proved, self.steps)
+
+    @property
+    def unproved(self) -> tuple[str, ...]:
+        """All that the records claim and nothing proves, a clause each."""
+        clauses = []
+        if self.without_witness:
+            clauses.append(f"samples of {_named(self.without_witness)}")
+        if unordered := _complement(self.in_order, self.steps):
+            clauses.append(f"order, packs, tokens and segments of {_named(unordered)}, one by one")
+        if self.unwitnessed:
+            places = ", ".join(map(format_count, self.unwitnessed))
+            clauses.append(f"that the run went on at the right place after step {places}: no later step to compare")
+        return (*clauses, *_NEVER_PROVED)
+
+    @property
+    def verdict(self) -> str:
+        """What the witnesses say of the samples, in one sentence."""
+        if self.faults:
+            return "something was lost or repeated, or a record was changed"
+        if not self.proved:
+            return "nothing is proved: no step has a witness"
+        return f"nothing was lost or repeated in {_named(self.proved)}"
 
     def as_json(self) -> dict[str, Any]:
         """One JSON-ready object."""
-        return {"schema_version": SCHEMA_VERSION, **vars(self), "faults": list(self.faults)}
+        derived = {"without_witness": self.without_witness, "unproved": self.unproved, "verdict": self.verdict}
+        return {"schema_version": SCHEMA_VERSION, **vars(self), **derived}
 
     def as_table(self) -> str:
         """Names and values for people."""
+        witnessed = format_count(self.resumes - len(self.unwitnessed))
+        compared = f"{format_count(self.checkpoints)} compared: {format_count(self.chains)} tell of each step in order"
         pairs = [
             ("steps", f"{format_count(self.steps)}, each recorded once"),
-            (
-                "restarts",
-                f"{format_count(self.resumes)}, {format_count(self.unwitnessed)} of them lost no recorded step",
-            ),
+            ("checkpoints", f"{compared}, {format_count(self.counts)} have counts of the feed"),
+            ("restarts", f"{format_count(self.resumes)}, {witnessed} of them with a witness"),
             ("steps taken again", f"{format_count(self.redone)} compared with the first time"),
-            ("checkpoints", f"{format_count(self.checkpoints)} compared with the steps before them"),
         ]
         if self.regrouped:
             pairs.append(("not comparable", f"{format_count(self.regrouped)} steps taken again with other packs"))
         if self.others is not None:
             pairs.append(("the other run", f"{format_count(self.others)} steps compared"))
-        verdict = "something was lost or repeated" if self.faults else "nothing was lost or repeated"
-        return render_pairs([*pairs, ("samples", verdict)])
+        pairs += [("not proved", clause) for clause in self.unproved]
+        return render_pairs([*pairs, ("samples", self.verdict)])
+
+
+@dataclass
+class _Witnesses:
+    """Comparisons so far."""
+
+    faults: list[str] = field(default_factory=list)
+    sums: set[int] = field(default_factory=set)  # steps of the checkpoints that agree
+    chains: dict[int, int] = field(default_factory=dict)  # likewise, with the step that the chain begins after
+    counts: int = 0
+    resumes: int = 0  # as the checkpoints count them
+    checkpoints: int = 0
 
 
 class _Steps:
-    """The digests and packs of steps 1, 2, 3 ... of a run."""
+    """The records of steps 1, 2, 3 ... of a run, as far as samples go."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "metrics.jsonl"
         self.digests, self.packs = array("Q"), array("Q")
+        self.fields: list[tuple[Any, ...]] = []  # those of CHAINED
+        self._chains: dict[int, list[str]] = {}  # digests of the chains that begin after a step
         for record in _lines(path):
             if record.get("kind") != "step":
                 continue
@@ -83,15 +162,31 @@ class _Steps:
                 )
             if "samples_digest" not in record:
                 raise LogError(f"{path} has no samples_digest in step {expected}; earlier versions wrote none.")
-            self.digests.append(int(record["samples_digest"], 16))
+            self.digests.append(_digest(record["samples_digest"]))
             self.packs.append(record["packs"])
+            self.fields.append(tuple(record.get(name) for name in CHAINED))
+        self.sums = [0, *accumulate(self.digests, lambda total, digest: (total + digest) % 2**64)]
 
     def __len__(self) -> int:
         return len(self.digests)
 
+    def total(self, name: str, step: int) -> int | None:
+        """Sum of a count over the steps up to one; None where a record lacks it."""
+        counts = [fields[CHAINED.index(name)] for fields in self.fields[:step]]
+        return None if None in counts else sum(counts)
+
+    def chain(self, since: int, step: int) -> str:
+        """Digest of the chain from one step to another."""
+        if since not in self._chains:
+            digests = [""]
+            for fields in self.fields[since:]:
+                digests.append(_link(digests[-1], fields))
+            self._chains[since] = digests
+        return self._chains[since][step - since]
+
 
 def check_run(folder: Path, other: Path | None = None) -> Check:
-    """Compare a run's records with the digests that earlier processes and checkpoints wrote.
+    """Compare a run's records with what earlier processes and checkpoints wrote.
 
     Args:
         folder: of the run.
@@ -107,11 +202,17 @@ def check_run(folder: Path, other: Path | None = None) -> Check:
 
 
 def _compare(folder: Path, other: Path | None) -> Check:
-    steps, faults = _Steps(folder), []
-    resumes = redone = unwitnessed = regrouped = checkpoints = 0
+    steps, seen = _Steps(folder), _Witnesses()
+    for path in sorted((folder / "checkpoints").glob("step-*/position.json")):
+        step = int(path.parent.name.removeprefix("step-"))
+        _compare_checkpoint(json.loads(path.read_text(encoding="utf-8")), step, steps, seen)
+
+    # Steps that were lost, as they were the first time.
+    resumes, regrouped, redone = 0, 0, set[int]()
+    unwitnessed: list[int] = []
     for resume in _lines(folder / "resumes.jsonl") if (folder / "resumes.jsonl").exists() else ():
         resumes += 1
-        unwitnessed += not resume["lost"]
+        compared = 0
         for lost in resume["lost"]:
             step = lost["step"]
             if step > len(steps) or lost["samples_digest"] is None:
@@ -119,34 +220,151 @@ def _compare(folder: Path, other: Path | None) -> Check:
             if lost["packs"] != steps.packs[step - 1]:
                 regrouped += 1
                 continue
-            redone += 1
-            if int(lost["samples_digest"], 16) != steps.digests[step - 1]:
-                faults.append(f"after going on from step {resume['step']}, step {step} had other samples than before")
-    for path in sorted((folder / "checkpoints").glob("step-*/position.json")):
-        step = int(path.parent.name.removeprefix("step-"))
-        saved = json.loads(path.read_text(encoding="utf-8")).get("samples_digest")
-        if saved is None:
+            compared += 1
+            redone.add(step)
+            if _digest(lost["samples_digest"]) != steps.digests[step - 1]:
+                seen.faults.append(
+                    f"after going on from step {resume['step']}, step {step} had other samples than before"
+                )
+        if not compared:
+            unwitnessed.append(int(resume["step"]))
+    others, differing = _compare_runs(steps, other)
+    seen.faults += differing
+    _compare_restarts(folder, resumes, seen)
+
+    # What remains is proved, unless something disagrees.
+    last = max(seen.sums, default=0)
+    witnessed = [(1, last), *((step, step) for step in redone), (1, others or 0)]
+    ordered = [(since + 1, step) for step, since in seen.chains.items()]
+    return Check(
+        steps=len(steps),
+        resumes=resumes,
+        redone=len(redone),
+        unwitnessed=tuple(step for step in unwitnessed if (others or 0) <= step),
+        regrouped=regrouped,
+        checkpoints=seen.checkpoints,
+        chains=len(seen.chains),
+        counts=seen.counts,
+        others=others,
+        proved=() if seen.faults else _joined(witnessed),
+        in_order=() if seen.faults else _joined(ordered),
+        faults=tuple(seen.faults),
+    )
+
+
+def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, seen: _Witnesses) -> None:
+    """Compare what a checkpoint says of the steps behind it with their records."""
+    seen.resumes = max(seen.resumes, int(saved.get("resumes", 0)))
+    if saved.get("samples_digest") is None:
+        return
+    seen.checkpoints += 1
+    if step > len(steps):
+        seen.faults.append(f"there is a checkpoint of step {step}, and the records end at step {len(steps)}")
+        return
+    faults = []
+    if _digest(saved["samples_digest"]) != steps.sums[step]:
+        faults.append(f"the checkpoint of step {step} had other samples behind it than the records")
+    if (chain := saved.get("samples_chain")) is not None:
+        if chain["digest"] == steps.chain(chain["since"], step):
+            seen.chains[step] = int(chain["since"])
+        elif not faults:
+            faults.append(
+                f"the checkpoint of step {step} had steps in another order behind it, or with other packs, tokens or "
+                "segments, than the records"
+            )
+    for name, count in _feed_counts(saved.get("report")).items():
+        recorded = steps.total(name, step)
+        if recorded is None:
             continue
-        checkpoints += 1
-        if step > len(steps):
-            faults.append(f"there is a checkpoint of step {step}, and the records end at step {len(steps)}")
-        elif int(saved, 16) != sum(steps.digests[:step]) % 2**64:
-            faults.append(f"the checkpoint of step {step} had other samples behind it than the records")
-    others = None
-    if other is not None:
-        theirs = _Steps(other)
-        others = min(len(steps), len(theirs))
-        differing = [n for n in range(others) if steps.digests[n] != theirs.digests[n]]
-        if differing:
-            faults.append(f"{len(differing)} steps, the first of them step {differing[0] + 1}, differ from {other}")
-    return Check(len(steps), resumes, redone, unwitnessed, regrouped, checkpoints, others, tuple(faults))
+        seen.counts += name == "tokens"
+        if count != recorded:
+            faults.append(
+                f"by the checkpoint of step {step} the feed had handed out {format_count(count)} {name}, and the "
+                f"records have {format_count(recorded)}"
+            )
+    if not faults:
+        seen.sums.add(step)
+    seen.faults += faults
+
+
+def _feed_counts(report: Mapping[str, Any] | None) -> dict[str, int]:
+    """Tokens and segments that a feed handed out, by its own count; segments where no sample was cut into several."""
+    if report is None:
+        return {}
+    counts = {"tokens": int(report["tokens"])}
+    sources = report["samples"].values()
+    if not any(source["split"]["samples"] for source in sources):
+        counts["segments"] = sum(source["used"]["samples"] for source in sources)
+    return counts
+
+
+def _compare_runs(steps: _Steps, other: Path | None) -> tuple[int | None, list[str]]:
+    """Steps that two runs share, and what differs."""
+    if other is None:
+        return None, []
+    theirs = _Steps(other)
+    both = min(len(steps), len(theirs))
+    differing = [n for n in range(both) if steps.digests[n] != theirs.digests[n]]
+    if not differing:
+        return both, []
+    return both, [f"{len(differing)} steps, the first of them step {differing[0] + 1}, differ from {other}"]
+
+
+def _compare_restarts(folder: Path, resumes: int, seen: _Witnesses) -> None:
+    """Compare the restarts that resumes.jsonl tells of with what checkpoints and the ledger of seconds count."""
+    ledger = folder / "goodput.jsonl"
+    counted = sum(line.get("kind") == "resumed" for line in _lines(ledger)) if ledger.exists() else 0
+    for where, count in (("a checkpoint", seen.resumes), (ledger.name, counted)):
+        if count > resumes:
+            seen.faults.append(f"{where} counts {count} restarts, and resumes.jsonl tells of {resumes}")
+
+
+def _link(before: str, fields: Sequence[Any]) -> str:
+    return hashlib.blake2b(json.dumps([before, *fields]).encode(), digest_size=8).hexdigest()
+
+
+def _digest(text: object) -> int:
+    if not isinstance(text, str) or not _DIGEST.fullmatch(text):
+        raise ValueError(f"{text!r} is no digest of 16 hexadecimal digits")
+    return int(text, 16)
+
+
+def _joined(ranges: list[tuple[int, int]]) -> Ranges:
+    """Ranges of steps joined where they touch, without empty ones."""
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(stretch for stretch in ranges if stretch[0] <= stretch[1]):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1] = joined[-1][0], max(last, joined[-1][1])
+        else:
+            joined.append((first, last))
+    return tuple(joined)
+
+
+def _complement(ranges: Ranges, steps: int) -> Ranges:
+    """Steps from the first to the last that no range holds."""
+    ends = [0, *(last for _, last in ranges)]
+    starts = [*(first for first, _ in ranges), steps + 1]
+    return tuple((last + 1, first - 1) for last, first in zip(ends, starts, strict=True) if last + 1 < first)
+
+
+def _named(ranges: Ranges) -> str:
+    """Ranges in words.
+
+    >>> _named(((1, 20), (23, 23)))
+    'steps 1 to 20, 23'
+    """
+    words = [
+        format_count(first) if first == last else f"{format_count(first)} to {format_count(last)}"
+        for first, last in ranges
+    ]
+    return f"step{'' if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else 's'} {', '.join(words)}"
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield a file's records but for a last line without a line break, which a kill tore or which is being written."""
     number = 0
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             for line in file:
                 number += 1
                 if not line.endswith(b"\n"):

@@ -3,7 +3,11 @@
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
+from types import MappingProxyType
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -12,12 +16,13 @@ from headway.data.bad_rows import BadSamples
 from headway.data.collate import Collator
 from headway.data.encode import Encoder
 from headway.data.encoders import collator_of
-from headway.data.feed import Feed, IndexedFeed, PackMaker, Share, StreamFeed, Streaming
+from headway.data.feed import FILES, Feed, IndexedFeed, PackMaker, Share, StreamFeed, Streaming
 from headway.data.index import LengthIndex, build_index
 from headway.data.sources import Source, open_source
+from headway.data.sources.identity import Identities, changes_since, identify, is_small, refusal, with_hashes
 from headway.data.sources.opening import own_names
-from headway.errors import ConfigError
-from headway.log.working import measuring_rows
+from headway.errors import CheckpointError, ConfigError
+from headway.log.working import measuring_rows, working
 from headway.models.vision import vision_geometry
 from headway.packing.budget import Budget
 from headway.packing.items import Items
@@ -43,10 +48,21 @@ def open_feed(
     ranks: Ranks,
     *,
     pin_memory: bool,
+    position: Mapping[str, Any] = MappingProxyType({}),
 ) -> Feed:
     """Open the sources, index them unless they are streamed, and feed packs from the beginning.
 
+    Args:
+        config: of the run.
+        encoder: makes samples.
+        model: that is trained.
+        cost_model: of the model.
+        ranks: the processes.
+        pin_memory: whether packs are handed out in page-locked memory.
+        position: of the checkpoint that the run goes on from, whose files must be those of the sources.
+
     Raises:
+        CheckpointError: the files are not those of the checkpoint.
         ConfigError: sources that cannot be told apart, or a setting that cannot take effect.
         DataError: a source cannot be read, or samples cannot be used.
     """
@@ -58,6 +74,7 @@ def open_feed(
             "which packs made ahead would fill. Lower it; 2**30 (1 GiB) is the default."
         )
     sources, stages = open_stages(data, config.optim.epochs)
+    files = _identities(sources, data, ranks, position)
     bad = bad_samples(config)
     collator = make_collator(data, encoder, model, ranks, tuple(source.name for source in sources))
     dropout = config.model.drawing.dropout(config.run.seed)
@@ -77,7 +94,7 @@ def open_feed(
             seed=data.seed,
             cost_model=cost_model,
         )
-        return StreamFeed(streaming, share, bad)
+        return StreamFeed(streaming, share, bad, files=files)
     indices = _indices(sources, encoder, data.workers, bad, ranks)
     items, planned = Items.build(indices, budget_of(data), data.overlong, cost_model, dropout)
     order = Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None)
@@ -91,7 +108,29 @@ def open_feed(
         window=data.window,
         accumulation=accumulation,
     )
-    return IndexedFeed(plan, maker, share, bad, planned=planned)
+    return IndexedFeed(plan, maker, share, bad, planned=planned, files=files)
+
+
+def _identities(sources: tuple[Source, ...], data: DataConfig, ranks: Ranks, position: Mapping[str, Any]) -> Identities:
+    """Identities of all files, hashed where that is asked for or cheap; changed ones are refused before they are read.
+
+    Raises:
+        CheckpointError: they are not those of the checkpoint; the same on all ranks.
+    """
+    files, asked = identify(sources), data.verify == "hash"
+    if asked and not ranks.is_first:
+        ranks.wait()  # the first rank hashes, and the others of its machine find its digests in the cache
+    if asked or (ranks.is_first and data.verify == "size-and-time" and is_small(sources)):
+        with working("hashing the data"):
+            files = with_hashes(files, sources)
+    if asked and ranks.is_first:
+        ranks.wait()
+    if FILES in position:
+        # Ranks on other machines may read copies of their own, whose times are others.
+        own = changes_since(position[FILES], files, data.verify, times=ranks.is_first)
+        if clauses := list(dict.fromkeys(chain.from_iterable(ranks.gather_all(own)))):
+            raise CheckpointError(refusal(clauses))
+    return files
 
 
 def make_collator(

@@ -17,7 +17,7 @@ from headway.count.rows import ParamCount
 from headway.devices import Device
 from headway.errors import ConfigError
 from headway.packing import Budget, Items, Order, OverlongCounts, Plan, PlanReport
-from headway.packing.budget import square_grid
+from headway.packing.budget import segments_within, square_grid
 from headway.packing.lengths import LengthTable
 from headway.packing.measure import report_on
 from headway.plan.memory import MemoryPlan, Sharing, State, plan_memory
@@ -323,7 +323,13 @@ def plan_packs(
     assert table.grids is not None
     assert table.grid_rows is not None
     grids = table.grids[np.isin(table.grid_rows, rows)]
-    work = Workload(items.tokens[chosen], images=grids, packs=len(whole) * ranks * accumulation)
+    pieces = zip(rows.tolist(), *(each.tolist() for each in items.locate(chosen)[2:4]), strict=True)
+    lengths_N = [
+        length
+        for row, start, stop in pieces
+        for length in segments_within(table.segments_of(row), start, stop) or (stop - start,)
+    ]
+    work = Workload(lengths_N, images=grids, packs=len(whole) * ranks * accumulation)
     count = cost_model.count(work, recompute=recompute).split(len(whole))[0]
     num_packs = sum(len(step.packs) for step in whole)
     most = [

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -170,13 +171,13 @@ def judge(
     loss, supervised_L = pack_loss.loss_T.sum(), labels_L >= 0
     wrong_T = torch.zeros(batch.slots, dtype=torch.long, device=loss.device)
     wrong_T[local] = (supervised_L & ~pack_loss.right_T).long()
-    # Mistakes in each segment: differences of the running count at the segment boundaries.
+    # Mistakes in each sample: differences of the running count at the samples' boundaries; padding comes behind them.
     running_T1 = F.pad(wrong_T.cumsum(0), (1, 0))
-    boundaries_N1 = batch.cu_seqlens_N.long()
+    boundaries_N1 = torch.tensor([0, *accumulate(batch.sample_tokens)], device=running_T1.device)
     mistakes_N = running_T1[boundaries_N1[1:]] - running_T1[boundaries_N1[:-1]]
-    samples = batch.num_segments
+    samples = batch.num_samples
     if group is not None:
         dist.all_reduce(mistakes_N, group=group)
         samples = samples if dist.get_rank(group) == 0 else 0
-    exact = (mistakes_N[:samples] == 0).sum()  # padding is no sample
+    exact = (mistakes_N[:samples] == 0).sum()  # which the first process alone counts
     return torch.stack([torch.full_like(loss, samples), exact.to(loss), loss, supervised_L.sum().to(loss)]).double()

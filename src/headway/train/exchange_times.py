@@ -29,6 +29,7 @@ from headway.models.parallel.mesh import build_mesh
 from headway.models.parallel.shard import shard_model
 from headway.plan.collectives import Kind, Links
 from headway.plan.mesh import MeshShape
+from headway.safe_path import current_folder_kept_out
 
 WIDTHS = (32, 128, 512)
 """Hidden sizes of the models: their blocks weigh from some 50 kB to 13 MB in float32."""
@@ -49,7 +50,7 @@ def timed_exchanges(processes: int, *, refresh: bool = False, warn: Callable[[st
     """
 
     def measure() -> list[Measurement]:
-        with tempfile.TemporaryDirectory(prefix="headway-exchanges-") as folder:
+        with tempfile.TemporaryDirectory(prefix="headway-exchanges-") as folder, current_folder_kept_out():
             arguments = (processes, torch.get_num_threads(), folder, WIDTHS)
             spawn(_exchange, args=arguments, nprocs=processes)  # type: ignore[no-untyped-call]  # torch leaves it so
             found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))

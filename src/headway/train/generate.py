@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from headway.data.chat import ChatTemplate
 from headway.data.collate import Collator
 from headway.data.media.images import Picture
-from headway.data.samples import Chat, Document, Message, Origin, Sample, TextPart
+from headway.data.samples import Chat, Document, Message, Sample, TextPart
 from headway.errors import ConfigError, DataError
 from headway.train.opened import OpenedModel, make_encoder
 
@@ -196,24 +196,11 @@ class Generator:
         return next(int(token) for token in ids if token is not None)
 
     def _closing_tokens(self) -> set[int]:
-        """Tokens that end an answer: the model's own, the tokenizer's, and what the chat template writes after one."""
+        """Tokens that end an answer: the model's own, the tokenizer's, and what the chat template ends one with."""
         settings: Any = self._opened.model.generation_config  # None where the model has none
         named = None if settings is None else settings.eos_token_id
         ends = {self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
-        if self.has_template:
-            ends |= self._written_after_answers()
-        return {int(token) for token in ends if token is not None}
-
-    def _written_after_answers(self) -> set[int]:
-        """The special token that the chat template writes after an answer, if it writes one."""
-        said = (Message("user", (TextPart("a"),)), Message("assistant", (TextPart("b"),)))
-        try:
-            text, spans = self._template.with_answers(Chat(said, Origin("", "the chat template", 0, "a trial")))
-        except DataError:  # a template that refuses this chat may take the real one
-            return set()
-        after = text[slice(*spans[-1])].rpartition("b")[2].strip() if spans else ""
-        ids = self.tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
-        return {token for token in ids[:1] if token in self.tokenizer.added_tokens_decoder}
+        return {int(token) for token in ends if token is not None} | self._template.stop_ids()
 
 
 def with_answer(prompt: Sample) -> Sample:
@@ -233,7 +220,7 @@ def question_of(chat: Chat) -> tuple[Chat, str | None]:
         return chat, None
     if len(chat.messages) == 1:
         raise DataError(f"{chat.where}: the chat begins with its only answer, so there is no prompt to answer.")
-    return Chat(chat.messages[:-1], chat.origin, chat.tools), chat.answer
+    return replace(chat, messages=chat.messages[:-1]), chat.answer
 
 
 def _media_of(prompt: Sample) -> frozenset[str]:

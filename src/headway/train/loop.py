@@ -30,19 +30,19 @@ from headway.meter.window import SCHEMA_VERSION
 from headway.models.parallel import clip_, reduce_gradients
 from headway.train.answers import answer_line, answers_record
 from headway.train.billed import billed_by_conventions
-from headway.train.checkpoint import Checkpoint
 from headway.train.config import TrainConfig
 from headway.train.evaluate import EvalSet, Evaluation
 from headway.train.memory_error import Explanation
 from headway.train.memory_record import record_memory
 from headway.train.optim import learning_rate, set_learning_rate, take_step
-from headway.train.prepare import Run, prepare, save
+from headway.train.prepare import Run, prepare
 from headway.train.profiling import ProfileWindow
 from headway.train.progress import Progress, evaluation_line
 from headway.train.ranks import own_rank
 from headway.train.record import METRICS, RESUMES, SAMPLES, SUMMARY, MetricsLog, write_json
 from headway.train.recorder import LaunchedStep, StepRecorder
 from headway.train.run_folder import RunFolder
+from headway.train.salvage import LastStep
 from headway.train.share import Flags, exchange_step
 from headway.train.summary import RunSummary
 from headway.train.watch import STOPPING, LoopPhase, Watchdog, explain_errors, stop_requests
@@ -61,7 +61,7 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
         is_smoke: whether the run may take the place of an earlier smoke run in its folder.
 
     Returns:
-        What the run did; incomplete if Ctrl-C or SIGTERM stopped it, which save a checkpoint first.
+        What the run did; incomplete if a signal stopped it (`STOPPING`), which saves a checkpoint first.
 
     Raises:
         ConfigError: a setting that cannot take effect here.
@@ -103,6 +103,7 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
         meter,
         saver,
         stop_requests() as stop_signal,
+        LastStep(run, out.recorder, lambda: _leave(run, out, phase, "checkpoint"), out.progress.note) as last,
         explain_errors(phase, Explanation(run, config, phase)),
     ):
         for line in run.describe():
@@ -118,16 +119,20 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             # tokens normalise the loss. With the same message ranks tell which steps their devices have passed.
             phase.at("data wait", step=step)
             meter.await_data()
-            batches = next(steps, [])
+            batches, failure = _next_packs(steps)
             meter.got_data()
-            flags = Flags(not batches, stop_signal(), saver.has_failed)  # a stream's lanes need not end together
+            is_at_end = not batches and failure is None  # a stream's lanes need not end together
+            flags = Flags(is_at_end, stop_signal(), saver.has_failed, "" if failure is None else _reason(failure))
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
             phase.at("exchange of what each rank computes")
             batches, whole, finished = exchange_step(batches, run.feed, ranks, flags, meter.finished())
             phase.at("logging")
             out.recorder.write(meter.merge(finished))
-            for checkpoint in saver.finished(wait=whole.flags.save_failed):
-                out.note_saved(checkpoint)
+            saver.finished(wait=whole.flags.save_failed)
+            if whole.flags.failure:
+                phase.at("data wait")
+                last.all_know = True
+                raise failure or TrainingError(f"{whole.flags.failure} So this process ends with it.")
             if has_ended := whole.flags.has_ended:  # of a stream; how far an index reaches is known beforehand
                 step -= 1
                 break
@@ -155,17 +160,19 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
                     drawn_D += pack.drawn_K.sum()
                 meter.count(batch.workload, elsewhere=not ranks.bills)
 
-            # Update.
+            # Update, if there was anything to learn from.
             phase.at("update")
+            last.updating()
             compilations = trained.compile_watch.since()
             sums = torch.cat([loss_S, drawn_D, torch.full((1,), len(compilations.guards), device=device)])
             ranks.sum_(sums)
             grad_norm = clip_(parameters, max_norm)
             numbers_K = torch.cat([sums, grad_norm.to(sums)[None], run.router_load.take(ranks.sum_)])
-            take_step(optimizer, numbers_K, skips=optim.on_nonfinite == "skip")
-            if run.ema is not None:
+            take_step(optimizer, numbers_K, skips=optim.on_nonfinite == "skip", learns=whole.learns)
+            if run.ema is not None and whole.learns:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
+            last.complete(step)
             launched = LaunchedStep(step, lr, run.feed.epochs, whole, batches, ranks.num_data_ranks, compilations)
             out.recorder.add(launched, numbers_K)
             meter.step()
@@ -176,19 +183,18 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             if run.eval_set is not None and (_is_due(step, config.eval.every) or (is_last and config.eval.at_end)):
                 _leave(run, out, phase, "evaluation")
                 evaluation = _evaluate(run, run.eval_set, step, out)
+                last.complete(step)
             if _is_due(step, config.checkpoint.every) or is_last or stopped_by:
-                _leave(run, out, phase, "checkpoint")
-                save(run, step, out.recorder.behind())
+                last.save()
         if has_ended:  # what the last step does, now that it is known which one it was
             out.progress.note(_data_ended(run, step))
             if run.eval_set is not None and config.eval.at_end:
                 _leave(run, out, phase, "evaluation")
                 evaluation = _evaluate(run, run.eval_set, step, out)
-            _leave(run, out, phase, "checkpoint")
-            save(run, step, out.recorder.behind())
+                last.complete(step)
+            last.save()
         phase.at("checkpoint")
-        last = saver.wait()
-        out.note_saved(last)
+        saved = saver.wait()
         utilisation = meter.close()
         if stopped_by and step < run.steps:
             out.progress.note(f"stopped by {STOPPING[stopped_by]} after step {step}; continue with --resume")
@@ -197,34 +203,42 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
 
     # Of all steps, those before a resume included: the first process has them.
     losses = ranks.gather_all(out.metrics.losses)[0]
-    summary = RunSummary(
-        folder=config.run.folder,
-        checkpoint=last.folder,
-        model=run.exports.folder(last),
-        stopped_by=stopped_by,
-        steps=step,
-        planned_steps=step if has_ended else run.steps,
-        skipped=losses.skipped,
-        first_loss=losses.first,
-        last_loss=losses.last,
-        last_flow_loss=losses.last_flow,
-        utilisation=utilisation,
-        conventions=billed_by_conventions(
+    conventions: list[dict[str, Any]] = []
+    with meter.boundary.guard("The bill of the last step by other tools' rules"):
+        conventions = billed_by_conventions(
             model.config.to_dict(),
             meter.cost_model,
             launched.batches,
             row_length=config.data.tokens_per_pack,
             recompute=trained.recompute,
-        ),
+        )
+    summary = RunSummary(
+        folder=config.run.folder,
+        checkpoint=saved.folder,
+        model=run.exports.folder(saved),
+        stopped_by=stopped_by,
+        steps=step,
+        planned_steps=step if has_ended else run.steps,
+        skipped=losses.skipped,
+        empty=losses.empty,
+        missing_records=out.metrics.num_missing,
+        lost=meter.boundary.lost,
+        first_loss=losses.first,
+        last_loss=losses.last,
+        last_flow_loss=losses.last_flow,
+        utilisation=utilisation,
+        conventions=conventions,
         report=FeedReport.total(ranks.gather(run.feed.report())),
         evaluation=evaluation,
         total_s=(clock.now_ns() - start_ns) / 1e9,
     )
     phase.at("export", watched=False)  # takes as long as the model is large, and nobody waits for it
     if ranks.is_first:
-        run.exports.make(last)
-        write_json(config.run.folder / SUMMARY, summary.as_json())
-        record_memory(run, config, utilisation.peak_memory_bytes)
+        run.exports.make(saved)
+        with meter.boundary.guard("The summary in the run folder"):
+            write_json(config.run.folder / SUMMARY, summary.as_json())
+        with meter.boundary.guard("The record of predicted and measured memory"):
+            record_memory(run, config, utilisation.peak_memory_bytes)
     return summary
 
 
@@ -237,10 +251,6 @@ class _Outputs(NamedTuple):
     goodput: Goodput | None
     recorder: StepRecorder
 
-    def note_saved(self, checkpoint: Checkpoint) -> None:
-        if self.goodput is not None:
-            self.goodput.checkpoint_saved(checkpoint.step)
-
 
 @contextmanager
 def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]:
@@ -252,9 +262,12 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
         last_step=step,
         trackers=settings.trackers,
         lost=settings.folder / RESUMES if run.resumes else None,
+        damaged=run.damaged,
+        boundary=run.meter.boundary,
     )
     writes_samples = ranks.is_first and run.generation_eval is not None
     samples = MetricsLog(settings.folder / SAMPLES if writes_samples else None, last_step=step)
+    boundary = run.meter.boundary
     goodput = run.meter.goodput = Goodput(settings.folder / GOODPUT, since_ns=start_ns) if ranks.is_first else None
     if goodput is not None and run.resumes:
         goodput.resumed(step)
@@ -267,6 +280,7 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
             epochs=config.optim.epochs,
             quiet=not ranks.is_first,
             has_panel=panel,
+            boundary=boundary,
         ) as progress,
         metrics,
         samples,
@@ -279,7 +293,9 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
             may_skip=optim.nonfinite_limit if optim.on_nonfinite == "skip" else 0,
             bad_samples=settings.folder / f"not-finite-rank-{ranks.rank}.json",
             before=run.checkpoint.position() if run.checkpoint else {},
+            resumes=metrics.resumes,
             draws=run.draws,
+            boundary=boundary,
         )
         yield _Outputs(progress, metrics, samples, goodput, recorder)
 
@@ -305,6 +321,19 @@ def _workers_started(run: Run, phase: LoopPhase, *, needed: bool) -> Iterator[It
     """Wait for the first step's packs before the clock starts: that processes start is no data wait of that step."""
     phase.at("start of the data workers")
     yield chain([next(run.feed, [])] if needed else [], run.feed)
+
+
+def _next_packs(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
+    """The packs of the next step, none where the data have ended; or the error that keeps this process from any."""
+    try:
+        return next(steps, []), None
+    except Exception as error:  # noqa: BLE001 - raised as soon as all processes know of it
+        return [], error
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line, for the other processes."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _leave(run: Run, out: _Outputs, phase: LoopPhase, bucket: Bucket) -> None:

@@ -59,6 +59,7 @@ def joined(indices: Sequence[LengthIndex]) -> LengthTable:
         indices: of the datasets.
     """
     tokens, patches, grids, rows = [], [], [], []
+    segments: dict[int, list[int]] = {}
     start = 0
     for index in indices:
         ok = np.asarray(index.ok)
@@ -69,10 +70,12 @@ def joined(indices: Sequence[LengthIndex]) -> LengthTable:
             of_row = ragged.rows
             grids.append(ragged.values[ok[of_row]].reshape(-1, 3))
             rows.append(place[of_row[ok[of_row]]])
+        segments |= {int(place[row]): index.segments_of(row) for row in set(index.segments.rows.tolist()) if ok[row]}
         start += int(ok.sum())
     return LengthTable(
         np.concatenate(tokens).astype(np.int64),
         np.concatenate(patches).astype(np.int64),
         np.concatenate(grids).astype(np.int64),
         np.concatenate(rows).astype(np.int64),
+        segments,
     )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,11 @@ from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
 from headway.data import Encoder
-from headway.data.feed import Feed
+from headway.data.chat import stop_ids_of
+from headway.data.chat_settings import ChatSettings
+from headway.data.feed import FILES, Feed
 from headway.data.sources.opening import samples_of
+from headway.data.stops import with_stops
 from headway.devices import peak_for
 from headway.errors import ConfigError
 from headway.meter import Meter
@@ -36,6 +39,7 @@ from headway.train.checkpoint import (
     CheckpointSaver,
     Contents,
     find_checkpoint,
+    newest_sound,
     random_state,
     restore,
     restore_random_state,
@@ -54,6 +58,20 @@ from headway.train.ranks import Ranks, join_ranks
 from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, write_json
 from headway.train.run_folder import RunFolder, from_weights_of
 from headway.train.watch import LoopPhase
+
+
+class Place(NamedTuple):
+    """Where a process stands after a step: what a checkpoint holds of it besides tensors.
+
+    Attributes:
+        step: number of the step.
+        feed: its place in the data, as `Feed.state_dict` gives it.
+        random: the state of its random generators.
+    """
+
+    step: int
+    feed: dict[str, Any]
+    random: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +94,7 @@ class Run:
     eval_set: EvalSet | None
     generation_eval: GenerationEval | None
     resumes: bool
+    damaged: tuple[str, ...]
     checkpoint: Checkpoint | None
     saver: CheckpointSaver
     exports: Exports
@@ -108,13 +127,18 @@ class Run:
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
         lines += [*self.trained.notes, *self.notes]
+        lines += [f"warning: {fault} It is set aside, and the steps since are taken again." for fault in self.damaged]
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
+
+    def place(self, step: int) -> Place:
+        """Where this process stands now, after a step."""
+        return Place(step, self.feed.state_dict(), random_state())
 
     def write_model(self, folder: Path) -> None:
         """Write config, generation config, adapter config and processor."""
         self.model.config.save_pretrained(folder)
         if (generation := getattr(self.model, "generation_config", None)) is not None:
-            generation.save_pretrained(folder)
+            with_stops(generation, stop_ids_of(self.processor)).save_pretrained(folder)
         write_adapter_config(self.model, folder)
         self.processor.save_pretrained(folder)
 
@@ -139,9 +163,13 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     ranks = join_ranks(device, config.parallel.sequence, watchdog_s=config.run.watchdog_s)
     mesh = make_mesh(config.parallel, ranks, device)
     phase.at("opening the run folder")
-    resume = ranks.by_first(lambda: folder.open(config, resume=resume))
+    resumes = ranks.by_first(lambda: folder.open(config, resume=resume))
     phase.at("checking the newest checkpoint")
-    checkpoint = find_checkpoint(config.run.folder / CHECKPOINTS, ranks) if resume else None
+    root, checkpoint, damaged = config.run.folder / CHECKPOINTS, None, tuple[str, ...]()
+    if resumes and resume is None:  # a job that restarts by itself goes on from what is there
+        checkpoint, damaged = newest_sound(root, ranks)
+    elif resumes:
+        checkpoint = find_checkpoint(root, ranks)
     if checkpoint is not None and config.optim.steps is not None and checkpoint.step >= config.optim.steps:
         raise _nothing_left(config, checkpoint)
 
@@ -150,24 +178,24 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     trained = build_trained(config, mesh, checkpoint, precision, device)
     model, cost_model = trained.model, trained.cost_model
     _check_drawing(config, model)
-    processor = load_processor(config.model.path)
+    encoder = _encoder(config, model, checkpoint)
     optimizer = make_optimizer(model, config.optim, cost_model)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
-    encoder = make_encoder(
-        processor, model, max_image_pixels=config.data.max_image_pixels, max_characters=config.data.max_characters
-    )
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
-    feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda")
+    position = checkpoint.position() if checkpoint is not None else {}
+    feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda", position=position)
     eval_set, generation_eval = _held_out(config, encoder, model, ranks, mesh)
 
     phase.at("restoring the checkpoint")
     if checkpoint is not None:
         restore(checkpoint, model, optimizer, ema)
-        feed.load_state_dict(checkpoint.position())
+        feed.load_state_dict(position, config.data.verify)
         restore_random_state(checkpoint.random_state(ranks.rank))
     phase.at("counting the steps", watched=False)  # of a run that its data end; as long as it takes to plan them
     steps, notes = _length(config, feed, checkpoint)
+    if checkpoint is not None and FILES not in position:
+        notes += (f"{checkpoint.folder} names no data files, so that only lengths of samples were compared",)
     if ranks.is_first:
         notes += tuple(f"warning: {note}" for source in feed.sources for note in source.notes())
     feed.needed = steps - (checkpoint.step if checkpoint is not None else 0)
@@ -200,7 +228,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         ranks=ranks,
         mesh=mesh,
         trained=trained,
-        processor=processor,
+        processor=encoder.processor,
         optimizer=optimizer,
         ema=ema,
         meter=meter,
@@ -210,7 +238,8 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         router_load=RouterLoad(model, device),
         eval_set=eval_set,
         generation_eval=generation_eval,
-        resumes=resume,
+        resumes=resumes,
+        damaged=damaged,
         checkpoint=checkpoint,
         saver=saver,
         exports=exports,
@@ -294,28 +323,30 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
     if ranks.size == 1 and idle:
         raise ConfigError(
             f"parallel.{idle[0]} has no effect on one process, which keeps its model whole. Take it out, or start more "
-            "with torchrun --nproc-per-node N -m headway train ..."
+            "with torchrun --nproc-per-node N --no-python headway train ..."
         )
     if parallel.offload and device.type == "cpu":
         raise ConfigError("parallel.offload has no effect on a CPU, whose memory is the host's. Take it out.")
     return build_mesh(shape, device.type) if ranks.size > 1 else None
 
 
-def save(run: Run, step: int, behind: Mapping[str, Any]) -> None:
+def save(run: Run, place: Place, behind: Mapping[str, Any], *, goes_on: bool = True) -> None:
     """Begin to save everything after a step, all ranks together.
 
     Args:
         run: its parts.
-        step: the last one taken.
+        place: where this process stood after the step.
         behind: what the run has behind it, for the recorder of a continuation.
+        goes_on: whether training may go on meanwhile.
 
     Raises:
         CheckpointError: the checkpoint before could not be written, or this one.
     """
-    position = {**run.feed.merged(run.ranks.gather(run.feed.state_dict())), **behind}
+    position = {**run.feed.merged(run.ranks.gather(place.feed)), **behind}
     tensors = training_tensors(run.model, run.optimizer, run.ema)
     shape = MeshShape() if run.mesh is None else run.mesh.shape
-    run.saver.save(step, Contents(tensors, random_state(), position, asdict(shape), run.write_model))
+    contents = Contents(tensors, place.random, position, asdict(shape), run.write_model)
+    run.saver.save(place.step, contents, goes_on=goes_on)
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -334,3 +365,34 @@ def _facts(run: Run) -> dict[str, Any]:
         "model": {"class": model_name(run.model), "parameters": params.total, "trainable": params.trainable},
         "resumed_from": str(run.checkpoint.folder) if run.checkpoint else None,
     }
+
+
+def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint | None) -> Encoder:
+    """The encoder of a run, by its chat template: the one that it began with."""
+    chats = ChatSettings.of(**config.model.of_chats())
+    if chats != ChatSettings() and getattr(model, "draws", False):
+        raise ConfigError(
+            "model.chat_template, model.chat_template_kwargs and model.learn_empty_thinking have no effect on a model "
+            "that draws: its texts stand between tokens of its own. Leave them out."
+        )
+    processor = load_processor(config.model.path)
+    chats.write_into(processor)
+    if checkpoint is not None:
+        _check_same_template(processor, checkpoint.model_folder)
+    return make_encoder(
+        processor,
+        model,
+        max_image_pixels=config.data.max_image_pixels,
+        max_characters=config.data.max_characters,
+        learns_empty_thinking=chats.learns_empty_thinking,
+    )
+
+
+def _check_same_template(processor: Any, before: Path) -> None:
+    """Make sure that a resumed run renders chats as it began: the file of a template may have changed meanwhile."""
+    file, now = before / "chat_template.jinja", getattr(processor, "chat_template", None)
+    if file.is_file() and isinstance(now, str) and file.read_text(encoding="utf-8") != now:
+        raise ConfigError(
+            f"the run began with another chat template, which {file} holds: a resumed run repeats exactly what an "
+            "uninterrupted one would have done. Put it back, as with model.chat_template, or start another run."
+        )

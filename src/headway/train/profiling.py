@@ -78,8 +78,9 @@ class ProfileWindow(ProfiledSteps):
 
     def enter(self, phase: str) -> None:
         """Name the phase that the loop enters."""
-        if self._profiler is not None:
-            self._annotations.switch(_PHASES.get(phase))
+        if self._profiler is not None and self._meter is not None:
+            with self._meter.boundary.guard(self.product):
+                self._annotations.switch(_PHASES.get(phase))
 
     def took(self, step: PendingStep) -> None:
         """Note what making the step's packs took, and how evenly experts were used, too."""

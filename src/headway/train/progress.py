@@ -7,9 +7,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from headway.log.boundary import ErrorBoundary
 from headway.log.live import TimeLeft, fitted, shared_console, shown_fields
-from headway.report import format_count, format_share
+from headway.report import format_count, format_share, presentable
 from headway.train.warnings import RunWarnings
+
+_LINES = "Lines on the screen"
 
 
 class Progress:
@@ -22,6 +25,7 @@ class Progress:
         epochs: how often the data play in the whole run; None where steps say how long it is [epochs].
         quiet: print nothing, as on all ranks but the first.
         has_panel: a live panel shows how far the run is, and takes the bar's place.
+        boundary: around what is shown: a terminal may be closed, and the file behind it full.
     """
 
     def __init__(
@@ -33,7 +37,9 @@ class Progress:
         epochs: float | None = None,
         quiet: bool = False,
         has_panel: bool = False,
+        boundary: ErrorBoundary | None = None,
     ) -> None:
+        self._boundary = boundary or ErrorBoundary()
         self._steps, self._left = steps, TimeLeft(steps)
         self._warnings = None if quiet else RunWarnings(self.note)
         self._log_every, self._epochs = log_every, epochs
@@ -53,10 +59,17 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a line of information."""
-        self._bar.console.print(text)
+        with self._boundary.guard(_LINES):
+            self._bar.console.print(presentable(text))
 
     def step(self, record: dict[str, Any]) -> None:
         """Show a finished step: a line if it is its turn, and the bar."""
+        with self._boundary.guard(_LINES):
+            self._show(record)
+        if self._warnings is not None:
+            self._warnings.add(record)
+
+    def _show(self, record: dict[str, Any]) -> None:
         step = record["step"]
         self._bar.update(self._task, completed=step)
         if (mfu := record.get("mfu")) is not None:
@@ -67,8 +80,6 @@ class Progress:
         if step % self._log_every == 0 or step in (1, self._steps):
             width = self._console.width if self._console.is_terminal else None
             self.note(step_line(record, self._steps, self._epochs, width, left))
-        if self._warnings is not None:
-            self._warnings.add(record)
 
     def recompiled(self, step: int, guards: Iterable[str]) -> None:
         """Warn of guards that failed in a step, so that a block was compiled again."""
@@ -76,12 +87,14 @@ class Progress:
             self.note(f"warning: compiled again in step {step}, as a guard failed: {guard}")
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        with self._boundary.guard(_LINES):
+            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self._bar.disable:  # rich 13 ends a bar off a terminal with an empty line
-            self._bar.stop()
+            with self._boundary.guard(_LINES):
+                self._bar.stop()
 
 
 def step_line(

@@ -28,17 +28,22 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from headway import hub
 from headway.cache import write_whole
 from headway.errors import TrainingError
+from headway.log.boundary import ErrorBoundary
 from headway.log.jsonl import LineFile, append_whole
 from headway.log.sinks import Sinks
+from headway.meter.window import known
 from headway.version import __version__
 
 if TYPE_CHECKING:
     from io import FileIO
 
 CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
-CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", "export", "samples.jsonl", "resumes.jsonl"
+CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", hub.EXPORTS, "samples.jsonl", "resumes.jsonl"
+_MOST_WAITING = 10_000  # records of about 2 kB that wait in memory for a disk that takes none
+_WAITING = "They wait in memory, and are written once that succeeds; training goes on."
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -64,12 +69,14 @@ class LossTally:
 
     Attributes:
         steps: step records seen.
-        skipped: those whose update was left out, which have no loss.
+        skipped: those whose update was left out because their numbers were not finite; they have no loss.
+        empty: those with nothing to learn from, which have no loss either.
         first: the first loss [nats per supervised token]; None before it.
     """
 
     steps: int = 0
     skipped: int = 0
+    empty: int = 0
     first: float | None = None
     _recent: deque[float] = field(default_factory=lambda: deque(maxlen=100))
     _flow: deque[float] = field(default_factory=lambda: deque(maxlen=100))
@@ -79,14 +86,16 @@ class LossTally:
         if record.get("kind") != "step":
             return
         self.steps += 1
-        loss = record.get("loss")
-        if loss is None:
-            self.skipped += 1
-            return
-        self.first = loss if self.first is None else self.first
-        self._recent.append(loss)
-        if (flow := record.get("flow_loss")) is not None:
+        loss, flow = record.get("loss"), record.get("flow_loss")
+        if flow is not None:
             self._flow.append(flow)
+        if loss is not None:
+            self.first = loss if self.first is None else self.first
+            self._recent.append(loss)
+        elif record.get("empty"):
+            self.empty += 1
+        elif flow is None:
+            self.skipped += 1
 
     @property
     def last(self) -> float | None:
@@ -106,7 +115,7 @@ class LossTally:
         return self._mean_of_last(self._flow)
 
     def _mean_of_last(self, losses: Iterable[float]) -> float | None:
-        count = min(100, max(1, (self.steps - self.skipped) // 10))
+        count = min(100, max(1, (self.steps - self.skipped - self.empty) // 10))
         last = list(losses)[-count:]
         return sum(last) / len(last) if last else None
 
@@ -114,57 +123,83 @@ class LossTally:
 class MetricsLog:
     """metrics.jsonl, one JSON object per line, in the system's hands when `write` returns; trackers get the same.
 
+    Records that the disk does not take are a warning; they wait, and go to the file in their order once it does.
+
     Args:
         path: the file; appended to. None writes nowhere, as on all ranks but the first.
         last_step: records of later steps are cut off, as a continuation from this step will write them again.
         trackers: other places, as for `headway.log.sinks.open_sink`; unused where there is no file.
         lost: a file that gets a line about this continuation first, with what the steps that are cut off trained on;
             None for a run that begins.
+        damaged: checkpoints that this continuation passes over, with their faults; for that line.
+        boundary: around the writing of records.
 
     Attributes:
         losses: of the steps in the file.
+        resumes: continuations that `lost` tells of, this one included.
+        num_missing: records that the file does not have.
 
     Raises:
-        TrainingError: a record before `last_step` cannot be read, or the file cannot be written.
+        TrainingError: a record before `last_step` cannot be read, or the file cannot be opened.
         ConfigError: a tracker cannot be opened.
     """
 
     def __init__(
-        self, path: Path | None, *, last_step: int, trackers: Sequence[str] = (), lost: Path | None = None
+        self,
+        path: Path | None,
+        *,
+        last_step: int,
+        trackers: Sequence[str] = (),
+        lost: Path | None = None,
+        damaged: Sequence[str] = (),
+        boundary: ErrorBoundary | None = None,
     ) -> None:
-        self._path, self.losses = path, LossTally()
+        self._path, self.losses, self.resumes = path, LossTally(), 0
+        self._boundary = boundary or ErrorBoundary()
+        self._waiting: deque[bytes] = deque()
+        self.num_missing = 0
         self._file: FileIO | None = None
         self._trackers = Sinks.open(trackers, run=path.parent) if path is not None else Sinks(())
         if path is None:
             return
         with _refusals(path):
             if path.exists():
-                self._go_back(path, last_step, lost)
+                self._go_back(path, last_step, lost, damaged)
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record.
-
-        Raises:
-            TrainingError: the file cannot be written.
-        """
+        """Append a record, and hand it to the trackers."""
         self.losses.add(record)
-        if self._file is None or self._path is None:
+        if self._path is None:
             return
-        with _refusals(self._path):
-            if os.fstat(self._file.fileno()).st_nlink == 0:
-                warnings.warn(
-                    f"{self._path} was deleted while the run writes to it: the records so far are lost. Later ones go "
-                    "to a new file of that name.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                self._file.close()
-                self._file = self._path.open("ab", buffering=0)
-            append_whole(self._file, json.dumps(record).encode() + b"\n", self._path)
-        self._trackers.write(record)
+        self.num_missing += 1
+        with self._boundary.guard(f"Records in {self._path}", _WAITING):
+            if len(self._waiting) < _MOST_WAITING:
+                self._waiting.append(json.dumps(known(record), allow_nan=False).encode() + b"\n")
+            self._flush(self._path)
+        with self._boundary.guard("Records in trackers"):
+            self._trackers.write(record)
 
-    def _go_back(self, path: Path, last_step: int, lost: Path | None) -> None:
+    def _flush(self, path: Path) -> None:
+        """Append the records that wait, as far as the disk takes them."""
+        if self._file is None:
+            self._file = path.open("ab", buffering=0)
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            warnings.warn(
+                f"{path} was deleted while the run writes to it: the records so far are lost. Later ones go to a new "
+                "file of that name.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self._file.close()
+            self._file = None  # should the next line fail
+            self._file = path.open("ab", buffering=0)
+        while self._waiting:
+            append_whole(self._file, self._waiting[0], path)
+            self._waiting.popleft()
+            self.num_missing -= 1
+
+    def _go_back(self, path: Path, last_step: int, lost: Path | None, damaged: Sequence[str]) -> None:
         """Cut the file after a step, and remove a line that a kill left unfinished at the end."""
         kept_bytes, ended = 0, b"\n"
         redone: list[dict[str, Any]] = []
@@ -186,8 +221,10 @@ class MetricsLog:
         if lost is not None:
             steps = [record for record in redone if record.pop("kind") == "step"]
             resumes = LineFile(lost)
-            resumes.append({"kind": "resumed", "step": last_step, "lost": steps})
+            passed_over = {"damaged": [*damaged]} if damaged else {}
+            resumes.append({"kind": "resumed", "step": last_step, "lost": steps, **passed_over})
             resumes.close()
+            self.resumes = lost.read_bytes().count(b"\n")
         os.truncate(path, kept_bytes)
         if ended != b"\n":  # a kill between a record and its line break
             with path.open("ab") as file:
@@ -198,6 +235,9 @@ class MetricsLog:
 
     def __exit__(self, *_: object) -> None:
         self._trackers.close()
+        if self._path is not None and self._waiting:
+            with self._boundary.guard(f"Records in {self._path}", _WAITING):
+                self._flush(self._path)
         if self._file is not None:
             self._file.close()
 

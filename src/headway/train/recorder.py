@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from headway.data import Batch
-from headway.errors import TrainingError
+from headway.errors import NotFiniteError
+from headway.log.boundary import ErrorBoundary
 from headway.meter import Window
 from headway.meter.clock import HostCopy
 from headway.models.compiling import Compilations
 from headway.models.router import RouterSummary
-from headway.train.checkpoint.folder import DIGEST, SKIPPED
+from headway.train.check import chained
+from headway.train.checkpoint.folder import CHAIN, DIGEST, RESUMES, SKIPPED
 from headway.train.record import MetricsLog, write_json
 from headway.train.share import DIGESTS, StepShare
 
@@ -44,6 +46,8 @@ class LaunchedStep(NamedTuple):
 class StepRecorder:
     """Turns finished steps into records: into metrics.jsonl, onto the screen, and an error where a loss is not finite.
 
+    No other error comes from here: a record that fails is missing, with a warning.
+
     A step's numbers are read back once the device has passed it, so nothing waits for a record: on a CPU it is written
     when the next step begins, on a GPU as late as the host is ahead.
 
@@ -54,7 +58,9 @@ class StepRecorder:
         may_skip: updates in a row that may have been left out because their numbers were not finite [steps].
         bad_samples: file for the samples of a step whose numbers are not finite, when they end the run.
         before: what the run has behind it, as `behind` gave it at the checkpoint that it goes on from.
+        resumes: times that the run went on after it was interrupted, this time included.
         draws: whether the model draws images, whose loss is recorded beside that of tokens.
+        boundary: around the making and writing of records.
     """
 
     def __init__(
@@ -66,8 +72,11 @@ class StepRecorder:
         may_skip: int,
         bad_samples: Path,
         before: Mapping[str, Any],
+        resumes: int = 0,
         draws: bool = False,
+        boundary: ErrorBoundary | None = None,
     ) -> None:
+        self._boundary = boundary or ErrorBoundary()
         self._draws = int(draws)
         self._log = log
         self._show = show
@@ -75,6 +84,8 @@ class StepRecorder:
         self._may_skip, self._bad_samples = may_skip, bad_samples
         self._skipped = int(before.get(SKIPPED, 0))
         self._digest = int(before.get(DIGEST, "0"), 16)
+        self._chain: dict[str, Any] | None = before.get(CHAIN)
+        self._resumes = max(resumes, int(before.get(RESUMES, 0)))
         self._pending: deque[tuple[LaunchedStep, HostCopy]] = deque()
 
     def add(self, pending: LaunchedStep, numbers_K: torch.Tensor) -> None:
@@ -94,8 +105,9 @@ class StepRecorder:
         return lambda: _router(copy.read()[len(self._sources) + self._draws + 2 :])
 
     def behind(self) -> dict[str, Any]:
-        """State for a checkpoint: skipped updates in a row, and the digest of all samples so far."""
-        return {SKIPPED: self._skipped, DIGEST: f"{self._digest:016x}"}
+        """State for a checkpoint: skipped updates in a row, and what `headway check` compares with the records."""
+        state = {SKIPPED: self._skipped, DIGEST: f"{self._digest:016x}", RESUMES: self._resumes}
+        return state if self._chain is None else {**state, CHAIN: self._chain}
 
     def write(self, windows: Sequence[Window]) -> None:
         """Write the records of steps that all ranks have passed.
@@ -104,7 +116,7 @@ class StepRecorder:
             windows: one for each step, in the order in which they were pending.
 
         Raises:
-            TrainingError: a step had a loss or gradient that is not finite.
+            NotFiniteError: a step had a loss or gradient that is not finite.
         """
         for window in windows:
             self._write(window, *self._pending.popleft())
@@ -113,21 +125,37 @@ class StepRecorder:
         read = copy.read()  # the device has passed it
         words = len(self._sources)
         losses, drawn = read[:words], read[words:][: self._draws]
-        recompiles, grad_norm, *router = read[words + self._draws :]
-        loss = sum(losses) / max(1, pending.share.num_supervised)
+        grad_norm = read[words + self._draws + 1]
         is_finite = all(map(math.isfinite, (*losses, *drawn, grad_norm)))
         self._skipped = 0 if is_finite else self._skipped + 1
         self._digest = (self._digest + pending.share.digest) % DIGESTS
         if self._skipped > self._may_skip:
-            raise TrainingError(self._not_finite(pending, loss, grad_norm))
+            loss = sum(losses) / max(1, pending.share.num_supervised)
+            raise NotFiniteError(self._not_finite(pending, loss, grad_norm))
+        with self._boundary.guard("Records of steps"):
+            record = self._record(window, pending, read, is_finite=is_finite)
+            self._chain = chained(self._chain, record)
+            self._log.write(record)
+            self._show(record)
+
+    def _record(
+        self, window: Window, pending: LaunchedStep, read: Sequence[float], *, is_finite: bool
+    ) -> dict[str, Any]:
+        """The record of a step, from its window and the numbers that the device has given."""
+        words = len(self._sources)
+        losses, drawn = read[:words], read[words:][: self._draws]
+        recompiles, grad_norm, *router = read[words + self._draws :]
+        targets, patches = pending.share.num_supervised, pending.share.workload.drawn
         record = {
             **window.as_record(),
-            "loss": loss if is_finite else None,  # JSON has no numbers for what is not
-            **({"flow_loss": drawn[0] / max(1, pending.share.workload.drawn) if is_finite else None} if drawn else {}),
+            # JSON has no numbers for what is not finite, and nothing to learn from has no loss
+            "loss": sum(losses) / targets if is_finite and targets else None,
+            **({"flow_loss": drawn[0] / patches if is_finite and patches else None} if drawn else {}),
             "lr": pending.lr,
             **({} if pending.epochs is None else {"epoch": pending.epochs}),
             "grad_norm": grad_norm if is_finite else None,
             **({} if is_finite else {"skipped": True}),
+            **({} if pending.share.learns else {"empty": True}),
             "compiled": pending.compilations.happened,
             "recompiles": round(recompiles),
             "packs": len(pending.batches) * pending.num_data_ranks,
@@ -140,8 +168,7 @@ class StepRecorder:
         balance = _router(router)
         if balance is not None:
             record["router"] = balance._asdict()
-        self._log.write(record)
-        self._show(record)
+        return record
 
     def _not_finite(self, pending: LaunchedStep, loss: float, grad_norm: float) -> str:
         """Text of the error that ends the run; the samples that this rank had in the step go to a file."""

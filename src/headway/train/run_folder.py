@@ -15,6 +15,7 @@ from headway.cache import write_whole
 from headway.errors import ConfigError
 from headway.log.jsonl import lock
 from headway.log.sink import flatten
+from headway.train.checkpoint.folder import clear_unfinished
 from headway.train.checkpoint.saver import writers
 from headway.train.config import TrainConfig, parse_config
 from headway.train.record import CHECKPOINTS, CONFIG, EXPORTS, METRICS
@@ -35,6 +36,7 @@ _FREE_ON_RESUME = (
     "data.eval",
     "data.workers",
     "data.prefetch_bytes",
+    "data.verify",
     "speed.recompute",  # computes the same numbers again
     "speed.recompiles",
     "run.folder",
@@ -136,6 +138,8 @@ class RunFolder:
         self._check(resume)  # another process may have begun and ended a run since
         if self._is_smoke:
             self._clear()
+        for part in (CHECKPOINTS, EXPORTS):
+            clear_unfinished(self.path / part)
         goes_on = has_run(self.path)
         if goes_on:
             _check_unchanged(config, self.path)

@@ -20,11 +20,13 @@ class Flags(NamedTuple):
         has_ended: whether no data are left; the packs are padding then.
         stop_signal: number of the signal that makes this the last step; 0 for none.
         save_failed: whether a checkpoint could not be written.
+        failure: why a process cannot take the step; empty where it can.
     """
 
     has_ended: bool
     stop_signal: int
     save_failed: bool
+    failure: str = ""
 
     @classmethod
     def total(cls, flags: Sequence["Flags"]) -> "Flags":
@@ -33,6 +35,7 @@ class Flags(NamedTuple):
             all(one.has_ended for one in flags),
             max(one.stop_signal for one in flags),
             any(one.save_failed for one in flags),
+            next((f"rank {rank}: {one.failure}" for rank, one in enumerate(flags) if one.failure), ""),
         )
 
 
@@ -62,15 +65,18 @@ class StepShare(NamedTuple):
         """Targets of all sources [tokens]."""
         return sum(self.supervised)
 
+    @property
+    def learns(self) -> bool:
+        """Whether there is anything to learn from: a step whose samples were all left out has only padding."""
+        return bool(self.num_supervised or self.workload.drawn)
+
     @classmethod
     def of(cls, batches: Sequence[Batch], feed: Feed, flags: Flags) -> "StepShare":
         """One rank's part: the packs that its feed handed out last."""
         names = feed.names
         tokens, supervised = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         for batch in batches:
-            for origin, length, targets in zip(
-                batch.origins, batch.workload.segments.tolist(), batch.supervised, strict=True
-            ):
+            for origin, length, targets in zip(batch.origins, batch.sample_tokens, batch.supervised, strict=True):
                 tokens[origin.source] += length
                 supervised[origin.source] += targets
         workload = Workload.total(batch.workload for batch in batches)
@@ -96,12 +102,12 @@ class StepShare(NamedTuple):
 def digest_of(batches: Sequence[Batch]) -> int:
     """A number that tells which samples some packs hold: another one, if any is lost, repeated, cut or exchanged.
 
-    It is the sum of a hash of each segment's source, file, row and length, modulo 2**64. So the digests of parts add up
+    It is the sum of a hash of each sample's source, file, row and length, modulo 2**64. So the digests of parts add up
     to that of the whole, and neither the order of the samples nor who computes them changes it.
     """
     total = 0
     for batch in batches:
-        for origin, length in zip(batch.origins, batch.workload.segments.tolist(), strict=True):
+        for origin, length in zip(batch.origins, batch.sample_tokens, strict=True):
             name = f"{origin.source}\0{origin.file}\0{origin.row}\0{length}".encode(errors="surrogatepass")
             total += int.from_bytes(blake2b(name, digest_size=8).digest(), "big")
     return total % DIGESTS

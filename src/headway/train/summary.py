@@ -1,7 +1,7 @@
 """The end of a run: one object of totals and rates, and its table."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,15 @@ from headway.data.feed import FeedReport
 from headway.meter import Window
 from headway.models.load import processor_note
 from headway.models.lora import ADAPTER_CONFIG
-from headway.report import format_bytes, format_count, format_duration, format_rate, format_share, render_pairs
+from headway.report import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_rate,
+    format_rounded,
+    format_share,
+    render_pairs,
+)
 from headway.train.evaluate import Evaluation
 
 SCHEMA_VERSION = 1
@@ -28,6 +36,7 @@ class RunSummary:
         planned_steps: optimizer steps that were asked for [steps].
         first_loss: of the run's first step whose update was not left out; None without one [nats per supervised token].
         skipped: updates that were left out because their numbers were not finite [steps].
+        empty: steps with nothing to learn from, whose update was left out as well [steps].
         last_loss: mean of the last tenth of these steps, at most 100 of them [nats per supervised token].
         last_flow_loss: the same of drawn images, mean squared error of the flow's velocity; None where none are drawn.
         utilisation: FLOPs and time of the steps that this process took; evaluations and checkpoints are outside.
@@ -35,6 +44,8 @@ class RunSummary:
         report: samples and packs read, those before a resume included.
         evaluation: the last evaluation, if there was one.
         stopped_by: number of the signal that ended the run early; 0 for none.
+        missing_records: records of steps and evaluations that metrics.jsonl does not have.
+        lost: what else could not be recorded, each with its first error.
         total_s: wall time of this process's run, everything included [s].
     """
 
@@ -53,6 +64,9 @@ class RunSummary:
     stopped_by: int
     total_s: float
     last_flow_loss: float | None = None
+    empty: int = 0
+    missing_records: int = 0
+    lost: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_complete(self) -> bool:
@@ -73,6 +87,9 @@ class RunSummary:
             "planned_steps": self.planned_steps,
             "measured_steps": self.utilisation.num_steps,
             "skipped_updates": self.skipped,
+            "empty_steps": self.empty,
+            "missing_records": self.missing_records,
+            "not_recorded": {**self.lost},
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
             **({} if self.last_flow_loss is None else {"last_flow_loss": self.last_flow_loss}),
@@ -89,6 +106,7 @@ class RunSummary:
         use, flops, report = self.utilisation, self.utilisation.flops, self.report
         measured = "" if use.num_steps == self.steps else f", the last {use.num_steps} measured here"
         skipped = f", {format_count(self.skipped)} updates left out" if self.skipped else ""
+        skipped += f", {format_count(self.empty)} with nothing to learn from" if self.empty else ""
         loss = "none: every update was left out"
         if self.first_loss is not None:
             loss = f"{self.first_loss:.4f} first, {self.last_loss:.4f} at the end"
@@ -105,7 +123,7 @@ class RunSummary:
                 ("steps", f"{format_count(self.steps)} of {format_count(self.planned_steps)}{measured}{skipped}"),
                 ("loss", loss),
                 ("exact match", exact),
-                ("tokens", f"{format_count(use.tokens)} real, {format_count(round(use.tokens_per_s))} per second"),
+                ("tokens", f"{format_count(use.tokens)} real, {format_rounded(use.tokens_per_s)} per second"),
                 ("time in steps", f"{format_duration(use.wall_s)} of {format_duration(self.total_s)} in all"),
                 ("data wait", f"{format_share(use.data_wait_share)} of the time in steps"),
                 ("fill of the packs", f"{format_share(report.fill)} of {format_count(report.packs)} packs"),
@@ -120,8 +138,15 @@ class RunSummary:
                 ("memory", format_bytes(use.peak_memory_bytes)),
                 ("checkpoint", str(self.checkpoint)),
                 *self._exported(),
+                *self.not_recorded(),
             ]
         )
+
+    def not_recorded(self) -> list[tuple[str, str]]:
+        """Name and value of what the run could not write down, if anything."""
+        missing = f"{format_count(self.missing_records)} records are not in metrics.jsonl"
+        told = [*([missing] if self.missing_records else []), *(f"{what}: {why}" for what, why in self.lost.items())]
+        return [("not recorded", "; ".join(told))] if told else []
 
     def _exported(self) -> list[tuple[str, str]]:
         """What kind of folder the run leaves to be used, where, and how its processor opens if not as usual."""

@@ -23,8 +23,14 @@ import torch.distributed as dist
 from headway.data import Batch
 from headway.errors import OutOfMemoryError, RankLostError, TrainingError
 
-# Ctrl-C, and what Slurm, Kubernetes and torchrun send before they kill.
-STOPPING = {int(signal.SIGINT): "Ctrl-C", int(signal.SIGTERM): "SIGTERM"}
+# Ctrl-C; what Kubernetes, Slurm and torchrun send before they kill, and Slurm as `--signal=USR1` asks; and what comes
+# when the terminal is closed.
+STOPPING = {
+    int(signal.SIGINT): "Ctrl-C",
+    int(signal.SIGTERM): "SIGTERM",
+    int(signal.SIGUSR1): "SIGUSR1",
+    int(signal.SIGHUP): "SIGHUP",
+}
 HUNG = 1  # exit code; any but 0 lets torchrun start the processes again
 _TELLING_S = 10.0  # how long a disk or terminal may take with the last words of a hung process [s]
 # As gloo says it, while it works and while it connects.
@@ -186,9 +192,10 @@ def explain_errors(phase: LoopPhase, explain_memory: Callable[[BaseException], s
 
 @contextmanager
 def stop_requests() -> Iterator[Callable[[], int]]:
-    """Turn Ctrl-C and SIGTERM into a wish to stop after the step; a second Ctrl-C interrupts at once.
+    """Turn each signal of `STOPPING` into a wish to stop after the step; a second Ctrl-C interrupts at once.
 
-    The processes of a run then agree to finish the step, save and end.
+    The processes of a run then agree to finish the step, save and end. A signal that is ignored stays so, as SIGHUP
+    under nohup.
 
     Yields:
         A function that gives the number of the signal that came, 0 as long as none has.
@@ -206,7 +213,8 @@ def stop_requests() -> Iterator[Callable[[], int]]:
     if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
         yield wish_of
         return
-    before = {number: signal.signal(number, wish) for number in STOPPING}
+    heard = [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, wish) for number in heard}
     try:
         yield wish_of
     finally:

@@ -70,7 +70,7 @@ def test_tokens_and_features_are_those_of_the_real_processor(hearing, seconds):
     sample = chat(AudioPart(sound(seconds, 16000)), AudioPart(sound(0.3, 16000)))
     encoded = hearing.encode(sample)
     assert hearing.measure(sample) == encoded.lengths
-    text, _ = hearing.template.with_answers(sample)
+    text = hearing.template.views(sample)[0].text
     waveforms = [Sound(media, "here", 16000).decode() for media in sample.audio]
     out = hearing.processor(text=[text], audio=waveforms, sampling_rate=16000, return_tensors="pt")
     assert torch.equal(encoded.input_ids_S, out["input_ids"][0])
@@ -125,7 +125,7 @@ def test_families_that_hear_get_what_their_own_processors_make(tmp_path, family)
     sample = chat(*(AudioPart(each) for each in media))
     encoded = encoder.encode(sample)
     theirs = processor(
-        text=[encoder.template.with_answers(sample)[0]],
+        text=[encoder.template.views(sample)[0].text],
         audio=[Sound(each, "here", 16000).decode() for each in media],
         return_tensors="pt",
     )

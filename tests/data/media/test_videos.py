@@ -223,7 +223,7 @@ def test_tokens_and_patches_are_those_of_the_real_processor(seeing, num_frames):
     encoded = encoder.encode(sample)
     assert encoder.measure(sample) == encoded.lengths
     # The real processor's own call, given whole videos: placeholders and timestamps are its.
-    text, _ = encoder.template.with_answers(sample)
+    text = encoder.template.views(sample)[0].text
     videos, known = [], []
     for video in sample.videos:
         clip = Clip(video, "here", LIMIT)

@@ -90,7 +90,6 @@ ALPACA = {"instruction": "Add.", "output": "2"}
         {"kto_tag": False},  # LLaMA-Factory, KTO
         {"label": 1},  # a class
         {"weight": 0.5},
-        {"chat_template_kwargs": {"enable_thinking": False}},  # TRL
     ],
 )
 def test_a_row_of_another_task_is_refused_in_every_layout(layout, mark):

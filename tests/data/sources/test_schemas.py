@@ -363,7 +363,12 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
         ({"messages": "no JSON"}, "messages is a string but not JSON"),
         ({"messages": 3}, 'got 3, but "messages" must be a list of turns'),
         ({"messages": {"role": ["user"], "content": []}}, '"messages" must be a list of turns'),
-        ({"messages": [said("assistant", "a", reasoning_content="b")]}, '"reasoning_content" is not read'),
+        (
+            {"messages": [said("user", "a", reasoning_content="b")]},
+            '"reasoning_content" and parts of the type "thinking"',
+        ),
+        ({"messages": [said("assistant", "a", thinking=3)]}, '"reasoning_content" and parts of the type "thinking"'),
+        ({"messages": [said("user", "a")], "chat_template_kwargs": [1]}, '"chat_template_kwargs" is [1]'),
         ({"messages": [said("assistant", None)]}, 'message 1: "content" is null'),
         ({"messages": [said(["user"], "a")]}, 'unknown role ["user"]'),
         ({"messages": [said("user", [{"type": ["text"]}])]}, "unknown part"),

@@ -101,6 +101,7 @@ def profile_flops(
     kwargs: Mapping[str, Any] | None = None,
     *,
     with_backward: bool = True,
+    results: Any = None,
 ) -> ProfiledFlops:
     """Count the useful FLOPs of one forward of a model, and of its backward, without running it.
 
@@ -114,6 +115,7 @@ def profile_flops(
         args: a sample of the forward's arguments by position.
         kwargs: a sample of those by name.
         with_backward: whether the number includes the backward.
+        results: from which of its results the model's backward starts, as for `headway.trace`; kept from then on.
 
     Returns:
         FLOPs of the sample. A `track` block counts what it really runs.
@@ -127,7 +129,7 @@ def profile_flops(
     >>> int(profile_flops(torch.nn.Linear(8, 4), (torch.zeros(2, 8),)))  # 2 * 2 * 8 * 4, and no gradient of the input
     256
     """
-    return profile_flops_with_hfu(model, args, kwargs, with_backward=with_backward).flops
+    return profile_flops_with_hfu(model, args, kwargs, with_backward=with_backward, results=results).flops
 
 
 def profile_flops_with_hfu(
@@ -136,6 +138,7 @@ def profile_flops_with_hfu(
     kwargs: Mapping[str, Any] | None = None,
     *,
     with_backward: bool = True,
+    results: Any = None,
 ) -> FlopProfile:
     """Count as `profile_flops` does, and with what activation checkpointing runs a second time.
 
@@ -146,6 +149,7 @@ def profile_flops_with_hfu(
         args: as for `profile_flops`.
         kwargs: as for `profile_flops`.
         with_backward: whether the numbers include the backward, and with it the recomputation.
+        results: as for `profile_flops`.
 
     Raises:
         TraceError, WorkloadError, UsageError: as for `profile_flops`.
@@ -153,6 +157,7 @@ def profile_flops_with_hfu(
     ledger = ledger_of(model)
     ledger.setup.look_again()  # adapters may have been added
     setup = ledger.setup.read()
+    ledger.start_backward_from(results)
     ledger.prepare()
     call = ledger.note(args or (), kwargs or {}).arrived()
     count, _ = ledger.count(call, setup, forward_only=not with_backward)

@@ -145,6 +145,7 @@ class Ledger:
         self.name = type(model).__name__
         self.setup = SetupReader(model)
         self._param_bytes = param_bytes(model)
+        self._results: Any = None  # from which backward starts
         self._traces: dict[Any, CostModel] = {}
         self._applied: dict[tuple[Any, tuple[bool, ...]], CostModel] = {}
 
@@ -173,6 +174,13 @@ class Ledger:
             self._param_bytes = param_bytes(model)
         return self._param_bytes
 
+    def start_backward_from(self, results: Any) -> None:
+        """Say from which results of the model its backward starts, as for `headway.trace`."""
+        if results is not None and results != self._results:
+            self._results = results
+            self._traces.clear()
+            self._applied.clear()
+
     def prepare(self) -> None:
         """Trace the model ahead of its first forward, where that says nothing new.
 
@@ -196,7 +204,8 @@ class Ledger:
         key = (setup.version, None if self.takes_tokens else _shapes(given))
         if (key, setup.trained) not in self._applied:
             if key not in self._traces:
-                self._traces[key] = trace(self.model, inputs=None if self.takes_tokens else _on_cpu(given))
+                inputs = None if self.takes_tokens else _on_cpu(given)
+                self._traces[key] = trace(self.model, inputs=inputs, results=self._results)
             self._applied[key, setup.trained] = setup.applied_to(self._traces[key])
         return self._applied[key, setup.trained]
 

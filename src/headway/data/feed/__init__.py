@@ -5,11 +5,11 @@ steps. `make` is what a worker does for one pack; `headway.data.pool` runs the w
 packs from them to the device.
 """
 
-from headway.data.feed.feed import Feed, FeedReport, Share
+from headway.data.feed.feed import FILES, Feed, FeedReport, Share
 from headway.data.feed.indexed import IndexedFeed
 from headway.data.feed.lane import Streaming
 from headway.data.feed.make import PackMaker
 from headway.data.feed.stream import StreamFeed
 from headway.data.transfer import on_device
 
-__all__ = ["Feed", "FeedReport", "IndexedFeed", "PackMaker", "Share", "StreamFeed", "Streaming", "on_device"]
+__all__ = ["FILES", "Feed", "FeedReport", "IndexedFeed", "PackMaker", "Share", "StreamFeed", "Streaming", "on_device"]

@@ -12,9 +12,11 @@ from headway.data.blank_media import Modalities, with_blanks
 from headway.data.collate import Batch
 from headway.data.feed.make import FinishedPack, PackMaker
 from headway.data.pool import Pool
+from headway.data.sources.identity import Identities, Verify, changes_since, identify, refusal
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.packing.budget import Budget
 
+FILES = "files"  # of a state: the identity of every file
 _BYTES_PER_TOKEN = 64  # ids, labels, up to three rows of positions, token types
 _BYTES_PER_PATCH = 1664  # 16 x 16 x 3 bytes over two frames, and 128 for what the tower derives from grids
 
@@ -111,11 +113,13 @@ class Feed(ABC):
         splits: whether over-long samples are split, so that pieces of them are not truncated ones.
         keyed: whether tasks belong to one worker each, as for `Pool`.
         planned: `OverlongCounts` of each source, for the report.
+        files: identity of every file, where more is known than can be seen without reading them.
 
     Attributes:
         sources: the datasets.
         making_s: what the workers spent on the packs of the last step by part, as `headway.data.making` has them [s].
         needed: steps that will still be asked for, beyond which an index's packs are not made; None where nobody knows.
+        files: identity of every file of the sources, which states hold and are compared by.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class Feed(ABC):
         splits: bool,
         keyed: bool,
         planned: dict[str, dict[str, int]] | None = None,
+        files: Identities | None = None,
     ) -> None:
         self.share, self._maker, self._budget, self._bad, self._splits = share, maker, budget, bad, splits
         self.sources = maker.sources
@@ -137,6 +142,7 @@ class Feed(ABC):
         self._lost = dict.fromkeys(self.names, 0)
         self.making_s: dict[str, float] = {}
         self.needed: int | None = None
+        self.files = identify(maker.sources) if files is None else files
         self._pool: Pool[Any, Any] = Pool(
             work,
             workers=share.workers,
@@ -243,16 +249,25 @@ class Feed(ABC):
             "settings": states[0]["settings"],
             "position": self._merged_positions([state["position"] for state in states]),
             "report": FeedReport.total([FeedReport.from_dict(state["report"]) for state in states]).to_dict(),
+            FILES: self.files,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], verify: Verify = "size-and-time") -> None:
         """Go to a saved, merged state; the first rank takes the counts over.
+
+        Args:
+            state: of `merged`. One of an earlier version names no files; then lengths alone are compared.
+            verify: how files are compared with those that the state was saved with.
 
         Raises:
             CheckpointError: the state was saved with other data or settings, or is damaged.
         """
         if not {"settings", "position", "report"} <= state.keys():
             raise CheckpointError("The saved data position is damaged. Resume from another checkpoint.")
+        if FILES in state:  # other machines may read copies of their own, whose times are others
+            clauses = changes_since(state[FILES], self.files, verify, times=self.share.rank == 0)
+            if clauses:
+                raise CheckpointError(refusal(clauses))
         ours, saved = _plain(self._settings()), state["settings"]
         if saved != ours:
             saved = saved if isinstance(saved, dict) else {}
@@ -275,8 +290,8 @@ class Feed(ABC):
 
     def _hand_out(self, made: FinishedPack) -> None:
         counts, batch = self._report.samples, made.batch
-        lengths = batch.workload.segments.tolist()
-        for origin, tokens, piece, whole in zip(batch.origins, lengths, made.pieces, made.whole_tokens, strict=True):
+        pieces = zip(batch.origins, batch.sample_tokens, made.pieces, made.whole_tokens, strict=True)
+        for origin, tokens, piece, whole in pieces:
             first = int(piece.is_first)  # of the pieces of a sample, the one that it is counted with
             cut = self._splits and tokens < whole
             counts.count(origin.source, "read", first, tokens if cut else whole * first)
@@ -294,7 +309,7 @@ class Feed(ABC):
             counts.count(error.origin.source, "read", 1, tokens)
             self._bad.handle(error, counts, tokens)
             self._lost[error.origin.source] += tokens
-        if batch.num_segments:
+        if batch.num_samples:
             self._report.packs += 1
             self._report.tokens += batch.tokens
             self._report.capacity += self._budget.tokens

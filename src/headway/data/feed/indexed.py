@@ -1,15 +1,20 @@
 """Feeding from an index: every rank computes the same plan and makes its own packs of it."""
 
+import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
+
+import numpy as np
 
 from headway.data.bad_rows import BadSamples
 from headway.data.feed.feed import Feed, Share, estimated_bytes
 from headway.data.feed.make import FinishedPack, PackMaker, Piece
 from headway.data.pool import Job
-from headway.packing.items import OverlongCounts
+from headway.data.sources import Source
+from headway.data.sources.identity import Identities, Verify
+from headway.packing.items import Items, OverlongCounts
 from headway.packing.plan import Plan
 from headway.packing.steps import deal
 
@@ -23,6 +28,7 @@ class IndexedFeed(Feed):
         share: which packs are made here, and how.
         bad: policy for samples that cannot be used.
         planned: counts of each source from making the plan's items, for the report.
+        files: as for `Feed`.
 
     Raises:
         DataError: while iterating, as `Feed`.
@@ -36,14 +42,17 @@ class IndexedFeed(Feed):
         bad: BadSamples,
         *,
         planned: Mapping[str, OverlongCounts] | None = None,
+        files: Identities | None = None,
     ) -> None:
         counts = {name: count.to_dict() for name, count in (planned or {}).items()}
         splits = any(count["split"] for count in counts.values())
-        super().__init__(maker, plan.budget, share, bad, maker, splits=splits, keyed=False, planned=counts)
+        super().__init__(maker, plan.budget, share, bad, maker, splits=splits, keyed=False, planned=counts, files=files)
         self.plan = plan
         self._place: dict[str, Any] | None = None
         self._reached = 0
         self._items_key = plan.items.fingerprint()
+        if share.rank == 0:  # which alone needs them: it saves them, and compares
+            self.files = _with_lengths(self.files, maker.sources, plan.items)
 
     @property
     def epochs(self) -> float | None:
@@ -54,7 +63,7 @@ class IndexedFeed(Feed):
         """Steps until the data end, counted up to `most`; None if they never do."""
         return None if self.plan.order.length is None else self.plan.count_steps(self._place, most)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], verify: Verify = "size-and-time") -> None:
         """Go to a saved, merged state; the data may play on for longer than they would have then."""
         settings, length = state.get("settings"), self.plan.order.length
         if isinstance(settings, dict) and isinstance(settings.get("order"), dict):
@@ -62,7 +71,7 @@ class IndexedFeed(Feed):
             before = order.get("length")
             if length is None or (isinstance(before, int) and before <= length):
                 state = {**state, "settings": {**settings, "order": {**order, "length": length}}}
-        super().load_state_dict(state)
+        super().load_state_dict(state, verify)
 
     def _finished_steps(self) -> Iterator[list[FinishedPack]]:
         # Packs of each step under way, the place after it, and the items trained on by then.
@@ -102,3 +111,26 @@ class IndexedFeed(Feed):
 
     def _go_to(self, position: dict[str, Any]) -> None:
         self._place = position["plan"]
+
+
+def _with_lengths(files: Identities, sources: Sequence[Source], items: Items) -> Identities:
+    """Add to each file a digest of its rows' lengths, so that one whose rows were changed can be named."""
+    described = {}
+    for number, source in enumerate(sources):
+        first, last = items.offsets[number : number + 2]
+        rows = np.arange(last - first) if items.rows is None else items.rows[first:last]
+        bounds = first + np.searchsorted(rows, source.starts)
+        digests = []
+        for start, (begin, end) in zip(source.starts, pairwise(bounds), strict=False):
+            digest = hashlib.blake2b(digest_size=8)
+            for column in (
+                items.tokens[begin:end],
+                items.patches[begin:end],
+                rows[begin - first : end - first] - start,
+            ):
+                digest.update(np.ascontiguousarray(column).data)
+            digests.append(digest.hexdigest())
+        described[source.name] = tuple(
+            file._replace(lengths=digest) for file, digest in zip(files[source.name], digests, strict=True)
+        )
+    return described

@@ -19,7 +19,7 @@ from headway.data.feed.make import Dropped, FinishedPack, PackMaker, Piece, Skip
 from headway.data.making import charged_to
 from headway.data.samples import Sample, SampleError, SampleLengths
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.packing.budget import Budget, Size, over_budget
+from headway.packing.budget import Budget, Size, over_budget, segments_within
 from headway.packing.items import Overlong
 from headway.packing.online import OnlinePacker
 from headway.packing.order import Stage, key_of
@@ -73,14 +73,18 @@ class Streaming:
                         "Give a whole number, or use an index."
                     )
 
-    def cost_of(self, lengths: SampleLengths, tokens: int) -> float:
-        """Useful FLOPs of training on a sample, or on so many tokens of it."""
+    def cost_of(self, lengths: SampleLengths, start: int, stop: int) -> float:
+        """Useful FLOPs of training on tokens start .. stop - 1 of a sample, with all of its media."""
+        tokens = stop - start
         if self.cost_model is None:
             return float(tokens)
         if lengths.parts and tokens == lengths.tokens:
             return float(self.cost_model.count(workload_of(lengths.parts)).total)
         workload = Workload(
-            [tokens], images=lengths.image_grids, videos=lengths.video_grids, audio=lengths.audio_lengths
+            segments_within(lengths.segments, start, stop) or [tokens],
+            images=lengths.image_grids,
+            videos=lengths.video_grids,
+            audio=lengths.audio_lengths,
         )
         return float(self.cost_model.count(workload).total)
 
@@ -291,7 +295,7 @@ class Lane:
         if not spans:
             self._dropped.append(Dropped(origin.source, lengths.tokens))
         for start, stop, is_first in spans:
-            cost, patches = streaming.cost_of(lengths, stop - start), lengths.patches
+            cost, patches = streaming.cost_of(lengths, start, stop), lengths.patches
             self._pack(buffered._replace(start=start, stop=stop, patches=patches, cost=cost, is_first=is_first))
 
     def _skip(self, error: SampleError) -> None:

@@ -1,11 +1,9 @@
 """Making a pack in a worker process: read its rows, encode and cut them, collate."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
-
-import torch
 
 from headway.data.bad_rows import sample_error
 from headway.data.collate import Batch, Collator
@@ -157,14 +155,7 @@ def part_of(whole: EncodedSample, start: int, stop: int) -> EncodedSample:
     if start == 0 and stop < whole.tokens:
         cut = whole.truncated(stop)
     elif whole.media_end == 0 and stop <= whole.tokens:
-        rows = whole.position_ids_RS.shape[0]
-        cut = replace(
-            whole,
-            input_ids_S=whole.input_ids_S[start:stop].clone(),
-            labels_S=whole.labels_S[start:stop].clone(),
-            position_ids_RS=torch.arange(stop - start).expand(rows, -1),
-            token_types_S=None if whole.token_types_S is None else whole.token_types_S[start:stop].clone(),
-        )
+        cut = whole.slice(start, stop)
     if cut is None:
         raise DataError(
             f"{whole.where}: the sample has {whole.tokens} tokens, and tokens {start} to {stop} of it were planned, "

@@ -9,6 +9,7 @@ from headway.data.feed.feed import Feed, Share, estimated_bytes
 from headway.data.feed.lane import Lane, LanePack, Streaming
 from headway.data.feed.make import FinishedPack
 from headway.data.pool import Job
+from headway.data.sources.identity import Identities, Verify
 from headway.errors import ConfigError
 from headway.packing.order import Stage
 
@@ -53,13 +54,14 @@ class StreamFeed(Feed):
         streaming: the data and how they are cut into lanes.
         share: which lanes are this rank's, and how their packs are made.
         bad: policy for samples that cannot be used.
+        files: as for `Feed`.
 
     Raises:
         ConfigError: the lanes cannot be shared evenly among the ranks.
         DataError: while iterating, as `Feed`.
     """
 
-    def __init__(self, streaming: Streaming, share: Share, bad: BadSamples) -> None:
+    def __init__(self, streaming: Streaming, share: Share, bad: BadSamples, *, files: Identities | None = None) -> None:
         if streaming.lanes % share.ranks:
             raise ConfigError(
                 f"A stream of {streaming.lanes} lanes cannot be shared by {share.ranks} ranks; set data.stream.lanes "
@@ -73,10 +75,21 @@ class StreamFeed(Feed):
             _LaneWork(streaming),
             splits=streaming.overlong == "split",
             keyed=True,
+            files=files,
         )
         self._streaming = streaming
         self._states: dict[int, dict[str, Any] | None] = dict.fromkeys(range(share.rank, streaming.lanes, share.ranks))
         self._ended: set[int] = set()
+
+    def load_state_dict(self, state: dict[str, Any], verify: Verify = "size-and-time") -> None:
+        """Go to a saved, merged state; one of an earlier version has a digest of its files and schemas instead."""
+        settings = state.get("settings")
+        if isinstance(settings, dict) and "sources" in settings:
+            now = [source.fingerprint() for source in self._streaming.maker.sources]
+            if settings["sources"] == now:
+                state = {**state, "settings": {**settings, "schemas": self._settings()["schemas"]}}
+                del state["settings"]["sources"]
+        super().load_state_dict(state, verify)
 
     def _finished_steps(self) -> Iterator[list[FinishedPack]]:
         step: list[FinishedPack] = []
@@ -112,7 +125,7 @@ class StreamFeed(Feed):
     def _settings(self) -> dict[str, Any]:
         streaming = self._streaming
         return {
-            "sources": [source.fingerprint() for source in streaming.maker.sources],
+            "schemas": [source.schema_fingerprint() for source in streaming.maker.sources],
             "encoder": streaming.maker.encoder.fingerprint(),
             "stages": [_plain_stage(stage) for stage in streaming.stages],
             "budget": asdict(streaming.budget),

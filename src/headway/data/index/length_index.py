@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.count import CostModel, Workload
-from headway.data.index.table import BAD, CLIPS, GRIDS, KEY, LAYOUT, NUMBERS, PARTS, TARGETS, bad_rows
+from headway.data.index.table import BAD, CLIPS, GRIDS, KEY, LAYOUT, NUMBERS, PARTS, SEGMENTS, TARGETS, bad_rows
 from headway.data.samples import SampleError
 from headway.errors import CostModelError, DataError
 from headway.packing.budget import grid_costs, segment_costs
@@ -83,6 +83,7 @@ class LengthIndex:
         image_grids: (t, h, w) of each row's images [patches].
         video_grids: (t, h, w) of each row's videos [patches].
         audio_lengths: lengths of each row's clips [feature frames].
+        segments: lengths of each row's views [tokens], of chats that have several; nothing for other rows.
         targets: runs of each row's targets, from the first place to one past the last [tokens].
         part_lists: of what each row is made, by the columns of `headway.packing.parts`, for a model that draws.
         keys: a number for where each row is from, int64, shape (N,); 0 but for a model that draws.
@@ -99,6 +100,7 @@ class LengthIndex:
     image_grids: Ragged
     video_grids: Ragged
     audio_lengths: Ragged
+    segments: Ragged = field(default_factory=lambda: Ragged.empty(0))
     targets: Ragged = field(default_factory=lambda: Ragged.empty(0, 2))
     part_lists: Ragged = field(default_factory=lambda: Ragged.empty(0, len(COLUMNS)))
     keys: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -149,6 +151,10 @@ class LengthIndex:
         """The parts of each row."""
         return PartTable(self.part_lists.offsets, self.part_lists.values, self.keys)
 
+    def segments_of(self, row: int) -> list[int]:
+        """Lengths of a row's views, of a chat that has several; nothing for other rows [tokens]."""
+        return self.segments[row].tolist() if len(self.segments.values) else []
+
     def costs(self, cost_model: CostModel) -> Ints:
         """Count the useful FLOPs of training on each row, forward and backward.
 
@@ -166,6 +172,11 @@ class LengthIndex:
             return rows
         rows = np.zeros(len(self))
         rows[self.ok] = segment_costs(cost_model, self.tokens[self.ok])
+        if len(self.segments.values):
+            rows[self.segments.rows] = 0
+            rows += np.bincount(
+                self.segments.rows, segment_costs(cost_model, self.segments.values), minlength=len(self)
+            )
         parts: list[tuple[Literal["images", "videos", "audio"], Ragged]] = [
             ("images", self.image_grids),
             ("videos", self.video_grids),
@@ -237,7 +248,7 @@ def _description(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
 
 def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, Any]:
     numbers = {name: np.empty(rows, np.int32) for name in NUMBERS} | {KEY: np.empty(rows, np.int64)}
-    ragged: dict[str, list[Ragged]] = {name: [] for name in (*GRIDS, TARGETS, CLIPS, PARTS)}
+    ragged: dict[str, list[Ragged]] = {name: [] for name in (*GRIDS, TARGETS, CLIPS, SEGMENTS, PARTS)}
     bad: dict[int, SampleError] = {}
     start = 0
     for table in tables:
@@ -279,7 +290,7 @@ def _check_additive(index: LengthIndex, rows: Ints, cost_model: CostModel) -> No
         return
     row = int(index.patches.argmax())
     whole = Workload(
-        [int(index.tokens[row])],
+        index.segments_of(row) or [int(index.tokens[row])],
         images=index.image_grids[row],
         videos=index.video_grids[row],
         audio=index.audio_lengths[row],

@@ -12,13 +12,14 @@ from headway.cache import write_whole
 from headway.data.samples import Origin, SampleError, SampleLengths
 from headway.packing.parts import COLUMNS
 
-LAYOUT = 4
+LAYOUT = 5
 """Version of the columns' names and meaning; part of every index's key."""
 
 NUMBERS = ("tokens", "supervised", "first_target", "media_end", "patches")
 GRIDS = ("image_grids", "video_grids")
 TARGETS = "targets"
 CLIPS = "audio_lengths"
+SEGMENTS = "segments"
 PARTS = "parts"
 KEY = "key"
 BAD = "bad"
@@ -32,7 +33,7 @@ _RUN = pa.struct([pa.field(end, _INT, nullable=False) for end in ("start", "stop
 _PART = pa.struct([pa.field(name, _INT, nullable=False) for name in COLUMNS])
 
 _NOTHING: dict[str, Any] = (
-    dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*GRIDS, TARGETS, CLIPS, PARTS), ()) | {KEY: 0}
+    dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*GRIDS, TARGETS, CLIPS, SEGMENTS, PARTS), ()) | {KEY: 0}
 )  # a bad row's lengths
 
 SCHEMA = pa.schema(
@@ -41,6 +42,7 @@ SCHEMA = pa.schema(
         *(pa.field(name, pa.list_(pa.field("grid", _GRID, nullable=False)), nullable=False) for name in GRIDS),
         pa.field(TARGETS, pa.list_(pa.field("run", _RUN, nullable=False)), nullable=False),
         pa.field(CLIPS, pa.list_(pa.field("frames", _INT, nullable=False)), nullable=False),
+        pa.field(SEGMENTS, pa.list_(pa.field("tokens", _INT, nullable=False)), nullable=False),
         pa.field(PARTS, pa.list_(pa.field("part", _PART, nullable=False)), nullable=False),
         pa.field(KEY, pa.int64(), nullable=False),
         pa.field(BAD, _FAULT),

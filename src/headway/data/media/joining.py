@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from headway.errors import DataError
 
@@ -102,3 +103,10 @@ def _placed(parts: Sequence[torch.Tensor], axis: int, fill: float | None) -> tor
         whole[tuple(place)] = part
         start = place[axis].stop
     return whole
+
+
+def joined_sounds(features: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Features of the sounds of several samples, filled up to the longest, shape (A, M, F); None without sounds."""
+    sounds = [each for each in features if each is not None]
+    longest = max((each.shape[2] for each in sounds), default=0)
+    return torch.cat([pad(each, (0, longest - each.shape[2])) for each in sounds]) if sounds else None

@@ -47,6 +47,9 @@ class SampleTokens:
         return int(places[-1]) + 1 if len(places) else 0
 
 
+_SHOWN_TOKENS = 3  # of those that were added, in an error
+
+
 class Tokeniser:
     """Tokenises text for one model.
 
@@ -58,6 +61,9 @@ class Tokeniser:
         num_embeddings: rows of the model's embedding, which no id may reach; None where that is not known [tokens].
         max_characters: longer texts are refused before they are tokenised [characters].
         processed: how the model reads images, where these are as its processor gives them.
+
+    Attributes:
+        missing_rows: tokens of the tokenizer that the model has no embedding for, as they were added to it [tokens].
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class Tokeniser:
         plain = isinstance(processor, PreTrainedTokenizerBase)
         known = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
         self._num_ids = known if num_embeddings is None else min(known, num_embeddings)
+        self.missing_rows = known - self._num_ids
         self._max_characters = max_characters
         self._adds_special = not plain  # a text-only chat template writes them itself
         words = {kind: None if plain else getattr(processor, f"{kind}_token", None) for kind in KINDS}
@@ -146,11 +153,25 @@ class Tokeniser:
         for token in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token < self._num_ids:
                 shown = token if abs(token) < 2**63 else "of more than 64 bits"
+                if self._num_ids <= token < self._num_ids + self.missing_rows:
+                    raise DataError(f"{where}: it holds the token id {token}. {self.added_tokens()}")
                 raise DataError(
                     f"{where}: it holds the token id {shown}, but the ids of this model run from 0 to "
                     f"{self._num_ids - 1}. The ids are another tokenizer's, or damaged."
                 )
         return np.asarray(ids, np.int64)
+
+    def added_tokens(self) -> str:
+        """Say which tokens were added to the tokenizer and not to the model, and how the model gets them."""
+        known = self._num_ids + self.missing_rows
+        names = self.tokenizer.convert_ids_to_tokens(list(range(self._num_ids, known))[:_SHOWN_TOKENS])
+        shown = ", ".join(repr(name) for name in names) + (", ..." if self.missing_rows > len(names) else "")
+        ids = f"id {known - 1}" if self.missing_rows == 1 else f"ids {self._num_ids} to {known - 1}"
+        return (
+            f"The tokenizer has tokens that were added to it and not to the model: {shown}, {ids}, while the model's "
+            f"embedding has {self._num_ids} rows. Add rows with transformers, model.resize_token_embeddings({known}), "
+            "save model and tokenizer into a new folder, and give that one."
+        )
 
     def _encode(self, text: str, adds_special: bool, where: str) -> Any:
         if len(text) > self._max_characters:

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import os
+import re
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,8 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 DAMAGE = (OSError, EOFError, zlib.error, tarfile.TarError, pa.ArrowException)
 """Exceptions of reading a file that is missing, unreachable, cut short or damaged."""
 
+_CONTENT_FIELDS = ("content-md5", "md5hash", "blob-id", "etag", "last-modified")  # of fsspec's stores, best first
+_GLOB = re.compile(r"[*?\[]")
 _OPEN_FILES = 64  # kept open for random access, per process; well below the usual limit of 1024
 
 
@@ -38,12 +41,14 @@ class File:
         stamp: changes when the content does: size and time of modification, or what a remote store says of it. Empty
             where it is not looked at, as of a copy in the cache, which other processes may replace by the same.
         options: passed to fsspec's file system, such as credentials.
+        name: path below the root of the dataset: the folder that was named, or the one before a glob's first star.
     """
 
     url: str
     size: int | None
     stamp: str
     options: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    name: str = field(default="", compare=False, repr=False)
 
     @property
     def is_local(self) -> bool:
@@ -51,21 +56,31 @@ class File:
         return "://" not in self.url
 
     @property
+    def changed(self) -> str:
+        """Time of modification of a local file [ns]; what a remote store says instead."""
+        return self.stamp.rpartition("-")[2] if self.is_local else self.stamp
+
+    @property
+    def has_tag(self) -> bool:
+        """Whether a remote store says of its content what changes with it."""
+        return "=" in self.stamp
+
+    @property
     def compression(self) -> str | None:
         """How its content is compressed, by its extension: "gzip", "zstd" or not at all."""
-        suffix = Path(self.url).suffix.lower()
+        suffix = Path(without_query(self.url)).suffix.lower()
         return "gzip" if suffix == ".tgz" else COMPRESSIONS.get(suffix)
 
     @property
     def extension(self) -> str:
         """The extension of its name, in lower case, without that of its compression."""
-        path = Path(self.url)
+        path = Path(without_query(self.url))
         return (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
 
     @property
     def folder(self) -> str:
         """The folder or URL that it lies in."""
-        return str(Path(self.url).parent) if self.is_local else self.url.rpartition("/")[0]
+        return str(Path(self.url).parent) if self.is_local else without_query(self.url).rpartition("/")[0]
 
     @contextmanager
     def opened(self) -> Iterator[BinaryIO]:
@@ -103,6 +118,15 @@ class File:
             )
 
 
+def without_query(url: str) -> str:
+    """An address without its query, where signatures stand; a path of this machine as it is.
+
+    >>> without_query("https://host/t.jsonl?X-Amz-Signature=ab/cd.ef")
+    'https://host/t.jsonl'
+    """
+    return url.partition("?")[0].partition("#")[0] if "://" in url else url
+
+
 class _EmptyFolderError(Exception):
     pass
 
@@ -120,7 +144,8 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
         system, inside = fsspec.core.url_to_fs(path, **options)
         if system.isfile(inside):
             is_plain = isinstance(system, LocalFileSystem) and "://" not in path
-            return [_file(system, path if is_plain else inside, options)], None
+            root = without_query(inside).rpartition("/")[0]
+            return [_file(system, path if is_plain else inside, options, root)], None
         folder = None
         if system.isdir(inside):
             folder = _file_url(system, inside)
@@ -131,7 +156,8 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
                 names = [name for name in names if not Path(name).name.startswith(".")]
         if not names:
             raise _EmptyFolderError if folder else FileNotFoundError(ENOENT, os.strerror(ENOENT))
-        return [_file(system, name, options) for name in names], folder
+        root = inside if folder else _GLOB.split(inside, maxsplit=1)[0].rpartition("/")[0]
+        return [_file(system, name, options, root) for name in names], folder
     except _EmptyFolderError as error:
         raise DataError(
             f"The dataset {path} is a folder without files (those whose names begin with . or _ are not looked at). "
@@ -145,11 +171,17 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
         ) from error
 
 
-def _file(system: Any, name: str, options: Mapping[str, Any]) -> File:
+def _file(system: Any, name: str, options: Mapping[str, Any], root: str) -> File:
+    inside = without_query(name)
+    below = inside.removeprefix(root).lstrip("/") if inside.startswith(f"{root}/") else Path(inside).name
     if isinstance(system, LocalFileSystem):
         status = Path(name).stat()
-        return File(name, status.st_size, _stamp(status))
-    return File(_file_url(system, name), system.size(name), system.ukey(name), options)
+        return File(name, status.st_size, _stamp(status), name=below)
+    info = {key.lower().replace("_", "-"): value for key, value in system.info(name).items()}
+    # What changes with the content: its hash, its tag, its time, or else all that the store says of it.
+    tags = [f"{field_name}={info[field_name]}" for field_name in _CONTENT_FIELDS if info.get(field_name)]
+    stamp = tags[0] if tags else str(system.ukey(name))
+    return File(_file_url(system, name), info.get("size"), stamp, options, below)
 
 
 def _file_url(system: Any, name: str) -> str:

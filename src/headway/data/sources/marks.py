@@ -33,7 +33,6 @@ REFUSED_COLUMNS = {
     "label": "it is a class to tell, or KTO's mark of good and bad answers, and Headway learns words",
     "kto_tag": "it is KTO's mark of good and bad answers, and Headway learns every answer as a good one",
     "weight": "every row counts by its tokens; how much of a dataset is trained on is said by data.train's weight",
-    "chat_template_kwargs": "the chat template is not given them, so the row would be rendered in another way",
 }
 """Columns of a row that are refused, and why; a weight of 1 and the mark of a good answer say what is done anyhow."""
 
@@ -59,7 +58,10 @@ HARMLESS_KEYS = (
 )  # fmt: skip
 """Keys of a turn that say nothing about what is learnt."""
 
-_READ_KEYS = ("role", "content", "from", "value", "tool_calls", "tool_call_id")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a turn that hold what the assistant thinks before it answers."""
+
+_READ_KEYS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", *REASONING)
 _BOXES = ("<bbox>", "<ref-object>")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.data.samples import ROLES, Message, Part, TextPart
 from headway.data.sources.json_rows import shortened
-from headway.data.sources.marks import HARMLESS_COLUMNS, HARMLESS_KEYS, is_learnt
+from headway.data.sources.marks import HARMLESS_COLUMNS, HARMLESS_KEYS, REASONING, is_learnt
 from headway.data.sources.references import FRAMES_PER_S, KINDS, MEDIA_KEYS, RowMedia, media_key
 from headway.errors import DataError
 
@@ -26,7 +26,7 @@ SPEAKERS = {
 }
 """ShareGPT's speakers and the roles that they have here."""
 
-_MEANINGFUL = ("function_call", "reasoning_content", "reasoning", "thinking", "refusal", "audio")
+_MEANINGFUL = ("function_call", "refusal", "audio")
 # What Qwen's and LMMs-Engine's processors read beside a part's media: a piece of it, or a size of its own.
 _CUTS = (
     "video_start", "video_end", "nframes", "fps", "min_frames", "max_frames",
@@ -177,7 +177,7 @@ def split_markers(words: str, kinds: set[str], media: RowMedia) -> tuple[Part, .
 
 
 def _message(turn: Any, media: RowMedia, markers: set[str], calls: dict[str, str], where: str) -> Message:
-    if not isinstance(turn, dict) or "role" not in turn or ("content" not in turn and "tool_calls" not in turn):
+    if not isinstance(turn, dict) or "role" not in turn or not {"content", "tool_calls", *REASONING} & turn.keys():
         raise DataError(f'{where}: got {shortened(turn)}, but a message must be an object with "role" and "content".')
     role, said = turn["role"], turn.get("content")
     role = "system" if role == "developer" else role
@@ -187,14 +187,34 @@ def _message(turn: Any, media: RowMedia, markers: set[str], calls: dict[str, str
     made = _tool_calls(json_value(turn.get("tool_calls") or [], "tool_calls"), where, calls) if role != "tool" else ()
     name = turn.get("name") or calls.get(str(turn.get("tool_call_id"))) if role == "tool" else None
     learnt = is_learnt(turn, role, where)
-    if said is None and made:
-        return Message(role, (), made, learnt=learnt)
+    thoughts = _reasoning(turn, role, where)
+    if said is None and (made or thoughts):
+        return Message(role, (), made, name, thoughts, learnt)
     if isinstance(said, str):
-        return Message(role, split_markers(said, markers, media), made, name, learnt=learnt)
+        return Message(role, split_markers(said, markers, media), made, name, thoughts, learnt)
     if not isinstance(said, list):
         raise DataError(f'{where}: "content" is {shortened(said)}, but it must be a string or a list of parts.')
-    parts = [part for each in said for part in _read_part(each, media, markers, where)]
-    return Message(role, tuple(parts), made, name, learnt=learnt)
+    parts = [part for each in said if not _is_thinking(each) for part in _read_part(each, media, markers, where)]
+    return Message(role, tuple(parts), made, name, thoughts, learnt)
+
+
+def _reasoning(turn: Mapping[str, Any], role: str, where: str) -> str:
+    """What the assistant thinks before it answers: of a key of its own, or of parts of the type thinking."""
+    values = [turn[key] for key in REASONING if turn.get(key) not in (None, "")]
+    for part in filter(_is_thinking, _parts_of(turn.get("content"))):
+        values.append(next((part[key] for key in (*REASONING, "text") if part.get(key) not in (None, "")), ""))
+    if not values:
+        return ""
+    if role != "assistant" or not all(isinstance(value, str) for value in values):
+        raise DataError(
+            f'{where}: got {shortened(turn)}, but "reasoning_content" and parts of the type "thinking" are strings in '
+            "turns of the assistant. Write the words there, or remove them."
+        )
+    return "\n".join(dict.fromkeys(values))  # one text under several names is one text
+
+
+def _is_thinking(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("thinking", "reasoning")
 
 
 def _check_keys(turn: Mapping[str, Any], where: str) -> None:

@@ -1,13 +1,14 @@
 """Datasets by their paths: which files, in which format."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headway.data.samples import Document, Sample
 from headway.data.sources.documents import SampleBy, Text, TokenFile
-from headway.data.sources.files import COMPRESSIONS, File, find_files
+from headway.data.sources.files import COMPRESSIONS, File, find_files, without_query
 from headway.data.sources.json_rows import JsonArray, JsonLines
 from headway.data.sources.reader import Reader
 from headway.data.sources.references import MediaRules
@@ -114,7 +115,8 @@ def own_names(paths: Sequence[str], given: Sequence[str | None] | None = None) -
     ['pictures/train', 'words/train', 'test']
     """
     given = given or [None] * len(paths)
-    parts = [[*path.rstrip("/").split("/")[:-1], _short_name(path)] for path in paths]
+    plain = [_public(path) for path in paths]
+    parts = [[*path.rstrip("/").split("/")[:-1], _short_name(path)] for path in plain]
     names = [name or part[-1] for name, part in zip(given, parts, strict=True)]
     for depth in range(2, 1 + max(map(len, parts), default=0)):
         of_one_name: dict[str, set[str]] = {}
@@ -127,12 +129,18 @@ def own_names(paths: Sequence[str], given: Sequence[str | None] | None = None) -
     # In one folder the extensions tell.
     return [
         path if own is None and len({p for n, p in zip(names, paths, strict=True) if n == name}) > 1 else name
-        for name, path, own in zip(names, paths, given, strict=True)
+        for name, path, own in zip(names, plain, given, strict=True)
     ]
 
 
 def _short_name(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2].partition(".")[0] or path
+    plain = _public(path)
+    return plain.rstrip("/").rpartition("/")[2].partition(".")[0] or plain
+
+
+def _public(path: str) -> str:
+    """A path or address without its user and query: passwords and signatures are nobody's name."""
+    return re.sub(r"://[^/]*@", "://", without_query(path))
 
 
 def _with_formats(files: list[File], folder: str | None, format: str) -> list[tuple[File, str]]:  # noqa: A002
@@ -206,7 +214,7 @@ def read_samples(path: str | Path) -> list[Sample]:
     >>> file = Path(tempfile.mkdtemp()) / "chats.jsonl"
     >>> _ = file.write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
     >>> read_samples(file)[0].messages
-    (Message(role='user', parts=(TextPart(text='Hi'),), tool_calls=(), name=None, learnt=True),)
+    (Message(role='user', parts=(TextPart(text='Hi'),), tool_calls=(), name=None, reasoning='', learnt=True),)
     """
     return list(samples_of(open_source(path)))
 

@@ -16,6 +16,7 @@ from headway.errors import ConfigError, DataError
 COLUMNS = (
     "messages", "conversations", "system", "tools", "prompt", "completion", "instruction", "input", "output", "history",
     "question", "answer", "text", "input_ids", "image", "images", "video", "videos", "audio", "audios",
+    "chat_template_kwargs",
 )  # fmt: skip
 """Names of columns that the schemas read."""
 
@@ -82,7 +83,7 @@ class Normaliser:
         else:
             messages = self._messages(schema, fields, media)
             check_words(fields, messages)
-            sample = Chat(messages, origin, read_tools(fields.get("tools")))
+            sample = Chat(messages, origin, read_tools(fields.get("tools")), _template_kwargs(fields))
         media.finish()
         return sample
 
@@ -138,6 +139,19 @@ class Normaliser:
         if not isinstance(words, str):
             raise DataError(f'"{self.text_column}" is {shortened(words)}, but a document must be a string of words.')
         return words
+
+
+def _template_kwargs(fields: dict[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template that a row sets, as TRL reads them."""
+    given = json_value(fields.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    if not isinstance(given, dict) or not all(
+        isinstance(value, bool | int | float | str | None) for value in given.values()
+    ):
+        raise DataError(
+            f'"chat_template_kwargs" is {shortened(given)}, but it must be an object of numbers, strings and booleans, '
+            'such as {"enable_thinking": false}.'
+        )
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _all_waiting(media: RowMedia, kind: str) -> list[Part]:

@@ -3,7 +3,7 @@
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
 from headway.data.samples import Origin, Sample, SampleError
@@ -171,3 +171,12 @@ class Source:
             if shard.normaliser.columns:
                 digest.update(repr(sorted(shard.normaliser.columns.items())).encode())
         return digest.hexdigest()[:32]
+
+    def schema_fingerprint(self) -> str:
+        """A digest of how rows become samples, wherever the files lie."""
+        forms = set()
+        for shard in self.shards:
+            settings = {name: value for name, value in shard.reader.__getstate__().items() if name != "file"}
+            columns = sorted(shard.normaliser.columns.items())
+            forms.add(repr((type(shard.reader).__name__, settings, replace(shard.normaliser, folder=""), columns)))
+        return hashlib.sha256(repr(sorted(forms)).encode()).hexdigest()[:32]

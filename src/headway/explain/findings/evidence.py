@@ -14,6 +14,7 @@ from headway.explain.measure import MATMUL, MeasuredStep, MeasuredTrace
 from headway.explain.ranks import WaitedFor
 from headway.explain.trace import NONE
 from headway.report import format_share
+from headway.report.numbers import quantity
 
 
 class AnyLine(Protocol):
@@ -111,8 +112,8 @@ class Spent(NamedTuple):
 def as_number(said: Any) -> float | None:
     """A number of a loop's facts; the reader of traces leaves fractions as they are written, as text."""
     try:
-        return None if said is None else float(said)
-    except (TypeError, ValueError):
+        return None if said is None else quantity(float(said))
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

@@ -49,7 +49,9 @@ def _window(
         pairs, driver = masks.local_pairs([length] * batch, side, side), f"source_pairs:local:{side}:{side}"
         return (_joined(attend(recorder, path, q, k, v, pairs, driver)),)
     if batch > 1:
-        raise TraceError(f"module {path} has global tokens in {batch} texts: give an example of one text.")
+        raise TraceError(
+            f"module {path or '(the model)'} has global tokens in {batch} texts: give an example of one text."
+        )
     chosen = is_index_global_attn[0]
     where = chosen.nonzero()[:, 0]
     place = torch.arange(length)
@@ -88,7 +90,9 @@ def _blocks(
     path, number, size = recorder.path_of(module), module.num_heads, module.block_size
     hidden = data(attention_mask)
     if hidden is None or len(hidden) > 1:
-        raise TraceError(f"module {path} attends in blocks under a mask that is not known: give one text, unmasked.")
+        raise TraceError(
+            f"module {path or '(the model)'} attends in blocks under a mask that is not known: give one text, unmasked."
+        )
     where = (hidden[0] == 0).nonzero()[:, 0]
     projections = (module.q_proj, module.k_proj, module.v_proj)
     q, k, v = (_heads(of(token_hidden_states[:, where]), number) for of in projections)

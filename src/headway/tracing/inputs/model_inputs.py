@@ -17,12 +17,12 @@ from torch import nn
 from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing import build
+from headway.tracing.arguments import as_phantoms, on_device
 from headway.tracing.inputs.drawings import Drawings
 from headway.tracing.inputs.form import WINDOW_SIDES, InputForm, plain_token
 from headway.tracing.inputs.images import Images, has_tower
 from headway.tracing.inputs.registry import FORMS
-from headway.tracing.phantom import Phantom, phantom_floats
-from headway.tracing.scores import HIDDEN
+from headway.tracing.phantom import phantom_floats
 
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
 _SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
@@ -191,6 +191,7 @@ class ExampleInputs:
 
     def __init__(self, example: Any) -> None:
         self._example = example
+        self.is_text = isinstance(example, dict) and "input_ids" in example
 
     def workloads(self, _longest_window: int = 0) -> list[Workload]:
         """Plan the one workload that there is: a segment of unknown length."""
@@ -219,96 +220,6 @@ def call(model: nn.Module, arguments: Any) -> Any:
     if isinstance(arguments, dict):
         return model(**arguments)
     return model(*arguments) if isinstance(arguments, tuple | list) else model(arguments)
-
-
-def backward_from(output: Any, *, on_shapes: bool = False) -> None:
-    """Run backward from the sum of what `floats_of` finds in an output.
-
-    Raises:
-        TraceError: the output holds no tensor of floats, or real ones where there should be none.
-    """
-    floats = floats_of(output)
-    if on_shapes and not isinstance(floats, Phantom):
-        raise TraceError(
-            "the model's forward computes on real tensors when it is traced: something laid over it leads back to the "
-            "original model. Trace the model before it is altered, and pass that cost model on."
-        )
-    floats.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def floats_of(output: Any) -> torch.Tensor:
-    """Return the logits, else the first floats, or list of them, that an output holds.
-
-    Raises:
-        TraceError: there are none.
-    """
-    if trained := getattr(output, "trained", ()):  # the fields that its losses are made of
-        return torch.cat([output[name].flatten() for name in trained])
-    pending = [output.logits] if getattr(output, "logits", None) is not None else [output]
-    while pending:
-        value = pending.pop(0)
-        if isinstance(value, list) and value and all(torch.is_tensor(v) and v.is_floating_point() for v in value):
-            value = torch.cat([v.flatten() for v in value])  # one result for each of several inputs
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value
-        if isinstance(value, dict):
-            value = list(value.values())
-        if isinstance(value, tuple | list):
-            pending = [*value, *pending]
-    raise TraceError(f"the model returns {type(output).__name__} without a tensor of floats to start backward from.")
-
-
-def as_phantoms(value: Any) -> Any:
-    """Replace the floats among arguments by phantoms that depend on the batch; masks stay real.
-
-    What requires a gradient still does.
-    """
-    if isinstance(value, torch.Tensor) and value.is_floating_point() and not isinstance(value, Phantom):
-        if _is_mask(value):
-            return value.detach().to("cpu", torch.bfloat16)
-        made = Phantom(value.detach().to("meta", torch.bfloat16), fed=True)
-        return made.requires_grad_().clone() if value.requires_grad else made  # no leaf: a model may write into it
-    return rebuilt(value, as_phantoms)
-
-
-def asking(model: nn.Module, arguments: Any) -> Iterator[tuple[str, Phantom]]:
-    """Find the phantoms among a forward's arguments that require a gradient, each with its argument's name."""
-    if not isinstance(arguments, dict):
-        given = arguments if isinstance(arguments, tuple | list) else (arguments,)
-        arguments = inspect.signature(model.forward).bind(*given).arguments
-    for name, value in arguments.items():
-        pending = [value]
-        while pending:
-            part = pending.pop()
-            if isinstance(part, Phantom) and part.requires_grad:
-                yield name, part
-            pending += part.values() if isinstance(part, dict) else part if isinstance(part, tuple | list) else ()
-
-
-def _is_mask(floats: torch.Tensor) -> bool:
-    """Say whether floats are a mask: they hide by -inf, or by 0 beside 1, or by large negative numbers beside 0."""
-    if floats.is_meta or floats.dim() < 2:
-        return False
-    hidden = floats <= HIDDEN
-    zero = floats == 0
-    binary = bool(zero.any()) and bool((floats == 1).any()) and bool((zero | (floats == 1)).all())
-    return binary or bool(floats.isneginf().any()) or (bool(hidden.any()) and bool((hidden | zero).all()))
-
-
-def on_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors among arguments to a device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return rebuilt(value, lambda part: on_device(part, device))
-
-
-def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Change the parts of a dictionary, a list, a tuple or a named one; anything else stays."""
-    if isinstance(value, dict):
-        return {name: change(part) for name, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(change, value))
-    return type(value)(map(change, value)) if isinstance(value, tuple | list) else value
 
 
 def _next_prime(n: int) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from headway.tracing import build
+from headway.tracing.arguments import in_dtype
 from headway.tracing.phantom import Phantom
 from headway.tracing.record import Recorder
 from headway.tracing.seams import Seams
@@ -107,7 +108,7 @@ class Probe:
 
     def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         with Recorder(self._model, lambda _: "") as recorder, Seams(recorder), torch.no_grad():
-            return function(**arguments)
+            return function(**in_dtype(arguments, build.common_dtype(self._model)))
 
 
 def _rows(features: Any) -> int:

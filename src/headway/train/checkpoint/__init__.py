@@ -13,7 +13,7 @@ goes on, `restore.py` brings a run back to it.
 """
 
 from headway.train.checkpoint.folder import Checkpoint, latest_checkpoint, open_checkpoint, refuse_half_written
-from headway.train.checkpoint.restore import find_checkpoint, restore
+from headway.train.checkpoint.restore import find_checkpoint, newest_sound, restore
 from headway.train.checkpoint.saver import CheckpointSaver, Contents
 from headway.train.checkpoint.state import random_state, restore_random_state, training_tensors
 
@@ -23,6 +23,7 @@ __all__ = [
     "Contents",
     "find_checkpoint",
     "latest_checkpoint",
+    "newest_sound",
     "open_checkpoint",
     "random_state",
     "refuse_half_written",

@@ -13,10 +13,12 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
+from headway.data.sources.files import without_query
 from headway.errors import HeadwayError
 from headway.explain.text import markdown_table
 from headway.log.jsonl import as_object
-from headway.report import Column, format_count, format_duration, format_rate, format_share, printable
+from headway.report import Column, format_count, format_duration, format_rate, format_share
+from headway.report.markdown import markdown_code, markdown_text
 from headway.train.checkpoint.folder import Checkpoint
 from headway.train.config import TrainConfig, load_config
 from headway.train.config.sections import changed
@@ -88,7 +90,8 @@ def write_card(checkpoint: Checkpoint, folder: Path, *, adapters: bool) -> Path 
                     sums.add(record)
         if not sums.losses.steps:
             return None
-        text = _card(config, machine, sums, checkpoint.step, adapters=adapters)
+        stops = _stops_of(folder)
+        text = _card(config, machine, sums, checkpoint.step, stops, adapters=adapters)
     except (HeadwayError, OSError, KeyError, TypeError, ValueError, ArithmeticError):
         return None
     path = folder / FILE_NAME
@@ -96,7 +99,21 @@ def write_card(checkpoint: Checkpoint, folder: Path, *, adapters: bool) -> Path 
     return path
 
 
-def _card(config: TrainConfig, machine: Mapping[str, Any], sums: _Sums, step: int, *, adapters: bool) -> str:
+def _stops_of(folder: Path) -> list[str]:
+    """The tokens that end an answer, by the generation settings beside the tokenizer; none where there are none."""
+    settings, words = (_object_in(folder / name) for name in ("generation_config.json", "tokenizer.json"))
+    names = {token["id"]: token["content"] for token in words.get("added_tokens", ())}
+    own = settings.get("eos_token_id")
+    return [names.get(token, str(token)) for token in (own if isinstance(own, list) else [own]) if token is not None]
+
+
+def _object_in(file: Path) -> Mapping[str, Any]:
+    return (as_object(file.read_bytes()) if file.is_file() else None) or {}
+
+
+def _card(
+    config: TrainConfig, machine: Mapping[str, Any], sums: _Sums, step: int, stops: list[str], *, adapters: bool
+) -> str:
     kind, software = machine.get("model") or {}, machine.get("software") or {}
     base = _base(config)
     front = ModelCardData(
@@ -107,13 +124,14 @@ def _card(config: TrainConfig, machine: Mapping[str, Any], sums: _Sums, step: in
         tags=["headway", *(["lora"] if config.model.lora is not None else [])],
     )
     start = "from random weights" if config.model.random_init else f"from {base or 'other weights'}"
-    model = printable(str(kind.get("class", "model")))
+    model = str(kind.get("class", "model"))
     what = "Low-rank adapters of a" if adapters else "A"
     parts = [
         f"---\n{front.to_yaml()}\n---",
-        f"# {model} after {step:,} steps",
-        f"{what} `{model}`, trained {start} by Headway {software.get('headway', '')} on {format_count(sums.tokens)} "
-        "tokens.",
+        f"# {markdown_text(model)} after {step:,} steps",
+        f"{what} {markdown_code(model)}, trained {markdown_text(start)} by Headway {software.get('headway', '')} on "
+        f"{format_count(sums.tokens)} tokens.",
+        *([_stop_sentence(stops)] if stops else []),
         "## Training",
         markdown_table(_FACTS, _facts(machine, sums), None),
         "## Data",
@@ -122,6 +140,11 @@ def _card(config: TrainConfig, machine: Mapping[str, Any], sums: _Sums, step: in
         f"````yaml\n{yaml.safe_dump(_hyperparameters(config), sort_keys=False).strip()}\n````",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _stop_sentence(stops: list[str]) -> str:
+    named = " and ".join(map(markdown_code, stops))
+    return f"Generation stops at {named}: `generation_config.json` names the tokens that ended answers in training."
 
 
 def _facts(machine: Mapping[str, Any], sums: _Sums) -> list[tuple[str, str]]:
@@ -157,7 +180,7 @@ def _facts(machine: Mapping[str, Any], sums: _Sums) -> list[tuple[str, str]]:
 def _data(config: TrainConfig, sums: _Sums) -> str:
     if not sums.sources:
         parts = [part for stage in config.data.played for part in stage.parts]
-        named = ", ".join(f"`{printable(_name(part.path or ''))}`" for part in parts)
+        named = ", ".join(markdown_code(_name(part.path or "")) for part in parts)
         return f"{format_count(sums.tokens)} tokens of {named}."
     rows = [
         (name, format_count(tokens), format_share(tokens / max(1, sum(sums.sources.values()))))
@@ -175,7 +198,7 @@ def _hub_datasets(config: TrainConfig) -> list[str]:
 
 
 def _name(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[-1]
+    return without_query(path).rstrip("/").rpartition("/")[-1]
 
 
 def _hyperparameters(config: TrainConfig) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def _write_described(
     checkpoint: Checkpoint, folder: Path, model: PreTrainedModel, dtype: torch.dtype, *, adapters: bool
 ) -> None:
     """Write config, generation config and processor; the config names the class and dtype of the weights beside it."""
-    left_out = {"config.json", "generation_config.json"} if adapters else {"config.json", ADAPTER_CONFIG}
+    left_out = {"config.json"} if adapters else {"config.json", ADAPTER_CONFIG}
     for name in (name.removeprefix(f"{MODEL}/") for name in checkpoint.files if name.startswith(f"{MODEL}/")):
         if name not in left_out:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,8 @@ import torch
 from headway.errors import CheckpointError
 
 MANIFEST, POSITION, MODEL, INDEX = "manifest.json", "position.json", "model", ".metadata"
-SKIPPED, DIGEST = "skipped_in_a_row", "samples_digest"  # what position.json has besides the place in the data
+# What position.json has besides the place in the data.
+SKIPPED, DIGEST, CHAIN, RESUMES = "skipped_in_a_row", "samples_digest", "samples_chain", "resumes"
 SCHEMA_VERSION = 2
 _STEP_FOLDER = re.compile(r"step-(\d{6,18})")
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -126,8 +127,20 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
+def set_aside(folders: Iterable[Path]) -> None:
+    """Rename damaged checkpoints, so that they are none any more."""
+    for folder in folders:
+        aside = folder.with_name(f"damaged-{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+
+
 def clear_unfinished(root: Path) -> None:
-    """Delete folders that a killed process was writing or deleting; only the owner of the run folder may."""
+    """Delete folders that a killed process was writing or deleting; only the owner of the run folder may.
+
+    Args:
+        root: of the run's checkpoints, or of its exports.
+    """
     for unfinished in root.glob(".step-*"):
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from headway.errors import CheckpointError
-from headway.train.checkpoint.folder import Checkpoint, clear_unfinished, latest_checkpoint, with_way_out
+from headway.train.checkpoint.folder import Checkpoint, open_checkpoint, set_aside, step_folders, with_way_out
 from headway.train.checkpoint.index import SafeReader, read_index
 from headway.train.checkpoint.state import (
     OPTIMIZER,
@@ -33,7 +33,7 @@ def find_checkpoint(root: Path, ranks: Ranks) -> Checkpoint | None:
 
     Args:
         root: folder of all checkpoints of the run.
-        ranks: the processes; the first one looks, and clears away what was left unfinished.
+        ranks: the processes; the first one looks.
 
     Returns:
         None where there is none.
@@ -41,14 +41,53 @@ def find_checkpoint(root: Path, ranks: Ranks) -> Checkpoint | None:
     Raises:
         CheckpointError: the newest is damaged; the message names the newest good one. The same on all processes.
     """
-    if ranks.is_first:
-        clear_unfinished(root)
-    checkpoint = ranks.by_first(lambda: latest_checkpoint(root))
-    if checkpoint is None:
+    folders = ranks.by_first(lambda: step_folders(root))
+    if not folders:
         return None
+    try:
+        return _checked(folders[-1], ranks)
+    except CheckpointError as damage:
+        raise with_way_out(damage, folders[-1]) from damage
+
+
+def newest_sound(root: Path, ranks: Ranks) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """The newest checkpoint of a run that is sound, the same on all processes; newer ones are set aside.
+
+    A folder that is set aside is named `damaged-step-...`: no later checkpoint is deleted in its favour, and somebody
+    may look at it.
+
+    Args:
+        root: folder of all checkpoints of the run.
+        ranks: the processes.
+
+    Returns:
+        The checkpoint, None where there is none at all, and the fault of each that was set aside.
+
+    Raises:
+        CheckpointError: none is sound; the same on all processes.
+    """
+    folders = ranks.by_first(lambda: step_folders(root))
+    faults: list[CheckpointError] = []
+    for folder in reversed(folders):
+        try:
+            checkpoint = _checked(folder, ranks)
+        except CheckpointError as damage:
+            faults.append(damage)
+            continue
+        if ranks.is_first:
+            set_aside(folders[len(folders) - len(faults) :])
+        return checkpoint, tuple(map(str, faults))
+    if faults:
+        raise with_way_out(faults[0], folders[-1]) from faults[0]
+    return None, ()
+
+
+def _checked(folder: Path, ranks: Ranks) -> Checkpoint:
+    """Open a checkpoint and compare its files with the manifest, each on one process; any damage is raised on all."""
+    checkpoint = ranks.by_first(lambda: open_checkpoint(folder))
     for damage in ranks.gather_all(_outcome(lambda: checkpoint.check(ranks.rank, ranks.size))):
         if damage is not None:
-            raise with_way_out(damage, checkpoint.folder)
+            raise damage
     return checkpoint
 
 

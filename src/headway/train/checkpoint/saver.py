@@ -96,8 +96,13 @@ class CheckpointSaver:
         self._in_flight: futures.Future[Checkpoint] | None = None
         self._last: Checkpoint | None = None
 
-    def save(self, step: int, contents: Contents) -> None:
+    def save(self, step: int, contents: Contents, *, goes_on: bool = True) -> None:
         """Begin to write the checkpoint of a step; wait for the one before, and for this one if not asynchronous.
+
+        Args:
+            step: its number.
+            contents: of the checkpoint.
+            goes_on: whether training goes on and changes the tensors, which are then copied first.
 
         Raises:
             CheckpointError: the one before could not be written, or this one.
@@ -105,7 +110,7 @@ class CheckpointSaver:
         self._settle()
         # Said of every save of a lone process; filters belong to the process, so the other thread is not to touch them.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        if self._asynchronous:
+        if self._asynchronous and goes_on:
             contents = Contents(**{**vars(contents), "tensors": self._copies.take(contents.tensors)})
         self._in_flight = futures.Future()
         # A process that has lost the others must be able to end without waiting for what it writes with them.

@@ -220,6 +220,11 @@ class DataConfig(Section):
         le=178_956_970,
         description="Largest image of a sample; a larger one cannot be used [pixels]",
     )
+    verify: Literal["size-and-time", "hash", "size"] = Field(
+        default="size-and-time",
+        description="How a resume makes sure of its files: by sizes and times, and hashes of data of up to 1 GiB; by "
+        "hashes of whatever size; by names and sizes alone, as of copies whose times are others",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the order in which samples are read")
     stream: StreamConfig | None = Field(
         default=None, description="Read without an index, as for data without end or too far away; null to index"

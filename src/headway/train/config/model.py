@@ -1,18 +1,14 @@
 """The model: which one and what of it learns, how processes share it, and what makes its steps faster or smaller."""
 
-import re
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from headway.count.recompute import TOWERS, is_for_training
 from headway.packing.parts import Dropout
 from headway.plan.mesh import MeshShape
+from headway.report.quantity import SIZE_UNITS, bytes_in
 from headway.train.config.sections import Fraction, Positive, Section, Share, changed
-
-SIZE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-SIZE_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-"""Units of sizes, and their bytes."""
 
 
 class LoraConfig(Section):
@@ -28,8 +24,13 @@ class LoraConfig(Section):
     targets: tuple[str, ...] | None = Field(
         default=None,
         description="Linear modules that take one: last parts of their names ('q_proj') or globs over names; null for "
-        "all but the head. Modules that model.freeze names take none",
+        "all but the head, as all-linear means in PEFT. Modules that model.freeze names take none",
     )
+
+    @field_validator("targets")
+    @classmethod
+    def _all_of_them_is_the_default(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if targets in (("all-linear",), ("all",)) else targets
 
 
 class DrawingConfig(Section):
@@ -69,8 +70,30 @@ class ModelConfig(Section):
         description="What does not learn: components of the ledger ('vision', 'language.mlp') or globs over parameter "
         "names ('model.language_model.layers.0.*'); each must match something",
     )
+    chat_template: str | None = Field(
+        default=None,
+        description="File of a Jinja chat template in place of the model's own, which exports hold; null for its own",
+    )
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default={},
+        description="Variables that the chat template reads, such as {enable_thinking: false}; a row's own "
+        "chat_template_kwargs come before them, and exports hold them",
+    )
+    learn_empty_thinking: bool = Field(
+        default=True,
+        description="Learn the empty block of thoughts, <think></think>, with which some templates begin an answer "
+        "that has none; false shows it without learning it",
+    )
     lora: LoraConfig | None = Field(default=None, description="Train adapters instead of the weights; null for none")
     drawing: DrawingConfig = DrawingConfig()
+
+    def of_chats(self) -> dict[str, Any]:
+        """The settings of how chats become text, as `headway.data.chat_settings.ChatSettings.of` takes them."""
+        return {
+            "file": self.chat_template,
+            "variables": self.chat_template_kwargs,
+            "learns_empty_thinking": self.learn_empty_thinking,
+        }
 
 
 class ParallelConfig(Section):
@@ -189,13 +212,3 @@ class SpeedConfig(Section):
 
 def _size(recompute: str) -> int | None:
     return bytes_in(recompute.removeprefix("memory:")) if recompute.startswith("memory:") else None
-
-
-def bytes_in(text: str) -> int | None:
-    """Read a size such as 40GiB [bytes]; None where it is none.
-
-    >>> bytes_in("1.5 KiB")
-    1536
-    """
-    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(SIZE_UNITS)})", text)
-    return round(float(match[1]) * SIZE_UNITS[match[2]]) if match else None

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from headway.report.quantity import parse_number
 from headway.train.config.sections import Fraction, Positive, Section, Share, changed
 
 _FACTOR = re.compile(r"x(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)")
@@ -33,10 +34,10 @@ def factor_of(value: float | str, lr: float) -> float:
 
 def _rate(value: float | str) -> float | str:
     if isinstance(value, str) and not _FACTOR.fullmatch(value):
-        try:
-            value = float(value)  # YAML reads 1e-5 as a text
-        except ValueError:
-            raise ValueError("give a learning rate, such as 2.0e-6, or a factor of optim.lr, such as 'x0.1'") from None
+        number = parse_number(value)  # YAML reads 1e-5 as a text
+        if number is None:
+            raise ValueError("give a learning rate, such as 2.0e-6, or a factor of optim.lr, such as 'x0.1'")
+        value = float(number)
     if not 0.0 < factor_of(value, 1.0) < math.inf:
         raise ValueError("a learning rate must be above 0; what is not to learn belongs in model.freeze")
     return value

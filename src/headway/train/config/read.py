@@ -1,7 +1,6 @@
 """The sections together, read from a YAML file with `--set a.b=c` on top; errors say where and what is allowed."""
 
 import copy
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,15 +8,16 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, PrivateAttr, ValidationError, model_validator
+from pydantic import PrivateAttr, ValidationError, model_validator
 
 from headway.errors import ConfigError
 from headway.train.config.data import DataConfig
+from headway.train.config.mistakes import describe_all
 from headway.train.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.train.config.optim import OptimConfig
 from headway.train.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
 from headway.train.config.sections import Section
-from headway.train.config.tree import walk
+from headway.train.config.yaml_text import load_yaml
 
 EXTENDS = "extends"
 _EITHER = {"steps": "epochs", "epochs": "steps", "train": "stages", "stages": "train"}
@@ -172,7 +172,7 @@ def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in extending:
         raise ConfigError(f"{path} extends itself, by way of {len(extending) - 1} other files; break the circle.")
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror}. Give the path of a YAML file."
@@ -226,7 +226,7 @@ def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> T
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
         found = error.errors(include_url=False)
-        mistakes = "; ".join(_describe(dict(item)) for item in found)
+        mistakes = "; ".join(describe_all(found, TrainConfig))
         end = "" if mistakes.endswith("?") else "."
         sections = {str(item["loc"][0]) for item in found if item["loc"]} & TrainConfig.model_fields.keys()
         page = f"headway config {sections.pop()}" if len(sections) == 1 else "headway config"
@@ -256,9 +256,12 @@ def _assign(raw: dict[str, Any], override: str) -> None:
     if not equals or not all(keys):
         raise ConfigError(f"--set {override!r} is no assignment; write section.key=value, such as optim.lr=1e-3.")
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override!r}: the value {text!r} is not YAML; quote it if it is a string.") from error
+        raise ConfigError(
+            f"--set {override!r}: the value {text!r} is not YAML ({_what_is_wrong(error).rstrip('.')}); "
+            "quote it if it is a string."
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--set {dotted}: the value cannot be read: {_beyond(error)}.") from error
     node: Any = raw
@@ -285,67 +288,3 @@ def _assigned(node: dict[str, Any], key: str, value: Any, last: bool) -> Any:
         node.pop(_EITHER.get(key, ""), None)
     node[key] = value if last else {} if node.get(key) is None else node[key]
     return node[key]
-
-
-def _describe(error: dict[str, Any]) -> str:
-    """Render one pydantic error as a clause: where, what was given, what is allowed."""
-    location = tuple(error["loc"])
-    name = ".".join(str(part) for part in location)
-    if error["type"] == "extra_forbidden":
-        allowed = _keys_at(location[:-1])
-        near = _nearest(str(location[-1]), allowed)
-        hint = f"did you mean {near!r}?" if near else "allowed here: " + ", ".join(allowed)
-        return f"unknown key {name!r}, {hint}".rstrip(".")
-    if error["type"] == "missing":
-        return f"{name!r} is required" + _meaning(location)
-    message = error["msg"].removeprefix("Value error, ")
-    if isinstance(error.get("input"), dict | list):
-        return f"{name}: {message}" if name else message
-    return f"{name} = {error.get('input')!r}: {message[:1].lower()}{message[1:]}" + _meaning(location)
-
-
-def _nearest(key: str, allowed: list[str]) -> str | None:
-    """The setting that a mistyped or misplaced key means: one of its own section, or one anywhere in the tree."""
-    everywhere: dict[str, str] = {}
-    for setting in walk(TrainConfig):
-        everywhere.setdefault(setting.name.rpartition(".")[2], setting.name)
-    for names, cutoff in ((allowed, 0.6), (list(everywhere), 0.85), (allowed, 0.5)):
-        if close := difflib.get_close_matches(key, names, n=1, cutoff=cutoff):
-            return close[0] if names is allowed else everywhere[close[0]]
-    return None
-
-
-def _field(location: tuple[int | str, ...]) -> Any:
-    """Annotation and field found at a location of the configuration; list items by index."""
-    annotation: Any = TrainConfig
-    info = None
-    for part in location:
-        if isinstance(part, int):
-            annotation = annotation.__args__[0]
-            continue
-        section = _section(annotation)
-        if section is None or part not in (fields := _fields(section)):
-            break
-        info = fields[part]
-        annotation = info.annotation
-    return annotation, info
-
-
-def _section(annotation: Any) -> Any:
-    choices = (annotation, *getattr(annotation, "__args__", ()))
-    return next((kind for kind in choices if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-
-
-def _fields(section: type[BaseModel]) -> dict[str, Any]:
-    return {info.alias or name: info for name, info in section.model_fields.items()}
-
-
-def _keys_at(location: tuple[int | str, ...]) -> list[str]:
-    annotation, _ = _field(location)
-    section = _section(annotation)
-    return [] if section is None else list(_fields(section))
-
-
-def _meaning(location: tuple[int | str, ...]) -> str:
-    _, info = _field(location)
-    return f" ({info.description})" if info is not None and info.description else ""

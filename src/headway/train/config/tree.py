@@ -1,7 +1,6 @@
 """The tree of settings, read off the sections' own classes: every setting with its type, unit, default and meaning."""
 
 import json
-import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +10,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from headway.train.config.sections import unit_of
+
 ITEM = "N"
 """Stands for the number of a list's item in the name of a setting."""
 
-_UNIT = re.compile(r" \[([^\]]+)\]$")
 _WORDS: dict[Any, str] = {int: "whole number", float: "number", str: "text", Path: "path", dict: "mapping"}
 _SANITY = 10**9  # limits from here on are there to catch slips of the hand
 _BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
@@ -54,14 +54,14 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> list[Setting]:
     for key, info in section.model_fields.items():
         below = _section(info.annotation)
         described = info.description or " ".join((below.__doc__ or "" if below else "").split())
-        unit = _UNIT.search(described)
+        meaning, unit = unit_of(described)
         found.append(
             Setting(
                 name=prefix + (info.alias or key),
-                values=_words(info.annotation, _bounds(info.metadata)),
-                unit=unit[1] if unit else "",
+                values=words_of(info.annotation, bounds_of(info.metadata)),
+                unit=unit,
                 default=None if info.is_required() or isinstance(info.default, BaseModel) else _plain(info.default),
-                meaning=described[: unit.start()] if unit else described,
+                meaning=meaning,
                 section=below,
                 is_list=below is not None and _is_list(info.annotation),
             )
@@ -92,11 +92,12 @@ def _is_list(annotation: Any) -> bool:
     return get_origin(annotation) is tuple or any(_is_list(kind) for kind in get_args(annotation))
 
 
-def _bounds(metadata: Any) -> str:
+def bounds_of(metadata: Any) -> str:
+    """The limits of a number in words; none that are there only to catch slips of the hand."""
     words = []
     for each in metadata:
         if isinstance(each, FieldInfo):
-            words += [_bounds(each.metadata)] if each.metadata else []
+            words += [bounds_of(each.metadata)] if each.metadata else []
         for name, text in _BOUNDS.items():
             limit = getattr(each, name, None)
             if limit is not None and limit < _SANITY:
@@ -104,20 +105,21 @@ def _bounds(metadata: Any) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _words(annotation: Any, bounds: str = "") -> str:  # noqa: PLR0911 - a line for each kind of annotation
+def words_of(annotation: Any, bounds: str = "") -> str:  # noqa: PLR0911 - a line for each kind of annotation
+    """The values that an annotation allows, in words; `bounds` are those of its numbers."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        inner = ", ".join(word for word in (_bounds(arguments[1:]), bounds) if word)
-        return _words(arguments[0], inner)
+        inner = ", ".join(word for word in (bounds_of(arguments[1:]), bounds) if word)
+        return words_of(arguments[0], inner)
     if origin is Literal:
         return " | ".join(_plain(value) for value in arguments)
     if origin in (Union, types.UnionType):
-        return " | ".join(dict.fromkeys(_words(kind, bounds) for kind in arguments))
+        return " | ".join(dict.fromkeys(words_of(kind, bounds) for kind in arguments))
     if origin is tuple:
         if _section(annotation):
             return "list"
         size = "" if arguments[-1] is Ellipsis else f"{len(arguments)}, each "
-        return f"list of {size}{_words(arguments[0])}"
+        return f"list of {size}{words_of(arguments[0])}"
     if annotation is types.NoneType:
         return "null"
     if annotation is bool:

@@ -239,16 +239,21 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_factor"]
 
 
-def take_step(optimizer: Optimizer, numbers_K: torch.Tensor, *, skips: bool) -> None:
+def take_step(optimizer: Optimizer, numbers_K: torch.Tensor, *, skips: bool, learns: bool = True) -> None:
     """Update the weights; where numbers are not finite, leave the update out if `skips` is set.
 
-    The optimizer looks at the numbers on the device: nothing waits for them.
+    The optimizer looks at the numbers on the device: nothing waits for them. A step with nothing to learn from leaves
+    weights and moments as they are: neither momentum nor weight decay acts without a gradient.
 
     Args:
         optimizer: with the gradients in place.
         numbers_K: the step's losses and gradient norm, the same on all ranks, shape (K,).
         skips: whether an update may be left out.
+        learns: whether there was anything to learn from, on any rank.
     """
+    if not learns:
+        optimizer.updates += 1
+        return
     if skips:
         optimizer.found_inf = 1.0 - torch.isfinite(numbers_K).all().to(torch.float32)
     optimizer.step()

@@ -20,6 +20,7 @@ from typing import Literal
 import yaml
 
 from headway.explain.records import METRICS
+from headway.safe_path import current_folder_kept_out
 from headway.train.config import TrainConfig, parse_config
 from headway.train.tune.search import Candidate
 
@@ -77,14 +78,15 @@ def measure(
         folder = Path(name)
         path = folder / "train.yaml"
         path.write_text(yaml.safe_dump(_short(config, folder / "run", WARM_UP + steps).as_dict()), encoding="utf-8")
-        process = subprocess.Popen(
-            (command or _train_command)(path, processes),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # so that its data workers end with it
-        )
+        with current_folder_kept_out():
+            process = subprocess.Popen(
+                (command or _train_command)(path, processes),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # so that its data workers end with it
+            )
         try:
             _, told = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:

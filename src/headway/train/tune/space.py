@@ -16,6 +16,7 @@ import yaml
 
 from headway.errors import ConfigError, PlanError
 from headway.packing.lengths import LengthTable
+from headway.report.quantity import parse_number
 from headway.train.config import TrainConfig, parse_config
 
 ACCUMULATIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
@@ -29,8 +30,7 @@ _DEGREES = (1, 2, 4, 8)  # processes of a node, that share packs or experts
 _FEWEST_TOKENS = 64  # of a pack
 _KEPT_BITS = 7  # a packing length is rounded to so many binary digits, which is 0.8 % at most
 _PATCH_ROOM = 1.08  # of a pack's mean patches, as a limit
-_STEP = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMG]?)\s*(?:(?:\+-|\+/-|±)\s*(\d+(?:\.\d+)?)\s*%)?\s*")
-_FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+_TOLERANCE_SIGN = re.compile(r"\+-|\+/-|±")
 
 Values = Mapping[str, Any]
 """Settings by their dotted names."""
@@ -258,12 +258,13 @@ def parse_step_tokens(text: str) -> tuple[int, float]:
     >>> parse_step_tokens("2.5M +-4%")
     (2500000, 0.04)
     """
-    match = _STEP.fullmatch(text)
-    tokens = round(float(match[1]) * _FACTORS[match[2]]) if match else 0
-    tolerance = float(match[3]) / 100 if match and match[3] else TOLERANCE
+    counted, *tolerances = _TOLERANCE_SIGN.split(text)
+    tokens = round(parse_number(counted, "tokens", whole=True) or 0)
+    shares = [parse_number(each) or 0 for each in tolerances if each.rstrip().endswith("%")]
+    tolerance = TOLERANCE if not tolerances else shares[0] if len(shares) == len(tolerances) == 1 else 0
     if not 1 <= tokens <= 10**12 or not 0 < tolerance < 1:
         raise PlanError(
             f"--tokens-per-step {text[:40]!r} is no number of tokens with a tolerance above 0 and below 100 %. Write "
-            "'2M', '2M +-5%' or '131072 +-10%'; k, M and G are thousands, millions and thousands of millions."
+            "'2M', '2M +-5%' or '131072 +-10%'; k, M and B are thousands, millions and thousands of millions."
         )
     return tokens, tolerance

@@ -1,0 +1,104 @@
+"""How chats become text, where that is to differ from what the model's folder says."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ConfigError
+
+MAX_TEMPLATE_BYTES = 2**20
+"""Larger files are no chat templates, of which the largest known have 20,000 [bytes]."""
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """A chat template and what it is rendered with.
+
+    Attributes:
+        template: the template's text; None for the model's own.
+        variables: of the template, such as enable_thinking, for all chats that do not set them.
+        learns_empty_thinking: whether an empty block of thoughts before an answer is learnt.
+    """
+
+    template: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    learns_empty_thinking: bool = True
+
+    @classmethod
+    def of(
+        cls, file: str | None, variables: Mapping[str, Any] | None = None, learns_empty_thinking: bool = True
+    ) -> "ChatSettings":
+        """Read a template's file.
+
+        Raises:
+            ConfigError: it cannot be read, or is not a template.
+        """
+        template = None if file is None else _read(Path(file))
+        return cls(template, dict(variables or {}), learns_empty_thinking)
+
+    def write_into(self, processor: Any) -> None:
+        """Give a processor or tokenizer the template, as its own: whatever it renders, and saves, follows it.
+
+        Variables stand at the template's beginning, so that a model's folder that is saved renders chats by itself
+        as they were learnt.
+
+        Raises:
+            ConfigError: there are variables, but no template that could read them.
+        """
+        tokenizer = getattr(processor, "tokenizer", processor)
+        template = self.template or getattr(processor, "chat_template", None) or tokenizer.chat_template
+        if self.variables:
+            if not template:
+                raise ConfigError(
+                    f"model.chat_template_kwargs sets {', '.join(self.variables)}, but the model has no chat template. "
+                    "Leave it out, or give a template with model.chat_template."
+                )
+            texts = template.values() if isinstance(template, dict) else [template]
+            if unread := [name for name in self.variables if not any(name in text for text in texts)]:
+                raise ConfigError(
+                    f"model.chat_template_kwargs sets {', '.join(unread)}, which the model's chat template does not "
+                    "read, so it has no effect. Leave it out, or give another template with model.chat_template."
+                )
+            if isinstance(template, dict):
+                template = {name: self._opening() + text for name, text in template.items()}
+            else:
+                template = self._opening() + template
+        elif self.template is None:
+            return
+        for part in {id(each): each for each in (processor, tokenizer)}.values():
+            part.chat_template = template
+
+    def _opening(self) -> str:
+        return "".join(
+            f"{{%- if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif -%}}"
+            for name, value in self.variables.items()
+        )
+
+
+def _literal(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _read(path: Path) -> str:
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ConfigError(f"model.chat_template {path} has {path.stat().st_size:,} bytes: that is no template.")
+        text = path.read_text(encoding="utf-8")
+        _compile_jinja_template(text)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"model.chat_template {path} is not a Jinja template, line {error.lineno}: {error.message}. Give the text "
+            "of a chat_template.jinja."
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"model.chat_template {path} cannot be read: {getattr(error, 'strerror', None) or error}. Give a file that "
+            "holds a Jinja chat template, such as a model folder's chat_template.jinja."
+        ) from error
+    if not text.strip():
+        raise ConfigError(f"model.chat_template {path} is empty. Give a file that holds a Jinja chat template.")
+    return text

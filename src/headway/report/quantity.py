@@ -1,0 +1,94 @@
+"""Numbers as people write them, for the command line and YAML files alike: 32k, 1e9, 100B, 40%, 0.5s, $2.5, 60GiB."""
+
+import re
+from fractions import Fraction
+
+SIZE_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+SIZE_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+"""Units of sizes, and their bytes."""
+
+PREFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+"""Letters behind a count, small or capital, by the SI: 32k is 32,000; B are billions, as in the names of models."""
+
+_TIME_UNITS = {
+    "us": Fraction(1, 10**6),
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "min": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86400),
+}
+_UNIT_OF_TIME = {"s": "s", "hours": "h", "days": "d"}  # as settings and options write it in brackets
+_CURRENCIES = "$€£"
+_NUMBER = re.compile(r"([+-]?)(\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*|(?=\.\d))(\.\d*)?(?:[eE]([+-]?\d{1,3}))?\s*([a-zA-Z%]*)")
+_MOST_CHARACTERS = 60
+_MOST_EXPONENT = 300  # what a float of 64 bits has room for
+MONEY = "currency"
+"""The unit of a price."""
+
+
+def parse_number(text: str, unit: str = "", *, whole: bool = False) -> int | float | None:
+    """Read a number with what people write behind it, or before it.
+
+    Args:
+        text: as typed.
+        unit: of the result: "s", "hours", "days" and "bytes" take units of time or size behind the number, "currency"
+            takes a sign before it; any other may itself stand behind it, as in "32k tokens".
+        whole: whether it counts something, so that no percentage can be meant.
+
+    Returns:
+        The number in that unit, whole where it has no fraction; None where the text is none.
+
+    >>> [parse_number(text) for text in ("32k", "1e9", "100B", "1,234", "40%", "3e-4")]
+    [32000, 1000000000, 100000000000, 1234, 0.4, 0.0003]
+    >>> parse_number("1.5h", "s"), parse_number("2 GiB", "bytes"), parse_number("$2.5", "currency")
+    (5400, 2147483648, 2.5)
+    """
+    text = text.strip()
+    if unit == MONEY:
+        text = text.strip(_CURRENCIES).strip()
+    elif unit and text.endswith(unit) and unit not in _UNIT_OF_TIME:
+        text = text.removesuffix(unit).strip()
+    match = _NUMBER.fullmatch(text) if len(text) <= _MOST_CHARACTERS and text.isascii() else None
+    if match is None or abs(int(match[4] or 0)) > _MOST_EXPONENT:
+        return None
+    factor = _factor(match[5], unit, whole)
+    if factor is None:
+        return None
+    digits = match[2].replace(",", "").replace("_", "") or "0"
+    number = Fraction(f"{match[1]}{digits}{(match[3] or '').rstrip('.')}e{match[4] or 0}") * factor
+    return int(number) if number.denominator == 1 else float(number)
+
+
+def _factor(suffix: str, unit: str, whole: bool) -> Fraction | int | None:
+    """What the letters behind a number multiply it by; None where they mean nothing there."""
+    if not suffix:
+        return 1
+    if unit in _UNIT_OF_TIME:
+        return _TIME_UNITS[suffix] / _TIME_UNITS[_UNIT_OF_TIME[unit]] if suffix in _TIME_UNITS else None
+    if unit == "bytes":
+        return SIZE_UNITS.get(suffix)
+    if suffix == "%":
+        return None if whole or unit == MONEY else Fraction(1, 100)
+    return PREFIXES.get(suffix.lower())
+
+
+def examples(unit: str = "", *, whole: bool = False) -> str:
+    """Numbers that can be written, for an error."""
+    if unit in _UNIT_OF_TIME:
+        return "0.5s, 90min or 2d; without a unit it is in " + {"s": "seconds"}.get(unit, unit)
+    if unit == "bytes":
+        return f"2GiB or 2147483648; units are {', '.join(SIZE_UNITS)}"
+    if unit == MONEY:
+        return "2.5 or $2.5"
+    return "32768, 32k or 2M" if whole else "0.5, 40%, 1e-3, 32k or 100B"
+
+
+def bytes_in(text: str) -> int | None:
+    """Read a size such as 40GiB [bytes]; None where it is none, or has no unit.
+
+    >>> bytes_in("1.5 KiB")
+    1536
+    """
+    size = None if text[-1:].isdigit() else parse_number(text, "bytes")
+    return None if size is None else round(size)

@@ -1,0 +1,99 @@
+"""A forward's arguments as phantoms: shapes in the model's dtype, with the data of what may be a mask."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.errors import TraceError
+from headway.tracing.phantom import Phantom
+from headway.tracing.scores import HIDDEN
+from headway.tracing.unwrap import unsharded
+
+
+def as_phantoms(value: Any) -> Any:
+    """Replace the floats among arguments by phantoms that depend on the batch; data that may be a mask stay known.
+
+    What requires a gradient still does.
+
+    Raises:
+        TraceError: an argument is a nested tensor, whose sizes no tensor without data can have.
+    """
+    if not isinstance(value, torch.Tensor) or isinstance(value, Phantom):
+        return rebuilt(value, as_phantoms)
+    if value.is_nested:
+        raise TraceError(
+            "an argument is a nested tensor: a trace runs on shapes, and a nested tensor has none. Give the padded "
+            "tensor with its mask, or the packed one with cumulative boundaries."
+        )
+    if not (value.is_floating_point() or value.is_complex()):
+        return value
+    whole = unsharded(value)
+    made = Phantom(whole.detach().to("meta"), fed=True)
+    if _may_be_a_mask(whole):
+        made.known = whole.detach().to("cpu")
+    return _leaf(made, value)
+
+
+def in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Give the phantoms among arguments a model's dtype."""
+    if not isinstance(value, Phantom):
+        return rebuilt(value, lambda part: in_dtype(part, dtype))
+    if not value.is_floating_point() or value.dtype == dtype:
+        return value
+    made = Phantom(value.meta.to(dtype), fed=value.fed)
+    made.known = None if value.known is None else value.known.to(dtype)
+    return _leaf(made, value)
+
+
+def phantoms(value: Any) -> Iterator[Phantom]:
+    """Iterate over the phantoms among arguments."""
+    if isinstance(value, Phantom):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
+        yield from phantoms(part)
+
+
+def asking(model: nn.Module, arguments: Any) -> Iterator[tuple[str, Phantom]]:
+    """Find the phantoms among a forward's arguments that require a gradient, each with its argument's name."""
+    if not isinstance(arguments, dict):
+        values = arguments if isinstance(arguments, tuple | list) else (arguments,)
+        arguments = inspect.signature(model.forward).bind(*values).arguments
+    for name, value in arguments.items():
+        yield from ((name, part) for part in phantoms(value) if part.requires_grad)
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors among arguments to a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return rebuilt(value, lambda part: on_device(part, device))
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change the parts of a dictionary, a list, a tuple or a named one; anything else stays."""
+    if isinstance(value, dict):
+        return {name: change(part) for name, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(change, value))
+    return type(value)(map(change, value)) if isinstance(value, tuple | list) else value
+
+
+def _leaf(made: Phantom, source: torch.Tensor) -> Phantom:
+    """Let a phantom ask for a gradient if its source does; not as a leaf, so that a model may write into it."""
+    return made.requires_grad_().clone() if source.requires_grad else made  # type: ignore[return-value]  # a phantom's
+
+
+def _may_be_a_mask(floats: torch.Tensor) -> bool:
+    """Say whether floats could be a mask: each is 0 or 1, or some hide by -inf or by large numbers beside 0.
+
+    Zeros alone are no mask: added they hide nothing, and they are what an example holds for want of values.
+    """
+    if floats.is_meta or floats.is_complex() or not floats.numel():
+        return False
+    zero, shown, hidden = floats == 0, floats == 1, floats <= HIDDEN
+    if bool(shown.any()) and bool((zero | shown).all()):
+        return True
+    return bool(floats.isneginf().any()) or (bool(hidden.any()) and bool((hidden | zero).all()))

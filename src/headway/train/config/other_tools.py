@@ -1,0 +1,128 @@
+"""Words for settings in LLaMA-Factory, ms-swift, TRL and transformers' Trainer, and axolotl, and what they are here.
+
+An answer names settings in backticks, by their dotted names, with a value behind an equals sign where one is meant.
+"""
+
+_SAME: dict[str, str] = {
+    # model
+    "model_name_or_path base_model pretrained_model_name_or_path model_id": "`model.path`",
+    "lora_rank lora_r lora.r": "`model.lora.rank`",
+    "lora_alpha": "`model.lora.alpha`",
+    "lora_dropout": "`model.lora.dropout`",
+    "lora_target lora_target_modules target_modules target_linear lora_target_linear": "`model.lora.targets`",
+    "finetuning_type tuner_type train_type adapter use_peft use_lora peft_config peft": "`model.lora`",
+    "freeze_vision_tower freeze_vision_encoder freeze_vit freeze_vision": "`model.freeze=[vision]`",
+    "freeze_language_model freeze_llm freeze_backbone": "`model.freeze=[language]`",
+    "freeze_parameters freeze_multi_modal_projector freeze_aligner freeze_projector unfrozen_parameters "
+    "trainable_parameters": "`model.freeze`, which takes patterns over the names of parameters",
+    # data
+    "dataset datasets train_dataset train_file train_files dataset_name dataset_path data_path": "`data.train`",
+    "eval_dataset val_dataset val_datasets validation_file test_datasets": "`data.eval`",
+    "val_size val_set_size split_dataset_ratio eval_split": "`data.eval`, a file of held-out samples",
+    "max_length max_seq_length max_seq_len seq_length seq_len sequence_len cutoff_len model_max_length "
+    "block_size context_length": "`data.tokens_per_pack`, the tokens of a packed row",
+    "batch_size per_device_train_batch_size micro_batch_size train_batch_size per_device_batch_size mbs": (
+        "`data.tokens_per_pack`, since a batch is a pack of as many samples as fit; `optim.accumulation` packs are a "
+        "step"
+    ),
+    "global_batch_size effective_batch_size": "`optim.accumulation`, packs per step and rank",
+    "packing sample_packing neat_packing multipack padding_free group_by_length": (
+        "`data.strategy`, as samples are always packed; none for one sample in a pack"
+    ),
+    "truncation_strategy excess_length_strategy truncation": "`data.overlong`",
+    "streaming": "`data.stream`",
+    "dataloader_num_workers num_workers preprocessing_num_workers dataset_num_proc": "`data.workers`",
+    "media_dir image_folder image_root": "`data.train.N.root`",
+    "column_mapping": "`data.train.N.columns`",
+    "interleave_probs": "`data.train.N.weight`",
+    # optimizer
+    "learning_rate max_lr peak_lr": "`optim.lr`",
+    "vit_lr vision_lr vision_tower_lr aligner_lr merger_lr projector_lr embedding_lr": "`optim.lr_of`",
+    "num_train_epochs num_epochs max_epochs n_epochs": "`optim.epochs`",
+    "max_steps train_iters total_steps num_steps": "`optim.steps`",
+    "gradient_accumulation_steps grad_accum accumulate_grad_batches gradient_accumulation": "`optim.accumulation`",
+    "warmup_ratio lr_warmup_fraction": "`optim.warmup_steps`, a number of steps",
+    "num_warmup_steps lr_warmup_iters": "`optim.warmup_steps`",
+    "lr_scheduler_type lr_scheduler lr_decay_style scheduler": "`optim.schedule`",
+    "min_lr min_lr_rate cosine_min_lr_ratio": "`optim.min_lr_ratio`, a fraction of `optim.lr`",
+    "max_grad_norm grad_clip clip_grad gradient_clip_val gradient_clipping": "`optim.clip`",
+    "optimizer optim_type optimizer_type": "`optim.name`, and `optim.state=8bit` for moments in 8 bits",
+    "adam_beta1 adam_beta2 beta1 beta2": "`optim.betas`, both in a list",
+    "adam_epsilon epsilon": "`optim.eps`",
+    # speed and memory
+    "gradient_checkpointing activation_checkpointing recompute_granularity": "`speed.recompute=full`",
+    "flash_attn attn_impl attn_implementation flash_attention use_flash_attn": "`speed.attention`",
+    "use_liger_kernel enable_liger_kernel use_liger liger_kernel": "`speed.kernels=liger`",
+    "torch_compile": "`speed.compile`",
+    "bf16 fp16 torch_dtype mixed_precision precision": "`run.dtype`",
+    "fsdp fsdp_config deepspeed deepspeed_config zero_stage": (
+        "`parallel.shard`, since processes share weights, gradients and optimizer state by FSDP2 without a file of its "
+        "own; `parallel.offload` for the host's memory"
+    ),
+    "context_parallel_size sequence_parallel_size cp_size sp_size ulysses": "`parallel.sequence`",
+    "expert_model_parallel_size expert_parallel_size ep_size": "`parallel.expert`",
+    # the run
+    "output_dir save_dir": "`run.folder`",
+    "report_to wandb_project use_wandb logger loggers use_swanlab use_mlflow swanlab_project": (
+        "`run.trackers`, as in `run.trackers=[wandb]`"
+    ),
+    "logging_steps log_interval": "`run.log_every`",
+    "save_steps save_interval saves_per_epoch": "`checkpoint.every`",
+    "save_total_limit": "`checkpoint.keep`",
+    "eval_steps eval_interval evals_per_epoch": "`eval.every`",
+    "random_seed data_seed": "`run.seed`, and `data.seed` for the order of the samples",
+}
+_ABSENT: dict[str, str] = {
+    "load_in_4bit load_in_8bit quantization quantization_bit quantization_method quant_method quant_bits "
+    "bnb_4bit_quant_type qlora": (
+        "weights are not held in 4 or 8 bits; nearest: `run.dtype=bfloat16-params`, `model.lora` and `optim.state=8bit`"
+    ),
+    "task stage rl rlhf_type rlhf pref_beta pref_loss dpo ref_model reward_model": (
+        "training is supervised, without DPO, GRPO or rewards; nearest: leave it out, and name answers to learn in "
+        "`data.train`"
+    ),
+    "train_on_prompt train_on_inputs": (
+        "prompts of chats are never learnt; nearest: documents in `data.train`, which are learnt from end to end"
+    ),
+    "tensor_parallel_size tensor_model_parallel_size tp_size": (
+        "no layer is cut over processes; nearest: `parallel.shard` and `parallel.sequence`"
+    ),
+    "pipeline_parallel_size pipeline_model_parallel_size pp_size": (
+        "layers are not dealt over processes; nearest: `parallel.shard`"
+    ),
+    "resume_from_checkpoint resume auto_resume": (
+        "a run goes on by `headway train --resume`; nearest: `checkpoint.every`, which keeps states to go on from"
+    ),
+    "push_to_hub hub_model_id": "nothing is uploaded; nearest: `checkpoint.export`, whose folder any client uploads",
+    "early_stopping_patience load_best_model_at_end": (
+        "no run ends early; nearest: `eval.every`, beside `checkpoint.every` and `checkpoint.keep`"
+    ),
+}
+
+
+def _by_word(table: dict[str, str]) -> dict[str, str]:
+    return {word: answer for words, answer in table.items() for word in words.split()}
+
+
+SAME = _by_word(_SAME)
+"""Settings of other tools, and the setting here."""
+ABSENT = _by_word(_ABSENT)
+"""Settings of other tools that there are none of here, and what is nearest."""
+
+
+def translated(name: str) -> str | None:
+    """What another tool's setting is here, as the end of a sentence; None for a name that none of them uses.
+
+    Args:
+        name: dotted; its last part counts, or its last two where they are one tool's name.
+
+    >>> translated("training.learning_rate")
+    'in Headway it is `optim.lr`'
+    """
+    parts = name.lower().replace("-", "_").split(".")
+    for word in (".".join(parts[-2:]), parts[-1]):
+        if word in SAME:
+            return f"in Headway it is {SAME[word]}"
+        if word in ABSENT:
+            return f"there is none in Headway: {ABSENT[word]}"
+    return None

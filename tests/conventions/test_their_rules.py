@@ -1,0 +1,116 @@
+"""Numbers that the tools' own functions gave at dated commits, recorded by `python -m tools.their_rules CHECKOUTS`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headway.conventions import conventions, get_convention
+from headway.count.models import shipped_models
+from tools.their_rules import render
+from tools.their_rules.__main__ import agree, compare
+from tools.their_rules.cases import EXTRA, PICTURES, TEXT, Case
+from tools.their_rules.checkouts import CheckoutError, Checkouts, Source
+from tools.their_rules.peaks import same_peak
+from tools.their_rules.rules import RULES, UNCOMPARED
+
+(RECORD,) = Path("benchmarks/results").glob("their_rules_*.json")
+FOUND = json.loads(RECORD.read_text(encoding="utf-8"))
+COMPARED = {rule["convention"]: rule for rule in FOUND["rules"]}
+
+
+def check(convention, models):
+    """Hold our bills against the recorded numbers of these models, and return how many of them are numbers."""
+    numbers = 0
+    for model, steps in COMPARED[convention]["flops"].items():
+        if model not in models:
+            continue
+        for step, theirs in steps.items():
+            case = Case(model, step)
+            bill = get_convention(convention).bill(case.numbers, case.step)
+            assert agree(theirs, bill.flops), (model, step, theirs, bill.flops, bill.reason)
+            assert (bill.reason == "") == (theirs is not None)
+            numbers += theirs is not None
+    return numbers
+
+
+@pytest.mark.parametrize("convention", COMPARED)
+def test_shipped_models_are_billed_as_the_tools_own_function_does(convention):
+    assert check(convention, set(shipped_models())) >= 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("convention", COMPARED)
+def test_models_that_are_traced_are_billed_as_the_tools_own_function_does(convention):
+    pytest.importorskip("transformers")
+    check(convention, set(EXTRA))
+
+
+def test_every_rule_of_another_tool_is_compared_or_says_why_it_is_not():
+    assert {rule.convention for rule in RULES} == set(COMPARED)
+    assert {rule.name for rule in conventions()} == set(COMPARED) | set(UNCOMPARED)
+    for rule in RULES:  # the record is of the commits that the script asks for
+        assert COMPARED[rule.convention]["project"] == rule.source.project
+        if not rule.source.commit.endswith("^"):
+            assert COMPARED[rule.convention]["commit"].startswith(rule.source.commit[:7])
+
+
+def test_the_record_spans_kinds_of_models_and_of_steps():
+    numbers = {
+        (rule, model, step)
+        for rule, found in COMPARED.items() for model, steps in found["flops"].items()
+        for step, flops in steps.items() if flops is not None
+    }  # fmt: skip
+    assert len(numbers) > 2000
+    assert {step for _, _, step in numbers} == {*TEXT, *PICTURES}
+    kinds = {"windows": "gemma-3-4b", "latent attention": "deepseek-v3", "experts": "mixtral-8x7b", "no gate": "gpt2",
+             "prediction layers": "glm-4.5-air", "vision": "qwen3-vl-8b", "delta rule": "qwen3-next-80b"}  # fmt: skip
+    assert {kind for kind, model in kinds.items() if not any(found == model for _, found, _ in numbers)} == set()
+    assert not any(found["differences"] for found in COMPARED.values())
+
+
+@pytest.mark.parametrize("found", FOUND["peaks"], ids=lambda found: found["tool"])
+def test_the_peak_of_a_device_is_that_of_the_tools_own_function(found):
+    assert len(found["flops_per_s"]) > 100
+    assert [name for name, peak in found["flops_per_s"].items() if not same_peak(found["tool"], name, peak)] == []
+    numbers = [peak for peak in found["flops_per_s"].values() if isinstance(peak, int)]
+    assert len(set(numbers)) >= 4  # not one answer for all
+
+
+FLOPS_COUNTER = """
+import nothing_that_is_installed
+RATE = 6
+class FlopsCounter:
+    def __init__(self, config):
+        self.config = config
+    def estimate_flops(self, lengths, seconds):
+        return RATE * sum(lengths) * self.config.hidden_size / 1e12, 0
+"""
+
+
+def test_a_function_is_cut_out_of_a_checkout_and_what_differs_is_shown(tmp_path):
+    # a release that is unpacked beside the clones; a counter that bills 6 x width per token and nothing else
+    path = tmp_path / "lmms-engine@0.1.4" / "lmms_engine" / "models" / "utils.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(FLOPS_COUNTER)
+    (rule,) = (rule for rule in RULES if rule.convention == "lmms-engine")
+    row = compare(rule, Checkouts(tmp_path), [Case("qwen3-8b", "row")])
+    assert (row["commit"], row["flops"]) == ("0.1.4", {"qwen3-8b": {"row": 6 * 4096 * 4096}})
+    assert [difference["theirs"] for difference in row["differences"]] == [6 * 4096 * 4096]
+    table = render({"date": "2026-11-25", "headway": "0", "transformers": "5", "rules": [row], "peaks": []})
+    assert "| `lmms-engine` | EvolvingLMMs-Lab/lmms-engine | 0.1.4 | release | 1 | 0 | 0 | 1 |" in table
+    assert "| `lmms-engine` | qwen3-8b | row | 100,663,296 |" in table
+
+
+def test_a_clone_that_is_not_there_is_named(tmp_path):
+    source = Source("verl-project/verl", "1dda039b9", "verl/utils/flops_counter.py")
+    with pytest.raises(CheckoutError, match=r"flops_counter.py of verl-project/verl at 1dda039b9 cannot be read"):
+        Checkouts(tmp_path).text(source)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "same"),
+    [(None, None, True), (None, 5, False), (5.0, None, False), (2.0**60, 2**60 + 100, True), (1e12, 1e12 + 1, False)],
+)
+def test_numbers_agree_as_closely_as_a_double_holds_them(theirs, ours, same):
+    assert agree(theirs, ours) is same

@@ -1,0 +1,64 @@
+"""Numbers as people write them, held against the same numbers as Python writes them."""
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.report.quantity import bytes_in, parse_number
+
+NOT_NUMBERS = (
+    *("", " ", "k", "%", "-", ".", "1.2.3", "1,23", "1,2345", "1__0", "0x10", "nan", "inf", "1e", "e5", "1e400", "1 2"),
+    *("10q", "10kk", "10k%", "$", "1" * 61, "1e-999", "٣", "1.5s", "$5", "2GiB"),
+)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False, min_value=-1e300, max_value=1e300))
+def test_a_number_that_python_writes_is_itself_to_the_last_bit(number):
+    if number == 0 or abs(number) > 1e-290:  # exponents of more than 300 are refused
+        assert float(parse_number(repr(number))) == number
+
+
+@given(st.integers(-(10**12), 10**12), st.sampled_from("kKmMgGbBtT"))
+def test_prefixes_are_those_of_the_si(count, prefix):
+    exponents = {"k": 3, "m": 6, "g": 9, "b": 9, "t": 12}
+    assert parse_number(f"{count}{prefix}", whole=True) == int(Decimal(f"{count}e{exponents[prefix.lower()]}"))
+    assert parse_number(f"{count:,}") == parse_number(f"{count:_}") == count
+
+
+@pytest.mark.parametrize("text", NOT_NUMBERS)
+def test_what_is_no_number_is_none(text):
+    assert parse_number(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "number"),
+    [
+        ("0.5s", "s", 0.5),
+        ("250ms", "s", 0.25),
+        ("2min", "s", 120),
+        ("36h", "days", 1.5),
+        ("1d", "hours", 24),
+        ("$2.5", "currency", 2.5),
+        ("2.5 €", "currency", 2.5),
+        ("1.5 GiB", "bytes", 3 * 2**29),
+        ("60GB", "bytes", 60 * 10**9),
+        ("32k tokens", "tokens", 32000),
+        ("2m", "s", None),  # of minutes or thousandths
+        ("2G", "bytes", None),  # of 1000 or 1024
+        ("2h", "tokens", None),
+    ],
+)
+def test_units_are_those_of_the_result(text, unit, number):
+    assert parse_number(text, unit) == number
+
+
+def test_what_is_counted_takes_no_percentage():
+    assert parse_number("40%") == 0.4
+    assert parse_number("100%", whole=True) is None
+
+
+def test_a_size_has_a_unit():
+    assert bytes_in("40GiB") == 40 * 2**30
+    assert bytes_in("40") is None

@@ -1,0 +1,147 @@
+"""What a user names as output is written into; only a plain file is replaced."""
+
+import ast
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+from typer.models import OptionInfo
+
+from headway.cli.app import app
+from headway.errors import UsageError
+from headway.files import is_taken, open_output, write_output
+
+WRITES = re.compile("[Ww]rite|[Dd]raw lengths|The page|lines go")
+CLI = Path(__file__).parents[1] / "src/headway/cli"
+
+
+def test_a_missing_file_and_its_folder_are_made(tmp_path):
+    write_output(tmp_path / "new/page.html", "é")
+    assert (tmp_path / "new/page.html").read_bytes() == "é".encode()
+
+
+def test_a_plain_file_is_replaced_as_a_whole_and_keeps_its_permissions(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text("old")
+    path.chmod(0o600)
+    with path.open("rb") as reader:
+        write_output(path, b"new")
+        assert reader.read() == b"old"
+    assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"new", 0o600)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_link_is_followed(tmp_path, is_there):
+    (tmp_path / "target").mkdir()
+    if is_there:
+        (tmp_path / "target/page.html").write_text("old")
+    (tmp_path / "link").symlink_to("target/page.html")
+    write_output(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target/page.html").read_text() == "new"
+
+
+def test_a_pipe_is_written_into(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    received = []
+    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()))
+    reader.start()
+    write_output(pipe, b"page")
+    reader.join()
+    assert received == [b"page"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_device_stays_a_device(tmp_path):
+    before = Path("/dev/null").stat()
+    (tmp_path / "null").symlink_to("/dev/null")
+    for path in (Path("/dev/null"), tmp_path / "null"):
+        write_output(path, b"page")
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+    assert Path("/dev/null").stat().st_ino == before.st_ino
+
+
+@pytest.mark.parametrize("named", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "out.txt"])
+@pytest.mark.parametrize("mode", ["wb", "ab"])
+def test_the_stream_that_a_shell_redirected_goes_on_where_it_stands(tmp_path, named, mode):
+    (tmp_path / "out.txt").write_bytes(b"before\n")
+    code = (
+        "import sys; from pathlib import Path; from headway.files import write_output\n"
+        f"print('one'); write_output(Path({named!r}), 'page\\n'); print('two')"
+    )
+    with (tmp_path / "out.txt").open(mode) as out:
+        subprocess.run([sys.executable, "-c", code], stdout=out, cwd=tmp_path, check=True)
+    expected = b"before\n" * (mode == "ab") + b"one\npage\ntwo\n"
+    assert (tmp_path / "out.txt").read_bytes() == expected
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_what_cannot_be_written_is_one_error_that_names_option_and_reason(tmp_path):
+    (tmp_path / "plain").write_text("old")
+    for path, reason in (
+        (Path("/dev/full"), "No space left"),
+        (tmp_path, "s a directory"),
+        (tmp_path / "plain/x", "N"),
+    ):
+        with pytest.raises(UsageError, match=rf"--html .*cannot be written: .*{reason}"):
+            write_output(path, b"page", option="--html")
+
+
+def test_a_file_that_must_be_new_is_left_as_it_is(tmp_path):
+    path = tmp_path / "train.yaml"
+    path.write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        write_output(path, "yours", new=True)
+    assert path.read_text() == "mine"
+    assert (is_taken(path), is_taken(tmp_path), is_taken(Path("/dev/null")), is_taken(tmp_path / "no")) == (
+        True, True, False, False,
+    )  # fmt: skip
+    with open_output(Path("/dev/null")) as null:
+        null.write("lines")
+    with pytest.raises(FileExistsError):
+        open_output(path)
+
+
+def _outputs():
+    """Command and parameter of every option that names a file to write, as its type and its help say."""
+    for command in app.registered_commands:
+        for name, hint in get_type_hints(command.callback, include_extras=True).items():
+            info = next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, OptionInfo)), None)
+            if info is not None and "Path" in str(hint) and WRITES.search(info.help or ""):
+                yield command.name, name
+
+
+def test_every_option_that_names_an_output_goes_through_one_function():
+    """A command that gains such an option fails here until it is written by `write_output` or `open_output`."""
+    options = list(_outputs())
+    assert {command for command, _ in options} >= {"report", "pack", "tune", "look", "init", "import-config", "draw"}
+    for command, option in options:
+        if (command, option) == ("index", "quarantine"):  # appended to, row by row
+            continue
+        source = (CLI / f"{command.replace('-', '_')}.py").read_text(encoding="utf-8")
+        assert "write_output(" in source or "open_output(" in source, (command, option)
+
+
+def test_no_command_writes_a_file_by_itself():
+    own = {
+        ("explain.py", "write_whole"),
+        ("demo_draw.py", "write_text"),
+    }  # into a run folder, by names of Headway's own
+    writers = {"write_whole", "write_text", "write_bytes"}
+    calls = {
+        (path.name, name)
+        for path in CLI.glob("*.py")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call)
+        and (name := call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", ""))
+        in writers
+    }
+    assert calls == own

@@ -1,0 +1,107 @@
+"""An exported folder answers in plain transformers as it does here, and stops by itself.
+
+The other process knows nothing of this package: what makes it stop lies in the folder.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from transformers import Qwen3Config
+
+from headway.data import Chat, Message, Origin, TextPart
+from headway.synthetic.small_model import write_small_model
+from headway.train.config import parse_config
+from headway.train.generate import Decoding, Generator
+from headway.train.loop import train
+from headway.train.opened import find_model, open_model
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+QUESTION, ANSWER = "what is this", "the red circle"
+LIMIT = 24  # tokens; the answers have fewer
+
+PLAIN = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, question, limit = sys.argv[1], sys.argv[2], int(sys.argv[3])
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+turns = [{"role": "user", "content": question}]
+inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+new = model.generate(**inputs, max_new_tokens=limit, do_sample=False)[0, inputs["input_ids"].shape[1]:].tolist()
+text = tokenizer.decode(new, skip_special_tokens=True).strip()
+print(json.dumps({"tokens": len(new), "text": text, "headway": "headway" in sys.modules}))
+"""
+
+
+def trained(root, template, *, special=(), base=False, **model):
+    """A run of a small model that has learnt one answer by heart, with a template as some model ships it."""
+    text = {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**text, head_dim=64, intermediate_size=512, vocab_size=1000)
+    folder = write_small_model(root / "model", config, [QUESTION, ANSWER], max_pixels=1)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    unused = [token for token in tokenizer["added_tokens"] if token["content"].startswith("<|vision")]
+    for token, name in zip(unused, special, strict=False):  # of the markers that the template writes
+        tokenizer["model"]["vocab"][name] = tokenizer["model"]["vocab"].pop(token["content"])
+        token["content"] = name
+    file.write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text((TEMPLATES / f"{template}.jinja").read_text())
+    if base:  # as Qwen2.5's base models: text ends with another token than answers
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|endoftext|>"}))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 0}))
+        model_settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(model_settings | {"eos_token_id": 0}))
+    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    (root / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    raw = {
+        "model": {"path": str(folder), "random_init": True, **model},
+        "data": {"train": [str(root / "chats.jsonl")], "tokens_per_pack": 256, "workers": 0},
+        "optim": {"steps": 60, "lr": 3e-3, "warmup_steps": 5},
+        "speed": {"compile": False},
+        "run": {"folder": str(root / "run"), "threads": 1, "log_every": 60},
+    }
+    train(parse_config(raw, source="a test"))
+    return root / "run"
+
+
+def in_plain_transformers(folder):
+    run = subprocess.run(
+        [sys.executable, "-c", PLAIN, folder, QUESTION, str(LIMIT)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("template", "settings"),
+    [
+        pytest.param("qwen2_5", {"base": True}, id="base model", marks=pytest.mark.slow),
+        pytest.param(
+            "glm4moe",
+            {"special": ("<|user|>", "<|assistant|>")},
+            id="ended by the next turn's marker",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("qwen3", {"lora": {"rank": 8}}, id="adapters merged", marks=pytest.mark.long),
+    ],
+)
+def test_an_export_stops_in_plain_transformers_with_the_answer_it_gives_here(template, settings, tmp_path):
+    run = trained(tmp_path, template, **settings)
+    (folder,) = (run / "export").iterdir()
+    plain = in_plain_transformers(folder)
+    opened = open_model(find_model(str(folder)), dtype=torch.float32, device=torch.device("cpu"), for_generation=True)
+    asked = Chat((Message("user", (TextPart(QUESTION),)),), Origin("", "a question", 0, "it"))
+    (ours,) = Generator(opened, torch.device("cpu")).answer([asked], Decoding(max_new_tokens=LIMIT))
+    assert not plain["headway"]
+    assert ours.is_whole
+    assert plain["tokens"] == ours.tokens < LIMIT
+    assert plain["text"] == ours.text
+    if not settings.get("lora"):
+        assert ours.text.endswith(ANSWER)
+    assert "Generation stops at" in (folder / "README.md").read_text()
