@@ -18,8 +18,10 @@ class Rows:
     media_end: np.ndarray
     first_target: np.ndarray
     ok: np.ndarray = field(init=False)
+    blank: tuple[int, ...] = ()
 
     def __init__(self, *rows):
+        self.blank = tuple(place for place, row in enumerate(rows) if row is EMPTY)
         tokens, patches, media_end, first_target = zip(*rows, strict=True)
         self.tokens, self.patches = np.array(tokens, dtype=np.int32), np.array(patches, dtype=np.int32)
         self.media_end, self.first_target = np.array(media_end), np.array(first_target)
@@ -30,7 +32,7 @@ class Rows:
 
     @property
     def empty(self):
-        return np.zeros(len(self.tokens), dtype=bool)
+        return np.array([row in self.blank for row in range(len(self.tokens))])
 
     @property
     def targets(self):
@@ -49,6 +51,7 @@ LONG_WITH_LATE_IMAGE = (25, 8, 20, 22)
 LONG_WITH_LATE_ANSWER = (25, 0, 0, 10)
 TOO_MANY_PATCHES = (9, 80, 8, 8)
 BAD = (0, 0, 0, 0)
+EMPTY = [0, 0, 0, 0]
 ROWS = (FITS, LONG_TEXT, LONG_WITH_EARLY_IMAGE, LONG_WITH_LATE_IMAGE, LONG_WITH_LATE_ANSWER, TOO_MANY_PATCHES, BAD)
 BUDGET = Budget(10, 50)
 
@@ -66,6 +69,14 @@ def test_rows_that_fit_are_items_as_they_are():
     pieces, counts = build("error", FITS, FITS)
     assert pieces == [(0, 0, 10), (1, 0, 10)]
     assert (counts.read, counts.used, counts.items, counts.tokens, counts.tokens_dropped) == (2, 2, 2, 20, 0)
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "truncate", "split"])
+def test_empty_rows_are_left_out_under_every_policy_and_counted_apart(policy):
+    pieces, counts = build(policy, EMPTY, FITS, EMPTY, BAD, FITS)
+    assert pieces == [(1, 0, 10), (4, 0, 10)]
+    assert (counts.read, counts.empty, counts.bad, counts.used, counts.dropped) == (5, 2, 1, 2, 0)
+    assert (counts.tokens, counts.tokens_dropped) == (20, 0)
 
 
 def test_drop_leaves_out_whatever_exceeds_a_pack():

@@ -53,7 +53,7 @@ def counts_line(name: str, count: "OverlongCounts") -> str:
     said = [f"{format_count(count.read)} read"]
     said += [
         f"{format_count(number)} {what}"
-        for what in ("bad", "dropped", "truncated", "split")
+        for what in ("bad", "empty", "dropped", "truncated", "split")
         if (number := getattr(count, what))
     ]
     lost = f", {format_count(count.tokens_dropped)} tokens left out" if count.tokens_dropped else ""

@@ -212,7 +212,7 @@ def _render(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", re
     total = reports[0]
     left = [
         f"{number:,} {what}"
-        for what in ("bad", "dropped", "truncated", "split")
+        for what in ("bad", "empty", "dropped", "truncated", "split")
         if (number := sum(getattr(count, what) for count in counts.values()))
     ]
     limits = [

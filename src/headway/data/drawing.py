@@ -199,7 +199,8 @@ class DrawingEncoder(Encoder):
     def _plan(self, sample: Sample, *, decodes: bool) -> _Planned:
         planned = _Planned()
         if isinstance(sample, Document):
-            self._text(planned, sample.content, sample.where, learns=True)
+            if not sample.is_blank:
+                self._text(planned, sample.content, sample.where, learns=True)
         else:
             pieces = list(_pieces(sample))
             self._pieces(planned, pieces, sample.where, before=_drawn_before(pieces), draws=True, decodes=decodes)

@@ -242,12 +242,12 @@ class Encoder:
         Raises:
             DataError: as `encode`, except for damage that shows only when media are decoded.
         """
-        if isinstance(sample, Document) and sample.is_blank:
-            return NOTHING
         views = []
         for view in self._views(sample):
             with self._planned(view, decodes=False) as planned:
                 tokens = planned.tokens
+                if len(tokens.ids_S) < 2:  # of a document
+                    return NOTHING
                 targets = np.flatnonzero(tokens.supervised_S[1:]) + 1
                 lengths = SampleLengths(
                     tokens=len(tokens.ids_S),
@@ -328,10 +328,10 @@ class Encoder:
         sample = view.sample
         if isinstance(sample, Document):
             with charged_to("tokenise"):
-                tokens = self.tokeniser.document(sample.content, sample.where)
-            if len(tokens.ids_S) < 2:
+                tokens = self.tokeniser.document(() if sample.is_blank else sample.content, sample.where)
+            if decodes and len(tokens.ids_S) < 2:
                 raise DataError(
-                    f"{sample.where}: the document has {len(tokens.ids_S)} tokens, so none predicts another. Delete it."
+                    f"{sample.where}: the document is empty or a single token, so there is nothing to learn."
                 )
             yield _Planned(tokens, OpenedMedia())
             return

@@ -297,7 +297,7 @@ class SampleLengths:
 
 
 NOTHING = SampleLengths(tokens=0, supervised=0, first_target=0)
-"""Of a document without words, which is left out."""
+"""Of a document without words, or of a single token, which nothing predicts: it is left out and counted."""
 
 
 class SampleError(DataError):

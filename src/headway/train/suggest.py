@@ -41,12 +41,14 @@ class MeasuredLengths:
         bad: rows that cannot be used.
         images: pictures and videos in them.
         are_documents: whether every token is learnt, so that long samples can be split.
+        empty: rows that hold nothing to learn, which training leaves out.
     """
 
     tokens: np.ndarray[Any, np.dtype[Any]]
     bad: int
     images: int
     are_documents: bool
+    empty: int = 0
 
     @classmethod
     def of(cls, indices: Sequence[LengthIndex]) -> "MeasuredLengths":
@@ -58,10 +60,12 @@ class MeasuredLengths:
         tokens = np.concatenate([index.tokens[index.ok] for index in indices])
         if not len(tokens):
             reasons = [str(error) for index in indices for error in index.bad.values()]
-            raise DataError(f"No sample of the data can be used. The first: {reasons[0] if reasons else 'no rows'}")
+            first = reasons[0] if reasons else "it holds no words"
+            raise DataError(f"No sample of the data can be used. The first: {first}")
         supervised = sum(int(index.supervised.sum(dtype=np.int64)) for index in indices)
         images = sum(len(index.image_grids.values) + len(index.video_grids.values) for index in indices)
-        return cls(tokens, sum(len(index.bad) for index in indices), images, supervised == int((tokens - 1).sum()))
+        bad, empty = sum(len(index.bad) for index in indices), sum(int(index.empty.sum()) for index in indices)
+        return cls(tokens, bad, images, supervised == int((tokens - 1).sum()), empty)
 
     @property
     def median(self) -> int:
@@ -82,6 +86,7 @@ class MeasuredLengths:
         return (
             f"{format_count(len(self.tokens))} samples, median {format_count(self.median)}, 95 % up to "
             f"{format_count(self.p95)}, longest {format_count(self.longest)} tokens"
+            + (f"; {format_count(self.empty)} empty rows left out" if self.empty else "")
         )
 
 

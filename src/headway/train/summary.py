@@ -160,7 +160,7 @@ class RunSummary:
 def _samples(report: FeedReport) -> str:
     """Say how many samples were read, and how many of them were not used whole."""
     counts = {outcome: report.samples.total(outcome) for outcome in OUTCOMES}
-    left_out = {name: sum(plan[name] for plan in report.planned.values()) for name in ("bad", "dropped")}
+    left_out = {name: sum(plan[name] for plan in report.planned.values()) for name in ("bad", "empty", "dropped")}
     parts = [f"{format_count(counts['read'].samples)} read"]
     for outcome in ("skipped", "dropped", "truncated", "split"):
         if counts[outcome].samples:
@@ -168,6 +168,8 @@ def _samples(report: FeedReport) -> str:
             parts.append(f"{format_count(counts[outcome].samples)} {outcome}{tokens}")
     if left_out["bad"]:
         parts.append(f"{format_count(left_out['bad'])} known to be bad")
+    if left_out["empty"]:
+        parts.append(f"{format_count(left_out['empty'])} empty")
     if left_out["dropped"]:
         parts.append(f"{format_count(left_out['dropped'])} left out as over-long")
     return ", ".join(parts)

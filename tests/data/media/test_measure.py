@@ -175,7 +175,6 @@ def test_token_ids_of_a_document_are_taken_as_they_are(encoder):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ((105,), "has 1 tokens"),
         ((105, -2), "token id -2"),
         ("a <|image_pad|> b", "placeholder of an image"),
     ],
@@ -189,6 +188,13 @@ def test_documents_that_cannot_be_learnt_are_refused(encoder, content, message):
 @pytest.mark.parametrize("content", [(), "", " \n"])
 def test_a_document_without_words_has_no_tokens_and_is_no_error(encoder, content):
     assert encoder.measure(Document(content, HERE)).tokens == 0
+
+
+@pytest.mark.parametrize("content", ["", " \n\t\u3000", (), (105,)])
+def test_documents_of_which_nothing_is_learnt_have_no_tokens_and_are_not_encoded(encoder, content):
+    assert encoder.measure(Document(content, HERE)).tokens == 0
+    with pytest.raises(DataError, match=r"made\.jsonl, line 1: the document is empty or a single token"):
+        encoder.encode(Document(content, HERE))
 
 
 def test_an_image_inside_an_answer_is_not_a_target(encoder):

@@ -337,6 +337,7 @@ def test_documents(read):
     assert [read({"text": words}).is_blank for words in ("", " \n", "a")] == [True, True, False]
     assert read({"body": "Words.", "text": None}, text_column="body").content == "Words."
     assert read({"input_ids": [3, 1], "labels": [3, 1], "attention_mask": [1, 1]}) == Document((3, 1), ORIGIN)
+    assert [read(row).content for row in ({"text": ""}, {"text": None}, {"input_ids": []})] == ["", "", ()]
 
 
 def test_the_richest_schema_is_taken_and_a_named_one_goes_first(read):
@@ -398,7 +399,7 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "turn 1: the call is a string but not JSON"),
         ({"prompt": 3, "completion": "a"}, '"prompt" is 3 and "completion" is "a"'),
         ({"text": 3}, '"text" is 3, but a document must be a string'),
-        ({"input_ids": []}, '"input_ids" is []'),
+        ({"text": "", "image": "data:,a"}, '"text" is empty, so the media have no words to learn'),
         ({"input_ids": [1, -1]}, "none of them negative"),
         ({"input_ids": [1, 2.0]}, "must be a list of token ids"),
         ({"input_ids": [1, 2], "labels": [-100, 2]}, '"labels" differs from "input_ids"'),

@@ -27,6 +27,8 @@ from headway.packing.parts import workload_of
 from headway.packing.pieces import split_sample
 from headway.packing.strategies import Strategy
 
+_MOST_DROPPED_IN_A_ROW = 100_000  # samples; no corpus has so many empty ones on end
+
 
 @dataclass(frozen=True)
 class Streaming:
@@ -156,6 +158,7 @@ class Lane:
         self._ready: deque[list[BufferedSample]] = deque()  # packs to be handed out next
         self._skipped: list[Skipped] = []
         self._dropped: list[Dropped] = []
+        self._dropped_in_a_row = 0
         self._begin_stage(0)
         if state is not None:
             self._restore(state)
@@ -233,6 +236,7 @@ class Lane:
         return self._ready.popleft()
 
     def _pack(self, one: BufferedSample) -> None:
+        self._dropped_in_a_row = 0
         self._ready.extend(self._packer.add(one, one.size, one.cost))
 
     def _draw(self) -> BufferedSample | None:
@@ -275,7 +279,7 @@ class Lane:
             return
         dropout, origin = streaming.maker.dropout, buffered.sample.origin
         if not whole.tokens:
-            self._dropped.append(Dropped(origin.source, 0))
+            self._drop(buffered, 0)
             return
         lengths = lengths_without(whole, origin, dropout, buffered.position.epoch)
         most, fits = budget.tokens, budget.holds(Size(1, whole.patches))
@@ -293,10 +297,21 @@ class Lane:
         else:
             spans = []
         if not spans:
-            self._dropped.append(Dropped(origin.source, lengths.tokens))
+            self._drop(buffered, lengths.tokens)
         for start, stop, is_first in spans:
             cost, patches = streaming.cost_of(lengths, start, stop), lengths.patches
             self._pack(buffered._replace(start=start, stop=stop, patches=patches, cost=cost, is_first=is_first))
+
+    def _drop(self, buffered: BufferedSample, tokens: int) -> None:
+        """Leave a sample out, unless a lane that may never end holds nothing else."""
+        self._dropped_in_a_row += 1
+        if self._dropped_in_a_row > _MOST_DROPPED_IN_A_ROW:
+            raise DataError(
+                f"{buffered.sample.where}: this and the {_MOST_DROPPED_IN_A_ROW:,} samples before it are empty or "
+                f"exceed a pack of {self._streaming.budget.tokens:,} tokens, so no step can be made. Look at the data "
+                "with `headway look`."
+            )
+        self._dropped.append(Dropped(buffered.sample.origin.source, tokens))
 
     def _skip(self, error: SampleError) -> None:
         if not self._streaming.maker.skips:

@@ -69,7 +69,9 @@ class LaneSource:
                 order = shuffled(len(order), key_of(self._key, epoch)).tolist()
             for at in range(shard, len(order)):
                 for number, sample in self._shards[order[at]].rows(row):
-                    if number % self._stride != self._first:
+                    # Shifted by a lane in each round, so that no lane gets all the blank rows of a corpus that has
+                    # one after each paragraph.
+                    if (number + number // self._stride) % self._stride != self._first:
                         continue
                     if self._limit is not None and seen >= self._limit:
                         break

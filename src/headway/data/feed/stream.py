@@ -131,6 +131,7 @@ class StreamFeed(Feed):
             "budget": asdict(streaming.budget),
             **{name: getattr(streaming, name) for name in ("strategy", "overlong", "lanes", "shuffle", "open_packs")},
             "seed": streaming.seed,
+            "dealing": "shifted rounds",  # of a shard's rows to the lanes; states of another dealing cannot go on
             **({} if streaming.maker.dropout is None else {"dropout": asdict(streaming.maker.dropout)}),
         }
 

@@ -72,6 +72,8 @@ class Normaliser:
         """
         given = renamed(row.fields, self.columns) if self.columns else row.fields
         fields = {name: value for name, value in given.items() if value is not None}
+        if self.text_column in given and not any(all(name in fields for name in needed) for needed in NEEDS.values()):
+            fields.setdefault(self.text_column, "")  # of a corpus, which has rows without words
         media = RowMedia(given, row.members, self.folder, self.rules)
         schema = self._schema_of(fields, media)
         is_chat = schema not in ("tokens", "text")
@@ -109,7 +111,10 @@ class Normaliser:
     def _messages(self, schema: str, fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
         if schema == "caption":
             pictured = tuple(part for kind in KINDS for part in _all_waiting(media, kind))
-            return (Message("user", pictured), Message("assistant", (TextPart(self._words(fields)),)))
+            words = self._words(fields)
+            if not words.strip():
+                raise DataError(f'"{self.text_column}" is empty, so the media have no words to learn. Delete the row.')
+            return (Message("user", pictured), Message("assistant", (TextPart(words),)))
         opening = fields.get("system")
         head = (Message("system", (TextPart(opening),)),) if isinstance(opening, str) and opening else ()
         if schema == "alpaca":
@@ -218,7 +223,7 @@ def _text(fields: dict[str, Any], column: str) -> str:
 
 def _token_ids(fields: dict[str, Any]) -> tuple[int, ...]:
     ids = fields["input_ids"]
-    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
         raise DataError(f'"input_ids" is {shortened(ids)}, but it must be a list of token ids, none of them negative.')
     if fields.get("labels", ids) != ids:
         raise DataError(
