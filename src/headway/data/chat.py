@@ -1,13 +1,10 @@
 """Chats as text: rendered by the model's own template, with the places that the assistant wrote itself."""
 
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
-from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
-
+from headway.data.bounded import TemplateFailure, render_template
 from headway.data.samples import AudioPart, Chat, ImagePart, Message, Part, TextPart, VideoPart
 from headway.errors import ConfigError, DataError
 
@@ -17,7 +14,6 @@ Span = tuple[int, int]
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _KINDS: dict[type[Part], str] = {ImagePart: "image", VideoPart: "video", AudioPart: "audio"}
 _Turns = list[dict[str, Any]]
-_RENDERING = threading.Lock()  # transformers keeps compiled templates, and one that marks words holds state meanwhile
 
 
 class ChatTemplate:
@@ -95,17 +91,12 @@ class ChatTemplate:
     def _rendered(self, chat: _Turns, sample: Chat, **options: Any) -> tuple[str, Any]:
         source, tools = self._source(sample), cast(Any, [*sample.tools] or None)
         try:
-            with _RENDERING:
-                rendered: Any = render_jinja_template(
-                    [chat], tools=tools, chat_template=source, **self._special_tokens, **options
-                )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:  # templates raise whatever they like
+            return render_template(chat, source, tools=tools, **self._special_tokens, **options)
+        except TemplateFailure as error:
             raise DataError(
                 f"{sample.where}: the model's chat template refuses this chat: {error}. Check the order of the "
                 "roles, and whether the model takes system messages and tools."
             ) from error
-        texts, marked = rendered
-        return str(texts[0]), marked
 
     def _source(self, sample: Chat) -> str:
         name = "tool_use" if sample.tools and "tool_use" in self.sources else "default"
