@@ -7,14 +7,12 @@ is learnt in the view that the model has when it is asked for that answer.
 
 import json
 import re
-import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from headway.data.bounded import TemplateFailure, render_template
 from headway.data.samples import AudioPart, Chat, ImagePart, Message, Origin, Part, TextPart, VideoPart
 from headway.data.stops import SpecialTokens, Stops, find_stops
 from headway.errors import ConfigError, DataError
@@ -28,7 +26,6 @@ _OPEN_THINKING = re.compile(r"<([^\s<>/]+)>\s*$")
 _KINDS: dict[type[Part], str] = {ImagePart: "image", VideoPart: "video", AudioPart: "audio"}
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # by which templates read what was thought
 _Turns = list[dict[str, Any]]
-_RENDERING = threading.Lock()  # transformers keeps compiled templates, and one that marks words holds state meanwhile
 
 
 class View(NamedTuple):
@@ -201,17 +198,14 @@ class ChatTemplate:
         source, tools = self.sources[self._name(bool(sample.tools))], cast(Any, [*sample.tools] or None)
         variables = {**self._special_tokens, **sample.template_kwargs}
         try:
-            with _RENDERING:
-                rendered: Any = render_jinja_template([chat], tools=tools, chat_template=source, **variables, **options)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:  # templates raise whatever they like
+            return render_template(chat, source, tools=tools, **variables, **options)
+        except TemplateFailure as error:  # templates raise whatever they like
             if (texts := _with_arguments_as_text(chat)) != chat:  # DeepSeek-V3's puts the arguments' JSON together
                 return self._rendered(texts, sample, **options)
             raise DataError(
                 f"{sample.where}: the model's chat template refuses this chat: {error}. Check the order of the "
                 "roles, and whether the model takes system messages and tools."
             ) from error
-        texts, marked = rendered
-        return str(texts[0]), marked
 
     def _name(self, has_tools: bool) -> str:
         name = "tool_use" if has_tools and "tool_use" in self.sources else "default"

@@ -29,9 +29,10 @@ from transformers.utils.import_utils import is_torchvision_available
 from headway.architectures import register_architectures
 from headway.count.models import shipped_name
 from headway.errors import CheckpointError, ConfigError, UnknownModelError
-from headway.hub import located
+from headway.hub import CONFIG, located
 from headway.models.attention import register, use_attention
 from headway.models.experts import use_experts
+from headway.models.foreign import check_config, check_tokenizer, first_line, reraise_own
 from headway.models.init_weights import init_weights
 from headway.models.recurrent import separate_segments
 from headway.models.video import video_processor
@@ -42,12 +43,11 @@ Spec = str | Path | PreTrainedConfig
 Processor = ProcessorMixin | PreTrainedTokenizerBase
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
+_TOKENIZER = "tokenizer.json"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _WEIGHT_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _NO_CODE = {"trust_remote_code": False}
 """Given to whatever opens a folder: if unset, transformers asks, and takes a yes from standard input."""
-# What transformers raises on malformed files.
-_MALFORMED = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def load_config(name_or_path: str | Path) -> PreTrainedConfig:
@@ -71,12 +71,15 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
         raise UnknownModelError(f"{path} is a file but not a config.json. Give a model folder or its config.json.")
     register_architectures()
     try:
+        if (file := _file(name, CONFIG)) is not None:
+            check_config(file)
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **_NO_CODE)
-    except _MALFORMED as error:
+    except BaseException as error:  # whatever transformers raises on a stranger's file
+        reraise_own(error)
         _refuse_code(name, error)
         if path.exists():
             raise CheckpointError(
-                f"The configuration in {path} cannot be read: {_first_line(error)} Fix the file, or save it anew with "
+                f"The configuration in {path} cannot be read: {first_line(error)} Fix the file, or save it anew with "
                 "config.save_pretrained."
             ) from error
         raise _unreachable(name, error) from error
@@ -161,6 +164,8 @@ def load_processor(name_or_path: str | Path) -> Processor:
     if Path(name).is_file():
         name = str(Path(name).parent)
     try:
+        if (file := _file(name, _TOKENIZER)) is not None:
+            check_tokenizer(file)
         class_name = _processor_class_name(name)
         if class_name is None:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **_NO_CODE)
@@ -169,11 +174,12 @@ def load_processor(name_or_path: str | Path) -> Processor:
         if not (isinstance(processor_class, type) and issubclass(processor_class, ProcessorMixin)):
             raise ValueError(f"transformers has no processor called {class_name!r}")
         return _processor(processor_class, name)
-    except _MALFORMED as error:
+    except BaseException as error:  # tokenizers panics with what is no Exception
+        reraise_own(error)
         _refuse_code(name, error)
         if Path(name).exists():
             raise CheckpointError(
-                f"The folder {name} holds no tokenizer or processor that can be opened: {_first_line(error)} It holds "
+                f"The folder {name} holds no tokenizer or processor that can be opened: {first_line(error)} It holds "
                 f"{_listing(Path(name))}. Copy the tokenizer and processor files of the base model into it."
             ) from error
         raise _unreachable(name, error) from error
@@ -258,7 +264,7 @@ def check_weights(folder: Path) -> list[Path]:
                 opened.keys()
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"The weight file {file} ({file.stat().st_size} bytes) is cut short or damaged: {_first_line(error)} "
+                f"The weight file {file} ({file.stat().st_size} bytes) is cut short or damaged: {first_line(error)} "
                 "Writing or copying it was interrupted; fetch it again or resume from an earlier checkpoint."
             ) from error
     return files
@@ -299,7 +305,7 @@ def weights_of(name: str) -> Iterator[set[str]]:
         yield missing
     except RuntimeError as error:  # transformers' report of weights of other shapes
         raise CheckpointError(
-            f"The weights in {name} do not fit its config.json: {_first_line(error)} One of the two is of another "
+            f"The weights in {name} do not fit its config.json: {first_line(error)} One of the two is of another "
             "model; fetch both again."
         ) from error
     except (OSError, SafetensorError) as error:
@@ -322,12 +328,20 @@ def _model_class(config: PreTrainedConfig) -> Any:
     )
 
 
+def _file(name: str, file: str) -> Path | None:
+    """A file of a folder or a Hub model; the one that is named if a file was."""
+    if Path(name).is_file():
+        return Path(name)
+    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
 def _processor_class_name(name: str) -> str | None:
     for file in _PROCESSOR_FILES:
-        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        found = _file(name, file)
         if found is None:
             continue
-        class_name = json.loads(Path(found).read_text(encoding="utf-8")).get("processor_class")
+        class_name = json.loads(found.read_text(encoding="utf-8")).get("processor_class")
         if isinstance(class_name, str):
             return class_name
     return None
@@ -371,7 +385,7 @@ def _with_videos(processor_class: Any, name: str) -> Any:
     return Opening
 
 
-def _refuse_code(name: str, error: Exception) -> None:
+def _refuse_code(name: str, error: BaseException) -> None:
     """Raise if transformers cannot open a model without running code that comes with it."""
     if isinstance(error, ValueError) and "trust_remote_code=True" in str(error):
         raise CheckpointError(
@@ -381,17 +395,12 @@ def _refuse_code(name: str, error: Exception) -> None:
         ) from error
 
 
-def _unreachable(name: str, error: Exception) -> UnknownModelError:
+def _unreachable(name: str, error: BaseException) -> UnknownModelError:
     return UnknownModelError(
         f"The model {name!r} is no folder on this machine and could not be had from the Hugging Face Hub: "
-        f"{_first_line(error)} Check the name and the network (and `hf auth login` for gated models), or download it "
+        f"{first_line(error)} Check the name and the network (and `hf auth login` for gated models), or download it "
         f"where there is a network with `hf download {name}` and give the folder."
     )
-
-
-def _first_line(error: Exception) -> str:
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0].strip()
-    return line if line.endswith(".") else line + "."
 
 
 def _listing(folder: Path) -> str:

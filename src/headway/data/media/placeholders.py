@@ -7,6 +7,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from headway.data.chat import Span
 from headway.data.media.processed import ProcessedImages
 from headway.errors import DataError
+from headway.models.foreign import foreign
 
 MAX_CHARACTERS = 5_000_000
 """Default bound on a text [characters]: tokenizers take up to 400 bytes of memory for each, 2 GB for so many."""
@@ -179,14 +181,15 @@ class Tokeniser:
                 f"{where}: its text has {len(text):,} characters, more than the limit of {self._max_characters:,}: "
                 "tokenising takes up to 400 bytes of memory for each. Split the text, or raise max_characters."
             )
-        return self.tokenizer(
-            text,
-            add_special_tokens=adds_special,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        with foreign(partial(_refusal, where)):
+            return self.tokenizer(
+                text,
+                add_special_tokens=adds_special,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
 
     def _expand(
         self, text: str, written: Mapping[str, Sequence[str]], where: str
@@ -247,3 +250,9 @@ class Tokeniser:
             np.repeat(types, repeats),
             np.repeat(media, repeats),
         )
+
+
+def _refusal(where: str, reason: str) -> DataError:
+    return DataError(
+        f"{where}: the model's tokenizer refuses this text: {reason} Check the text, and the tokenizer.json."
+    )

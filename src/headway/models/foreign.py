@@ -1,0 +1,127 @@
+"""The boundary to files of models that anybody may have written: config.json and tokenizer.json.
+
+The libraries that read them raise whatever they like, and tokenizers' Rust code panics with what is no `Exception`.
+What would take all memory or time is looked for before they read.
+"""
+
+import base64
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from headway.errors import HeadwayError
+from headway.files import open_plain
+
+MAX_LAYERS = 10_000  # by each number of layers in a config.json; the deepest models have some hundreds
+MAX_GROWTH = 64  # letters that a normaliser or decoder may make of each one; honest ones make 1 to 18
+
+_LAYERS = ("layer", "depth", "block")  # in the names of numbers of layers
+_SIZED = ("size", "dim", "length", "len", "tokens", "width", "window", "offset", "index", "id")  # no number of them
+_OURS = (HeadwayError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit)
+
+
+@contextmanager
+def foreign(refusal: Callable[[str], HeadwayError]) -> Iterator[None]:
+    """Run a library on a stranger's file.
+
+    Args:
+        refusal: makes the error of what went wrong, in the library's words.
+
+    Raises:
+        HeadwayError: the refusal, whatever the library raised.
+    """
+    try:
+        yield
+    except BaseException as error:
+        reraise_own(error)
+        raise refusal(first_line(error)) from error
+
+
+def reraise_own(error: BaseException) -> None:
+    """Raise what is no mistake of a stranger's file: Headway's own errors, a missing library, Ctrl-C, an exit."""
+    if isinstance(error, _OURS):
+        raise error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = " ".join(lines[:2])[:400] if lines[0].endswith(":") else lines[0][:400]
+    return line if line.endswith(".") else line + "."
+
+
+def check_config(path: Path) -> None:
+    """Refuse a config.json that would be built without end.
+
+    Raises:
+        ValueError: it is no JSON, or a number of layers is not one that a model has.
+        OSError: it cannot be read, or is a pipe.
+    """
+    for name, value in _numbers(_content(path)):
+        words = name.lower().replace("-", "_").split("_")
+        counts = any(word.rstrip("s") in _LAYERS for word in words) and not any(word in _SIZED for word in words)
+        if counts and value > MAX_LAYERS:
+            raise ValueError(f"{name} is {str(value)[:20]}; a model has at most {MAX_LAYERS:,} layers")
+
+
+def check_tokenizer(path: Path) -> None:
+    """Refuse a tokenizer.json that makes a long text of each letter: every step of it multiplies the one before.
+
+    Raises:
+        ValueError: it is no JSON, or its normaliser or decoder makes more than MAX_GROWTH letters of one.
+        OSError: it cannot be read, or is a pipe.
+    """
+    content = _content(path)
+    for part in ("normalizer", "decoder"):
+        growth = 1
+        for step in _steps(content.get(part)):
+            growth *= max(1, _growth(step))
+        if growth > MAX_GROWTH:
+            raise ValueError(f"its {part} makes up to {growth:,} letters of each one; at most {MAX_GROWTH} are allowed")
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    with open_plain(path) as file:
+        content = json.load(file)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path.name} holds no object")
+    return content
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:
+    """Every number of a configuration by its name; of lists by the list's."""
+    waiting = [(name, value)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif type(value) in (int, float):
+            yield name, value
+
+
+def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
+    """Steps of a normaliser or decoder, those of sequences within it in their place."""
+    waiting = [part]
+    while waiting:
+        step = waiting.pop()
+        if isinstance(step, dict):
+            waiting += [part for key in ("normalizers", "decoders") for part in step.get(key) or ()]
+            yield step
+
+
+def _growth(step: Mapping[str, Any]) -> int:
+    """Letters that a step may make of one.
+
+    Source: `Replace`, and `Precompiled`, whose table is a trie of so many bytes and then the words that it leads to,
+    each ended by a zero byte; tokenizers 0.23, normalizers/replace.rs, and spm_precompiled 0.1, src/lib.rs.
+    """
+    if isinstance(text := step.get("content"), str):
+        return len(text)
+    if isinstance(table := step.get("precompiled_charsmap"), str):
+        raw = base64.b64decode(table)
+        (trie,) = struct.unpack("<I", raw[:4]) if len(raw) >= 4 else (0,)
+        return max(map(len, raw[4 + trie :].split(b"\0")))
+    return 1

@@ -1,0 +1,107 @@
+"""Chat templates of strangers: what they may do is bounded, and what honest ones do stays as it is."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from headway.data.bounded import TemplateFailure, render_template
+
+BIG = "{% set a = 'a' * 1000000 %}"
+DOUBLING = "{{% set ns = namespace(s={}) %}}{{% for i in range(90) %}}{{% set ns.s = {} %}}{{% endfor %}}{{{{ ns.s }}}}"
+HOSTILE = {
+    "loops within loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "a macro that calls itself": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "a macro that calls itself twice": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(100) }}"
+    ),
+    "a loop that calls itself": "{% for i in [1] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+    "text in loops": "{% for i in range(99999) %}{% for j in range(99999) %}" + "x" * 9999 + "{% endfor %}{% endfor %}",
+    "a product, which jinja2 computes as it compiles": "{{ 'a' * 10**10 }}",
+    "a product of a list": "{{ [1] * 10**10 }}",
+    "a sum that doubles": DOUBLING.format("'a'", "ns.s + ns.s"),
+    "words that double": DOUBLING.format("'a'", "ns.s ~ ns.s"),
+    "a block that doubles": (
+        "{% set ns = namespace(s='a') %}{% for i in range(90) %}{% set q %}{{ ns.s }}{{ ns.s }}{% endset %}"
+        "{% set ns.s = q %}{% endfor %}"
+    ),
+    "lists that hold one list twice": DOUBLING.format("1", "[ns.s, ns.s]"),
+    "mappings that hold one mapping twice": DOUBLING.format("1", "dict(a=ns.s, b=ns.s)"),
+    "a number that is squared": DOUBLING.format("9", "ns.s * ns.s"),
+    "a power": "{{ 9 ** (9 ** 9) }}",
+    "a width of a format": "{{ '%1000000000d' % 5 }}",
+    "a stated width": "{{ '%*d' % (10**9, 5) }}",
+    "a width of braces": "{{ '{:>1000000000}'.format('a') }}",
+    "a stated width of braces": "{{ '{:>{w}}'.format('a', w=10**9) }}",
+    "a method that pads": "{{ 'a'.center(10**10) }}",
+    "a filter that pads": "{{ 'a' | center(10**9) }}",
+    "bytes of a number": "{{ (5).to_bytes(10**10, 'big') }}",
+    "an indent": "{{ ('\n' * 99999) | indent(99999) }}",
+    "JSON's indent": "{{ [1, 2] | tojson(indent=10**9) }}",
+    "a batch": "{{ [1] | batch(10**10, 'x') | list }}",
+    "a method that replaces": BIG + "{{ a.replace('a', a) }}",
+    "a filter that replaces": BIG + "{{ a | replace('a', a) }}",
+    "a method that joins": BIG + "{{ a.join(range(99999) | map('string')) }}",
+    "a filter that joins": BIG + "{{ range(99999) | map('string') | join(a) }}",
+    "lists that are added up": "{{ ([[1] * 1000] * 99999) | sum(start=[]) }}",
+    "words without end": "{{ lipsum(n=10**6) }}",
+    "a range": "{% for i in range(10**12) %}{% endfor %}",
+    "Python's insides": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "no template": "{% for",
+    "deep brackets": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+}
+QUESTION, ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}
+CHATS = {
+    "a question": [QUESTION],
+    "an answer": [QUESTION, ANSWER],
+    "two rounds": [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER, QUESTION, ANSWER],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, ANSWER],
+}
+
+
+@pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_template_is_refused(template):
+    """Each would take hours or gigabytes, or raise what no list of exceptions names."""
+    with pytest.raises(TemplateFailure):
+        render_template([dict(QUESTION)], template)
+
+
+def test_the_bounds_count_each_rendering_for_itself():
+    template = "{% for i in range(30000) %}{% for j in range(20) %}{% endfor %}{% endfor %}{{ messages | length }}"
+    assert [render_template([QUESTION], template)[0] for _ in range(5)] == ["1"] * 5
+
+
+def _templates():
+    spec = find_spec("trl")
+    folder = Path(spec.origin).parent / "chat_templates" if spec and spec.origin else None
+    return sorted(folder.glob("*.jinja")) if folder else []
+
+
+@pytest.mark.parametrize("path", _templates(), ids=lambda path: path.stem)
+def test_templates_as_models_ship_them_render_as_without_bounds(path):
+    source = path.read_text(encoding="utf-8")
+    for chat in CHATS.values():
+        for options in ({}, {"add_generation_prompt": True}, {"return_assistant_tokens_mask": True}):
+            variables = {"bos_token": "<s>", "eos_token": "</s>", "date_string": "26 Jul 2024", **options}
+            try:
+                texts, spans = render_jinja_template([chat], chat_template=source, **variables)
+            except Exception:  # noqa: BLE001 - templates raise whatever they like
+                with pytest.raises(TemplateFailure):
+                    render_template(chat, source, **variables)
+                continue
+            assert render_template(chat, source, **variables) == (texts[0], spans)
+
+
+def test_loops_see_what_they_go_through_as_ever():
+    template = (
+        "{% for a in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"
+        "{{ loop.nextitem is defined }}{% endfor %}"
+        "{% for k, v in {'x': 1}.items() %}{{ k ~ v }}{% else %}none{% endfor %}"
+        "{% for x in nothing %}{% else %}e{% endfor %}"
+        "{% for i in [1, [2, [3]]] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}"
+        "{{ (1, 2)[0] }}{{ [1, 2] | join('-') }}{{ {'a': [1]} | tojson }}{{ '%s-%3d' % ('a', 5) }}{{ 'a' in ['a'] }}"
+    )
+    expected = render_jinja_template([[QUESTION, ANSWER]], chat_template=template)[0][0]
+    assert render_template([QUESTION, ANSWER], template)[0] == expected
+    assert expected == '1/2FalseTrue2/2TrueFalsex1e12311-2{"a": [1]}a-  5True'

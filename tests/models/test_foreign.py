@@ -1,0 +1,136 @@
+"""Files of models that strangers wrote: refused in one error, whatever the libraries that read them raise."""
+
+import json
+import os
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from headway.count.models import presets
+from headway.data.encoders import open_encoder
+from headway.data.sources import open_source
+from headway.errors import CheckpointError, DataError, HeadwayError
+from headway.models.foreign import check_config, check_tokenizer
+from headway.models.load import load_config, load_processor
+from helpers.tiny_tokenizer import tiny_tokenizer
+
+REGEX = {"type": "Split", "behavior": "Isolated", "invert": False}
+
+
+def _replace(pattern, content):
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+def _sequence(*steps):
+    return {"type": "Sequence", "normalizers": steps}
+
+
+def _added(number):
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"added_tokens": [{"id": number, "content": "<x>", "special": True, **flags}]}
+
+
+# What is put into tokenizer.json, and whether a text is refused or the folder already.
+TOKENIZERS = {
+    "a pattern that tries every way": ({"pre_tokenizer": {**REGEX, "pattern": {"Regex": "(a+)+$"}}}, False),
+    "a token that is not known": (
+        {
+            "post_processor": {
+                "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "zz", "type_id": 0}}], "pair": [],
+                "special_tokens": {},
+            }
+        },
+        False,
+    ),
+    "a negative id": (_added(-1), True),
+    "letters that become millions": (
+        {"normalizer": _sequence(*[_replace("a", "a" * 100)] * 4)},
+        True,
+    ),
+    "letters that become millions in a sequence of sequences": (
+        {"normalizer": _sequence(*[_sequence(_replace("é", "é" * 9))] * 9)},
+        True,
+    ),
+    "a decoder of millions": ({"decoder": {"type": "Sequence", "decoders": [_replace("w", "w" * 99)] * 3}}, True),
+    "no tokenizer": ({"model": None}, True),
+    "a kind that is not known": ({"normalizer": {"type": "Nonsense"}}, True),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(("change", "at_once"), TOKENIZERS.values(), ids=TOKENIZERS)
+def test_a_hostile_tokenizer_is_one_error_of_the_folder_or_of_the_row(change, at_once, folder, tmp_path):
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    if at_once:
+        with pytest.raises(CheckpointError, match=r"model holds no tokenizer"):
+            load_processor(folder)
+        return
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a" * 40 + "!"}) + "\n")
+    ((_, sample),) = open_source(tmp_path / "rows.jsonl").shards[0].rows()
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: the model's tokenizer refuses this text"):
+        open_encoder(str(folder)).encode(sample)
+
+
+@pytest.mark.parametrize("text", ["{", "null", "[" * 100_000, "[1]", '{"a": ' + "9" * 5000 + "}", "\ud7ff\x00"])
+@pytest.mark.parametrize("file", ["tokenizer.json", "config.json"])
+def test_a_file_that_is_no_object_is_one_error(text, file, folder):
+    (folder / file).write_text(text)
+    with pytest.raises(HeadwayError):
+        load_processor(folder) if file == "tokenizer.json" else load_config(folder)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "config.json"])
+def test_a_pipe_in_a_model_folder_is_not_waited_for(file, folder):
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    with pytest.raises(CheckpointError):
+        load_processor(folder) if file == "tokenizer.json" else load_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**9), ("num_hidden_layers", 10**400), ("hidden_size", float("nan")),
+        ("hidden_size", float("inf")), ("hidden_size", "wide"), ("vocab_size", [1]), ("model_type", 5),
+    ],
+)  # fmt: skip
+def test_a_configuration_with_numbers_that_no_model_has_is_one_error(key, value, folder):
+    config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, key: value}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"cannot be read|without running"):
+        load_config(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_no_configuration_of_transformers_or_of_a_shipped_model_is_too_deep(tmp_path):
+    path = tmp_path / "config.json"
+    seen = 0
+    for name, content in presets().items():
+        path.write_text(json.dumps(content))
+        check_config(path)
+        seen += bool(name)
+    for model_type, config in CONFIG_MAPPING.items():
+        try:
+            text = json.dumps(config().to_dict(), default=str)
+        except Exception:  # noqa: BLE001 - some have no defaults, or need a library that is not here
+            continue
+        path.write_text(text)
+        check_config(path)
+        seen += bool(model_type)
+    assert seen > 300
+
+
+def test_honest_steps_of_tokenizers_pass(folder):
+    path = folder / "tokenizer.json"
+    steps = [{"type": "Prepend", "prepend": "_" * 3}, _replace(" ", "\u2581"), {"type": "NFKC"}, _replace("``", '"')]
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"normalizer": {"type": "Sequence", "normalizers": steps}})
+    )
+    check_tokenizer(path)
