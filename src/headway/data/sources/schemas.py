@@ -11,7 +11,7 @@ from headway.data.sources.marks import check_columns_of, check_words
 from headway.data.sources.messages import json_value, read_tools, read_turns
 from headway.data.sources.parts import split_markers
 from headway.data.sources.reader import ParsedRow
-from headway.data.sources.references import KINDS, MediaRules, RowMedia
+from headway.data.sources.references import KINDS, MediaRules, RowMedia, kind_of
 from headway.errors import ConfigError, DataError
 
 COLUMNS = (
@@ -62,6 +62,8 @@ class Normaliser:
         folder: folder of the row's file, where paths start unless the rules have a root.
         rules: which media rows may name.
         columns: the dataset's own names of columns, by the names that schemas read.
+        names_files: whether the column `file_name` names a row's picture, video or sound, as in the Hub's folders of
+            pictures with a file metadata.csv, metadata.jsonl or metadata.parquet.
 
     Raises:
         ConfigError: there is no such schema or name of a column.
@@ -72,6 +74,7 @@ class Normaliser:
     folder: str
     rules: MediaRules
     columns: Mapping[str, str] = field(default_factory=dict, repr=False)
+    names_files: bool = False
 
     def __post_init__(self) -> None:
         check_columns(self.columns)
@@ -85,6 +88,8 @@ class Normaliser:
             DataError: the row does not have the schema's form.
         """
         given = with_own_names(renamed(row.fields, self.columns) if self.columns else row.fields)
+        if self.names_files and (kind := kind_of(str(given.get("file_name")))) is not None:
+            given = {kind: given["file_name"], **given}
         fields = {name: value for name, value in given.items() if value is not None}
         if self.text_column in given and not _has_schema(fields):
             fields.setdefault(self.text_column, "")  # of a corpus, which has rows without words
