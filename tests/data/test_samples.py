@@ -38,9 +38,9 @@ def test_line_numbers_count_blank_lines(write):
         ('{"messages": [{"role": "user"}]}', 'a message must be an object with "role" and "content"'),
         (
             json.dumps(chat(("robot", "hi"))),
-            'unknown role "robot". A role is one of system, user, assistant, tool,',
+            'unknown role "robot". Allowed are system, developer, user,',
         ),
-        (json.dumps(chat(("user", 3))), '"content" is 3, but it must be a string or a list of parts'),
+        (json.dumps(chat(("user", {"a": 3}))), '"content" is {"a": 3}, but it must be a string or a list of parts'),
         (json.dumps(chat(("user", [{"type": "video", "video": "a.mp4"}]))), "the video 'a.mp4' does not exist"),
         (json.dumps(chat(("user", [{"type": "file", "file": "a.pdf"}]))), "unknown part"),
         (json.dumps(chat(("user", ["hi"]))), 'unknown part "hi"'),

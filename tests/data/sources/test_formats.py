@@ -1,5 +1,6 @@
 """Every format, written by the library that people write it with, read in order and by row."""
 
+import csv
 import gzip
 import io
 import itertools
@@ -13,6 +14,7 @@ from functools import partial
 
 import datasets
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
@@ -41,6 +43,17 @@ def spaced_json_lines(path, rows):
 
 def json_array(path, rows, indent=None):
     path.write_text(json.dumps(rows, ensure_ascii=False, indent=indent), "utf-8")
+
+
+def delimited(path, rows, **options):
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), **options)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def pandas_csv(path, rows):
+    pd.DataFrame(rows).to_csv(path, encoding="utf-8-sig")  # with its index, and as spreadsheets want it
 
 
 def parquet(path, rows):
@@ -84,6 +97,11 @@ WRITERS = {
     "a.json": json_array,
     "indented.json": partial(json_array, indent=2),
     "a.json.gz": partial(compressed, json_array, gzip.compress, ".gz"),
+    "a.csv": delimited,
+    "a.tsv": partial(delimited, delimiter="\t", lineterminator="\n"),
+    "semicolons.csv": partial(delimited, delimiter=";", quoting=csv.QUOTE_ALL),
+    "pandas.csv": pandas_csv,
+    "a.csv.gz": partial(compressed, delimited, gzip.compress, ".gz"),
     "a.parquet": parquet,
     "a.arrow": arrow,
     "stream.arrow": partial(arrow, new=pa.ipc.new_stream),

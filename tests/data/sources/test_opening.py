@@ -65,13 +65,13 @@ def test_an_unknown_protocol_is_named():
         open_source("nowhere://a")
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a", "a.parquet.gz", "a.gz"])
+@pytest.mark.parametrize("name", ["a.xlsx", "a", "a.parquet.gz", "a.gz"])
 def test_an_unknown_format_names_those_that_are_known(tmp_path, name):
     (tmp_path / name).write_text("x")
     with pytest.raises(DataError, match=rf"{name} is not known by its extension\. Known are \.jsonl, .*, tokens\."):
         open_source(tmp_path / name)
-    with pytest.raises(ConfigError, match=f"Unknown format 'csv'. Allowed: auto, {', '.join(FORMATS)}"):
-        open_source(tmp_path / name, format="csv")
+    with pytest.raises(ConfigError, match=f"Unknown format 'xlsx'. Allowed: auto, {', '.join(FORMATS)}"):
+        open_source(tmp_path / name, format="xlsx")
 
 
 def test_a_folder_of_several_formats_is_not_guessed_at(folder):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -169,7 +170,23 @@ def decoded(content: bytes) -> str:
         raise DataError(f"it is not UTF-8 text: {error}. Save the file as UTF-8.") from error
 
 
+def words_of(value: Any) -> str | None:
+    """A string as it is, a number, true or false as JSON writes it; None of anything else.
+
+    >>> words_of("a"), words_of(3), words_of(0.5), words_of(True), words_of([])
+    ('a', '3', '0.5', 'true', None)
+    """
+    if isinstance(value, str):
+        return value
+    is_word = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
+    return json.dumps(value) if is_word else None
+
+
 def shortened(value: Any) -> str:
-    """A value as JSON, cut to fit into a message."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
+    """A value as JSON, cut to fit into a message; bytes by their number alone."""
+    text = json.dumps(value, ensure_ascii=False, default=_described)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _described(value: Any) -> str:
+    return f"{len(value):,} bytes" if isinstance(value, bytes) else repr(value)

@@ -46,10 +46,10 @@ REFUSED_KEYS = {
 """Keys of a turn that are refused, and why."""
 
 HARMLESS_COLUMNS = (
-    "id", "idx", "index", "key", "uid", "uuid", "__key__", "__url__", "url", "source", "dataset", "origin", "license",
-    "lang", "language", "title", "author", "date", "time", "timestamp", "created_at", "meta", "metadata", "info",
-    "split", "subset", "category", "topic", "domain", "tags", "channel", "score", "model", "num_turns", "num_tokens",
-    "length", "attention_mask", "token_type_ids", "labels", "objects",
+    "id", "idx", "index", "file_name", "key", "uid", "uuid", "__key__", "__url__", "url", "source", "dataset", "origin",
+    "license", "lang", "language", "title", "author", "date", "time", "timestamp", "created_at", "meta", "metadata",
+    "info", "split", "subset", "category", "topic", "domain", "tags", "channel", "score", "model", "num_turns",
+    "num_tokens", "length", "attention_mask", "token_type_ids", "labels", "objects",
 )  # fmt: skip
 """Columns that say nothing about what is learnt, or are read elsewhere."""
 

@@ -1,121 +1,155 @@
-"""Turns of a chat, in the forms that datasets write them: OpenAI's messages and ShareGPT's conversations."""
+"""Turns of a chat, in the forms that datasets write them: OpenAI's messages, ShareGPT's conversations, and rounds."""
 
 import json
-import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from headway.data.samples import ROLES, Message, Part, TextPart
-from headway.data.sources.json_rows import shortened
-from headway.data.sources.marks import HARMLESS_COLUMNS, HARMLESS_KEYS, REASONING, is_learnt
-from headway.data.sources.references import FRAMES_PER_S, KINDS, MEDIA_KEYS, RowMedia, media_key
+from headway.data.samples import Message
+from headway.data.sources.json_rows import shortened, words_of
+from headway.data.sources.marks import REASONING, is_learnt
+from headway.data.sources.parts import kind_of_part, parts_of, read_part, split_markers
+from headway.data.sources.references import KINDS, RowMedia
 from headway.errors import DataError
 
 SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
     "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
     "observation": "tool",
     "function_response": "tool",
-    "tool": "tool",
+    "tool_response": "tool",
 }
-"""ShareGPT's speakers and the roles that they have here."""
+"""Roles and speakers in the words of OpenAI, ShareGPT, LLaMA-Factory, Gemma and ms-swift, and the roles they have here.
 
+Capitals do not matter.
+"""
+
+_CALLERS = ("function_call", "tool_call")  # whose words are the JSON of a call
+_ASKED, _ANSWERED = ("user", "human"), ("assistant", "gpt", "bot")  # keys of a round
 _MEANINGFUL = ("function_call", "refusal", "audio")
-# What Qwen's and LMMs-Engine's processors read beside a part's media: a piece of it, or a size of its own.
-_CUTS = (
-    "video_start", "video_end", "nframes", "fps", "min_frames", "max_frames",
-    "min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width", "sample_fps", "raw_fps",
-)  # fmt: skip
-_BESIDE_MEDIA = ("type", "text", "detail", "cache_control", *HARMLESS_KEYS, *HARMLESS_COLUMNS)
-_RATES = ("sample_fps", "fps")  # of a list of frames, as qwen-vl-utils reads them
-_TYPES = {
-    "image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio", "input_image": "image",
-    "input_text": "text", "output_text": "text",
-}  # fmt: skip
-"""Types of parts and the kinds that they are of. Source: OpenAI's chat completions and responses."""
-_MARKER = re.compile(r"<(image|video|audio)>")
 
 
 def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = True) -> tuple[Message, ...]:
-    """Read a column of turns in either form, told by the first turn's keys: "from", or "role".
-
-    Args:
-        value: the list of turns.
-        column: "messages" or "conversations", whose form is meant where the first turn has neither.
-        media: the row's media.
-        has_markers: whether markers are looked for; otherwise they are words.
-
-    Raises:
-        DataError: it is something else; the message names the turn.
-    """
-    first = turns_of(value, column)[0]
-    keys = first.keys() if isinstance(first, dict) else set[str]()
-    if "from" in keys or (column == "conversations" and "role" not in keys):
-        return read_conversations(value, media, has_markers)
-    return read_messages(value, media, column, has_markers)
-
-
-def read_messages(
-    value: Any, media: RowMedia, column: str = "messages", has_markers: bool = True
-) -> tuple[Message, ...]:
-    """Read OpenAI's messages.
+    """Read a column of turns in any form: {"role", "content"}, {"from", "value"}, or rounds {"user", "assistant"}.
 
     Content is a string or a list of parts. Parts of the types image, video and audio take their media from the row's
     columns if they name none. Without such parts, the markers <image>, <video> and <audio> in words stand for the
-    columns' media, even where those are empty; without columns they are words.
-
-    Args:
-        value: the list of messages.
-        media: the row's media.
-        column: where they stand, for messages to people.
-        has_markers: whether markers are looked for; otherwise they are words.
-
-    Raises:
-        DataError: it is something else; the message names the turn.
-    """
-    turns = turns_of(value, column)
-    typed = {_kind(part) for turn in turns if isinstance(turn, dict) for part in _parts_of(turn.get("content"))}
-    markers = {kind for kind in KINDS if has_markers and media.counts(kind) and kind not in typed}
-    calls: dict[str, str] = {}  # names of called tools by the calls' ids
-    return tuple(_message(turn, media, markers, calls, f"message {i}") for i, turn in enumerate(turns, 1))
-
-
-def read_conversations(value: Any, media: RowMedia, has_markers: bool = True) -> tuple[Message, ...]:
-    """Read ShareGPT's turns, each {"from": speaker, "value": words}.
+    columns' media, even where those are empty; without columns they are words, but in turns with "from", whose markers
+    always stand for media.
 
     Args:
         value: the list of turns.
-        media: the row's media, one for each marker <image>, <video> or <audio>, in order.
+        column: where they stand, for messages to people; of turns with neither key, "conversations" means "from".
+        media: the row's media.
         has_markers: whether markers are looked for; otherwise they are words.
 
     Raises:
         DataError: it is something else; the message names the turn.
     """
-    messages, called = [], ""
-    for number, turn in enumerate(turns_of(value, "conversations"), start=1):
-        where = f"turn {number}"
-        speaker, words = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        if not isinstance(words, str):
-            raise DataError(f'{where}: got {shortened(turn)}, but a turn needs the strings "from" and "value".')
-        if not isinstance(speaker, str) or speaker not in SPEAKERS:
-            raise DataError(f"{where}: unknown speaker {shortened(speaker)}. Allowed are {', '.join(SPEAKERS)}.")
+    turns = [turn for each in turns_of(value, column) for turn in _turns_of_round(each)]
+    first = turns[0].keys() if isinstance(turns[0], dict) else set[str]()
+    has_speakers = "from" in first or (column == "conversations" and "role" not in first)
+    typed = {kind_of_part(part) for turn in turns if isinstance(turn, dict) for part in parts_of(turn.get("content"))}
+    markers = {kind for kind in KINDS if has_markers and (has_speakers or (media.counts(kind) and kind not in typed))}
+    reader = _Turns(media, markers)
+    for number, turn in enumerate(turns, start=1):
+        reader.read(_with_role(turn, f"turn {number}") if has_speakers else turn, number, has_speakers)
+    return tuple(reader.messages)
+
+
+class _Turns:
+    """Reads the turns of a chat one after the other; knows the tools that were called.
+
+    Args:
+        media: the row's media.
+        markers: kinds of media that markers in words stand for.
+    """
+
+    def __init__(self, media: RowMedia, markers: set[str]) -> None:
+        self.messages: list[Message] = []
+        self._media, self._markers = media, markers
+        self._names: dict[str, str] = {}  # of called tools, by the calls' ids
+        self._waiting: list[str] = []  # names of tools that were called by a turn of its own, and have not answered
+
+    def read(self, turn: Any, number: int, has_speakers: bool = False) -> None:
+        """Read a turn with the keys role and content."""
+        where = f"{'turn' if has_speakers else 'message'} {number}"
+        if not isinstance(turn, dict) or "role" not in turn or not {"content", "tool_calls", *REASONING} & turn.keys():
+            raise DataError(
+                f'{where}: got {shortened(turn)}, but a message must be an object with "role" and "content".'
+            )
+        speaker = turn["role"].lower() if isinstance(turn["role"], str) else None
+        role = SPEAKERS.get(speaker or "")
+        if role is None:
+            raise DataError(
+                f"{where}: unknown {'speaker' if has_speakers else 'role'} {shortened(turn['role'])}. Allowed are "
+                f"{', '.join(SPEAKERS)}."
+            )
         _check_keys(turn, where)
-        learnt = is_learnt(turn, SPEAKERS[speaker], where)
-        if speaker == "function_call":
-            calls = _tool_calls(json_value(words, f"{where}: the call"), where)
-            called = calls[-1]["function"]["name"]
-            messages.append(Message("assistant", (), calls, learnt=learnt))
-            continue
-        parts = split_markers(words, set(KINDS) if has_markers else set(), media)
-        role = SPEAKERS[speaker]
-        messages.append(Message(role, parts, name=(called or None) if role == "tool" else None, learnt=learnt))
-    return tuple(messages)
+        learnt = is_learnt(turn, role, where)
+        if speaker in _CALLERS:
+            self._call(turn.get("content"), where, learnt)
+        else:
+            self.messages.append(self._message(turn, role, where, learnt))
+
+    def _call(self, content: Any, where: str, learnt: bool) -> None:
+        """A turn of calls alone; several on end are one turn, as ms-swift writes calls that are made together."""
+        calls = _tool_calls(json_value(content, f"{where}: the call"), where)
+        last = self.messages[-1] if self.messages else None
+        if last is not None and last.tool_calls and not last.parts and last.learnt == learnt:
+            calls = last.tool_calls + calls
+            self.messages.pop()
+        self._waiting = [call["function"]["name"] for call in calls]
+        self.messages.append(Message("assistant", (), calls, learnt=learnt))
+
+    def _message(self, turn: dict[str, Any], role: str, where: str, learnt: bool) -> Message:
+        content, name = turn.get("content"), None
+        calls: tuple[dict[str, Any], ...] = ()
+        if role == "tool":
+            name = turn.get("name") or self._names.get(str(turn.get("tool_call_id")))
+            if self._waiting:  # calls that were made together are answered in their order
+                name = name or (self._waiting.pop(0) if len(self._waiting) > 1 else self._waiting[0])
+        else:
+            calls = _tool_calls(json_value(turn.get("tool_calls") or [], "tool_calls"), where, self._names)
+        thoughts = _reasoning(turn, role, where)
+        if content is None and (calls or thoughts):
+            return Message(role, (), calls, name, thoughts, learnt)
+        if (words := words_of(content)) is not None:
+            return Message(role, split_markers(words, self._markers, self._media), calls, name, thoughts, learnt)
+        if not isinstance(content, list):
+            raise DataError(f'{where}: "content" is {shortened(content)}, but it must be a string or a list of parts.')
+        spoken = (part for part in content if not _is_thinking(part))
+        parts = tuple(part for each in spoken for part in read_part(each, self._media, self._markers, where))
+        return Message(role, parts, calls, name, thoughts, learnt)
+
+
+def _with_role(turn: Any, where: str) -> Any:
+    """A turn of ShareGPT, {"from": speaker, "value": words}, with the keys that OpenAI gives it."""
+    speaker, words = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+    if speaker is None or (words_of(words) is None and not isinstance(words, list)):
+        raise DataError(f'{where}: got {shortened(turn)}, but a turn needs the strings "from" and "value".')
+    return {**turn, "role": speaker, "content": words}
+
+
+def _turns_of_round(turn: Any) -> list[Any]:
+    """The two turns of a round, {"user": words, "assistant": words}; any other turn as it is.
+
+    Source: the_cauldron's and FineVision's `texts`; ms-swift's `conversation`, whose user is called human.
+    """
+    asked = next((key for key in _ASKED if key in turn), None) if isinstance(turn, dict) else None
+    answered = next((key for key in _ANSWERED if key in turn), None) if isinstance(turn, dict) else None
+    if asked is None or answered is None:
+        return [turn]
+    marks = {key: value for key, value in turn.items() if key not in (asked, answered)}
+    return [{"role": "user", "content": turn[asked]}, {**marks, "role": "assistant", "content": turn[answered]}]
 
 
 def turns_of(value: Any, name: str) -> list[Any]:
@@ -125,6 +159,8 @@ def turns_of(value: Any, name: str) -> list[Any]:
         DataError: it is something else, or empty.
     """
     turns = json_value(value, name)
+    if isinstance(turns, list):  # each may be JSON by itself, as older `datasets` store what differs from row to row
+        turns = [json_value(turn, name) if _is_object(turn) else turn for turn in turns]
     columns = list(turns.values()) if isinstance(turns, dict) else []
     if all(isinstance(column, list) for column in columns) and len({len(column) for column in columns}) == 1:
         turns = [dict(zip(turns, turn, strict=True)) for turn in zip(*columns, strict=True)]
@@ -133,6 +169,10 @@ def turns_of(value: Any, name: str) -> list[Any]:
     if not turns:
         raise DataError(f'the list "{name}" is empty. A chat needs at least one turn; delete the row or fill it.')
     return turns
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, str) and value.lstrip().startswith("{")
 
 
 def json_value(value: Any, what: str) -> Any:
@@ -156,52 +196,20 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
         DataError: it is something else.
     """
     tools = json_value(value, "tools") if value not in (None, "") else []
+    tools = (
+        [json_value(tool, "tools") if _is_object(tool) else tool for tool in tools]
+        if isinstance(tools, list)
+        else tools
+    )
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f'"tools" is {shortened(value)}, but it must be a list of JSON schemas of functions.')
     return tuple(tools)
 
 
-def split_markers(words: str, kinds: set[str], media: RowMedia) -> tuple[Part, ...]:
-    """Words with every marker of some kinds replaced by the row's next media of that kind."""
-    parts: list[Part] = []
-    end = 0
-    for marker in _MARKER.finditer(words):
-        if marker[1] in kinds:
-            if marker.start() > end:
-                parts.append(TextPart(words[end : marker.start()]))
-            parts.append(media.next(marker[1]))
-            end = marker.end()
-    if end < len(words) or not parts:
-        parts.append(TextPart(words[end:]))
-    return tuple(parts)
-
-
-def _message(turn: Any, media: RowMedia, markers: set[str], calls: dict[str, str], where: str) -> Message:
-    if not isinstance(turn, dict) or "role" not in turn or not {"content", "tool_calls", *REASONING} & turn.keys():
-        raise DataError(f'{where}: got {shortened(turn)}, but a message must be an object with "role" and "content".')
-    role, said = turn["role"], turn.get("content")
-    role = "system" if role == "developer" else role
-    if role not in ROLES:
-        raise DataError(f"{where}: unknown role {shortened(role)}. A role is one of {', '.join(ROLES)}, developer.")
-    _check_keys(turn, where)
-    made = _tool_calls(json_value(turn.get("tool_calls") or [], "tool_calls"), where, calls) if role != "tool" else ()
-    name = turn.get("name") or calls.get(str(turn.get("tool_call_id"))) if role == "tool" else None
-    learnt = is_learnt(turn, role, where)
-    thoughts = _reasoning(turn, role, where)
-    if said is None and (made or thoughts):
-        return Message(role, (), made, name, thoughts, learnt)
-    if isinstance(said, str):
-        return Message(role, split_markers(said, markers, media), made, name, thoughts, learnt)
-    if not isinstance(said, list):
-        raise DataError(f'{where}: "content" is {shortened(said)}, but it must be a string or a list of parts.')
-    parts = [part for each in said if not _is_thinking(each) for part in _read_part(each, media, markers, where)]
-    return Message(role, tuple(parts), made, name, thoughts, learnt)
-
-
 def _reasoning(turn: Mapping[str, Any], role: str, where: str) -> str:
     """What the assistant thinks before it answers: of a key of its own, or of parts of the type thinking."""
     values = [turn[key] for key in REASONING if turn.get(key) not in (None, "")]
-    for part in filter(_is_thinking, _parts_of(turn.get("content"))):
+    for part in filter(_is_thinking, parts_of(turn.get("content"))):
         values.append(next((part[key] for key in (*REASONING, "text") if part.get(key) not in (None, "")), ""))
     if not values:
         return ""
@@ -225,93 +233,6 @@ def _check_keys(turn: Mapping[str, Any], where: str) -> None:
                 f'{where}: "{key}" is not read, and leaving it out would change the turn. Write its words into '
                 '"content" as the model\'s chat template does, and calls into "tool_calls".'
             )
-
-
-def _parts_of(content: Any) -> Sequence[Any]:
-    return content if isinstance(content, list) else ()
-
-
-def _kind(part: Any) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(kind, str):
-        return None
-    kind = _TYPES.get(kind, kind)
-    return kind if kind == "text" or kind in KINDS else None
-
-
-def _read_part(part: Any, media: RowMedia, markers: set[str], where: str) -> tuple[Part, ...]:
-    kind = _kind(part)
-    if kind is None:
-        allowed = ", ".join(f'"{name}"' for name in ("text", *KINDS, "image_url", "video_url", "input_audio"))
-        raise DataError(f'{where}: unknown part {shortened(part)}. A part\'s "type" is one of {allowed}.')
-    if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise DataError(f'{where}: a part of type "text" needs a string "text", got {shortened(part.get("text"))}.')
-        return split_markers(part["text"], markers, media)
-    try:
-        if part["type"] == "input_audio":
-            return (_input_audio(part.get("input_audio"), media),)
-        value = part.get(part["type"])
-        if value in (None, "") and (key := media_key(part)) is not None:
-            value = {key: part[key]}
-        if kind == "video" and isinstance(value, list):
-            return (media.named(kind, value, _rate_of(part)),)
-        _refuse_cuts(part)
-        if value in (None, ""):
-            _check_names_nothing(part, kind)
-            return (media.next(kind),)
-        return (media.named(kind, value),)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
-
-
-def _rate_of(part: dict[str, Any]) -> float:
-    """Frames per second of a part whose video is a list of frames, which takes the place of a file's own.
-
-    Raises:
-        DataError: it is no number above 0, or the part asks for a piece of the list or another size.
-    """
-    key = next((key for key in _RATES if part.get(key) is not None), None)
-    _refuse_cuts({name: value for name, value in part.items() if name not in _RATES})
-    if key is None:
-        return FRAMES_PER_S
-    try:
-        rate = float(part[key])
-    except (TypeError, ValueError):
-        rate = 0.0
-    if not 0 < rate < math.inf:
-        raise DataError(f'"{key}" is {shortened(part[key])}, but frames per second are a number above 0.')
-    return rate
-
-
-def _check_names_nothing(part: dict[str, Any], kind: str) -> None:
-    """Refuse a part that names its media by a key that is not read; one that names none takes the row's next."""
-    keys = [key for key, value in part.items() if key not in _BESIDE_MEDIA and value not in (None, "")]
-    if keys:
-        raise DataError(
-            f'a part of type "{kind}" has {", ".join(keys)}, and none of the keys that say which {kind} it is: '
-            f"{', '.join(MEDIA_KEYS)}."
-        )
-
-
-def _refuse_cuts(part: dict[str, Any]) -> None:
-    """Refuse what asks for a piece of the media, or for another size: all of it is read, in the folder's own sizes."""
-    inner = part.get(part["type"])
-    given = {**part, **(inner if isinstance(inner, dict) else {})}
-    cut = next((key for key in _CUTS if given.get(key) is not None), None)
-    if cut is not None:
-        raise DataError(
-            f'"{cut}" is {shortened(given[cut])}, but media are read whole, in the sizes of the model\'s '
-            "folder. Cut the file beforehand, or remove the key."
-        )
-
-
-def _input_audio(value: Any, media: RowMedia) -> Part:
-    """OpenAI's sound, in base64 with its format beside it."""
-    data = value.get("data") if isinstance(value, dict) else None
-    if not isinstance(data, str):
-        raise DataError(f'"input_audio" is {shortened(value)}, but it must be {{"data": <base64>, "format": ...}}.')
-    return media.named("audio", f"data:audio/{value.get('format', '')};base64,{data}")
 
 
 def _tool_calls(value: Any, where: str, names: dict[str, str] | None = None) -> tuple[dict[str, Any], ...]:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from headway.data.samples import Document, Sample
+from headway.data.sources.delimited import Delimited
 from headway.data.sources.documents import SampleBy, Text, TokenFile
 from headway.data.sources.files import COMPRESSIONS, File, find_files, without_query
 from headway.data.sources.json_rows import JsonArray, JsonLines
 from headway.data.sources.reader import Reader
-from headway.data.sources.references import MediaRules
+from headway.data.sources.references import MediaRules, kind_of
 from headway.data.sources.schemas import Normaliser
 from headway.data.sources.source import Shard, Source
 from headway.data.sources.tables import Arrow, Parquet
@@ -21,6 +22,7 @@ from headway.errors import ConfigError, DataError
 FORMATS: dict[str, type[Reader]] = {
     "jsonl": JsonLines,
     "json": JsonArray,
+    "csv": Delimited,
     "parquet": Parquet,
     "arrow": Arrow,
     "webdataset": Tar,
@@ -33,6 +35,8 @@ EXTENSIONS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".feather": "arrow",
@@ -44,6 +48,8 @@ EXTENSIONS = {
 }
 """Formats by extension; .gz and .zst may follow, except behind tables, which compress within."""
 
+_METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+# What `datasets`' imagefolder, videofolder and audiofolder read beside their media. Source: datasets 5.2.
 _TABLES = ("parquet", "arrow")
 _SETTINGS = {"text": ("sample_by",), "tokens": ("token_dtype", "end_token")}
 
@@ -99,7 +105,8 @@ def open_source(
     for file, found in files:
         taken = {setting: settings[setting] for setting in _SETTINGS.get(found, ()) if setting in settings}
         column = "text" if found == "text" else text_column
-        normaliser = Normaliser(schema, column, file.folder, rules, dict(columns or {}))
+        names_files = without_query(file.url).rpartition("/")[2].lower() in _METADATA_FILES
+        normaliser = Normaliser(schema, column, file.folder, rules, dict(columns or {}), names_files)
         shards.append(Shard(called, FORMATS[found](file, **taken), normaliser))
     return Source(called, tuple(shards))
 
@@ -155,6 +162,12 @@ def _with_formats(files: list[File], folder: str | None, format: str) -> list[tu
             raise DataError(
                 f"The folder {folder} holds files of several formats, {', '.join(sorted(formats))}, so what its "
                 f"dataset is cannot be told. Give a glob, such as {folder}/*{known[0].extension}, or one file."
+            )
+        if not known and any(kind_of(file.url) for file in files):
+            raise DataError(
+                f"The folder {folder} holds pictures, videos or sounds and no file that says what is to be learnt of "
+                "them. Put a file metadata.csv beside them with the columns file_name and text, or file_name, question "
+                "and answer, a row for each."
             )
         files = known or files
     return [(file, _format_of(file)) for file in files]

@@ -1,5 +1,6 @@
 """Images, videos and sounds that rows name: paths below the dataset's folder, URLs where allowed, bytes, frames."""
 
+import json
 import os
 import posixpath
 import re
@@ -135,7 +136,7 @@ class RowMedia:
 
     def _column(self, kind: str, fields: Mapping[str, Any]) -> list[Media]:
         for name in _COLUMNS[kind]:
-            value = fields.get(name)
+            value = _listed(fields.get(name))
             is_one = not isinstance(value, list) or (kind == "video" and _are_frames(value))
             named = [each for each in ([value] if is_one else value or []) if not _is_nothing(each)]
             if named:
@@ -224,6 +225,16 @@ class RowMedia:
                 "allow_remote=True."
             )
         return url
+
+
+def _listed(value: Any) -> Any:
+    """A column's value; a list where it is the JSON of one, as a table of text has it."""
+    if not isinstance(value, str) or not value.startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):  # a name that begins so
+        return value
 
 
 def _is_nothing(value: Any) -> bool:

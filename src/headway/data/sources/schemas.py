@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.data.samples import Chat, Document, Message, Origin, Part, Sample, TextPart
-from headway.data.sources.json_rows import shortened
+from headway.data.sources.json_rows import shortened, words_of
 from headway.data.sources.marks import check_columns_of, check_words
-from headway.data.sources.messages import json_value, read_messages, read_tools, read_turns, split_markers
+from headway.data.sources.messages import json_value, read_tools, read_turns
+from headway.data.sources.parts import split_markers
 from headway.data.sources.reader import ParsedRow
-from headway.data.sources.references import KINDS, MediaRules, RowMedia
+from headway.data.sources.references import KINDS, MediaRules, RowMedia, kind_of
 from headway.errors import ConfigError, DataError
 
 COLUMNS = (
@@ -31,6 +32,19 @@ NEEDS = {
 }
 """Schemas and the columns that each must have; "caption" and "text" need the text column."""
 
+ALIASES = (
+    {"query": "question", "response": "answer"},
+    {"input": "question", "output": "answer"},
+    {"prompt": "prompt", "response": "completion"},
+    {"instruction": "instruction", "response": "output"},
+    {"conversation": "conversations"},
+    {"texts": "conversations"},
+)
+"""Columns of other tools and what they are here, where a row has none of a schema's own; the first that fits is taken.
+
+Source: ms-swift's query and response, and conversation; the_cauldron's and FineVision's texts.
+"""
+
 SCHEMAS = ("auto", *NEEDS, "caption", "text")
 """What `schema` may name; "auto" takes the one whose columns a row has."""
 
@@ -48,6 +62,8 @@ class Normaliser:
         folder: folder of the row's file, where paths start unless the rules have a root.
         rules: which media rows may name.
         columns: the dataset's own names of columns, by the names that schemas read.
+        names_files: whether the column `file_name` names a row's picture, video or sound, as in the Hub's folders of
+            pictures with a file metadata.csv, metadata.jsonl or metadata.parquet.
 
     Raises:
         ConfigError: there is no such schema or name of a column.
@@ -58,6 +74,7 @@ class Normaliser:
     folder: str
     rules: MediaRules
     columns: Mapping[str, str] = field(default_factory=dict, repr=False)
+    names_files: bool = False
 
     def __post_init__(self) -> None:
         check_columns(self.columns)
@@ -70,14 +87,17 @@ class Normaliser:
         Raises:
             DataError: the row does not have the schema's form.
         """
-        given = renamed(row.fields, self.columns) if self.columns else row.fields
+        given = with_own_names(renamed(row.fields, self.columns) if self.columns else row.fields)
+        if self.names_files and (kind := kind_of(str(given.get("file_name")))) is not None:
+            given = {kind: given["file_name"], **given}
         fields = {name: value for name, value in given.items() if value is not None}
-        if self.text_column in given and not any(all(name in fields for name in needed) for needed in NEEDS.values()):
+        if self.text_column in given and not _has_schema(fields):
             fields.setdefault(self.text_column, "")  # of a corpus, which has rows without words
         media = RowMedia(given, row.members, self.folder, self.rules)
         schema = self._schema_of(fields, media)
         is_chat = schema not in ("tokens", "text")
-        check_columns_of(fields, is_chat=is_chat, is_mapped=bool(self.columns))
+        others = {name: value for name, value in fields.items() if name != self.text_column}
+        check_columns_of(others, is_chat=is_chat, is_mapped=bool(self.columns))
         if schema == "tokens":
             sample: Sample = Document(_token_ids(fields), origin)
         elif schema == "text":
@@ -103,9 +123,9 @@ class Normaliser:
         wanted = needs if self.schema == "auto" else {self.schema: needs[self.schema]}
         allowed = "; ".join(f"{' and '.join(columns)} ({name})" for name, columns in wanted.items())
         raise DataError(
-            f"got {shortened(fields)}, but the row needs the columns of a schema: {allowed}. Say which column is which "
-            f"with columns, such as {{question: {next(iter(fields), 'Frage')}, answer: ...}}, or name the schema and "
-            "its text column."
+            f"got {shortened(fields)}, but the row needs the columns of a schema: {allowed}. The row has "
+            f"{', '.join(fields) or 'no columns'}; say which of them is which with columns, such as "
+            "{question: Frage, answer: Antwort}, or name the schema and its text column."
         )
 
     def _messages(self, schema: str, fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
@@ -137,7 +157,7 @@ class Normaliser:
                 f'the row has the column "system", {shortened(opening)}, and its first turn is another system '
                 "message. Leave one of them out."
             )
-        return head + turns
+        return head + (turns if schema == "sharegpt" else _with_leading_media(turns, media))
 
     def _words(self, fields: dict[str, Any]) -> str:
         words = fields[self.text_column]
@@ -159,6 +179,20 @@ def _template_kwargs(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
+def _with_leading_media(turns: tuple[Message, ...], media: RowMedia) -> tuple[Message, ...]:
+    """Media of a kind that no marker and no part places stand before the user's first words.
+
+    Source: TRL 1.16, `prepare_multimodal_messages`; ms-swift 3.8, `Template._add_default_tags`.
+    """
+    first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
+    if first is None:
+        return turns
+    placed = {type(part) for turn in turns for part in turn.parts}
+    leading = (part for kind in KINDS if KINDS[kind] not in placed for part in _all_waiting(media, kind))
+    asked = replace(turns[first], parts=(*leading, *turns[first].parts))
+    return (*turns[:first], asked, *turns[first + 1 :])
+
+
 def _all_waiting(media: RowMedia, kind: str) -> list[Part]:
     parts = []
     while media.waits(kind):
@@ -167,14 +201,14 @@ def _all_waiting(media: RowMedia, kind: str) -> list[Part]:
 
 
 def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[Message, ...]:
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else json_value(prompt, "prompt")
-    said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    asked = [{"role": "user", "content": prompt}] if words_of(prompt) is not None else prompt
+    said = [{"role": "assistant", "content": completion}] if words_of(completion) is not None else completion
     if not isinstance(asked, list) or not isinstance(said, list):
         raise DataError(
             f'"prompt" is {shortened(prompt)} and "completion" is {shortened(completion)}, but each must be a string '
             "or a list of messages."
         )
-    messages = read_messages([*asked, *said], media)
+    messages = read_turns([*asked, *said], "messages", media)
     shown = messages[: len(asked)]  # of which TRL learns nothing either
     return (
         tuple(replace(each, learnt=False) if each.role == "assistant" else each for each in shown)
@@ -212,12 +246,12 @@ def _asked_and_answered(fields: dict[str, Any], asked: str, answered: str, media
 
 
 def _text(fields: dict[str, Any], column: str) -> str:
-    words = fields[column]
-    if not isinstance(words, str):
-        raise DataError(
-            f'"{column}" is {shortened(words)}, but it must be a string. In columns a path such as answers.0 leads '
-            "into a list."
-        )
+    words = words_of(fields[column])
+    if words is None:
+        value = fields[column]
+        inner = 0 if isinstance(value, list) else next(iter(value), "") if isinstance(value, dict) else ""
+        hint = f" Of a column that holds several, columns takes one: {{{column}: {column}.{inner}}}." if value else ""
+        raise DataError(f'"{column}" is {shortened(value)}, but it must be words or a number.{hint}')
     return words
 
 
@@ -251,6 +285,27 @@ def check_columns(columns: Mapping[str, str]) -> None:
                 f"columns maps {name!r}, which no schema reads. {hint}{turned}It says for each name of Headway's the "
                 f"column that the dataset has, such as question: Frage; names are {', '.join(COLUMNS)}."
             )
+
+
+def _has_schema(fields: Mapping[str, Any]) -> bool:
+    """Whether a row has the columns of a schema of more than a text."""
+    return any(all(name in fields for name in columns) for columns in NEEDS.values())
+
+
+def with_own_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row's columns, those of other tools under the names that schemas read.
+
+    >>> with_own_names({"query": "1 + 1?", "response": "2", "id": 1})
+    {'id': 1, 'question': '1 + 1?', 'answer': '2'}
+    """
+    held = {name: value for name, value in fields.items() if value is not None}
+    if _has_schema(held):
+        return fields
+    for alias in ALIASES:
+        if alias.keys() <= held.keys():
+            others = {name: value for name, value in fields.items() if name not in alias}
+            return others | {own: fields[name] for name, own in alias.items()}
+    return fields
 
 
 def renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:

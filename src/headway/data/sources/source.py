@@ -9,7 +9,7 @@ from itertools import accumulate, islice
 from headway.data.samples import Origin, Sample, SampleError
 from headway.data.sources.marks import unread_keys
 from headway.data.sources.reader import Raw, Reader
-from headway.data.sources.schemas import COLUMNS, Normaliser, renamed
+from headway.data.sources.schemas import COLUMNS, Normaliser, renamed, with_own_names
 from headway.errors import DataError
 
 
@@ -58,8 +58,8 @@ class Shard:
         columns, unread = self.normaliser.columns, set[str]()
         for raw in islice(self.reader.stream(), most):
             try:
-                fields = {} if isinstance(raw.content, DataError) else self.reader.parse(raw.content).fields
-                fields = renamed(fields, columns) if columns else fields
+                given = {} if isinstance(raw.content, DataError) else self.reader.parse(raw.content).fields
+                fields = with_own_names(renamed(given, columns) if columns else given)
             except DataError:
                 continue  # told when the row is used
             unread |= unread_keys(fields, {*COLUMNS, self.normaliser.text_column})

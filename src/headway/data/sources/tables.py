@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from headway.data.sources.files import cached_path, write_cached
 from headway.data.sources.reader import EMPTY, START, ParsedRow, Raw, Reader, after, lasting, until_damage
+from headway.data.sources.table_values import row_values
 from headway.errors import DataError
 
 _BATCH_ROWS = 64  # decoded at once: few, as a row may hold images
@@ -33,10 +34,9 @@ class TableReader(Reader):
     def parse(self, content: pa.RecordBatch) -> ParsedRow:
         """Take the only row of a batch."""
         try:
-            (fields,) = content.to_pylist()
+            return ParsedRow(row_values(content))
         except (ValueError, OverflowError) as error:  # words that are not UTF-8, times that Python has no date for
             raise DataError(f"a value of the row cannot be read: {error}. Write the table again without it.") from error
-        return ParsedRow(fields)
 
     def get(self, row: int) -> Raw:  # noqa: D102 - as the base class says
         starts, batches, damage = self._rows()

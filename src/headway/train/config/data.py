@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from headway.train.config.sections import Positive, Section, Share, Slots, changed
 
-Formats = Literal["auto", "jsonl", "json", "parquet", "arrow", "webdataset", "text", "tokens"]
+Formats = Literal["auto", "jsonl", "json", "csv", "parquet", "arrow", "webdataset", "text", "tokens"]
 
 
 class DatasetConfig(Section):

@@ -1,0 +1,144 @@
+"""Tables as text: CSV and TSV, whose first line names the columns."""
+
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from headway.data.sources.json_rows import decoded
+from headway.data.sources.reader import ParsedRow
+from headway.data.sources.spans import Record, SpanReader
+from headway.errors import DataError
+
+_SEPARATORS = {".csv": ",;", ".tsv": "\t"}
+_MAX_ROW_BYTES = 64 * 2**20  # a quote that is not closed would take the rest of the file for one value
+
+
+class Delimited(SpanReader):
+    """A table of comma- or tab-separated values, with a line of names above them.
+
+    A value may stand in quotes, and then hold separators, line breaks and doubled quotes. A .csv file whose names are
+    separated by semicolons alone, as spreadsheets of many countries write it, is read by those.
+
+    Args:
+        file: the file to read.
+
+    Source: RFC 4180; quotes within a value that does not begin with one are letters, as for Python's `csv`.
+    """
+
+    unit = "line"
+
+    def records(self, stream: BinaryIO) -> Iterator[Record]:
+        """Rows in order: lines, those joined through which a value in quotes runs.
+
+        Raises:
+            EOFError: a value in quotes does not end.
+        """
+        place = start = first = 0
+        lines: list[bytes] = []
+        separator, is_open, is_header = b"", False, True
+        for number, line in enumerate(stream, start=1):
+            if not lines:
+                start, first = place, number
+            place += len(line)
+            if not lines and line.isspace():
+                continue
+            lines.append(line)
+            separator = separator or self._separator_of(line)
+            is_open = _is_open_after(line, is_open, separator)
+            if is_open and place - start <= _MAX_ROW_BYTES:
+                continue
+            if is_open:
+                break
+            if not is_header:
+                yield Record(start, first, b"".join(lines))
+            lines, is_header = [], False
+        if is_open:
+            raise EOFError(f"the value in quotes that begins on line {first} does not end")
+
+    def parse(self, content: bytes) -> ParsedRow:
+        """Read a row; a column without a name, as pandas' index has, is left out."""
+        if not hasattr(self, "_names"):
+            self._names, self._separator = self._header()
+        values = _values(decoded(content), self._separator)
+        if len(values) != len(self._names):
+            raise DataError(
+                f"it has {len(values)} values, and the first line names {len(self._names)} columns. Put values that "
+                "hold a separator or a line break into quotes."
+            )
+        return ParsedRow({name: value for name, value in zip(self._names, values, strict=True) if name})
+
+    def _header(self) -> tuple[list[str], str]:
+        with self.file.opened() as stream:
+            line = next((line for line in stream if not line.isspace()), b"")
+        separator = self._separator_of(line).decode()
+        names = [name.strip() for name in _values(decoded(line), separator)]
+        twice = sorted({name for name in names if name and names.count(name) > 1})
+        if twice:
+            raise DataError(f"the first line names {', '.join(twice)} twice. Give every column a name of its own.")
+        return names, separator
+
+    def _separator_of(self, header: bytes) -> bytes:
+        separators = _SEPARATORS.get(self.file.extension, ",;\t")
+        return next((each for each in separators if each.encode() in header), separators[0]).encode()
+
+
+def _is_open_after(line: bytes, is_open: bool, separator: bytes) -> bool:
+    """Whether a value in quotes goes on behind a line, where `is_open` says whether one went on before it."""
+    place = 0
+    if not is_open and line.startswith(b'"'):
+        is_open, place = True, 1
+    while True:
+        if is_open:
+            place = line.find(b'"', place) + 1
+            if not place:
+                return True
+            if line[place : place + 1] == b'"':  # doubled: a letter
+                place += 1
+                continue
+        place = line.find(separator, place) + 1
+        if not place:
+            return False
+        is_open = line[place : place + 1] == b'"'
+        place += is_open
+
+
+def _values(text: str, separator: str) -> list[str]:
+    """The values of a row.
+
+    Raises:
+        DataError: something stands behind a closing quote.
+
+    >>> _values('a,"b, c",', ",")
+    ['a', 'b, c', '']
+    """
+    text = text.rstrip("\r\n")
+    values, place = list[str](), 0
+    while True:
+        if text.startswith('"', place):
+            value, stop = _quoted(text, place + 1)
+            if not text.startswith(separator, stop) and stop < len(text):
+                raise DataError(
+                    f"behind the closing quote of value {len(values) + 1} stands {text[stop]!r}. Double the quotes "
+                    "that belong to a value."
+                )
+        else:
+            stop = text.find(separator, place)
+            stop = len(text) if stop < 0 else stop
+            value = text[place:stop]
+        values.append(value)
+        if stop >= len(text):
+            return values
+        place = stop + 1
+
+
+def _quoted(text: str, start: int) -> tuple[str, int]:
+    """A value in quotes that begins at `start`, behind the opening one, and the place behind the closing one."""
+    pieces, place = [], start
+    while True:
+        stop = text.find('"', place)
+        if stop < 0:
+            raise DataError("a value in quotes does not end. Close it, or double the quotes that belong to a value.")
+        pieces.append(text[place:stop])
+        if not text.startswith('""', stop):
+            return "".join(pieces), stop + 1
+        pieces.append('"')
+        place = stop + 2
