@@ -39,6 +39,14 @@ def _own_peak(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def _own_folder():
+    """Forget that a command ran in this process: it keeps the current folder out of all processes started after it."""
+    os.environ.pop("PYTHONSAFEPATH", None)
+    yield
+    os.environ.pop("PYTHONSAFEPATH", None)
+
+
+@pytest.fixture(autouse=True)
 def _own_accelerator():
     """Forget the state that all Accelerators of a process share: a Trainer in bfloat16 would decide for later tests."""
     if "accelerate" in sys.modules:
