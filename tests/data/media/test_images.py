@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 
 from headway.data import Encoder, Media
 from headway.data.media.images import Picture
@@ -190,6 +191,40 @@ def test_a_picture_beyond_pillows_own_limit():
         Picture(Media(data=giant), "here")
     with Picture(Media(data=giant), "here", max_pixels=100_000_000) as picture:
         assert picture.size == (5_000, 20_000)
+
+
+def chunks_of(png):
+    place = 8
+    while place < len(png):
+        size = int.from_bytes(png[place : place + 4], "big")
+        yield png[place : place + 12 + size]
+        place += 12 + size
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("write", ["add_text", "add_itxt"])
+def test_long_texts_of_a_png_are_left_out_and_its_orientation_stays(write, is_late):
+    """ComfyUI's workflows: texts that decompress beyond Pillow's bound, before the pixels or behind them."""
+    texts = PngInfo()
+    getattr(texts, write)("workflow", "node " * 500_000, zip=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    png = saved(halves(), "PNG", pnginfo=texts, exif=exif)
+    if is_late:
+        chunks = list(chunks_of(png))
+        long = next(chunk for chunk in chunks if b"workflow" in chunk)
+        png = png[:8] + b"".join(chunk for chunk in chunks[:-1] if chunk is not long) + long + chunks[-1]
+    with pytest.raises(ValueError, match="MAX_TEXT_CHUNK"), Image.open(BytesIO(png)) as image:
+        image.load()
+    turned = ImageOps.exif_transpose(Image.open(BytesIO(saved(halves(), "PNG", exif=exif))))
+    assert (read(png) == np.asarray(turned).astype(int)).all()
+
+
+@pytest.mark.parametrize(("top", "found"), [(4095, 4095), (65535, 65535), (None, None)])
+def test_the_range_of_16_bit_grey_is_known(top, found):
+    image = halves() if top is None else Image.fromarray(np.array([[0, top]], np.uint16))
+    with Picture(Media(data=saved(image, "PNG")), "here") as picture:
+        assert picture.brightest_of_16_bits() == found
 
 
 @pytest.mark.parametrize("limit", [0, -1, 10**9])

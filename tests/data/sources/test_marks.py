@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from headway.data import Message, TextPart
 from headway.data.samples import Origin
@@ -154,3 +156,16 @@ def test_each_file_is_told_of_once_with_the_keys_that_nobody_looks_at(tmp_path):
     (note,) = open_source(tmp_path / "*.jsonl").notes()
     assert note.startswith(f"{tmp_path}/a.jsonl and 1 more files: mood is not looked at")
     assert open_source(tmp_path / "a.jsonl", columns={"system": "mood"}).notes() == []
+
+
+def test_pictures_that_come_out_nearly_black_are_told_of(tmp_path):
+    for name, top in (("ray", 4095), ("scaled", 65535)):
+        Image.fromarray(np.array([[0, top]], np.uint16)).save(tmp_path / f"{name}.png")
+        row = {"text": "Lungs.", "image": f"{name}.png"}
+        (tmp_path / f"{name}.jsonl").write_text("\n".join([json.dumps(row)] * 2))
+    (note,) = open_source(tmp_path / "ray.jsonl").notes()
+    assert note.startswith(
+        f"{tmp_path}/ray.jsonl, line 1: no pixel of the 16-bit grey image {tmp_path}/ray.png is above"
+    )
+    assert "4,095 of 65,535" in note
+    assert open_source(tmp_path / "scaled.jsonl").notes() == []

@@ -4,6 +4,7 @@ import struct
 import warnings
 import zlib
 from collections.abc import Sequence
+from io import BytesIO
 from typing import BinaryIO, Self
 
 import numpy as np
@@ -31,6 +32,8 @@ For some, such as EPS, Pillow starts another program, and most of the rest is ra
 _TELLING_FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP")
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 _LATE_CHUNKS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # PNG chunks that can hold an orientation
+_TEXT_CHUNKS = (b"tEXt", b"zTXt", b"iTXt")
+_TURNING_TEXTS = (b"Raw profile type exif\0", b"Raw profile type APP1\0", b"XML:com.adobe.xmp\0")  # may turn a picture
 _WIDE_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 
 
@@ -69,17 +72,13 @@ class Picture:
         self._file: BinaryIO | None = None
         try:
             self._file = media.open()
-            self._image = _opened(self._file)
-            width, height = self._image.size
-            if width * height > max_pixels:
-                raise media_error(
-                    media,
-                    where,
-                    "image",
-                    f"it has {width} x {height} pixels, more than the limit of {max_pixels}, and may be a "
-                    "decompression bomb. Shrink it, or raise max_image_pixels",
-                )
-            self.size = self._upright_size()
+            try:
+                self.size = self._open(self._file, max_pixels)
+            except ValueError as error:
+                if "MAX_TEXT" not in str(error):  # Pillow's bounds on what is written beside the pixels of a PNG
+                    raise
+                self._file = _without_texts(self._file)
+                self.size = self._open(self._file, max_pixels)
         except _DAMAGE as error:
             self.close()
             raise media_error(media, where, "image", error) from error
@@ -120,6 +119,33 @@ class Picture:
             )
         return decoded
 
+    def brightest_of_16_bits(self) -> int | None:
+        """The largest value of a picture in 16-bit grey, of 65,535; None of other pictures.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        if self._image.mode not in _WIDE_GREY:
+            return None
+        try:
+            return int(np.asarray(self._image).max())
+        except _DAMAGE as error:
+            raise media_error(self._media, self._where, "image", error) from error
+
+    def _open(self, file: BinaryIO, max_pixels: int) -> tuple[int, int]:
+        """Read the header; (height, width) once upright [pixels]."""
+        self._image = _opened(file)
+        width, height = self._image.size
+        if width * height > max_pixels:
+            raise media_error(
+                self._media,
+                self._where,
+                "image",
+                f"it has {width} x {height} pixels, more than the limit of {max_pixels}, and may be a "
+                "decompression bomb. Shrink it, or raise max_image_pixels",
+            )
+        return self._upright_size()
+
     def _upright_size(self) -> tuple[int, int]:
         """(height, width) once turned by the EXIF orientation [pixels]."""
         image = self._image
@@ -158,6 +184,21 @@ def _opened(file: BinaryIO) -> Pillow.Image:
         return Pillow.open(file, formats=formats)
     except UnidentifiedImageError as error:  # its text only shows the file object's repr
         raise OSError("it is no picture in a format that is read") from error
+
+
+def _without_texts(file: BinaryIO) -> BinaryIO:
+    """A PNG without its texts, such as the workflow that drew it; those that may turn it stay."""
+    with file:
+        file.seek(0)
+        copy = BytesIO()
+        copy.write(file.read(8))
+        while len(head := file.read(8)) == 8:
+            size, kind = struct.unpack(">I4s", head)
+            content = file.read(size + 4)
+            if kind not in _TEXT_CHUNKS or content.startswith(_TURNING_TEXTS):
+                copy.write(head + content)
+    copy.seek(0)
+    return copy
 
 
 def _as_rgb(image: Pillow.Image) -> Pillow.Image:

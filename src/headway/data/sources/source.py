@@ -6,11 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
-from headway.data.samples import Origin, Sample, SampleError
+from headway.data.media.images import Picture
+from headway.data.samples import Chat, Origin, Sample, SampleError
 from headway.data.sources.marks import unread_keys
 from headway.data.sources.reader import Raw, Reader
 from headway.data.sources.schemas import COLUMNS, Normaliser, renamed, with_own_names
 from headway.errors import DataError
+
+_DIM = 65536 // 8  # of 16 bits
+_PICTURED_ROWS = 3  # whose pictures are looked at, of each file
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,28 @@ class Shard:
                 continue  # told when the row is used
             unread |= unread_keys(fields, {*COLUMNS, self.normaliser.text_column})
         return unread
+
+    def dim_picture(self, most: int) -> str | None:
+        """What to say of 16-bit grey of which only the lowest values are used, as of X-rays of 12 bits.
+
+        Args:
+            most: how many rows are looked at.
+        """
+        for _, sample in islice(self.rows(), most):
+            for media in sample.images if isinstance(sample, Chat) else ():
+                if media.path is not None and "://" in media.path:
+                    continue  # nothing is fetched for a note
+                try:
+                    with Picture(media, str(sample.origin)) as picture:
+                        brightest = picture.brightest_of_16_bits()
+                except DataError:
+                    continue  # told when the row is used
+                if brightest is not None and brightest < _DIM:
+                    return (
+                        f"{sample.origin}: no pixel of the 16-bit grey image {media} is above {brightest:,} of 65,535, "
+                        "so the model sees it nearly black (docs/media.md). Scale such images to their own range"
+                    )
+        return None
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -144,7 +170,7 @@ class Source:
         return self.shards[number], int(row) - self.starts[number]
 
     def notes(self, rows: int = 20, files: int = 16) -> list[str]:
-        """What is to be told of the first files: columns and keys of turns that nobody looks at.
+        """What is to be told of the first files: keys that nobody looks at, images that come out nearly black.
 
         Args:
             rows: how many of each file are looked at.
@@ -154,7 +180,8 @@ class Source:
         for shard in self.shards[:files]:
             if unread := shard.unread_keys(rows):
                 named.setdefault(tuple(sorted(unread)), []).append(shard.name)
-        return [
+        dim = [note for shard in self.shards[:files] if (note := shard.dim_picture(_PICTURED_ROWS)) is not None]
+        return dim[:1] + [
             f"{names[0]}{f' and {len(names) - 1} more files' * (len(names) > 1)}: {', '.join(keys)} "
             f"{'are' if len(keys) > 1 else 'is'} not looked at (docs/data.md has the keys that are)"
             for keys, names in named.items()
