@@ -14,6 +14,7 @@ from headway.cli.peak import stated_peak
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.workload import build_workload, check_vision_tokens, describe, prepared
 from headway.errors import LogError, UsageError
+from headway.files import check_plain
 from headway.report import Column, format_count, format_rate, format_share, render_pairs, render_table
 
 if TYPE_CHECKING:
@@ -146,6 +147,8 @@ def audit(
 
 def _text(path: Path) -> str:
     try:
+        if path.name == _RECORDS:  # of a run's folder; a log that a user names may come from a pipe
+            check_plain(path)
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise LogError(f"{path} cannot be read: {error.strerror}.") from error

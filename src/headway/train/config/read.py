@@ -169,10 +169,11 @@ def _json_at(raw: Any, name: str) -> str:
 
 
 def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in extending:
-        raise ConfigError(f"{path} extends itself, by way of {len(extending) - 1} other files; break the circle.")
     try:
-        raw = load_yaml(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if path.resolve() in extending:  # after reading, which tells of links that lead round in a circle
+            raise ConfigError(f"{path} extends itself, by way of {len(extending) - 1} other files; break the circle.")
+        raw = load_yaml(text)
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror}. Give the path of a YAML file."
