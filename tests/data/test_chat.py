@@ -159,6 +159,26 @@ def test_of_every_chat_each_answer_is_learnt_as_it_is_asked_for_and_ends_where_g
                     assert asked.startswith(view.text[:first]), (what, words)
 
 
+@pytest.mark.parametrize("unlearnt", [(0,), (1,), (2,), (0, 1), (0, 2)])
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_that_are_marked_as_not_to_be_learnt_are_shown_alone(name, unlearnt):
+    """Three rounds by the templates that models ship: what is learnt of the others is what it was without the marks."""
+    found, words = template(name), ("Hello.", "So.", "Yes.")
+    questions = ("Hi?", "Why?", "Really?")
+    turns = [
+        turn
+        for number, pair in enumerate(zip(questions, words, strict=True))
+        for turn in (user(pair[0]), answer(pair[1], learnt=number not in unlearnt))
+    ]
+    learnt = [number for number in range(3) if number not in unlearnt]
+    everything = answers(found, chat(*(replace(turn, learnt=True) for turn in turns)))
+    views = found.views(chat(*turns))
+    assert answers(found, chat(*turns)) == [everything[number] for number in learnt]
+    for number in range(max(learnt) + 1):  # and those that are not learnt are shown up to the last that is
+        assert any(words[number] in view.text for view in views)
+    assert all(any(word in view.text[a:b] for word in words) for view in views for a, b in view.spans)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if (TEMPLATES / f"{name}_training.jinja").is_file()])
 def test_what_is_learnt_is_what_trl_marked(name):
     found = template(name)

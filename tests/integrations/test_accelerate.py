@@ -88,3 +88,46 @@ def test_trackers_are_given_every_window_at_the_step_of_the_whole_run(tmp_path):
     mfu = [torch.tensor(window.mfu, dtype=torch.float32).item() for window in windows]
     assert read["headway/mfu"] == list(zip([102, 104], mfu, strict=True))
     assert {"headway/step", "headway/flops/total"} <= set(read)
+
+
+def test_a_forward_that_cannot_be_counted_ends_the_numbers_and_not_the_loop():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = prepared(accelerator)
+    given = []
+
+    def workload(arguments):
+        given.append(arguments)
+        if len(given) == 3:
+            raise ZeroDivisionError("a workload of one's own may fail of anything")
+        return Workload([4])
+
+    meter = AccelerateMeter(accelerator, model, peak=PEAK, log_every=1, workload=workload)
+    before = [parameter.clone() for parameter in model.parameters()]
+    middle = []
+
+    def two_epochs():
+        run(accelerator, meter, model, optimizer, loader)
+        middle.extend(parameter.clone() for parameter in model.parameters())
+        with meter.away():
+            pass
+        run(accelerator, meter, model, optimizer, loader)  # of which nothing is counted
+        return meter.close()
+
+    with pytest.warns(RuntimeWarning, match="AccelerateMeter measures this .* no further: ZeroDivisionError") as told:
+        whole = two_epochs()
+    assert len([one for one in told if "no further" in str(one.message)]) == 1
+    assert isinstance(meter.failure, ZeroDivisionError)
+    assert len(given) == 3
+    assert (whole.num_steps, whole.tokens) == (2, 8)
+    weights = zip(before, middle, model.parameters(), strict=True)
+    assert any(not torch.equal(a, b) and not torch.equal(b, c) for a, b, c in weights)
+
+
+def test_a_model_that_was_left_in_evaluation_mode_is_named_once_and_trained():
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = prepared(accelerator)
+    meter = AccelerateMeter(accelerator, model.eval(), peak=PEAK)
+    with pytest.warns(
+        RuntimeWarning, match=r"in evaluation mode, as from_pretrained leaves it.* Call model\.train\(\)"
+    ):
+        run(accelerator, meter, model, optimizer, loader)

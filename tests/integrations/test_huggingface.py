@@ -248,8 +248,9 @@ def test_a_model_that_cannot_be_counted_is_trained_with_one_warning(tmp_path):
     with pytest.warns(RuntimeWarning) as told:
         trainer = train_pictures(tmp_path / "a", [callback])
     (warning,) = [str(one.message) for one in told if "HeadwayCallback" in str(one.message)]
+    assert warning.startswith("HeadwayCallback measures this training no further: ")
     assert "Training goes on without its numbers. For models" in warning
-    assert "give HeadwayCallback(cost_model=headway.trace(model, inputs=...), workload=...)" in warning
+    assert "give it cost_model=headway.trace(model, inputs=...), workload=...: a cost model, and a function" in warning
     assert trainer.state.global_step == 3
     assert not any(name.startswith("headway/") for log in trainer.state.log_history for name in log)
     assert not trainer.model._forward_pre_hooks

@@ -42,11 +42,6 @@ class AccelerateMeter(Observer, Meter):
     ...     meter.step()
     """
 
-    way_out = (
-        "For models and batches that it cannot read, give AccelerateMeter(..., cost_model=headway.trace(model, "
-        "inputs=...), workload=...), a function that makes a headway.Workload of a forward's arguments."
-    )
-
     def __init__(
         self,
         accelerator: "Accelerator",

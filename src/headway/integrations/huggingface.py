@@ -42,11 +42,6 @@ class HeadwayCallback(Observer, TrainerCallback):
         failure: what ended the measuring; None while all is well.
     """
 
-    way_out = (
-        "For models and batches that it cannot read, give HeadwayCallback(cost_model=headway.trace(model, inputs=...), "
-        "workload=...), a function that makes a headway.Workload of a forward's arguments."
-    )
-
     def __init__(
         self,
         *,

@@ -44,11 +44,6 @@ class HeadwayMonitor(Observer, Callback):
         failure: what ended the measuring; None while all is well.
     """
 
-    way_out = (
-        "For models and batches that it cannot read, give HeadwayMonitor(cost_model=headway.trace(model, inputs=...), "
-        "workload=...), a function that makes a headway.Workload of a forward's arguments."
-    )
-
     def __init__(
         self,
         model: str | None = None,

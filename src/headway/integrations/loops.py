@@ -33,7 +33,10 @@ class Observer:
     """
 
     failure: Exception | None = None
-    way_out = ""  # what to give for models and batches that say too little by themselves, as a sentence
+    name = ""
+    """As its user calls it; the class's own name where it is empty."""
+    takes = "cost_model=headway.trace(model, inputs=...), workload=..."
+    """Arguments for models and batches that say too little by themselves."""
 
     def stop_measuring(self, error: Exception) -> None:
         """Note an error, warn of it and let go."""
@@ -43,9 +46,11 @@ class Observer:
             self._release()
         except Exception as another:  # noqa: BLE001 - what is half set up may not be let go of cleanly either
             what += f" (And {type(another).__name__}: {another})"
-        name = type(self).__name__.lstrip("_")
+        name = self.name or type(self).__name__
         warnings.warn(
-            f"{name} measures this training no further: {what} Training goes on without its numbers. {self.way_out}",
+            f"{name} measures this training no further: {what} Training goes on without its numbers. For models and "
+            f"batches that it cannot read, give it {self.takes}: a cost model, and a function that makes a "
+            "headway.Workload of what each forward is given.",
             RuntimeWarning,
             stacklevel=3,
         )

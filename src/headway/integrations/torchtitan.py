@@ -101,6 +101,8 @@ class _CountedDataLoader:
 class _Hook(Observer):
     """Wraps the builders of a TrainSpec, in the order in which a Trainer calls them, to count and time steps."""
 
+    name = "with_headway"
+    takes = "cost_model=headway.load_cost_model(NAME), workload_of=..."
     spec: TrainSpec
     cost_model: CostModel | None
     peak: Peak | None

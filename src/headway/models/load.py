@@ -65,7 +65,7 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
     if path.is_dir() and not (path / "config.json").is_file():
         raise CheckpointError(
             f"The model folder {path} has no config.json; it holds {_listing(path)}. Point to a folder that "
-            "save_pretrained wrote, or to one of a training run's export."
+            "save_pretrained wrote, or to an export of a training run."
         )
     if path.is_file() and path.suffix != ".json":
         raise UnknownModelError(f"{path} is a file but not a config.json. Give a model folder or its config.json.")
