@@ -4,6 +4,7 @@ import csv
 import io
 import json
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +63,7 @@ def test_nested_values_are_json(tmp_path):
     [
         ("question,answer\na,b,c\n", "line 2: it has 3 values, and the first line names 2 columns"),
         ("question,answer\na\n", "line 2: it has 1 values"),
-        ('question,answer\n"a"b,c\n', "line 2: ',' expected after '\"'. Double the quotes"),
+        ('question,answer\n"a"b,c\n', "line 2: behind the closing quote of value 1 stands 'b'"),
         (
             'question,answer\na,"b\nc,d\n',
             r"at its start: the file cannot be read further: the value in quotes that begins on line 2",
@@ -89,6 +90,14 @@ def test_a_quote_that_is_not_closed_does_not_take_the_memory(tmp_path, monkeypat
 def test_a_value_may_be_a_long_document(tmp_path):
     source = written(tmp_path, 'text\n"' + "word, " * 100_000 + '"\n')
     assert len(source[0].content) == 600_000
+
+
+def test_a_lone_carriage_return_that_pandas_wrote_is_part_of_its_value(tmp_path):
+    path = tmp_path / "table.csv"
+    pd.DataFrame({"question": ["this\rand that"], "answer": ["yes"]}).to_csv(path)
+    assert b'"' not in path.read_bytes()
+    question, answer = (message.parts[0].text for message in open_source(path)[0].messages)
+    assert (question, answer) == ("this\rand that", "yes")
 
 
 def test_an_inch_within_a_value_is_no_quote(tmp_path):

@@ -1,7 +1,5 @@
 """Tables as text: CSV and TSV, whose first line names the columns."""
 
-import csv
-import io
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -12,7 +10,6 @@ from headway.errors import DataError
 
 _SEPARATORS = {".csv": ",;", ".tsv": "\t"}
 _MAX_ROW_BYTES = 64 * 2**20  # a quote that is not closed would take the rest of the file for one value
-csv.field_size_limit(max(csv.field_size_limit(), _MAX_ROW_BYTES))  # 131,072 characters else: a document is longer
 
 
 class Delimited(SpanReader):
@@ -105,16 +102,43 @@ def _is_open_after(line: bytes, is_open: bool, separator: bytes) -> bool:
 
 
 def _values(text: str, separator: str) -> list[str]:
-    """The values of a row.
+    """The values of a row, which `csv` would end at a lone carriage return: pandas writes one without quotes.
 
     Raises:
-        DataError: something stands behind a closing quote, or a quote does not end.
+        DataError: something stands behind a closing quote.
 
     >>> _values('a,"b, c",', ",")
     ['a', 'b, c', '']
     """
-    lines = io.StringIO(text, newline="")  # as `csv` wants them: line breaks within quotes stay what they are
-    try:
-        return next(csv.reader(lines, delimiter=separator, strict=True), [])
-    except csv.Error as error:
-        raise DataError(f"{error}. Double the quotes that belong to a value, and close those around it.") from error
+    text = text.rstrip("\r\n")
+    values, place = list[str](), 0
+    while True:
+        if text.startswith('"', place):
+            value, stop = _quoted(text, place + 1)
+            if not text.startswith(separator, stop) and stop < len(text):
+                raise DataError(
+                    f"behind the closing quote of value {len(values) + 1} stands {text[stop]!r}. Double the quotes "
+                    "that belong to a value."
+                )
+        else:
+            stop = text.find(separator, place)
+            stop = len(text) if stop < 0 else stop
+            value = text[place:stop]
+        values.append(value)
+        if stop >= len(text):
+            return values
+        place = stop + 1
+
+
+def _quoted(text: str, start: int) -> tuple[str, int]:
+    """A value in quotes that begins at `start`, behind the opening one, and the place behind the closing one."""
+    pieces, place = [], start
+    while True:
+        stop = text.find('"', place)
+        if stop < 0:
+            raise DataError("a value in quotes does not end. Close it, or double the quotes that belong to a value.")
+        pieces.append(text[place:stop])
+        if not text.startswith('""', stop):
+            return "".join(pieces), stop + 1
+        pieces.append('"')
+        place = stop + 2
