@@ -24,9 +24,13 @@ from headway.report import (
 from headway.report.terminal import coloured
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headway.count.activations import SavedActivations, SavedByPrecision
+    from headway.devices import Device
     from headway.train.config import TrainConfig
     from headway.train.dry_run import DryRun, Packs
+    from headway.train.fitting import Way
 
 NO_ROOM = "DOES NOT FIT"
 LABELS = {"casts": "weights, cast", "gathered": "weights, gathered", "reducing": "gradients, summing", "passing":
@@ -110,7 +114,7 @@ def _render(config: "TrainConfig", planned: "DryRun") -> str:
     ]
     sections = [render_pairs(pairs), _memory_table(planned, _residual(config, planned))]
     if planned.ways:
-        sections.append(_ways(planned))
+        sections.append(ways_text(planned.device, planned.ways))
     if packs is not None:
         sections += [_flops_table(packs), _packs_pairs(config, planned, packs)]
     notes = [*planned.notes, _left_out(planned)]
@@ -176,15 +180,13 @@ def verdict(planned: "DryRun") -> str:
     return whole if planned.fits else f"{whole}: {NO_ROOM} within {format_share(USABLE)}"
 
 
-def _ways(planned: "DryRun") -> str:
+def ways_text(device: "Device | None", ways: "Sequence[Way]") -> str:
+    """Say which settings, or how many devices, make a run fit a device, as `--set` takes them."""
     from headway.train.dry_run import USABLE
 
-    device, ways = planned.device, planned.ways
     assert device is not None
     assert device.memory_bytes is not None
     room = int(USABLE * device.memory_bytes)
-    columns = [Column("what fits, by the plan", "left"), Column("size"), Column("price", "left")]
-    table = render_table(columns, [[str(way), format_bytes(way.peak_bytes), way.price] for way in ways])
     if ways[0].peak_bytes > room:
         return render_lines(
             [
@@ -192,7 +194,8 @@ def _ways(planned: "DryRun") -> str:
                 f"{format_bytes(ways[0].peak_bytes)}; train adapters (model.lora), a smaller model, or on more devices."
             ]
         )
-    return table
+    columns = [Column("what fits, by the plan (--set)", "left"), Column("size"), Column("price", "left")]
+    return render_table(columns, [[str(way), format_bytes(way.peak_bytes), way.price] for way in ways])
 
 
 def _flops_table(packs: "Packs") -> str:

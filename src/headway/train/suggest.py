@@ -214,7 +214,8 @@ def _fitted(
         room = USABLE * (device.memory_bytes or 0)
         for way in planned.ways:
             shorter = any(setting.startswith("data.tokens_per_pack") for setting in way.settings)
-            if way.devices == 1 and way.settings and way.peak_bytes <= room and not shorter:
+            gentle = adapters or len(way.settings) == 1  # adapters do less harm than several roundings together
+            if way.devices == 1 and way.settings and gentle and way.peak_bytes <= room and not shorter:
                 changed = _with(raw, way.settings)
                 return changed, _plan(changed, cost_model, saved, device)
     assert planned is not None
