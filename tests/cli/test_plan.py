@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from headway.devices import named_device
 from headway.devices.measure import TimeBudget
@@ -77,6 +78,47 @@ def test_data_are_measured_and_their_making_is_timed(headway, monkeypatch, tmp_p
     slow = json.loads(headway("plan", tmp_path / "model", *few, "--set", "data.workers=2", "--json").out)
     tokens = 64 * slow["packs"]["fill"]
     assert slow["time"]["step_s"] == pytest.approx([tokens / 2] * 3)  # two workers, a second a token
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """A recipe without a plan section, over 60 chats that are there."""
+    rows = [{"prompt": QUESTIONS[row % len(QUESTIONS)], "completion": "digit " * (1 + row % 7)} for row in range(60)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_reader(tmp_path / "model", [*QUESTIONS, "user\n", "assistant\n", "system\n"])
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text(
+        f"model: {{path: {tmp_path / 'model'}}}\n"
+        f"data: {{train: [{{path: {tmp_path / 'chats.jsonl'}}}], tokens_per_pack: 64}}\n"
+        f"optim: {{steps: 10, lr: 1e-3}}\nrun: {{folder: {tmp_path / 'run'}}}\n"
+    )
+    return recipe
+
+
+def test_the_data_of_a_recipe_are_what_is_planned_where_nothing_else_is_named(headway, chats):
+    dry = json.loads(headway("train", chats, "--dry-run", "--json").out)
+    index = json.loads(headway("index", chats.parent / "chats.jsonl", "--model", chats.parent / "model", "--json").out)
+    tokens = index["indices"][0]["tokens"]
+    assert dry["packs"]["lengths"] == "data.train: chats"
+    on_cuda = ("--set", "run.device=cuda")  # where autocast makes bfloat16 copies, and a processor has none
+    assert json.loads(headway("train", chats, "--dry-run", *on_cuda, "--json").out)["memory"]["casts"] > 0
+    assert torch.cuda.is_available() or dry["memory"]["casts"] == 0
+    device = ("--device", "H100", "--json")
+    plan = json.loads(headway("plan", chats, "--epochs", 3, *device).out)
+    assert plan["run"]["tokens"] == 3 * tokens
+    sizes = json.loads(headway("plan", chats, "--epochs", 3, "--scale", "1,2", *device).out)["sizes"]
+    assert [size["run"]["tokens"] for size in sizes] == [3 * tokens] * 2
+    assert json.loads(headway("tune", chats, *device).out)["lengths"] == "data.train: chats"
+
+
+def test_data_that_are_not_here_are_said_and_the_memory_is_planned_all_the_same(headway, chats):
+    told = headway("train", chats, "--dry-run", "--set", "data.train=[{path: elsewhere.jsonl}]")
+    assert told.code == 0
+    assert "elsewhere.jsonl cannot be read" in " ".join(told.err.split())
+    assert "weights" in told.out
+    assert "no lengths" in told.out
+    far = headway("train", chats, "--dry-run", "--set", "data.train=[{path: 's3://bucket/data.jsonl'}]")
+    assert (far.code, "behind a URL" in far.err) == (0, True)
 
 
 def test_settings_change_the_plan(headway):

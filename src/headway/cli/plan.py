@@ -13,7 +13,7 @@ import typer
 from headway.cli.ceiling import local_device, local_rates
 from headway.cli.dry_run import NO_ROOM, saved_of_recipe
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption
-from headway.cli.measured_data import measured_data
+from headway.cli.measured_data import lengths_of_data, measured_data
 from headway.cli.options import ImagesOption, JsonOption, SegmentsOption, VideosOption
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.plan_text import WholeRun, as_record, as_text
@@ -107,6 +107,7 @@ def plan(
     Example: headway plan qwen3-8b --device H100 --devices 8 --tokens 1e9
     """
     from headway.devices import named_device
+    from headway.packing.lengths import read_lengths
     from headway.train.dry_run import dry_run, learning_model
     from headway.train.forecast import Forecaster
     from headway.train.planned_lengths import NO_LENGTHS, lengths_in_turn
@@ -121,15 +122,21 @@ def plan(
     saved = saved_of_recipe(config)
     given = GivenLinks(link, network, per_node)
     reliability = _reliability(scale, mtbf, save, restart)
+    own = lengths_of_data(config) if pattern is None and not data else None
+    if epochs is not None and not (lengths or data or samples or own):
+        raise UsageError(
+            f"--epochs {epochs:g} needs data that end: give --data, --lengths or --samples, or --tokens instead."
+        )
     if scale is not None:
         _refuse_with_scale({"--devices": devices, "--data": data})
-        sizes = _sizes(scale, config, cost_model, found, saved, given, reliability, pattern)
-        _print_sizes(config, sizes, ends, price, as_json=as_json)
+        sizes = _sizes(scale, config, cost_model, found, saved, given, reliability, pattern or own)
+        rows = 0 if epochs is None or samples else len((own[1] if own else read_lengths(lengths or "")).tokens)
+        _print_sizes(config, sizes, [ends.total(size.packs, rows) for size in sizes[1]], price, as_json=as_json)
         return
     count = devices or config.plan.devices or 1
     given.joining(found, count)  # or an error, before anything is measured
     measured = measured_data(data, config) if data else None
-    table = None if measured is None else (measured.name, measured.lengths)
+    table = own if measured is None else (measured.name, measured.lengths)
     if pattern is not None:
         table = lengths_in_turn(config, pattern, config.parallel.mesh_shape(count))
     planned = dry_run(config, cost_model, saved, devices=count, device=found, lengths=table)
@@ -204,10 +211,6 @@ def _refuse_halves(
     for name, length in (("--tokens", ends.tokens), ("--epochs", ends.epochs)):
         if length is not None and not 0 < length < math.inf:
             raise UsageError(f"{name} {length:g} is no length of a run; give a positive number.")
-    if ends.epochs is not None and lengths is None and not data and ends.samples is None:
-        raise UsageError(
-            f"--epochs {ends.epochs:g} needs data that end: give --data, --lengths or --samples, or --tokens instead."
-        )
     if price is not None and not ends.is_given:
         raise UsageError("--price is for a whole run; give its --tokens, --epochs or --samples too.")
 
@@ -267,12 +270,12 @@ def _sizes(
 def _print_sizes(
     config: "TrainConfig",
     sizes: "tuple[Scaling, list[SizedRun]]",
-    ends: RunLength,
+    totals: "list[float | None]",
     price: float | None,
     *,
     as_json: bool,
 ) -> None:
-    """Print the sizes with what a whole run of each takes.
+    """Print the sizes with what a whole run of so many tokens takes at each.
 
     Raises:
         typer.Exit: one does not fit the device; exit code 1.
@@ -280,14 +283,8 @@ def _print_sizes(
     from headway.cli.scale_text import scale_record, scale_text
 
     scaling, sized = sizes
-    rows = 0
-    if ends.epochs is not None and config.plan.lengths is not None:
-        from headway.packing.lengths import read_lengths
-
-        rows = len(read_lengths(config.plan.lengths).tokens)
     runs = []
-    for size in sized:
-        total = ends.total(size.packs, rows)
+    for size, total in zip(sized, totals, strict=True):
         lasting = 1.0 if size.interruptions is None else size.interruptions.goodput
         runs.append(
             None

@@ -1,6 +1,6 @@
 """Needs of a run, from its recipe alone: parameters, memory of each device, FLOPs of a step, and packs.
 
-Nothing is trained, and neither weights nor data are read; lengths come from the recipe's `plan` section. For models
+Nothing is trained, and no weights are read; lengths come from the recipe's `plan` section or from who calls. For models
 whose ledger ships, torch is not needed either.
 """
 
@@ -152,7 +152,7 @@ def dry_run(
     notes = []
     packs = plan_packs(config, learning, shape, recompute_of(config, learning, saved, shape), lengths)
     if packs is None:
-        notes.append("no lengths: set plan.mix or plan.lengths, and packs and FLOPs are planned too")
+        notes.append("no lengths: with data.train here, plan.mix or plan.lengths, packs and FLOPs are planned too")
         tokens, patches = config.data.tokens_per_pack, _most_patches(config, learning)
     else:
         tokens, patches = packs.most_tokens, packs.most_patches

@@ -147,7 +147,8 @@ class Scaling:
         """
         config = sized(config, devices)
         shape = config.parallel.mesh_shape(devices)
-        forecaster = Forecaster(self.cost_model, self.saved, self.speeds, devices, self.links)
+        links = self.links if devices > 1 else None  # a lone device exchanges nothing
+        forecaster = Forecaster(self.cost_model, self.saved, self.speeds, devices, links)
         recompute = recompute_of(config, self.cost_model, self.saved, shape)
         lengths, steps = enough_lengths(config, self.cost_model, shape, pattern)
         packs = plan_packs(config, self.cost_model, shape, recompute, lengths)
