@@ -152,6 +152,32 @@ def test_a_search_for_mfu_has_the_page_that_explains_it_first(site):
     assert pages[int(page)] == "glossary"
 
 
+SOUGHT = (
+    "qlora",
+    "rlhf",
+    "dpo",
+    "colab",
+    "push_to_hub",
+    "troubleshoot",
+    "faq",
+    "quantiz",
+    "earli",
+    "docker",
+    "mp",
+    "overfit",
+)
+
+
+@pytest.mark.slow
+def test_a_search_for_words_of_other_tools_has_the_page_that_answers(site):
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    pages = re.findall(r'"([^"]+)"', re.search(r'"docnames":\[(.*?)\]', index)[1])
+    answers = str(pages.index("faq"))
+    for stem in SOUGHT:  # as the search's own stemmer leaves words
+        places = re.findall(rf'(?<!\w){stem}\w*"?:(\[[\d,]+\]|\d+)', index)
+        assert any(answers in re.findall(r"\d+", place) for place in places), stem
+
+
 @pytest.mark.slow
 def test_fields_have_the_meaning_that_comments_in_the_source_give_them(site):
     page = re.sub(r"<[^>]+>", "", (site / "reference/api/headway.audit.html").read_text(encoding="utf-8"))

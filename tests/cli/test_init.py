@@ -80,6 +80,7 @@ def test_text_alone_makes_a_text_model_and_several_files_a_mixture(headway, ques
 
     assert (wrote.code, "on one device" in wrote.out) == (0, True)
     (stage,) = yaml.safe_load((questions / "b.yaml").read_text())["data"]["train"]
+    assert load_config(questions / "b.yaml").optim.epochs > 3  # of a model from scratch, in few steps
     named = {"columns": {"text": "satz"}}
     mix = [{"path": "words.jsonl", "weight": 30, **named}, {"path": "more.jsonl", "weight": 60, **named}]
     assert stage == {"mix": mix}
@@ -97,6 +98,14 @@ def test_text_alone_makes_a_text_model_and_several_files_a_mixture(headway, ques
 def test_a_model_that_cannot_be_made_is_refused(headway, questions, arguments, says):
     result = headway("new-model", "tiny", "--data", "questions.jsonl", *arguments)
     assert (result.code, " ".join(result.err.split())[: len(says) + 7]) == (2, f"Error: {says}")
+
+
+@pytest.mark.parametrize("like", ["bert", "roformer"])  # whose attention says so, or whose layers do
+def test_no_small_model_is_made_that_reads_in_both_directions(headway, questions, like):
+    told = headway("new-model", "tiny", "--data", "words.jsonl", "--like", like)
+    assert (told.code, told.out) == (2, "")
+    assert " ".join(told.err.split()).startswith(f"Error: Models of type '{like}' read in both directions")
+    assert not (questions / "tiny" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

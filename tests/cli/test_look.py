@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -180,3 +181,27 @@ def test_wrong_use_is_one_clear_error(headway, arguments, message):
     result = headway("look", *arguments)
     assert result.code == 2
     assert message in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("look", "no-such.jsonl", "--model", "m"),
+        ("evaluate", "m", "no-such.jsonl"),
+        ("generate", "m", "--input", "no-such.jsonl"),
+        ("init", "--model", "m", "--data", "no-such.jsonl"),
+        ("new-model", "new", "--data", "no-such.jsonl"),
+    ],
+)
+def test_a_typo_in_a_path_is_told_before_slow_libraries_are_imported(words, tmp_path):
+    code = (
+        "import sys\n"
+        "from headway.cli.app import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    print(end.code, sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60
+    )
+    assert done.stdout.split("\n")[-2] == "1 []", done
+    assert "no-such.jsonl cannot be read" in " ".join(done.stderr.split())

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from headway.devices import named_device
 from headway.devices.measure import TimeBudget
@@ -79,6 +80,47 @@ def test_data_are_measured_and_their_making_is_timed(headway, monkeypatch, tmp_p
     assert slow["time"]["step_s"] == pytest.approx([tokens / 2] * 3)  # two workers, a second a token
 
 
+@pytest.fixture
+def chats(tmp_path):
+    """A recipe without a plan section, over 60 chats that are there."""
+    rows = [{"prompt": QUESTIONS[row % len(QUESTIONS)], "completion": "digit " * (1 + row % 7)} for row in range(60)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_reader(tmp_path / "model", [*QUESTIONS, "user\n", "assistant\n", "system\n"])
+    recipe = tmp_path / "train.yaml"
+    recipe.write_text(
+        f"model: {{path: {tmp_path / 'model'}}}\n"
+        f"data: {{train: [{{path: {tmp_path / 'chats.jsonl'}}}], tokens_per_pack: 64}}\n"
+        f"optim: {{steps: 10, lr: 1e-3}}\nrun: {{folder: {tmp_path / 'run'}}}\n"
+    )
+    return recipe
+
+
+def test_the_data_of_a_recipe_are_what_is_planned_where_nothing_else_is_named(headway, chats):
+    dry = json.loads(headway("train", chats, "--dry-run", "--json").out)
+    index = json.loads(headway("index", chats.parent / "chats.jsonl", "--model", chats.parent / "model", "--json").out)
+    tokens = index["indices"][0]["tokens"]
+    assert dry["packs"]["lengths"] == "data.train: chats"
+    on_cuda = ("--set", "run.device=cuda")  # where autocast makes bfloat16 copies, and a processor has none
+    assert json.loads(headway("train", chats, "--dry-run", *on_cuda, "--json").out)["memory"]["casts"] > 0
+    assert torch.cuda.is_available() or dry["memory"]["casts"] == 0
+    device = ("--device", "H100", "--json")
+    plan = json.loads(headway("plan", chats, "--epochs", 3, *device).out)
+    assert plan["run"]["tokens"] == 3 * tokens
+    sizes = json.loads(headway("plan", chats, "--epochs", 3, "--scale", "1,2", *device).out)["sizes"]
+    assert [size["run"]["tokens"] for size in sizes] == [3 * tokens] * 2
+    assert json.loads(headway("tune", chats, *device).out)["lengths"] == "data.train: chats"
+
+
+def test_data_that_are_not_here_are_said_and_the_memory_is_planned_all_the_same(headway, chats):
+    told = headway("train", chats, "--dry-run", "--set", "data.train=[{path: elsewhere.jsonl}]")
+    assert told.code == 0
+    assert "elsewhere.jsonl cannot be read" in " ".join(told.err.split())
+    assert "weights" in told.out
+    assert "no lengths" in told.out
+    far = headway("train", chats, "--dry-run", "--set", "data.train=[{path: 's3://bucket/data.jsonl'}]")
+    assert (far.code, "behind a URL" in far.err) == (0, True)
+
+
 def test_settings_change_the_plan(headway):
     plain, again = (
         json.loads(headway(*MODEL, "--json", *more).out)["time"] for more in ((), ("--set", "speed.recompute=full"))
@@ -145,19 +187,75 @@ def test_a_run_that_does_not_fit_is_told_and_fails(headway):
     assert json.loads(headway("plan", RECIPE, "--device", "H100", "--devices", 2, "--json").out)["fits"] is False
 
 
+def test_a_plan_that_does_not_fit_names_settings_with_which_it_does(headway):
+    few = ("plan", "qwen3-vl-8b", "--device", "H100", "--devices", 8)
+    told = headway(*few)
+    assert told.code == 1
+    ways = json.loads(headway(*few, "--json").out)["ways"]
+    assert ways
+    for way in ways:
+        assert " and ".join(way["settings"] or [f"{way['devices']} devices"]) in told.out
+        settings = [word for setting in way["settings"] for word in ("--set", setting)]
+        again = headway(*few[:-1], way["devices"], *settings)
+        assert again.code == 0, again.out
+
+
+def test_one_device_is_told_several_settings_where_none_is_enough_alone(headway):
+    lora = ("plan", "qwen3-8b", "--device", "4090", "--set", "model.lora.rank=16")
+    ways = json.loads(headway(*lora, "--json").out)["ways"]
+    assert (ways[0]["devices"], len(ways[0]["settings"])) == (1, 3)
+    settings = [word for setting in ways[0]["settings"] for word in ("--set", setting)]
+    assert headway(*lora, *settings).code == 0
+
+
+PICTURES = ("--segments", 900, "--images", "1024x768px")
+
+
+def test_samples_that_are_described_stand_for_a_whole_run(headway):
+    few = ("plan", "qwen3-vl-2b", "--device", "H100", "--price", "$2", "--json")
+    found = json.loads(headway(*few, "--samples", "2M", *PICTURES).out)
+    run = found["run"]
+    assert run["tokens"] == 2_000_000 * 900
+    assert run["steps"] == pytest.approx(run["tokens"] / found["time"]["tokens"])
+    # nine samples of 900 tokens in a pack of 8,192, each with 48 x 64 patches: pixels / 16, width 1024 and height 768
+    assert (found["packs"]["most_tokens"], found["packs"]["most_patches"]) == (8100, 9 * 48 * 64)
+    twice = json.loads(headway(*few, "--samples", "2M", "--epochs", 2, *PICTURES).out)["run"]
+    assert twice["cost"] == pytest.approx([2 * cost for cost in run["cost"]])
+
+
+def test_samples_in_turn_have_their_own_pictures(headway):
+    mixed = ("--segments", "900,3000", "--images", "1x32x48,1x64x64")
+    found = json.loads(headway("plan", "qwen3-vl-2b", "--device", "H100", "--samples", 1000, *mixed, "--json").out)
+    assert found["run"]["tokens"] == 500 * 900 + 500 * 3000
+    assert found["packs"]["most_patches"] % 512 == 0
+
+
+def test_samples_of_a_mix_are_as_long_as_the_mix(headway):
+    found = json.loads(headway(*MODEL, "--samples", 1000, "--json").out)
+    assert 500 < found["run"]["tokens"] / 1000 < 2000  # chats: a median of 800 tokens, cut at a pack's 8,192
+    assert "chats" in found["packs"]["lengths"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (("plan", "qwen3-0.6b"), "no device is named"),
         (("plan", "qwen3-0.6b", "--device", "H999"), "H999"),
         (("plan", "qwen3-0.6b", "--device", "rtx-3090-ti"), "the bandwidth of its memory is not known"),
-        ((*MODEL, "--price", 2), "give its --tokens or --epochs too"),
+        ((*MODEL, "--price", 2), "give its --tokens, --epochs or --samples too"),
         ((*MODEL, "--tokens", 1e9, "--epochs", 1), "both say how long the run is"),
         ((*MODEL, "--epochs", 1), "needs data that end"),
         ((*MODEL, "--tokens", "inf"), "--tokens inf is no length of a run"),
         ((*MODEL, "--epochs", 0, "--lengths", "x.csv"), "--epochs 0 is no length of a run"),
         ((*MODEL, "--data", "x.jsonl", "--lengths", "x.csv"), "two places for lengths"),
         (("plan", "qwen3-0.6b", "--data", "x.jsonl", "--scale", "8"), "--data x.jsonl is for one size of a run"),
+        ((*MODEL, "--tokens", 1e9, "--samples", 10), "--tokens and --samples both say how long the run is"),
+        ((*MODEL, "--lengths", "x.csv", "--samples", 10), "give --epochs instead"),
+        ((*MODEL, "--lengths", "x.csv", "--segments", 900), "--lengths and --segments are two places for lengths"),
+        ((*MODEL, "--images", "1x32x48"), "qwen3-0.6b has no vision tower"),
+        (("plan", "qwen3-vl-2b", "--images", "1x32x48"), "these take 384 tokens"),
+        (("plan", "qwen3-vl-2b", "--segments", "300", "--images", "1x32x48"), "give --segments 384 or more"),
+        (("plan", "qwen3-vl-2b", "--segments", "900*2", "--images", "1x32x48*3"), "cannot be dealt to the 2 samples"),
         ((*MODEL, "--data", "no-such.jsonl"), "no-such.jsonl"),
         ((*MODEL, "--set", "plan.mix=null"), "nothing says how long the samples are"),
         ((*MODEL, "--set", "parallel.replicate=3"), "does not divide the 8 processes"),
@@ -192,6 +290,46 @@ def test_sizes_are_planned_within_bounds_and_with_their_assumptions(headway):
     assert [one["interruptions"] for one in plain["sizes"]] == [None, None]
 
 
+def test_sizes_are_compared_by_what_a_run_takes_and_whether_they_fit(headway):
+    few = ("plan", "qwen2.5-1.5b", "--device", "H100", "--scale", "8,64", "--tokens", "100B", "--price", 2.5)
+    told = headway(*few)
+    assert told.code == 0, told.err
+    assert "fits" in told.out
+    for size in json.loads(headway(*few, "--json").out)["sizes"]:
+        run, rates = size["run"], size["time"]["tokens_per_s"]
+        assert size["fits"] is True
+        assert run["seconds"] == pytest.approx([1e11 / rate for rate in rates])
+        assert run["cost"] == pytest.approx([2.5 * size["devices"] * seconds / 3600 for seconds in run["seconds"]])
+        assert f"{run['cost'][1]:,.4g}" in told.out
+
+
+def test_a_size_that_does_not_fit_fails_and_is_told_what_does(headway):
+    few = ("plan", "qwen3-vl-8b", "--device", "H100", "--scale", "8,64")
+    told = headway(*few)
+    assert told.code == 1
+    assert "8 devices do not fit as they are" in told.out
+    way = json.loads(headway(*few, "--json").out)["sizes"][0]["ways"][0]
+    assert way["settings"][0] in told.out
+    assert headway(*few, *(word for setting in way["settings"] for word in ("--set", setting))).code == 0
+
+
+def test_samples_and_epochs_are_the_same_run_at_every_size(headway, tmp_path):
+    (tmp_path / "lengths.csv").write_text("tokens\n" + "\n".join(["700", "3000"] * 3))
+    asked = ("--scale", "8,16", "--json")
+    runs = json.loads(headway("plan", RECIPE, *asked, "--lengths", tmp_path / "lengths.csv", "--epochs", 5).out)
+    assert [size["run"]["tokens"] for size in runs["sizes"]] == pytest.approx([5 * 3 * 3700] * 2, rel=0.05)  # drawn
+    vision = json.loads(headway("plan", "qwen3-vl-2b", "--device", "H100", *asked, "--samples", 1000, *PICTURES).out)
+    assert [size["run"]["tokens"] for size in vision["sizes"]] == [900_000] * 2
+
+
+def test_failures_make_a_run_longer(headway):
+    few = ("plan", RECIPE, "--scale", "64", "--tokens", "1e9", "--json")
+    calm, shaken = (json.loads(headway(*few, *mtbf).out)["sizes"][0] for mtbf in ((), ("--mtbf", 5000)))
+    goodput = shaken["interruptions"]["goodput"]
+    assert goodput < 1
+    assert shaken["run"]["seconds"] == pytest.approx([seconds / goodput for seconds in calm["run"]["seconds"]])
+
+
 def test_links_can_be_given(headway):
     slow, fast = (
         json.loads(headway(*SCALE, "--network", rate, "--json").out)["sizes"][1]["exposed_s"][1] for rate in (1, 100)
@@ -221,7 +359,6 @@ def test_many_shards_of_few_rows_are_told(headway):
     [
         (("--scale", "8,many"), "'many' is no number of devices"),
         (("--scale", "8", "--devices", 8), "--devices 8 is for one size"),
-        (("--scale", "8", "--tokens", "1e9"), "is for one size"),
         (("--mtbf", 1000), "--mtbf 1000 cannot take effect without --scale"),
         (("--scale", "8", "--save", 3), "--save 3 cannot take effect without --mtbf"),
         (("--scale", "8", "--mtbf", -3), "--mtbf -3 is no time"),

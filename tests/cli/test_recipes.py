@@ -196,7 +196,7 @@ def test_a_model_that_does_not_ship_is_traced(headway, tmp_path):
 
     write_reader(tmp_path / "model")
     plan = dry_run(headway, "digits", "--set", f"model.path={tmp_path / 'model'}", "--set", "plan.mix=vqa",
-                   "--set", "data.tokens_per_pack=4096")  # fmt: skip
+                   "--set", "data.tokens_per_pack=4096", "--set", "run.device=cuda")  # fmt: skip
     assert plan["devices"] == 1
     assert plan["memory"]["casts"] > 0
     config = load_config(RECIPES / "digits.yaml")

@@ -1,3 +1,4 @@
+import base64
 import json
 import re
 from html.parser import HTMLParser
@@ -526,6 +527,38 @@ def test_what_a_run_folder_holds_beside_steps_is_shown(tmp_path):
     assert "a3" not in shown
     assert "moments" not in shown
     assert HOSTILE not in text
+
+
+def test_the_loss_of_held_out_samples_stands_in_the_chart_of_the_loss(tmp_path):
+    run = write_run(tmp_path / "run", 6)
+    for losses, risen in (((0.5, 0.4, 0.41), False), ((0.5, 0.4, 0.6), True)):
+        lines = [line for line in (run / "metrics.jsonl").read_text().splitlines() if "evaluation" not in line]
+        lines += [
+            json.dumps({"kind": "evaluation", "step": 2 * place, "loss": loss}) for place, loss in enumerate(losses, 1)
+        ]
+        (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        text = report_page(read_run(run))
+        assert f'data-name="held-out" data-of="step" data-unit="1" data-x="2 2 2" data-v="0.5|0.4|{losses[-1]}"' in text
+        assert 'data-name="training"' in text
+        assert ("least after step 4, 0.4000, and is 0.6000 after step 6" in text) == risen
+        assert ("least after step 4" in report_markdown(read_run(run))) == risen
+
+
+def test_answers_about_pictures_stand_beside_the_pictures(tmp_path):
+    run = write_run(tmp_path / "run", 6)
+    picture = base64.b64encode(b"\xff\xd8\xff\xe0" + bytes(range(200))).decode()
+    seen = {"a.jsonl, line 1": picture, "a.jsonl, line 2": HOSTILE, "a.jsonl, line 3": "data:text/html,x" * 20}
+    rows = [
+        {"kind": "sample", "step": step, "where": where, "prompt": "what is it", "gold": "a cat", "answer": "a dog"}
+        | ({"picture": data} if step == 3 else {})
+        for step in (3, 6)
+        for where, data in seen.items()
+    ]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(text := report_page(read_run(run)))
+    assert page.links == [f"data:image/jpeg;base64,{picture}"]  # those of the first evaluation, and no others
+    assert HOSTILE not in text
+    assert picture not in report_markdown(read_run(run))
 
 
 def test_each_source_has_its_loss_where_there_are_several(tmp_path):

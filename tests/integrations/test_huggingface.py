@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, ViTConfig, ViTForImageClassification
 
 import headway
 from headway import Workload, trace
@@ -257,6 +257,27 @@ def test_a_model_that_cannot_be_counted_is_trained_with_one_warning(tmp_path):
     trainer.model(torch.randn(2, 3, 4, 4), torch.tensor([0, 1]))  # no hook is left to refuse it
     plain = train_pictures(tmp_path / "b", [])
     assert trainer.state.log_history[-1].keys() == plain.state.log_history[-1].keys()
+
+
+def test_a_model_that_takes_pictures_alone_is_counted_by_itself(tmp_path):
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8
+    )
+    data = [{"pixel_values": torch.randn(3, 32, 32), "labels": torch.tensor(i % 2)} for i in range(12)]
+    options = TrainingArguments(
+        tmp_path, max_steps=3, per_device_train_batch_size=4, report_to=[], use_cpu=True, logging_steps=1
+    )
+    callback = HeadwayCallback(peak=PEAK)
+    trainer = Trainer(ViTForImageClassification(config), options, train_dataset=data, callbacks=[callback])
+    trainer.train()
+    assert callback.failure is None
+    # 16 patches of 8 x 8 x 3 values; with the class token 17 places; a layer has four 32 x 32 matrices, an MLP of
+    # 2 x 32 x 64, and 17 x 17 pairs of 2 x 32 products; the head reads one place. All of it thrice, but for the
+    # gradient of the pictures.
+    stem = 16 * 192 * 32
+    rest = 2 * (17 * (4 * 32 * 32 + 2 * 32 * 64) + 17 * 17 * 2 * 32) + 32 * 2
+    assert callback.run.flops.total == 12 * 2 * (2 * stem + 3 * rest)
+    assert trainer.state.log_history[0]["headway/mfu"] > 0
 
 
 def test_the_way_out_that_the_warning_names_counts_it(tmp_path):

@@ -1,5 +1,7 @@
 """Workloads read off what transformers' batches carry."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -99,6 +101,17 @@ def test_images_of_one_size_are_counted_by_their_frames():
     assert workload_of(batch, cost_model("tokens", "frames:2:2")).images.tolist() == [[1, 2, 2]] * 10
     with pytest.raises(WorkloadError, match="does not say how large an image is"):
         workload_of(batch, cost_model("tokens"))
+
+
+def test_pictures_are_all_of_a_batch_for_a_model_that_reads_nothing_else():
+    sees = cost_model("frames:2:2")
+    assert workload_of({"pixel_values": torch.zeros(5, 3, 28, 28), "labels": torch.zeros(5)}, sees) == Workload(
+        images=[(1, 2, 2)] * 5
+    )
+    counted = replace(sees, source={"pixels": "28"})
+    assert workload_of({"pixel_values": torch.zeros(5, 3, 28, 28)}, counted).num_images == 5
+    with pytest.raises(WorkloadError, match=r"56 x 28 pixels, and .* was counted on 28 x 28"):
+        workload_of({"pixel_values": torch.zeros(5, 3, 56, 28)}, counted)
 
 
 def test_a_batch_without_tokens_is_refused():

@@ -72,6 +72,30 @@ def test_lines_share_an_axis_and_tell_their_points():
     )
 
 
+def test_a_fall_to_a_hundredth_has_equal_room_for_equal_ratios():
+    def heights(chart):
+        points = re.findall(r'points="(.*?)" fill="none"', chart)[0].split()
+        return [float(point.split(",")[1]) for point in points]
+
+    drawn = lines_chart("loss", [DrawnLine("", [1, 2, 3], [10.0, 1.0, 0.1])], form=plain, by_ratio=True)
+    top, middle, bottom = heights(drawn)
+    assert middle - top == pytest.approx(bottom - middle, abs=0.2)
+    assert "logarithmic" in drawn
+    for values in ([3.0, 2.0, 1.0], [10.0, 0.1, 0.0], [10.0, 0.1, -1.0]):  # few, and those that have no logarithm
+        linear = lines_chart("loss", [DrawnLine("", [1, 2, 3], values)], form=plain, by_ratio=True)
+        assert "logarithmic" not in linear
+        assert linear == lines_chart("loss", [DrawnLine("", [1, 2, 3], values)], form=plain)
+
+
+def test_a_narrow_window_has_a_bars_name_and_value_in_sight():
+    chart = bar_chart("x", [("a name that is as long as names of bars may be", 1.0), ("b", 2.0)], form=plain)
+    ends = [float(x) for x in re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end">', chart)]
+    assert len(ends) == 4
+    # a page of 390 pixels has 358 within its margins, of a chart that is drawn at 34 rem, 544 pixels, of 640
+    assert max(ends) * 544 / 640 < 358
+    assert 'text-anchor="start"' not in chart
+
+
 def test_a_gap_parts_the_line():
     assert line_chart("loss", [1, 2, 3, 4, 5], [1.0, 2.0, None, 3.0, 4.0], form=plain).count("<polyline") == 2
     assert drawn("line").count("<circle") == 2  # a point alone

@@ -21,7 +21,7 @@ def test_flops_get_a_decimal_prefix(flops, text):
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0 us"),
+        (0, "0 s"),
         (0.000999, "999 us"),
         (0.9999e-3, "1 ms"),
         (0.9996, "1.00 s"),

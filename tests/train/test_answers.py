@@ -1,12 +1,15 @@
 """Answers in words: they agree with what exact match says of the same model, and with transformers' own generation."""
 
+import base64
 import json
 from copy import deepcopy
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from headway.data import Encoder, read_samples
 from headway.data.collate import Collator
@@ -89,6 +92,10 @@ def test_a_run_writes_answers_beside_its_records(raw, digits):
     gold = json.loads((digits / "data/eval.jsonl").read_text().splitlines()[0])
     assert records[0]["gold"] in json.dumps(gold)
     assert records[0]["prompt"]
+    # what the model was shown, small, with the first answers to a sample and not again
+    small = [Image.open(BytesIO(base64.b64decode(record["picture"]))) for record in records[:2]]
+    assert [(one.format, max(one.size) <= 96) for one in small] == [("JPEG", True)] * 2
+    assert not any("picture" in record for record in records[2:])
     summaries = [r for r in read_metrics(config.run.folder / "metrics.jsonl") if r["kind"] == "answers"]
     assert [(r["step"], r["samples"], len(r["answers"])) for r in summaries] == [(3, 2, 2), (6, 2, 2)]
 

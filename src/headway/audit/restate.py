@@ -242,6 +242,12 @@ def _warnings(
     return tuple(said)
 
 
+def _span(values: Sequence[float]) -> str:
+    """The least and the most, or one number where both are printed alike: "1,024 to 2,048"."""
+    least, most = (f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in (min(values), max(values)))
+    return least if least == most else f"{least} to {most}"
+
+
 def _notes(log: Log, seconds: Sequence[float], seq_len: int) -> tuple[str, ...]:
     said = [*log.notes]
     said += [
@@ -255,7 +261,7 @@ def _notes(log: Log, seconds: Sequence[float], seq_len: int) -> tuple[str, ...]:
         tokens = [rate * gap for rate, gap in zip(rates[1:], gaps, strict=True)]
         if max(tokens) < seq_len or min(tokens) < 0.95 * max(tokens):
             said.append(
-                f"tokens/s x the time between lines gives {min(tokens):,.0f} to {max(tokens):,.0f} tokens per step, "
+                f"tokens/s x the time between lines gives {_span(tokens)} tokens per step, "
                 f"while attention is billed for rows of {seq_len:,}"
             )
     if len(seconds) > 3 and seconds[0] > 2 * median(seconds):

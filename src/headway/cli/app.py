@@ -57,7 +57,6 @@ app = typer.Typer(
     name="headway",
     help="Train multimodal models on packed data, and know to the FLOP how much of the hardware turned into progress.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,  # plain help loads no rich, so that `headway flops` stays fast
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},

@@ -4,10 +4,12 @@ import json
 import math
 import sys
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from headway.cli.measured_data import lengths_of_data
 from headway.cli.output import needs_extra
 from headway.cli.resolve import resolve_config, resolve_cost_model
 from headway.log.working import working
@@ -24,9 +26,13 @@ from headway.report import (
 from headway.report.terminal import coloured
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headway.count.activations import SavedActivations, SavedByPrecision
+    from headway.devices import Device
     from headway.train.config import TrainConfig
     from headway.train.dry_run import DryRun, Packs
+    from headway.train.fitting import Way
 
 NO_ROOM = "DOES NOT FIT"
 LABELS = {"casts": "weights, cast", "gathered": "weights, gathered", "reducing": "gradients, summing", "passing":
@@ -53,13 +59,27 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
     name = device or config.plan.device
     cost_model = resolve_cost_model(config.model.path)
     found = named_device(name) if name is not None else None
-    planned = dry_run(config, cost_model, saved_of_recipe(config), devices=count, device=found)
+    if found is None:
+        config = of_this_machine(config)
+    lengths = lengths_of_data(config)
+    planned = dry_run(config, cost_model, saved_of_recipe(config), devices=count, device=found, lengths=lengths)
     if as_json:
         print(json.dumps(planned.as_json()))
     else:
         print(_render(config, planned).replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
     if planned.fits is False:
         raise typer.Exit(1)
+
+
+def of_this_machine(config: "TrainConfig") -> "TrainConfig":
+    """Name the processor in a recipe that takes what there is, where PyTorch sees no accelerator on this machine."""
+    if config.run.device != "auto" or find_spec("torch") is None:
+        return config
+    from headway.cli.ceiling import local_device
+
+    if local_device(None).type != "cpu":
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"device": "cpu"})})
 
 
 def saved_of_recipe(config: "TrainConfig") -> "SavedByPrecision":
@@ -110,10 +130,10 @@ def _render(config: "TrainConfig", planned: "DryRun") -> str:
     ]
     sections = [render_pairs(pairs), _memory_table(planned, _residual(config, planned))]
     if planned.ways:
-        sections.append(_ways(planned))
+        sections.append(ways_text(planned.device, planned.ways))
     if packs is not None:
         sections += [_flops_table(packs), _packs_pairs(config, planned, packs)]
-    notes = [*planned.notes, _left_out(planned)]
+    notes = [*planned.notes, _left_out(config, planned)]
     return "\n\n".join([*sections, render_lines(notes)])
 
 
@@ -153,11 +173,13 @@ def _in_words(moment: str) -> str:
     return "a model just built" if moment == "built" else f"the {moment}" if " " in moment else moment
 
 
-def _left_out(planned: "DryRun") -> str:
+def _left_out(config: "TrainConfig", planned: "DryRun") -> str:
     from headway.plan.allowance import allowances
 
     shape = planned.shape
     groups = sum(size > 1 for size in (shape.fsdp, shape.replicate, shape.sequence, shape.expert))
+    if planned.device is None and config.run.device == "cpu":
+        return "Planned for this machine's processor; --device NAME plans for another."
     found = allowances(groups)
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items())
     whole = format_bytes(sum(found.values()))
@@ -176,15 +198,13 @@ def verdict(planned: "DryRun") -> str:
     return whole if planned.fits else f"{whole}: {NO_ROOM} within {format_share(USABLE)}"
 
 
-def _ways(planned: "DryRun") -> str:
+def ways_text(device: "Device | None", ways: "Sequence[Way]") -> str:
+    """Say which settings, or how many devices, make a run fit a device, as `--set` takes them."""
     from headway.train.dry_run import USABLE
 
-    device, ways = planned.device, planned.ways
     assert device is not None
     assert device.memory_bytes is not None
     room = int(USABLE * device.memory_bytes)
-    columns = [Column("what fits, by the plan", "left"), Column("size"), Column("price", "left")]
-    table = render_table(columns, [[str(way), format_bytes(way.peak_bytes), way.price] for way in ways])
     if ways[0].peak_bytes > room:
         return render_lines(
             [
@@ -192,7 +212,8 @@ def _ways(planned: "DryRun") -> str:
                 f"{format_bytes(ways[0].peak_bytes)}; train adapters (model.lora), a smaller model, or on more devices."
             ]
         )
-    return table
+    columns = [Column("what fits, by the plan (--set)", "left"), Column("size"), Column("price", "left")]
+    return render_table(columns, [[str(way), format_bytes(way.peak_bytes), way.price] for way in ways])
 
 
 def _flops_table(packs: "Packs") -> str:

@@ -57,6 +57,10 @@ def evaluate(
     Example: headway evaluate runs/mine held_out.jsonl
     """
     with needs_extra("evaluating"):
+        from headway.data.sources import open_source
+
+        for path in data or ():
+            open_source(path)  # a typo is told before torch is imported
         from headway.models.head import model_with_loss
         from headway.models.vision import vision_geometry
         from headway.train.answers import GenerationEval

@@ -77,6 +77,10 @@ def generate(
             f"{given} goes with --prompt: rows of --input name their own images, and their answers are JSON lines."
         )
     with needs_extra("generating"):
+        if source is not None and Path(source).suffix != ".txt":
+            from headway.data.sources import open_source
+
+            open_source(source)  # a typo is told before torch is imported
         from headway.train.generate import Decoding
 
     decoding = Decoding(max_new_tokens, temperature, top_p, top_k, seed)

@@ -68,7 +68,7 @@ def init(
         tokeniser = open_encoder(path).tokeniser
         if tokeniser.missing_rows:  # of which no setting makes a row usable
             raise DataError(f"{model} cannot be trained on these data. {tokeniser.added_tokens()}")
-    from headway.train.suggest import EPOCHS, suggest
+    from headway.train.suggest import suggest
 
     with working("planning a run"):
         made = suggest(
@@ -99,7 +99,7 @@ def init(
                 "longest": lengths.longest,
                 "tokens_per_pack": settings.data.tokens_per_pack,
                 "steps_per_epoch": made.steps_per_epoch,
-                "epochs": EPOCHS,
+                "epochs": made.epochs,
                 "peak_bytes": None if planned is None else planned.memory.peak,
                 "lora": settings.model.lora is not None,
             }
@@ -113,7 +113,7 @@ def init(
         ("wrote", str(output)),
         ("lengths", str(lengths)),
         ("packs", f"{format_count(settings.data.tokens_per_pack)} tokens"),
-        ("epochs", f"{EPOCHS} of {format_count(made.steps_per_epoch)} steps on one device"),
+        ("epochs", f"{made.epochs} of {format_count(made.steps_per_epoch)} steps on one device"),
         ("memory", memory),
         ("next", f"headway train {output}"),
     ]

@@ -154,17 +154,19 @@ def _of_data(
     seed: int,
 ) -> "Looked":
     from headway.cli.pack import one_of
+    from headway.data.sources import open_source
+    from headway.packing.items import OVERLONG, Items
+
+    policy = one_of(overlong, "policy for over-long samples", OVERLONG)
+    sources = [open_source(path) for path in data]  # a typo is told before torch is imported
+
     from headway.data import Budget
     from headway.data.encoders import open_encoder
     from headway.data.look import Looked
     from headway.data.media.placeholders import MAX_CHARACTERS
-    from headway.data.sources import open_source
-    from headway.packing.items import OVERLONG, Items
     from headway.packing.order import Order
     from headway.packing.plan import Plan
 
-    policy = one_of(overlong, "policy for over-long samples", OVERLONG)
-    sources = [open_source(path) for path in data]
     _require(rows, sources)
     with working(f"opening the processor of {model}"):
         encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS, chats=chats)

@@ -1,12 +1,13 @@
-"""Datasets named on the command line, measured with the model's own processor, for a plan."""
+"""Datasets measured with the model's own processor, for a plan: those of the command line, or a recipe's own."""
 
 from typing import TYPE_CHECKING
 
 from headway.cli.index import build_indices
-from headway.cli.output import needs_extra
-from headway.errors import DataError
+from headway.cli.output import needs_extra, warn
+from headway.errors import DataError, HeadwayError
 
 if TYPE_CHECKING:
+    from headway.packing.lengths import LengthTable
     from headway.train.config import TrainConfig
     from headway.train.measured_data import MeasuredData
 
@@ -39,3 +40,31 @@ def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
         raise DataError(f"--data {', '.join(data)}: no row can be used; `headway index` says why.")
     encoder = open_encoder(located(config.model.path), max_characters=config.data.max_characters, chats=chats)
     return MeasuredData(", ".join(source.name for source in sources), lengths, making_s(sources, indices, encoder))
+
+
+def lengths_of_data(config: "TrainConfig") -> "tuple[str, LengthTable] | None":
+    """Name and lengths of a recipe's own data, where its plan section names no others.
+
+    They are measured as training measures them, and kept. Sources of a mixture count by their samples. Data that stream
+    or lie behind a URL are not read for a plan.
+
+    Returns:
+        None where there are others or the data cannot be measured here, which is warned of.
+    """
+    if config.plan.mix is not None or config.plan.lengths is not None or config.data.stream is not None:
+        return None
+    try:
+        with needs_extra("measuring data.train"):
+            from headway.data.chat_settings import ChatSettings
+            from headway.train.data import open_stages
+            from headway.train.measured_data import joined
+
+        if any("://" in (part.path or "") for stage in config.data.played for part in stage.parts):
+            raise DataError("they lie behind a URL.")
+        sources, _ = open_stages(config.data)
+        chats = ChatSettings.of(**config.model.of_chats())
+        lengths = joined(build_indices(sources, config.model.path, config.data.max_characters, chats=chats))
+    except HeadwayError as error:
+        warn(f"The lengths of data.train are not measured, so that no packs are planned from them: {error}")
+        return None
+    return (f"data.train: {', '.join(source.name for source in sources)}", lengths) if len(lengths.tokens) else None

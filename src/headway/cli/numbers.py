@@ -27,6 +27,8 @@ class NumberCommand(TyperCommand):
     """A command that reads the numbers among its options before the parser sees them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: D102 - as the class above says
+        if ctx.resilient_parsing:  # a shell asks how half a line goes on
+            return super().parse_args(ctx, args)
         kinds = _numeric(self.callback) if self.callback else {}
         options = {name: kinds[param.name] for param in self.params if param.name in kinds for name in param.opts}
         return super().parse_args(ctx, _plain(args, options))

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,54 +11,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.ceiling import local_device, local_rates
-from headway.cli.dry_run import NO_ROOM, saved_of_recipe, verdict
-from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
-from headway.cli.measured_data import measured_data
-from headway.cli.options import JsonOption
+from headway.cli.dry_run import NO_ROOM, saved_of_recipe
+from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption
+from headway.cli.measured_data import lengths_of_data, measured_data
+from headway.cli.options import ImagesOption, JsonOption, SegmentsOption, VideosOption
 from headway.cli.output import needs_extra, print_json, warn
-from headway.cli.resolve import resolve_cost_model
+from headway.cli.plan_text import WholeRun, as_record, as_text
+from headway.cli.resolve import in_patches, resolve_cost_model
 from headway.cli.train import SetOption
+from headway.cli.workload import samples_in_turn
 from headway.errors import PlanError, UsageError
 from headway.log.working import working
-from headway.report import (
-    Column,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_share,
-    render_lines,
-    render_pairs,
-    render_table,
-)
 from headway.report.terminal import coloured
 
 if TYPE_CHECKING:
     from headway.count import CostModel
     from headway.count.activations import SavedActivations
     from headway.devices import Device
-    from headway.plan.collectives import Links
+    from headway.packing.lengths import LengthTable
     from headway.plan.failures import Reliability
-    from headway.plan.speeds import Cases, Speeds
-    from headway.plan.step_time import StepForecast
+    from headway.plan.speeds import Speeds
     from headway.train.config import TrainConfig
-    from headway.train.dry_run import DryRun
+    from headway.train.dry_run import Packs
+    from headway.train.scale import Scaling, SizedRun
 
 _PACK = 8192  # tokens of a pack, where MODEL alone is named
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfloat16-autocast": "bf16"}
 
 
 SAVE_S, RESTART_S = 30.0, 300.0
-
-
-@dataclass(frozen=True)
-class WholeRun:
-    """What a whole run takes; of each quantity the best, the expected and the worst case."""
-
-    tokens: float  # to train on
-    seconds: "Cases"  # of the run [s]
-    device_hours: "Cases"  # of all devices [h]
-    cost: "Cases | None"  # in the currency of the price; None without one
-    energy_kwh: "Cases | None"  # of the boards [kWh]; None where their power is not known
 
 
 def plan(
@@ -73,11 +54,19 @@ def plan(
         float | None, typer.Option(metavar="T", min=1, help="Tokens to train on, such as 2e9; for time and cost.")
     ] = None,
     epochs: Annotated[
-        float | None, typer.Option(metavar="E", min=0, help="Instead: how often the data of --data or --lengths play.")
+        float | None,
+        typer.Option(metavar="E", min=0, help="Instead: how often --data, --lengths or --samples play."),
     ] = None,
     price: Annotated[
         float | None, typer.Option(metavar="P", min=0, help="Price of a device-hour, in any currency.")
     ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Instead: samples to train on, as --segments or plan.mix describe them."),
+    ] = None,
+    segments: SegmentsOption = None,
+    images: ImagesOption = None,
+    videos: VideosOption = None,
     lengths: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Measured lengths, CSV or Parquet; plan.lengths or plan.mix if not given."),
@@ -113,31 +102,43 @@ def plan(
     should reach at least; `headway ceiling --model` measures this machine's own rates. With --scale, the same for
     several numbers of devices, with the failures that --mtbf implies.
 
-    Exit code 1 if the run does not fit the device.
+    Exit code 1 if the run does not fit the device; settings that make it fit are printed.
 
     Example: headway plan qwen3-8b --device H100 --devices 8 --tokens 1e9
     """
     from headway.devices import named_device
+    from headway.packing.lengths import read_lengths
     from headway.train.dry_run import dry_run, learning_model
     from headway.train.forecast import Forecaster
-    from headway.train.planned_lengths import NO_LENGTHS
+    from headway.train.planned_lengths import NO_LENGTHS, lengths_in_turn
 
-    _refuse_halves(tokens, epochs, price, lengths, data)
+    ends = RunLength(tokens, epochs, samples)
+    _refuse_halves(ends, price, lengths, data, segments)
     of_lengths = () if lengths is None else ("plan.mix=null", f"plan.lengths={json.dumps(str(lengths))}")
     cost_model, config = named_recipe(recipe, (*of_lengths, *(settings or ())))
+    pattern = _pattern(cost_model, config.model.path, segments, images, videos)
     name = device or config.plan.device
     found = named_device(name) if name is not None else None
     saved = saved_of_recipe(config)
     given = GivenLinks(link, network, per_node)
     reliability = _reliability(scale, mtbf, save, restart)
+    own = lengths_of_data(config) if pattern is None and not data else None
+    if epochs is not None and not (lengths or data or samples or own):
+        raise UsageError(
+            f"--epochs {epochs:g} needs data that end: give --data, --lengths or --samples, or --tokens instead."
+        )
     if scale is not None:
-        _refuse_with_scale({"--devices": devices, "--tokens": tokens, "--epochs": epochs, "--data": data})
-        _print_scale(scale, config, cost_model, found, saved, given, reliability, as_json=as_json)
+        _refuse_with_scale({"--devices": devices, "--data": data})
+        sizes = _sizes(scale, config, cost_model, found, saved, given, reliability, pattern or own)
+        rows = 0 if epochs is None or samples else len((own[1] if own else read_lengths(lengths or "")).tokens)
+        _print_sizes(config, sizes, [ends.total(size.packs, rows) for size in sizes[1]], price, as_json=as_json)
         return
     count = devices or config.plan.devices or 1
     given.joining(found, count)  # or an error, before anything is measured
     measured = measured_data(data, config) if data else None
-    table = None if measured is None else (measured.name, measured.lengths)
+    table = own if measured is None else (measured.name, measured.lengths)
+    if pattern is not None:
+        table = lengths_in_turn(config, pattern, config.parallel.mesh_shape(count))
     planned = dry_run(config, cost_model, saved, devices=count, device=found, lengths=table)
     if planned.packs is None:
         raise PlanError(NO_LENGTHS)
@@ -146,33 +147,72 @@ def plan(
     making_s = None if measured is None else measured.making_s
     forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count, links, making_s=making_s)
     time = forecaster.predict(config, planned.packs)
-    if epochs is not None:
-        tokens = epochs * planned.packs.epoch_tokens
-    run = None if tokens is None else _run(tokens, time, count, price, speeds)
+    total = ends.total(planned.packs, planned.packs.counts.read)
+    run = None if total is None else WholeRun.of(total, time, count, price, speeds)
     if as_json:
-        print_json(_record(planned, time, speeds, run))
+        print_json(as_record(planned, time, speeds, run))
     else:
-        text = _render(config, planned, time, speeds, run, count, links, making_s)
+        text = as_text(config, planned, time, speeds, run, count, links, making_s)
         print(text.replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
     if planned.fits is False:
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is, as one of three options says."""
+
+    tokens: float | None
+    epochs: float | None
+    samples: int | None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether any says it."""
+        return any(value is not None for value in (self.tokens, self.epochs, self.samples))
+
+    def total(self, packs: "Packs", rows: int) -> float | None:
+        """Count the tokens to train on; None where nothing says how long the run is.
+
+        Args:
+            packs: planned, whose samples stand for all.
+            rows: samples of the data that --epochs repeats, where --samples does not say it.
+        """
+        if self.tokens is not None or not self.is_given:
+            return self.tokens
+        passes = 1.0 if self.epochs is None else self.epochs
+        return passes * (rows if self.samples is None else self.samples) * packs.tokens_per_sample
+
+
+def _pattern(
+    cost_model: "CostModel", model: str, segments: str | None, images: str | None, videos: str | None
+) -> "tuple[str, LengthTable] | None":
+    """Name and table of the samples that --segments, --images and --videos describe; None where they are not given."""
+    table = samples_in_turn(cost_model, segments, in_patches(model, images), videos)
+    if table is None:
+        return None
+    named = (("--segments", segments), ("--images", images), ("--videos", videos))
+    return " ".join(f"{option} {text[:60]}" for option, text in named if text is not None), table
+
+
 def _refuse_halves(
-    tokens: float | None, epochs: float | None, price: float | None, lengths: Path | None, data: list[str] | None
+    ends: RunLength, price: float | None, lengths: Path | None, data: list[str] | None, segments: str | None
 ) -> None:
     """Refuse options that two places would answer, or none."""
-    if lengths is not None and data:
-        raise UsageError("--lengths and --data are two places for lengths; give one of them.")
-    if tokens is not None and epochs is not None:
-        raise UsageError("--tokens and --epochs both say how long the run is; give one of them.")
-    for name, value in (("--tokens", tokens), ("--epochs", epochs)):
-        if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"{name} {value:g} is no length of a run; give a positive number.")
-    if epochs is not None and lengths is None and not data:
-        raise UsageError(f"--epochs {epochs:g} needs data that end: give --data or --lengths, or --tokens instead.")
-    if price is not None and tokens is None and epochs is None:
-        raise UsageError("--price is for a whole run; give its --tokens or --epochs too.")
+    places = [("--lengths", lengths), ("--data", data), ("--segments", segments)]
+    names = [name for name, value in places if value]
+    if len(names) > 1:
+        raise UsageError(f"{' and '.join(names)} are two places for lengths; give one of them.")
+    for name, value in (("--epochs", ends.epochs), ("--samples", ends.samples)):
+        if ends.tokens is not None and value is not None:
+            raise UsageError(f"--tokens and {name} both say how long the run is; give one of them.")
+    if ends.samples is not None and names and names[0] != "--segments":
+        raise UsageError(f"--samples {ends.samples} says again what {names[0]} holds; give --epochs instead.")
+    for name, length in (("--tokens", ends.tokens), ("--epochs", ends.epochs)):
+        if length is not None and not 0 < length < math.inf:
+            raise UsageError(f"{name} {length:g} is no length of a run; give a positive number.")
+    if price is not None and not ends.is_given:
+        raise UsageError("--price is for a whole run; give its --tokens, --epochs or --samples too.")
 
 
 def _refuse_with_scale(options: dict[str, Any]) -> None:
@@ -202,7 +242,7 @@ def _reliability(
     return Reliability(mtbf * 3600, SAVE_S if save is None else save, RESTART_S if restart is None else restart)
 
 
-def _print_scale(
+def _sizes(
     scale: str,
     config: "TrainConfig",
     cost_model: "CostModel",
@@ -210,10 +250,9 @@ def _print_scale(
     saved: Mapping[str, "SavedActivations"],
     given: GivenLinks,
     reliability: "Reliability | None",
-    *,
-    as_json: bool,
-) -> None:
-    from headway.cli.scale_text import as_record, as_text
+    pattern: "tuple[str, LengthTable] | None",
+) -> "tuple[Scaling, list[SizedRun]]":
+    """Plan each number of devices that --scale names."""
     from headway.train.dry_run import learning_model
     from headway.train.scale import Scaling, sizes_of
 
@@ -223,13 +262,41 @@ def _print_scale(
     links = given.required(device)
     links.require(max(sizes))
     speeds = speeds_of(config, cost_model, device, max(sizes))
-    scaling = Scaling(learning_model(config, cost_model), saved, speeds, links, reliability)
+    scaling = Scaling(learning_model(config, cost_model), saved, speeds, links, reliability, device)
     with working(f"planning packs for up to {max(sizes):,} devices"):
-        runs = [scaling.at(config, devices) for devices in sizes]
+        return scaling, [scaling.at(config, devices, pattern) for devices in sizes]
+
+
+def _print_sizes(
+    config: "TrainConfig",
+    sizes: "tuple[Scaling, list[SizedRun]]",
+    totals: "list[float | None]",
+    price: float | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the sizes with what a whole run of so many tokens takes at each.
+
+    Raises:
+        typer.Exit: one does not fit the device; exit code 1.
+    """
+    from headway.cli.scale_text import scale_record, scale_text
+
+    scaling, sized = sizes
+    runs = []
+    for size, total in zip(sized, totals, strict=True):
+        lasting = 1.0 if size.interruptions is None else size.interruptions.goodput
+        runs.append(
+            None
+            if total is None
+            else WholeRun.of(total, size.time, size.devices, price, scaling.speeds, goodput=lasting)
+        )
     if as_json:
-        print_json(as_record(config, scaling, runs))
+        print_json(scale_record(config, scaling, sized, runs))
     else:
-        print(as_text(config, scaling, runs))
+        print(scale_text(config, scaling, sized, runs).replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
+    if any(size.fits is False for size in sized):
+        raise typer.Exit(1)
 
 
 def named_recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, TrainConfig]":
@@ -289,101 +356,3 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
     peak = matmul_ceiling(where, dtype, warn=warn).peak()
     speeds = Speeds.measured(peak.name, peak.flops_per_s, rates, runs_ahead=where.type != "cpu")
     return speeds if blocks is None else with_blocks(speeds, blocks)
-
-
-def _run(tokens: float, time: "StepForecast", devices: int, price: float | None, speeds: "Speeds") -> WholeRun:
-    seconds = time.seconds.times(tokens / time.tokens)
-    hours = seconds.times(devices / 3600)
-    power_w = speeds.board_power_w
-    return WholeRun(
-        tokens,
-        seconds,
-        hours,
-        None if price is None else hours.times(price),
-        None if power_w is None else hours.times(power_w / 1000),
-    )
-
-
-def _record(planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: WholeRun | None) -> dict[str, Any]:
-    dry = planned.as_json()
-    dry.pop("schema_version")
-    whole = run and {
-        "tokens": run.tokens,
-        "seconds": [*run.seconds],
-        "device_hours": [*run.device_hours],
-        "cost": None if run.cost is None else [*run.cost],
-        "energy_kwh": None if run.energy_kwh is None else [*run.energy_kwh],
-    }
-    source = {"device": speeds.name, "source": speeds.source, "measured": speeds.is_measured}
-    return {**dry, "speeds": source, "time": time.as_json(), "run": whole}
-
-
-def _render(
-    config: "TrainConfig",
-    planned: "DryRun",
-    time: "StepForecast",
-    speeds: "Speeds",
-    run: WholeRun | None,
-    devices: int,
-    links: "Links | None",
-    making_s: float | None,
-) -> str:
-    packs = planned.packs
-    assert packs is not None
-    pairs = [
-        (
-            "model",
-            f"{planned.model}, {planned.params.total:,} parameters, {planned.params.trainable:,} of them trained",
-        ),
-        ("devices", f"{devices:,} x {speeds.name}"),
-        ("packs", f"{config.data.tokens_per_pack:,} tokens, {format_share(packs.report.fill)} full"),
-        ("lengths", packs.lengths.partition(":")[0]),
-        ("memory", _memory(planned)),
-        ("step", _cases(time.seconds, format_duration)),
-        ("MFU", _cases(time.mfu, format_share)),
-        ("tokens/s", _cases(time.tokens_per_s, lambda rate: format_count(round(rate)))),
-    ]
-    if run is not None:
-        pairs += [
-            (f"{format_count(round(run.tokens))} tokens", _cases(run.seconds, format_duration)),
-            ("device-hours", _cases(run.device_hours, lambda hours: f"{hours:,.4g}")),
-        ]
-        if run.cost is not None:
-            pairs.append(("cost", _cases(run.cost, lambda cost: f"{cost:,.4g}")))
-        if run.energy_kwh is not None:
-            pairs.append(("energy", _cases(run.energy_kwh, lambda energy: f"{energy:,.4g} kWh") + ", boards alone"))
-    notes = [*planned.notes, f"Rates: {speeds.source}.", note_on_links(links, devices)]
-    if making_s is not None:
-        notes.append(
-            f"Data: a worker makes {format_count(round(1 / making_s))} tokens/s, timed here; each device has "
-            f"{format_count(max(1, config.data.workers))}."
-        )
-    return "\n\n".join([render_pairs(pairs), _lines(time), render_lines([note for note in notes if note])])
-
-
-def _lines(time: "StepForecast") -> str:
-    whole = time.step_s
-    columns = [Column("where the time will go", "left"), Column("ms"), Column("share"), Column("best"), Column("worst")]
-    rows = [
-        [line.name, *_milliseconds(line.seconds, whole)]
-        for line in time.lines
-        if abs(line.seconds.worst) >= 5e-4 * time.seconds.worst
-    ]
-    return render_table(columns, rows, footer=["the step", *_milliseconds(time.seconds, whole)])
-
-
-def _milliseconds(seconds: "Cases", whole: float) -> list[str]:
-    best, expected, worst = (f"{1e3 * value:,.2f}" for value in seconds)
-    return [expected, format_share(seconds.expected / whole), best, worst]
-
-
-def _cases(cases: "Cases", write: Callable[[float], str]) -> str:
-    """The expected case, and the two others behind it: "2.40 s (1.90 s at best, 3.80 s at worst)"."""
-    return f"{write(cases.expected)} ({write(cases.best)} at best, {write(cases.worst)} at worst)"
-
-
-def _memory(planned: "DryRun") -> str:
-    """The peak and whether it fits; `headway train --dry-run` has the parts."""
-    peak = format_bytes(planned.memory.peak)
-    known = planned.device is not None and planned.device.memory_bytes is not None
-    return f"{peak}, {verdict(planned)}" if known else f"{peak} of each device"

@@ -11,12 +11,14 @@ from headway.explain.records import METRICS
 from headway.files import open_plain
 from headway.log.jsonl import as_object
 from headway.report import format_bytes, format_flops, format_rate, format_share
-from headway.report.charts import bar_chart, heat_strip, line_chart
+from headway.report.charts import DrawnLine, bar_chart, heat_strip, line_chart
 from headway.report.numbers import number, numbers
 
 SUMMARY, RESUMES = "summary.json", "resumes.jsonl"
 EXPLANATION = "explain.json"
 _PROFILE = re.compile(r"steps-(\d+)-\d+-rank-")
+_RISEN = 1.05  # times its least, from which on the loss on held-out samples is said to have risen
+_BASE64 = re.compile(r"[A-Za-z0-9+/=]{100,40000}")
 _SEEN = 0.01  # of the time or the FLOPs; less stands in the table alone
 _UNPROFILED = "Records tell no time of components; a profile does."
 _MOST_RANKS, _MOST_SOURCES = 64, 12
@@ -35,6 +37,13 @@ class FolderSections:
     def __init__(self, path: Path, records: Sequence[Mapping[str, Any]]) -> None:
         self._folder = path if path.is_dir() else path.parent if path.name == METRICS else None
         self._records = records
+
+    def held_out_loss(self) -> DrawnLine | None:
+        """Loss of held-out samples over the steps; None where nothing was judged."""
+        found = [] if self._folder is None else _held_out(self._folder)
+        pairs = [(number(one.get("step")), number(one.get("loss"))) for one in found]
+        known = sorted((step, loss) for step, loss in pairs if step is not None and loss is not None)
+        return DrawnLine("held-out", *zip(*known, strict=True)) if known else None
 
     def learnt(self) -> list[ReportSection]:
         """Evaluations, answers of the last one, what was drawn."""
@@ -230,13 +239,34 @@ def _bars_of_two(title: str, bars: Sequence[tuple[str, float, int]], form: Calla
     return bar_chart(title, [(name, value) for name, value, _ in bars], form=form, kinds=kinds) if bars else ""
 
 
+def _held_out(folder: Path) -> list[Mapping[str, Any]]:
+    """Records of evaluations, in the order of their steps."""
+    return [one for one in _lines(folder / METRICS, b'"evaluation"') if one.get("kind") == "evaluation"]
+
+
 def _evaluations(folder: Path) -> list[ReportSection]:
+    found = _held_out(folder)
     rows = [
         [str(one.get("step")), f"{loss:.4f}" if (loss := number(one.get("loss"))) is not None else "",
          format_share(exact) if (exact := number(one.get("exact_match"))) is not None else ""]
-        for one in _lines(folder / METRICS, b'"evaluation"') if one.get("kind") == "evaluation"
+        for one in found
     ]  # fmt: skip
-    return _section("Evaluations", ["after step", "loss", "exact match"], rows)
+    says = _overfitting([(one.get("step"), loss) for one in found if (loss := number(one.get("loss"))) is not None])
+    return _section("Evaluations", ["after step", "loss", "exact match"], rows, says)
+
+
+def _overfitting(losses: Sequence[tuple[object, float]]) -> str:
+    """A sentence where the loss on held-out samples has risen since its least; "" where it has not."""
+    if not losses:
+        return ""
+    (least_step, least), (last_step, last) = min(losses, key=lambda one: one[1]), losses[-1]
+    if last <= _RISEN * least:
+        return ""
+    return (
+        f"The held-out loss was least after step {least_step}, {least:.4f}, and is {last:.4f} after step {last_step}: "
+        "since then the model has learnt its training samples by heart rather than what they have in common. The "
+        "checkpoint of that time, fewer epochs or more data are what helps."
+    )
 
 
 def _answers(folder: Path) -> list[ReportSection]:
@@ -250,8 +280,16 @@ def _answers(folder: Path) -> list[ReportSection]:
         ]
         for one in last[:_MOST_ANSWERS]
     ]
+    by_sample = {one.get("where"): one["picture"] for one in answers if _is_picture(one.get("picture"))}
+    pictures = [by_sample.get(one.get("where"), "") for one in last[:_MOST_ANSWERS]]
     title = f"Answers after step {last[-1].get('step')}" if last else ""
-    return _section(title, ["asked", "wanted", "answered", "exact"], rows)
+    headings = ["asked", "wanted", "answered", "exact"]
+    return [ReportSection(title, headings, rows, pictures=pictures if any(pictures) else ())] if rows else []
+
+
+def _is_picture(value: object) -> bool:
+    """Whether a record holds a small JPEG in base64, whose first three bytes are FF D8 FF."""
+    return isinstance(value, str) and value.startswith("/9j/") and _BASE64.fullmatch(value) is not None
 
 
 def _drawn(folder: Path) -> list[ReportSection]:

@@ -33,7 +33,7 @@ from headway.report import (
     format_rate,
     format_share,
 )
-from headway.report.charts import bar_chart, histogram, line_chart
+from headway.report.charts import DrawnLine, bar_chart, histogram, lines_chart
 from headway.report.hover import SCRIPT
 from headway.report.markdown import markdown_text
 from headway.report.numbers import number
@@ -55,6 +55,7 @@ def _plain(value: float) -> str:
     return f"{value:.4g}"
 
 
+_BY_RATIO = ("loss", "flow_loss", "grad_norm")  # numbers whose falls to a hundredth are seen on an axis of ratios
 _Series = tuple[tuple[str, str, _Format], ...]  # key of a record, title, and how a value reads
 _LEARNING: _Series = (
     ("loss", "Loss", _plain),
@@ -183,8 +184,9 @@ def report_markdown(seen: ReportedRun) -> str:
 
 def _over_the_run(seen: ReportedRun) -> dict[str, list[ReportSection]]:
     """Charts over the steps and tables of totals, by the heading that they stand under."""
-    of = partial(_series, seen)
     folder = FolderSections(seen.path, seen.records)
+    held_out = folder.held_out_loss()
+    of = partial(_series, seen, beside={} if held_out is None else {"loss": held_out})
     settings = changed_settings(seen.beside.get("config.yaml", ""), seen.beside.get("run.json", ""))
     found = {
         "Learning": [*of(_LEARNING), *folder.learnt()],
@@ -268,8 +270,14 @@ def _goodput(seen: ReportedRun) -> list[ReportSection]:
     return [ReportSection(title, ["bucket", "time", "share"], rows, chart=chart)]
 
 
-def _series(seen: ReportedRun, series: _Series) -> list[ReportSection]:
-    """A chart over the steps for each number of the records; numbers that never change share one table."""
+def _series(seen: ReportedRun, series: _Series, beside: Mapping[str, DrawnLine]) -> list[ReportSection]:
+    """A chart over the steps for each number of the records; numbers that never change share one table.
+
+    Args:
+        seen: the run.
+        series: numbers of its records.
+        beside: a line that is drawn with such a number, by its key.
+    """
     steps = [float(record["step"]) for record in seen.records]
     sections, constant = [], []
     for key, title, form in series:
@@ -280,7 +288,9 @@ def _series(seen: ReportedRun, series: _Series) -> list[ReportSection]:
         if summary["smallest"] == summary["largest"] and len(values) > 1:
             constant.append([title, form(summary["smallest"])])
             continue
-        chart = line_chart(title, steps, values, form=form, marks=seen.restarts)
+        other = beside.get(key)
+        lines = [DrawnLine("training" if other else "", steps, values), *([other] if other else [])]
+        chart = lines_chart(title, lines, form=form, marks=seen.restarts, by_ratio=key in _BY_RATIO)
         rows = [[name, form(summary[name])] for name in ("5 %", "50 %", "95 %")]
         rows.insert(0, [f"smallest, step {summary['step of smallest']:.0f}", form(summary["smallest"])])
         rows.append([f"largest, step {summary['step of largest']:.0f}", form(summary["largest"])])

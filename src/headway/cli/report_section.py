@@ -21,6 +21,7 @@ class ReportSection:
         rows: of the table; a section without rows is left out.
         says: a sentence before it.
         chart: SVG of `headway.report.charts`; Markdown has the table alone.
+        pictures: a small JPEG in base64 for each row, "" for none; on a page alone.
     """
 
     title: str
@@ -28,14 +29,16 @@ class ReportSection:
     rows: Sequence[Sequence[str]]
     says: str = ""
     chart: str = ""
+    pictures: Sequence[str] = ()
 
     def as_html(self) -> str:
         """Render it for a page; the table of a chart opens below it, and one of many columns has the page's width."""
         says = f'<p class="note">{with_code(self.says)}</p>' if self.says else ""
         if self.chart:
             return chart_figure(self.title, self.chart, self.headings, self.rows, says)
+        table = html_table(self.headings, self.rows, self.pictures)
         width = ' class="whole"' if len(self.headings) > _NARROW else ""
-        return f"<section{width}><h3>{safe(self.title)}</h3>{says}{html_table(self.headings, self.rows)}</section>"
+        return f"<section{width}><h3>{safe(self.title)}</h3>{says}{table}</section>"
 
     def as_markdown(self) -> str:
         """Render it for an issue."""

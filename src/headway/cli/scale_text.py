@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from headway.cli.dry_run import ways_text
 from headway.report import (
     Column,
     format_bytes,
@@ -16,6 +17,7 @@ from headway.report import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headway.cli.plan_text import WholeRun
     from headway.train.config import TrainConfig
     from headway.train.scale import Scaling, SizedRun
 
@@ -24,8 +26,17 @@ MUCH_PADDING = 1.1
 """Numbers gathered over weights from which on it is told."""
 
 
-def as_record(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[SizedRun]") -> dict[str, Any]:
-    """The prediction for each number of devices, and the assumptions behind it, as plain JSON types."""
+def scale_record(
+    config: "TrainConfig", scaling: "Scaling", sizes: "Sequence[SizedRun]", runs: "Sequence[WholeRun | None]"
+) -> dict[str, Any]:
+    """The prediction for each number of devices, and the assumptions behind it, as plain JSON types.
+
+    Args:
+        config: the recipe.
+        scaling: what it runs on.
+        sizes: the recipe at each number of devices.
+        runs: what a whole run takes at each; None where nothing says how long it is.
+    """
     return {
         "schema_version": SCHEMA_VERSION,
         "model": scaling.cost_model.name,
@@ -36,14 +47,23 @@ def as_record(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[SizedRu
             "devices_per_node": scaling.links.per_node,
             "source": scaling.links.source,
         },
-        "lengths": runs[0].packs.lengths,
-        "sizes": [run.as_json() for run in runs],
-        "assumptions": assumptions(config, scaling, runs),
+        "lengths": sizes[0].packs.lengths,
+        "sizes": [{**size.as_json(), "run": run and run.as_json()} for size, run in zip(sizes, runs, strict=True)],
+        "assumptions": assumptions(config, scaling, sizes),
     }
 
 
-def as_text(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[SizedRun]") -> str:
-    """Format the prediction for each number of devices as tables, followed by the assumptions behind it."""
+def scale_text(
+    config: "TrainConfig", scaling: "Scaling", sizes: "Sequence[SizedRun]", runs: "Sequence[WholeRun | None]"
+) -> str:
+    """Format the prediction for each number of devices as tables, followed by the assumptions behind it.
+
+    Args:
+        config: the recipe.
+        scaling: what it runs on.
+        sizes: the recipe at each number of devices.
+        runs: what a whole run takes at each; None where nothing says how long it is.
+    """
     links = scaling.links
     network = "network unknown" if links.between is None else f"network {_gb(links.between.bytes_per_s)} each"
     pairs = [
@@ -51,17 +71,47 @@ def as_text(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[SizedRun]
         ("device", scaling.speeds.name),
         ("nodes", f"{links.per_node:,} devices, links {_gb(links.inside.bytes_per_s)} each, {network}"),
         ("packs", f"{config.data.tokens_per_pack:,} tokens, {config.optim.accumulation:,} a step and rank"),
-        ("lengths", runs[0].packs.lengths.partition(":")[0]),
+        ("lengths", sizes[0].packs.lengths.partition(":")[0]),
     ]
-    parts = [render_pairs(pairs), _steps(runs)]
+    parts = [render_pairs(pairs), _runs(sizes, runs), *_ways(scaling, sizes), _steps(sizes)]
     if scaling.reliability is not None:
-        parts.append(_failures(runs))
-    parts.append(render_lines(assumptions(config, scaling, runs)))
+        parts.append(_failures(sizes))
+    parts.append(render_lines(assumptions(config, scaling, sizes)))
     return "\n\n".join(parts)
 
 
+def _runs(sizes: "Sequence[SizedRun]", runs: "Sequence[WholeRun | None]") -> str:
+    """A table of what one chooses a size by: whether it fits, how fast it is, and what the whole run takes."""
+    first = runs[0]
+    headings = ["fits", "memory", "step", "MFU", "tokens/s"]
+    if first is not None:
+        headings += [f"{format_count(round(first.tokens))} tokens", "device-hours"]
+        headings += ["cost"] if first.cost is not None else []
+    rows = []
+    for size, run in zip(sizes, runs, strict=True):
+        time = size.time
+        cells = [f"{size.devices:,}", _FITS[size.fits], format_bytes(size.memory.peak), format_duration(time.step_s)]
+        cells += [format_share(time.mfu.expected), format_count(round(time.tokens_per_s.expected))]
+        if run is not None:
+            cells += [format_duration(run.seconds.expected), f"{run.device_hours.expected:,.4g}"]
+            cells += [f"{run.cost.expected:,.4g}"] if run.cost is not None else []
+        rows.append(cells)
+    return render_table([Column("devices"), *map(Column, headings)], rows)
+
+
+_FITS = {True: "yes", False: "NO", None: "not known"}
+
+
+def _ways(scaling: "Scaling", sizes: "Sequence[SizedRun]") -> list[str]:
+    """What makes the first size that does not fit fit."""
+    size = next((size for size in sizes if size.ways), None)
+    if size is None:
+        return []
+    return [f"{size.devices:,} devices do not fit as they are.\n" + ways_text(scaling.device, size.ways)]
+
+
 def _steps(runs: "Sequence[SizedRun]") -> str:
-    headings = ("mesh", "tokens", "step", "exposed", "waiting", "MFU", "tokens/s", "fill", "balance", "memory")
+    headings = ("mesh", "tokens", "exposed", "waiting", "fill", "balance")
     columns = [Column("devices"), *map(Column, headings)]
     rows = []
     for run in runs:
@@ -73,14 +123,10 @@ def _steps(runs: "Sequence[SizedRun]") -> str:
                 f"{run.devices:,}",
                 mesh,
                 format_count(round(time.tokens)),
-                format_duration(time.step_s),
                 format_share(run.exposed.expected / time.step_s),
                 format_share(run.waiting.expected / time.step_s),
-                format_share(time.mfu.expected),
-                format_count(round(time.tokens_per_s.expected)),
                 f"{run.packs.report.fill:.4f}",
                 f"{run.packs.report.balance:.4f}",
-                format_bytes(run.memory.peak),
             ]
         )
     return render_table(columns, rows)
@@ -111,6 +157,7 @@ def assumptions(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[Sized
     steps = min(run.planned_steps for run in runs)
     shards = "over all devices" if config.parallel.shard == "auto" else "as set, and copies of them take the rest"
     found = [
+        "Expected values; --json has the best and the worst case too.",
         "mesh: copies x shards. tokens: of a step of all devices. exposed, waiting: shares of the step that exchanges "
         "take and computing does not hide, and that a mean rank waits for the heaviest.",
         "Each rank keeps its packs, so a step's tokens grow with the devices; learning rate and batch are yours to "

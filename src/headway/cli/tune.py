@@ -7,7 +7,7 @@ import typer
 
 from headway.cli.dry_run import saved_of_recipe
 from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
-from headway.cli.measured_data import measured_data
+from headway.cli.measured_data import lengths_of_data, measured_data
 from headway.cli.options import JsonOption
 from headway.cli.output import print_json, say
 from headway.cli.plan import named_recipe, speeds_of
@@ -235,7 +235,7 @@ def search_of(
     if measured is not None:
         lengths: tuple[str, LengthTable] | None = (measured.name, measured.lengths)
     else:
-        lengths = lengths_of(_of_size(config, space.step_tokens), learning, shape)
+        lengths = lengths_of_data(config) or lengths_of(_of_size(config, space.step_tokens), learning, shape)
     if lengths is None:
         raise PlanError(
             "nothing says how long the samples are: give --lengths FILE or --data D, or set plan.lengths or plan.mix "

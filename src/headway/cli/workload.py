@@ -9,6 +9,7 @@ from headway.report import format_count, format_share
 
 if TYPE_CHECKING:
     from headway.count import CostModel, Workload
+    from headway.packing.lengths import LengthTable
 
 
 def build_workload(
@@ -59,6 +60,60 @@ def build_workload(
         references=[] if references is None else parse_latents("--references", references),
         supervised=supervised,
     )
+
+
+def samples_in_turn(
+    cost_model: "CostModel", segments: str | None, images: str | None, videos: str | None
+) -> "LengthTable | None":
+    """Read samples that a run repeats: their lengths, with the pictures and videos dealt to them in equal numbers.
+
+    Args:
+        cost_model: of the model.
+        segments: length of each sample, those of its pictures included [tokens]; None where none were given.
+        images: grids of all samples' pictures, those of the first sample first.
+        videos: likewise.
+
+    Returns:
+        None where nothing was given.
+
+    Raises:
+        WorkloadError: pictures without lengths, that cannot be dealt evenly, or that need more tokens than there are.
+    """
+    import numpy as np
+
+    from headway.count import Workload
+    from headway.packing.lengths import LengthTable
+
+    kinds = {name: text for name, text in (("--images", images), ("--videos", videos)) if text is not None}
+    by_kind = {name: parse_grids(name, text) for name, text in kinds.items()}
+    if segments is None:
+        for name, grids in by_kind.items():
+            needed = sum(t * h * w for t, h, w in grids) // cost_model.merge_group
+            cost_model.count(
+                Workload([needed], images=grids)
+            )  # of a model without a tower that is the first thing to tell
+            raise WorkloadError(
+                f"{name} {kinds[name][:80]} says what the samples' pictures are, and nothing how long the samples are: "
+                f"give --segments too, the tokens of pictures included; these take {format_count(needed)} tokens."
+            )
+        return None
+    lengths = parse_segments(segments)
+    for name, grids in by_kind.items():
+        if len(grids) % len(lengths):
+            raise WorkloadError(
+                f"{name} names {format_count(len(grids))}, which cannot be dealt to the {format_count(len(lengths))} "
+                f"samples of --segments {segments[:80]} in equal numbers. Give each sample as many, such as "
+                f"--segments 900*2 {name} 1x32x48*2."
+            )
+    rows = [row for grids in by_kind.values() for row in np.repeat(range(len(lengths)), len(grids) // len(lengths))]
+    all_grids = np.array([grid for grids in by_kind.values() for grid in grids], dtype=np.int64).reshape(-1, 3)
+    patches = np.bincount(np.array(rows, dtype=np.int64), all_grids.prod(axis=1), len(lengths)).astype(np.int64)
+    # The sample with the least room for words stands for all: a model without a tower, or too many patches.
+    tightest = int((np.array(lengths) * cost_model.merge_group - patches).argmin())
+    workload = Workload([lengths[tightest]], images=[all_grids[at] for at, row in enumerate(rows) if row == tightest])
+    check_vision_tokens(cost_model, workload)
+    cost_model.count(workload)
+    return LengthTable(np.array(lengths, dtype=np.int64), patches, all_grids, np.array(rows, dtype=np.int64))
 
 
 def prepared(cost_model: "CostModel", workload: "Workload", supervised: int | None) -> "CostModel":

@@ -25,6 +25,9 @@ By = Literal["component", "module", "layer"]
 SINGLE_FRAMES = {"frames": "1"}
 """In the source of a ledger that was traced on single frames: of a clip it knows nothing."""
 
+PIXELS = "pixels"
+"""In the source of a ledger of pictures alone: the side of those that it was traced on [pixels]."""
+
 # name, driver, then FLOPs per unit of forward, dgrad, wgrad, recompute
 _Coefficients = list[tuple[str, str, int, int, int, int]]
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.count import CostModel, Workload
+from headway.count.cost_model import PIXELS
 from headway.count.integers import Ints, boundaries_of
 from headway.errors import WorkloadError
 
@@ -75,9 +76,9 @@ def workload_of(batch: Workload | Mapping[str, Any], cost_model: CostModel | Non
     Args:
         batch: the forward's arguments, on the CPU: `input_ids` (batch, slots), `inputs_embeds` or `tokens`, and what
             else it has of `attention_mask`, `position_ids`, `cu_seq_lens_q`, `image_grid_thw`, `video_grid_thw`,
-            `pixel_values`; `decoder_input_ids` or `labels` where the model reads an encoder. Megatron's
-            `cu_seqlens_argmin`, `cu_seqlens_unpadded` and `cu_seqlens_unpadded_argmin` go with `cu_seqlens`, and
-            `context_parallel_size` says over how many ranks the slots of each row are split.
+            `pixel_values` (alone, for a model that reads nothing else); `decoder_input_ids` or `labels` where the model
+            reads an encoder. Megatron's `cu_seqlens_argmin`, `cu_seqlens_unpadded` and `cu_seqlens_unpadded_argmin` go
+            with `cu_seqlens`, and `context_parallel_size` says over how many ranks the slots of each row are split.
         cost_model: of the model; needed where the shape of an image is the tower's own.
 
     Raises:
@@ -100,12 +101,15 @@ def workload_of(batch: Workload | Mapping[str, Any], cost_model: CostModel | Non
         grids["images"] = _frames(batch["pixel_values"], cost_model)
     if reads_encoder:
         return _decoded(batch, grids)
+    if "images" in grids and cost_model is not None and _sees_alone(cost_model) and not _has_ids(batch):
+        _check_side(batch["pixel_values"], cost_model)
+        return Workload(images=grids["images"])  # a classifier of pictures: no text, and so no segments
     return _segments(batch, _shape(batch), grids)
 
 
 def _check_slots(given: Workload, batch: Mapping[str, Any]) -> None:
     """Refuse a workload that bills other tokens than the batch beside it holds."""
-    if not any(batch.get(key) is not None for key in _IDS):
+    if not _has_ids(batch):
         return
     rows, slots = _shape(batch)
     if given.slots != rows * slots:
@@ -113,6 +117,26 @@ def _check_slots(given: Workload, batch: Mapping[str, Any]) -> None:
             f"the batch's workload bills {given.slots} slots, but its tensors hold {rows} x {slots} = {rows * slots}. "
             "Build the workload from this very batch, or leave it out and the batch is read instead."
         )
+
+
+def _has_ids(batch: Mapping[str, Any]) -> bool:
+    return any(batch.get(key) is not None for key in _IDS)
+
+
+def _check_side(pixels: Any, cost_model: CostModel) -> None:
+    """Refuse pictures of another size than the ledger was traced on, which a convolutional model takes."""
+    side = cost_model.source.get(PIXELS)
+    height, width = pixels.shape[-2:]
+    if side is not None and (str(height), str(width)) != (side, side):
+        raise WorkloadError(
+            f"the pictures have {height} x {width} pixels, and {cost_model.name} was counted on {side} x {side}. Trace "
+            "it on such pictures: headway.trace(model, inputs={'pixel_values': ...}), with a Workload of each batch."
+        )
+
+
+def _sees_alone(cost_model: CostModel) -> bool:
+    """Whether pictures of one size are all that a model's costs depend on."""
+    return all(row.driver.startswith("frames:") for row in cost_model.rows)
 
 
 _GRIDS = {"images": "image_grid_thw", "videos": "video_grid_thw"}

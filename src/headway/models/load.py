@@ -126,7 +126,7 @@ def load_model(
     config = spec if isinstance(spec, PreTrainedConfig) else load_config(spec)
     model_class = _model_class(config)
     if random_init:
-        with torch.device("meta"):
+        with torch.device("meta"), _without_advice():
             model: PreTrainedModel = model_class.from_config(
                 config, dtype=dtype, attn_implementation="eager", **_NO_CODE
             )
@@ -142,6 +142,7 @@ def load_model(
             check_weights(Path(spec))
         model = _with_weights(model_class, str(spec), config, dtype)
         model.to(device)  # type: ignore[arg-type]  # transformers narrows `to` to its own overloads
+    _refuse_bidirectional(model)
     use_attention(model, attention)
     use_experts(model)
     answer_ahead(model)
@@ -326,6 +327,36 @@ def _model_class(config: PreTrainedConfig) -> Any:
         "and write text. Headway trains those; give the configuration of the whole model, not of one of its towers. "
         "docs/models.md lists the families that train."
     )
+
+
+def _refuse_bidirectional(model: PreTrainedModel) -> None:
+    """Refuse an encoder such as BERT's, in which each token sees the one that it would be trained to predict.
+
+    Its own code says so: no attention or layer is causal, or a decoder's, by its flags, and `is_decoder` of its
+    configuration is off.
+    """
+    config: Any = model.config
+    if getattr(config, "is_decoder", None) is not False or getattr(config, "is_encoder_decoder", False):
+        return
+    flags = [getattr(module, name, None) for module in model.modules() for name in ("is_causal", "is_decoder")]
+    if any(flags) or False not in flags:
+        return
+    raise UnknownModelError(
+        f"Models of type {config.model_type!r} read in both directions: each token sees the ones behind it, so that "
+        "predicting the next one teaches nothing. Headway trains models that write, one token after another; "
+        "docs/models.md lists the families."
+    )
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep transformers from advising how else to use a model while it is built; errors are still said."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
 
 
 def _file(name: str, file: str) -> Path | None:

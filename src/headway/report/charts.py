@@ -18,9 +18,12 @@ _WIDTH, _HEIGHT = 640, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 12, 12, 40  # room for ticks and units
 _CHARACTER = 7.5  # width of a digit at most
 _BAR, _GAP = 22, 8
+_VALUE = 90  # room of a bar's value
 NUM_BUCKETS = 200  # of a long series: each keeps its smallest and its largest value
+_MANY = 20  # times the smallest value, from which on a linear axis hides what small ones do
 _SHADES = 20  # of a heat strip; cells side by side of one shade are drawn as one
 _COLOURS = (0, 2, 3, 4, 5, 6, 7)  # --c0 to --c7 on the page; --c1 is the band's, too light for a line or bar
+_FEW_POWERS = 3  # of ten, up to which an axis has room for ticks between them
 _MOST_WHOLE = 1e15  # larger places are told to six digits
 
 Format = Callable[[float], str]
@@ -66,7 +69,13 @@ def line_chart(
 
 
 def lines_chart(
-    title: str, lines: Sequence[DrawnLine], *, form: Format, x_name: str = "step", marks: Sequence[float] = ()
+    title: str,
+    lines: Sequence[DrawnLine],
+    *,
+    form: Format,
+    x_name: str = "step",
+    marks: Sequence[float] = (),
+    by_ratio: bool = False,
 ) -> str:
     """Draw lines over one axis, each in its colour with its name; a line alone has the band of `line_chart`.
 
@@ -78,6 +87,7 @@ def lines_chart(
         form: a value with its unit.
         x_name: unit of the steps.
         marks: as for `line_chart`.
+        by_ratio: whether values that are all above 0 and span more than a factor of 20 have a logarithmic axis.
 
     Raises:
         ValueError: a line has no finite value, or not as many steps as values.
@@ -85,7 +95,7 @@ def lines_chart(
     read = [_numbers(one) for one in lines]
     low, high = min(float(_finite(ys).min()) for *_, ys in read), max(float(_finite(ys).max()) for *_, ys in read)
     ends = min(float(xs[0]) for _, xs, _ in read), max(float(xs[-1]) for _, xs, _ in read)
-    y_of, y_axis = _y_axis(low, high, form)
+    y_of, y_axis = _ratio_axis(low, high, form) if by_ratio and 0 < low < high / _MANY else _y_axis(low, high, form)
     x_of, x_axis = _x_axis(*ends, x_name, leaves_room=len(read) > 1)
     drawn = [y_axis, x_axis, *(_mark(x_of(mark)) for mark in marks if ends[0] <= mark <= ends[1])]
     if len(read) == 1 and len(read[0][1]) > 2 * NUM_BUCKETS:
@@ -178,15 +188,16 @@ def bar_chart(
     """
     if not bars or not all(math.isfinite(value) and value >= 0 for _, value in bars):
         raise ValueError(f"bars need finite values from 0 on: {[*bars]}.")
-    left, room = 228, _WIDTH - 228 - 90  # the waterfall's longest name is whole
+    # The waterfall's longest name is whole, and values stand beside the names, where a narrow window begins.
+    left, room = 228 + _VALUE, _WIDTH - 228 - _VALUE - _RIGHT
     whole = (sum if stacked else max)(value for _, value in bars) or 1.0
     drawn, before = [], 0.0
     for place, (name, value) in enumerate(bars):
         y, x, width = _TOP + place * (_BAR + _GAP), left + room * before / whole, room * value / whole
         colour = _COLOURS[place % len(_COLOURS) if stacked else kinds[place] if kinds else 0]
         drawn.append(f'<rect x="{_fixed(x)}" y="{y}" width="{_fixed(width)}" height="{_BAR}" fill="var(--c{colour})"/>')
-        drawn.append(_text(left - 8, y + 15, _cut(name), "end"))
-        drawn.append(_text(x + width + 6, y + 15, form(value), "start"))
+        drawn.append(_text(left - _VALUE - 8, y + 15, _cut(name), "end"))
+        drawn.append(_text(left - 8, y + 15, form(value), "end"))
         before += value if stacked else 0.0
     said = "; ".join(f"{name}: {form(value)}" for name, value in bars)
     return _svg(title, said, drawn, 2 * _TOP + len(bars) * (_BAR + _GAP))
@@ -343,6 +354,26 @@ def _y_axis(low: float, high: float, form: Format) -> tuple[Callable[[float], fl
         y = _fixed(y_of(tick))
         drawn.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}" stroke="var(--grid)"/>')
         drawn.append(_text(_LEFT - 6, y_of(tick) + 4, form(tick), "end"))
+    return y_of, "".join(drawn)
+
+
+def _ratio_axis(low: float, high: float, form: Format) -> tuple[Callable[[float], float], str]:
+    """A logarithmic axis, with ticks at 1, 2 and 5 times powers of ten; at the powers alone where these are many."""
+    lowest, highest = math.log10(low), math.log10(high)
+    bottom, room = _HEIGHT - _BOTTOM, _HEIGHT - _BOTTOM - _TOP
+
+    def y_of(value: float) -> float:
+        return bottom - room * (math.log10(value) - lowest) / (highest - lowest) if value > 0 else math.nan
+
+    powers = range(math.floor(lowest), math.ceil(highest) + 1)
+    factors = (1, 2, 5) if highest - lowest <= _FEW_POWERS else (1,)
+    drawn = []
+    for tick in (float(f"{factor}e{power}") for power in powers for factor in factors):
+        if low <= tick <= high:
+            y = _fixed(y_of(tick))
+            drawn.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}" stroke="var(--grid)"/>')
+            drawn.append(_text(_LEFT - 6, y_of(tick) + 4, form(tick), "end"))
+    drawn.append(_text(_WIDTH - _RIGHT, _TOP - 2, "logarithmic", "end"))
     return y_of, "".join(drawn)
 
 

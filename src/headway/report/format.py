@@ -82,13 +82,13 @@ def format_share(fraction: float) -> str:
 def format_duration(seconds: float) -> str:
     """Format a duration [s] in the unit that suits it.
 
-    >>> [format_duration(s) for s in (0.000047, 0.25, 3.2, 75, 4210)]
-    ['47 us', '250 ms', '3.20 s', '1 min 15 s', '1 h 10 min']
+    >>> [format_duration(s) for s in (0, 0.000047, 0.25, 3.2, 75, 4210)]
+    ['0 s', '47 us', '250 ms', '3.20 s', '1 min 15 s', '1 h 10 min']
     """
     if not _is_known(seconds):
         return _NOT_KNOWN
     if seconds < 0.9995e-3:
-        return f"{seconds * 1e6:.0f} us"
+        return f"{seconds * 1e6:.0f} us" if seconds else "0 s"
     if seconds < 0.9995:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 59.995:

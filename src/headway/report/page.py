@@ -112,15 +112,31 @@ def fact_list(facts: Iterable[tuple[str, str]]) -> str:
     return f'<dl class="facts">{shown}</dl>'
 
 
-def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Render a table of plain text."""
+def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], pictures: Sequence[str] = ()) -> str:
+    """Render a table of plain text.
+
+    Args:
+        headings: of the columns.
+        rows: their cells.
+        pictures: a small JPEG in base64 before each row, "" for none; none at all where empty.
+    """
+    shown = [
+        f'<td><img alt="what row {place} is about" src="data:image/jpeg;base64,{safe(picture)}"></td>'
+        if picture
+        else "<td></td>"
+        for place, picture in enumerate(pictures, 1)
+    ] or [""] * len(rows)
     kinds = [
-        ' class="words"' if column and _is_words(row[column] for row in rows) else "" for column in range(len(headings))
+        ' class="words"' if (column or pictures) and _is_words(row[column] for row in rows) else ""
+        for column in range(len(headings))
     ]
     head = "".join(f'<th scope="col"{kind}>{safe(one)}</th>' for kind, one in zip(kinds, headings, strict=True))
+    head = f'<th scope="col">shown</th>{head}' if pictures else head
     body = "".join(
-        "<tr>" + "".join(f"<td{kind}>{safe(cell)}</td>" for kind, cell in zip(kinds, row, strict=True)) + "</tr>\n"
-        for row in rows
+        f"<tr>{picture}"
+        + "".join(f"<td{kind}>{safe(cell)}</td>" for kind, cell in zip(kinds, row, strict=True))
+        + "</tr>\n"
+        for picture, row in zip(shown, rows, strict=True)
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
 

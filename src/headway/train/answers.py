@@ -6,9 +6,11 @@ by the same kernels, and every process runs equally often. It costs the prompts'
 a handful of samples.
 """
 
+import base64
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.nn.functional import pad
 from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.collate import Collator
 from headway.data.encode import EncodedSample
+from headway.data.media.images import Picture
 from headway.data.samples import Chat, ImagePart
 from headway.errors import ConfigError
 from headway.models.losses import IGNORED
@@ -27,6 +30,7 @@ from headway.report import printable
 from headway.train.ranks import Ranks
 
 _SHOWN = 200  # characters of an answer that trackers get
+_PICTURED, _PICTURE_SIDE = 12, 96  # answers that a report shows, and their pictures' longer side [pixels]
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Answer:
         gold: the answer in the data.
         answer: the model's.
         is_exact: whether they agree, closing token included.
+        picture: the first picture of the prompt, small, as JPEG in base64; "" where there is none, or it was given
+            with an earlier answer to the same sample.
     """
 
     where: str
@@ -46,11 +52,13 @@ class Answer:
     gold: str
     answer: str
     is_exact: bool
+    picture: str = ""
 
     def as_record(self, step: int) -> dict[str, Any]:
         """Flatten into JSON-ready values."""
         words = {"where": self.where, "prompt": self.prompt, "gold": self.gold, "answer": self.answer}
-        return {"kind": "sample", "step": step, **words, "exact": self.is_exact}
+        picture = {"picture": self.picture} if self.picture else {}
+        return {"kind": "sample", "step": step, **words, "exact": self.is_exact, **picture}
 
 
 def answers_record(step: int, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -119,6 +127,7 @@ class GenerationEval:
         self._tokenizer = encoder.tokenizer
         self._prompts = [encoder.encode_prompt(chat) for chat in chats]
         self._gold = [_last_answer(encoder.encode(chat)) for chat in chats]
+        self._pictures = [_small_picture(chat, encoder.max_image_pixels) for chat in chats[:_PICTURED]]
         sizes = [Size(prompt.tokens + max_new_tokens, prompt.patches) for prompt in self._prompts]
         for chat, size in zip(chats, sizes, strict=True):
             if not budget.holds(size):
@@ -152,6 +161,8 @@ class GenerationEval:
         for indices in self._packs:
             answers |= self._continued(indices, model, device, autocast)
         model.train(was_training)
+        pictures, self._pictures = self._pictures, []  # they are recorded once
+        pictures += [""] * (len(self._prompts) - len(pictures))
         return [
             Answer(
                 prompt.where,
@@ -159,6 +170,7 @@ class GenerationEval:
                 self._words(gold),
                 self._words(answers[i]),
                 answers[i] == gold,
+                pictures[i],
             )
             for i, (prompt, gold) in enumerate(zip(self._prompts, self._gold, strict=True))
         ]
@@ -205,6 +217,18 @@ class GenerationEval:
     def _words(self, ids: list[int]) -> str:
         words: str = self._tokenizer.decode(ids, skip_special_tokens=True)
         return words.strip()
+
+
+def _small_picture(chat: Chat, max_pixels: int) -> str:
+    """The first picture of a chat for people, as JPEG in base64; "" without one."""
+    if not chat.images:
+        return ""
+    with Picture(chat.images[0], chat.where, max_pixels) as picture:
+        small = picture.decode()
+    small.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
+    file = BytesIO()
+    small.save(file, "JPEG", quality=80)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _is_drawn(chat: Chat) -> bool:

@@ -1,6 +1,6 @@
 """Needs of a run, from its recipe alone: parameters, memory of each device, FLOPs of a step, and packs.
 
-Nothing is trained, and neither weights nor data are read; lengths come from the recipe's `plan` section. For models
+Nothing is trained, and no weights are read; lengths come from the recipe's `plan` section or from who calls. For models
 whose ledger ships, torch is not needed either.
 """
 
@@ -61,6 +61,11 @@ class Packs:
     flops: FlopCount
     epoch_tokens: int
 
+    @property
+    def tokens_per_sample(self) -> float:
+        """Tokens that are trained on for each sample of the data, those that are left out among the samples."""
+        return self.epoch_tokens / self.counts.read
+
     def as_json(self) -> dict[str, Any]:
         """Plain JSON types."""
         names = ("lengths", "samples_per_pack", "most_tokens", "most_patches", "mean_patches")
@@ -95,7 +100,7 @@ class DryRun:
     @property
     def fits(self) -> bool | None:
         """Whether the run fits `USABLE` of the device's memory; None without a device."""
-        room = _room(self.device)
+        room = room_of(self.device)
         return None if room is None else self.memory.peak <= room
 
     def as_json(self) -> dict[str, Any]:
@@ -147,7 +152,7 @@ def dry_run(
     notes = []
     packs = plan_packs(config, learning, shape, recompute_of(config, learning, saved, shape), lengths)
     if packs is None:
-        notes.append("no lengths: set plan.mix or plan.lengths, and packs and FLOPs are planned too")
+        notes.append("no lengths: with data.train here, plan.mix or plan.lengths, packs and FLOPs are planned too")
         tokens, patches = config.data.tokens_per_pack, _most_patches(config, learning)
     else:
         tokens, patches = packs.most_tokens, packs.most_patches
@@ -158,14 +163,7 @@ def dry_run(
     if config.run.dtype == "float8":
         notes.append("float8 copies of weights and activations are not counted")
 
-    def memory(changed: TrainConfig, devices: int) -> MemoryPlan:
-        fill = min(1.0, changed.data.tokens_per_pack / tokens)
-        return memory_plan(changed, learning, saved, devices, math.ceil(fill * tokens), math.ceil(fill * patches))
-
-    planned, room = memory(config, devices), _room(device)
-    ways: tuple[Way, ...] = ()
-    if room is not None and planned.peak > room:
-        ways = ways_to_fit(config, devices, room, lambda changed, devices: memory(changed, devices).peak)
+    planned, ways = memory_and_ways(config, learning, saved, devices, device, (tokens, patches))
     if left_out:
         notes.append(f"activations of {', '.join(left_out[:3])} are not explained, and missing")
     return DryRun(cost_model.name, shape, device, learning.params, planned, packs, ways, tuple(notes))
@@ -210,7 +208,40 @@ def memory_plan(
     return plan_memory(cost_model, saved[precision], pack, state, sharing_of(config, shape))
 
 
-def _room(device: Device | None) -> int | None:
+def memory_and_ways(
+    config: TrainConfig,
+    cost_model: CostModel,
+    saved: Mapping[str, SavedActivations],
+    devices: int,
+    device: Device | None,
+    largest: tuple[int, int],
+) -> tuple[MemoryPlan, tuple[Way, ...]]:
+    """Plan the memory of each device, and find what would make it fit where it does not.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of the model, by precision.
+        devices: processes, a device each.
+        device: whose memory it must fit; None to look for no ways.
+        largest: tokens of the fullest pack, and patches of the pack with the most.
+
+    Raises:
+        ConfigError: as for `memory_plan`.
+    """
+    tokens, patches = largest
+
+    def memory(changed: TrainConfig, devices: int) -> MemoryPlan:
+        fill = min(1.0, changed.data.tokens_per_pack / tokens)
+        return memory_plan(changed, cost_model, saved, devices, math.ceil(fill * tokens), math.ceil(fill * patches))
+
+    planned, room = memory(config, devices), room_of(device)
+    if room is None or planned.peak <= room:
+        return planned, ()
+    return planned, ways_to_fit(config, devices, room, lambda changed, devices: memory(changed, devices).peak)
+
+
+def room_of(device: Device | None) -> int | None:
     """Memory of a device that a plan may fill [bytes]."""
     return None if device is None or device.memory_bytes is None else int(USABLE * device.memory_bytes)
 

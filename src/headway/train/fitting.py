@@ -71,8 +71,9 @@ def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) 
         peak: asks the memory plan.
 
     Returns:
-        Single settings that are enough, those that harm least first, and how often devices must be doubled to be. Where
-        nothing is: one way, of several settings, whose peak is above `room_bytes` if even all of them are not enough.
+        Single settings that are enough, those that harm least first, or where none is, several together; then how
+        often devices must be doubled to be enough. Where nothing is: all settings together, whose peak is above
+        `room_bytes`.
     """
     now = peak(config, devices)
     enough: list[Way] = []
@@ -81,12 +82,15 @@ def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) 
         if way is not None and way.peak_bytes <= min(room_bytes, _WORTH * now):
             is_repeated = any(settings[0].partition("=")[0] == other.settings[0].partition("=")[0] for other in enough)
             enough += [] if is_repeated else [way]
+    together = () if enough else (_together(config, devices, room_bytes, peak),)
+    if together and together[0].peak_bytes <= room_bytes:
+        enough += together
     for doubled in range(1, _MOST_DOUBLED + 1):
         way = _tried(config, (), devices << doubled, peak)
         if way is not None and way.peak_bytes <= room_bytes:
             enough.append(way)
             break
-    return tuple(enough) or (_together(config, devices, room_bytes, peak),)
+    return tuple(enough) or together
 
 
 def _together(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> Way:

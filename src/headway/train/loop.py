@@ -356,6 +356,8 @@ def _evaluate(run: Run, eval_set: EvalSet, step: int, out: _Outputs) -> Evaluati
         out.samples.write(answer.as_record(step))
         if number < _SHOWN_ANSWERS:
             out.progress.note(f"  {answer_line(answer)}")
+    if len(answers) > _SHOWN_ANSWERS:
+        out.progress.note(f"  and {len(answers) - _SHOWN_ANSWERS} more answers, in {SAMPLES}")
     if answers:
         out.metrics.write(answers_record(step, answers))
     return evaluation

@@ -7,7 +7,7 @@ import numpy as np
 from headway.count import CostModel
 from headway.errors import ConfigError
 from headway.packing.budget import square_grid
-from headway.packing.lengths import MIXES, LengthTable, read_lengths
+from headway.packing.lengths import MIXES, LengthTable, Numbers, read_lengths
 from headway.plan.mesh import MeshShape
 from headway.train.config import TrainConfig
 
@@ -50,6 +50,22 @@ def lengths_of(
     return f"{mix.name}: {mix.description}", table if cost_model.has_vision else _without_media(table)
 
 
+def lengths_in_turn(
+    config: TrainConfig, pattern: tuple[str, LengthTable], shape: MeshShape, steps: int = STEPS
+) -> tuple[str, LengthTable]:
+    """Name and table of samples that repeat a few in turn, enough for some steps, or for as many as can be planned.
+
+    Args:
+        config: the recipe.
+        pattern: name and table of the samples that repeat.
+        shape: how the devices share the work.
+        steps: optimizer steps to have samples for.
+    """
+    name, table = pattern
+    mean = float(np.minimum(table.tokens, config.data.tokens_per_pack).mean())
+    return name, repeated(table, min(MOST_SAMPLES, samples_of(config, shape, mean, steps)), None)
+
+
 def read_table(path: Path, cost_model: CostModel) -> tuple[str, LengthTable]:
     """Name and table of measured lengths, with a grid for each sample that has patches."""
     return str(path), _with_grids(read_lengths(path), cost_model)
@@ -79,3 +95,39 @@ def _with_grids(table: LengthTable, cost_model: CostModel) -> LengthTable:
 def _without_media(table: LengthTable) -> LengthTable:
     none = np.zeros((0, 3), dtype=np.int64)
     return LengthTable(table.tokens, np.zeros_like(table.patches), none, none[:, 0])
+
+
+def repeated(table: LengthTable, samples: int, seed: int | None) -> LengthTable:
+    """Draw so many samples from a table that has fewer; one that has enough stays as it is.
+
+    Args:
+        table: the samples.
+        samples: how many are wanted at least.
+        seed: of draws with replacement; None to take the rows in turn, each as often as the others.
+    """
+    rows_there = len(table.tokens)
+    if rows_there >= samples:
+        return table
+    if seed is None:
+        rows = np.arange(-(-samples // rows_there) * rows_there) % rows_there
+    else:
+        rows = np.random.default_rng(seed).integers(rows_there, size=samples)
+    if table.grids is None or table.grid_rows is None:
+        return LengthTable(table.tokens[rows], table.patches[rows])
+    order = np.argsort(table.grid_rows, kind="stable")
+    counts = np.bincount(table.grid_rows, minlength=len(table.tokens))
+    starts = np.cumsum(counts) - counts
+    picked = _ranges(starts[rows], counts[rows])
+    return LengthTable(
+        table.tokens[rows],
+        table.patches[rows],
+        table.grids[order[picked]],
+        np.repeat(np.arange(len(rows)), counts[rows]),
+    )
+
+
+def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
+    """Join the numbers from each start on, as many as its count says."""
+    before = np.cumsum(counts) - counts
+    joined: Numbers = np.arange(int(counts.sum())) - np.repeat(before - starts, counts)
+    return joined

@@ -12,8 +12,9 @@ import numpy as np
 
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
+from headway.devices import Device
 from headway.errors import PlanError
-from headway.packing.lengths import LengthTable, Numbers
+from headway.packing.lengths import LengthTable
 from headway.plan.collectives import Links
 from headway.plan.failures import Interruptions, Reliability
 from headway.plan.memory import MemoryPlan
@@ -22,9 +23,20 @@ from headway.plan.slices import padding_of
 from headway.plan.speeds import Cases, Speeds
 from headway.plan.step_time import StepForecast
 from headway.train.config import TrainConfig
-from headway.train.dry_run import Packs, memory_plan, plan_packs, recompute_of
+from headway.train.dry_run import Packs, memory_and_ways, plan_packs, recompute_of, room_of
+from headway.train.fitting import Way
 from headway.train.forecast import Forecaster
-from headway.train.planned_lengths import MOST_SAMPLES, NO_LENGTHS, STEPS, lengths_of, mean_of, read_table, samples_of
+from headway.train.planned_lengths import (
+    MOST_SAMPLES,
+    NO_LENGTHS,
+    STEPS,
+    lengths_in_turn,
+    lengths_of,
+    mean_of,
+    read_table,
+    repeated,
+    samples_of,
+)
 
 MOST_DEVICES = 2**20
 FEWEST_STEPS = 2
@@ -43,6 +55,8 @@ class SizedRun:
         time: of a step.
         interruptions: by failures; None where nothing was said of them.
         padding: numbers that slices of the weights hold over those that there are.
+        fits: whether a device has room for it; None where its memory is not known.
+        ways: settings that make it fit, where it does not.
     """
 
     shape: MeshShape
@@ -52,6 +66,8 @@ class SizedRun:
     time: StepForecast
     interruptions: Interruptions | None
     padding: float = 1.0
+    fits: bool | None = None
+    ways: tuple[Way, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -86,6 +102,8 @@ class SizedRun:
             "fill": self.packs.report.fill,
             "balance": self.packs.report.balance,
             "memory_bytes": self.memory.peak,
+            "fits": self.fits,
+            "ways": [way.as_json() for way in self.ways],
             "padding": self.padding,
             "time": self.time.as_json(),
             "exposed_s": [*self.exposed],
@@ -105,6 +123,7 @@ class Scaling:
         speeds: of the device.
         links: between devices.
         reliability: of the device; None where nothing is said of failures.
+        device: whose memory it must fit; None not to look.
     """
 
     cost_model: CostModel
@@ -112,9 +131,15 @@ class Scaling:
     speeds: Speeds
     links: Links
     reliability: Reliability | None = None
+    device: Device | None = None
 
-    def at(self, config: TrainConfig, devices: int) -> SizedRun:
+    def at(self, config: TrainConfig, devices: int, pattern: tuple[str, LengthTable] | None = None) -> SizedRun:
         """Plan a recipe for so many devices.
+
+        Args:
+            config: the recipe.
+            devices: processes, a device each.
+            pattern: name and table of samples that repeat; the recipe's plan section says the lengths when None.
 
         Raises:
             ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
@@ -122,16 +147,27 @@ class Scaling:
         """
         config = sized(config, devices)
         shape = config.parallel.mesh_shape(devices)
-        forecaster = Forecaster(self.cost_model, self.saved, self.speeds, devices, self.links)
+        links = self.links if devices > 1 else None  # a lone device exchanges nothing
+        forecaster = Forecaster(self.cost_model, self.saved, self.speeds, devices, links)
         recompute = recompute_of(config, self.cost_model, self.saved, shape)
-        lengths, steps = enough_lengths(config, self.cost_model, shape)
+        lengths, steps = enough_lengths(config, self.cost_model, shape, pattern)
         packs = plan_packs(config, self.cost_model, shape, recompute, lengths)
         assert packs is not None
-        memory = memory_plan(config, self.cost_model, self.saved, devices, packs.most_tokens, packs.most_patches)
+        largest = packs.most_tokens, packs.most_patches
+        memory, ways = memory_and_ways(config, self.cost_model, self.saved, devices, self.device, largest)
+        room = room_of(self.device)
         time = forecaster.predict(config, packs)
         failures = None if self.reliability is None else Interruptions.of(self.reliability, devices)
         return SizedRun(
-            shape, packs, steps, memory, time, failures, padding_of(self.cost_model, shape.fsdp, shape.expert)
+            shape,
+            packs,
+            steps,
+            memory,
+            time,
+            failures,
+            padding_of(self.cost_model, shape.fsdp, shape.expert),
+            None if room is None else memory.peak <= room,
+            ways,
         )
 
 
@@ -162,7 +198,9 @@ def sized(config: TrainConfig, devices: int) -> TrainConfig:
     return config.model_copy(update={"parallel": parallel.model_copy(update={"replicate": copies})})
 
 
-def enough_lengths(config: TrainConfig, cost_model: CostModel, shape: MeshShape) -> tuple[tuple[str, LengthTable], int]:
+def enough_lengths(
+    config: TrainConfig, cost_model: CostModel, shape: MeshShape, pattern: tuple[str, LengthTable] | None = None
+) -> tuple[tuple[str, LengthTable], int]:
     """Lengths for as many steps as a plan's window has, or for as many as can be planned; and how many steps that is.
 
     A table that has fewer samples is drawn from again and again.
@@ -178,6 +216,9 @@ def enough_lengths(config: TrainConfig, cost_model: CostModel, shape: MeshShape)
             steps //= 2
         return steps
 
+    if pattern is not None:
+        steps = fitting(float(np.minimum(pattern[1].tokens, config.data.tokens_per_pack).mean()))
+        return lengths_in_turn(config, pattern, shape, steps), steps
     if config.plan.lengths is not None:
         name, table = read_table(config.plan.lengths, cost_model)
         mean = float(np.minimum(table.tokens, config.data.tokens_per_pack).mean())
@@ -188,29 +229,3 @@ def enough_lengths(config: TrainConfig, cost_model: CostModel, shape: MeshShape)
     if found is None:
         raise PlanError(NO_LENGTHS)
     return found, steps
-
-
-def repeated(table: LengthTable, samples: int, seed: int) -> LengthTable:
-    """Draw so many samples from a table that has fewer, with replacement; one that has enough stays as it is."""
-    if len(table.tokens) >= samples:
-        return table
-    rows = np.random.default_rng(seed).integers(len(table.tokens), size=samples)
-    if table.grids is None or table.grid_rows is None:
-        return LengthTable(table.tokens[rows], table.patches[rows])
-    order = np.argsort(table.grid_rows, kind="stable")
-    counts = np.bincount(table.grid_rows, minlength=len(table.tokens))
-    starts = np.cumsum(counts) - counts
-    picked = _ranges(starts[rows], counts[rows])
-    return LengthTable(
-        table.tokens[rows],
-        table.patches[rows],
-        table.grids[order[picked]],
-        np.repeat(np.arange(samples), counts[rows]),
-    )
-
-
-def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
-    """Join the numbers from each start on, as many as its count says."""
-    before = np.cumsum(counts) - counts
-    joined: Numbers = np.arange(int(counts.sum())) - np.repeat(before - starts, counts)
-    return joined

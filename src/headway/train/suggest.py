@@ -23,7 +23,12 @@ from headway.report import format_bytes, format_count, format_share
 from headway.train.config import TrainConfig, parse_config
 from headway.train.dry_run import USABLE, DryRun, dry_run
 
-EPOCHS = 3
+_EPOCHS = 3  # of chats, as LLaMA-Factory's examples/train_full (0.9.3)
+_CORPUS_EPOCHS = 1  # of documents, as language models are trained on theirs
+_FROM_SCRATCH_STEPS = (
+    300  # below which a small model with random weights has hardly left its first loss (docs/tutorial.md)
+)
+_MOST_EPOCHS = 50
 LORA_RANK = 16
 _LEAST_PACK, _MOST_PACK = 512, 32768  # [tokens]
 _MEDIANS = 8  # samples of the median's length that a pack holds, so that packs can be made equal
@@ -98,6 +103,7 @@ class Suggestion:
         text: the YAML.
         config: the same, read.
         lengths: of the data.
+        epochs: passes over all samples.
         steps_per_epoch: optimizer steps that play every sample once, on one device.
         planned: the memory plan; None where no device was named.
     """
@@ -105,6 +111,7 @@ class Suggestion:
     text: str
     config: TrainConfig
     lengths: MeasuredLengths
+    epochs: int
     steps_per_epoch: int
     planned: DryRun | None
 
@@ -157,13 +164,35 @@ def suggest(
     steps, accumulation = _steps(data, raw["data"], cost_model, max(1, min(_SAMPLES_PER_STEP, math.ceil(per_step))))
     if accumulation > 1:
         raw["optim"]["accumulation"] = accumulation
-    total = EPOCHS * steps
+    epochs = _epochs(steps, cost_model, lengths, from_scratch=not has_weights)
+    total = epochs * steps
     del raw["optim"]["steps"]
-    raw["optim"] = {"epochs": EPOCHS} | raw["optim"]
+    raw["optim"] = {"epochs": epochs} | raw["optim"]
     raw["optim"]["warmup_steps"] = min(total // 2, max(1, round(0.03 * total)))
     raw["checkpoint"] = {"every": max(1, min(steps, total // 2))}
     text = _commented(raw, _comments(raw, lengths, steps, planned, cost_model))
-    return Suggestion(text, parse_config(yaml.safe_load(text)), lengths, steps, planned)
+    return Suggestion(text, parse_config(yaml.safe_load(text)), lengths, epochs, steps, planned)
+
+
+def _epochs(steps: int, cost_model: CostModel, lengths: MeasuredLengths, *, from_scratch: bool) -> int:
+    """Suggest how often the data play: a corpus once, chats thrice, and more for a model that knows nothing yet.
+
+    Args:
+        steps: of one pass.
+        cost_model: of the model; one of few parameters is taken to have been made here.
+        lengths: of the data.
+        from_scratch: whether the model's folder holds no weights.
+    """
+    usual = _CORPUS_EPOCHS if lengths.are_documents else _EPOCHS
+    if not from_scratch and cost_model.params.total >= _SMALL_MODEL:
+        return usual
+    return max(usual, min(_MOST_EPOCHS, math.ceil(_FROM_SCRATCH_STEPS / steps)))
+
+
+def _why_epochs(epochs: int, lengths: MeasuredLengths) -> str:
+    if epochs > _EPOCHS:
+        return f"passes over all samples: {_FROM_SCRATCH_STEPS} steps or more for a model from scratch"
+    return "a corpus is read once" if lengths.are_documents and epochs == _CORPUS_EPOCHS else "passes over all samples"
 
 
 def pack_length(lengths: MeasuredLengths) -> int:
@@ -214,7 +243,8 @@ def _fitted(
         room = USABLE * (device.memory_bytes or 0)
         for way in planned.ways:
             shorter = any(setting.startswith("data.tokens_per_pack") for setting in way.settings)
-            if way.devices == 1 and way.settings and way.peak_bytes <= room and not shorter:
+            gentle = adapters or len(way.settings) == 1  # adapters do less harm than several roundings together
+            if way.devices == 1 and way.settings and gentle and way.peak_bytes <= room and not shorter:
                 changed = _with(raw, way.settings)
                 return changed, _plan(changed, cost_model, saved, device)
     assert planned is not None
@@ -273,7 +303,7 @@ def _comments(
         "data.tokens_per_pack": f"one micro-batch: about {held:,.0f} samples without padding [tokens]",
         "data.overlong": f"{format_count(over)} samples are longer ({format_share(over / len(lengths.tokens))})",
         "optim": f"One epoch is {format_count(steps)} steps on one device, and fewer on several.",
-        "optim.epochs": "passes over all samples",
+        "optim.epochs": _why_epochs(optim["epochs"], lengths),
         "optim.lr": f"{rate}; the first thing to try others of",
         "optim.accumulation": f"packs per step, for {_SAMPLES_PER_STEP} samples a step or more",
         "optim.warmup_steps": "3 % of the steps, in which the rate rises [steps]",

@@ -120,6 +120,8 @@ def own_names(paths: Sequence[str], given: Sequence[str | None] | None = None) -
 
     >>> own_names(["pictures/train.jsonl", "words/train.parquet", "words/test.jsonl"])
     ['pictures/train', 'words/train', 'test']
+    >>> own_names(["corpus/*.txt"])
+    ['corpus']
     """
     given = given or [None] * len(paths)
     plain = [_public(path) for path in paths]
@@ -141,8 +143,10 @@ def own_names(paths: Sequence[str], given: Sequence[str | None] | None = None) -
 
 
 def _short_name(path: str) -> str:
+    """The file or folder without its extension; of a glob that is all stars, the folder before."""
     plain = _public(path)
-    return plain.rstrip("/").rpartition("/")[2].partition(".")[0] or plain
+    stems = [part.partition(".")[0] for part in reversed(plain.rstrip("/").split("/"))]
+    return next((stem for stem in stems if any(map(str.isalnum, stem))), plain)
 
 
 def _public(path: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from headway.count.cost_model import PIXELS
 from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing.build import subconfigs
@@ -121,6 +122,10 @@ class Frames(Images):
         self.size = side(getattr(self.vision, "image_size", None), 224)  # pixels along a frame's side
         self.edge = max(self.size // self.patch, 1)  # patches along a frame's side
         self.drivers = [f"frames:{self.edge}:{self.edge}"]
+        if {"input_ids", "decoder_input_ids"}.isdisjoint(
+            self.accepted
+        ):  # counted off pixels alone, of any size or this
+            self.notes = {PIXELS: str(self.size)}
         if self.shown == "grids" and has_video_tower(model):
             self.shown, self.drivers = "images", [f"image_frames:{self.edge}:{self.edge}"]
 
