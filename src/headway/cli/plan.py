@@ -142,7 +142,7 @@ def plan(
     if planned.packs is None:
         raise PlanError(NO_LENGTHS)
     speeds = speeds_of(config, cost_model, found, count)
-    links = given.between(found, count)
+    links = given.joining(found, count)
     making_s = None if measured is None else measured.making_s
     forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count, links, making_s=making_s)
     time = forecaster.predict(config, planned.packs)
@@ -352,7 +352,11 @@ def _render(
             pairs.append(("cost", _cases(run.cost, lambda cost: f"{cost:,.4g}")))
         if run.energy_kwh is not None:
             pairs.append(("energy", _cases(run.energy_kwh, lambda energy: f"{energy:,.4g} kWh") + ", boards alone"))
-    notes = [*planned.notes, f"Rates: {speeds.source}.", note_on_links(links, devices)]
+    notes = [
+        *planned.notes,
+        f"Rates: {speeds.source}.",
+        note_on_links(links, devices, on_this_machine=speeds.is_measured),
+    ]
     if making_s is not None:
         notes.append(
             f"Data: a worker makes {format_count(round(1 / making_s))} tokens/s, timed here; each device has "
