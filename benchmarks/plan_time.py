@@ -1,19 +1,17 @@
-"""Predicted step times beside measured ones: small models trained on this CPU in 36 configurations, on one thread.
+"""Predicted step times beside measured ones: small models trained on this CPU in 24 configurations, on one thread.
 
-    .venv/bin/python benchmarks/plan_time.py        # some fifteen minutes on two cores
+    .venv/bin/python benchmarks/plan_time.py        # some eight minutes on two cores
 
 Each configuration is predicted before it runs, from the recipe, the lengths of its samples and the rates that
 `headway ceiling --model` measures: nothing is fitted to the steps. Then `headway train`'s loop takes its steps in this
 process. The median processor time of their thread counts, which other processes disturb less than wall time. Packs are
-made in a process of their own: a thread of this one would hold up its interpreter at every operation. Of two
-processes the mean wall time counts; what their exchanges take was measured between two processes beforehand.
+made in a process of their own: a thread of this one would hold up its interpreter at every operation.
 
 Writes benchmarks/results/plan_time_<hardware>_<yyyymm>.json and the .md table rendered from it.
 """
 
 import argparse
 import json
-import math
 import os
 import shutil
 import statistics
@@ -38,19 +36,16 @@ from headway.devices.ceilings import matmul_ceiling
 from headway.devices.model_rates import model_rates
 from headway.models.attention import attend
 from headway.plan.blocks import with_blocks
-from headway.plan.collectives import Links
 from headway.plan.speeds import Speeds
 from headway.plan.step_time import StepForecast, shapes_of
 from headway.synthetic.digits import write_digits, write_reader
 from headway.train.block_times import timed_blocks
 from headway.train.config import TrainConfig, parse_config
 from headway.train.dry_run import learning_model, plan_packs
-from headway.train.exchange_times import timed_exchanges
 from headway.train.forecast import Forecaster
 from headway.train.loop import train
 from headway.train.measured_data import joined
 from headway.train.optim import Optimizer
-from headway.train.tune import measure
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 WARM, STEPS = 3, 8
@@ -66,17 +61,6 @@ CONFIGURATIONS = [
     ("small", 2048, 1, "none", []),
     ("middle", 2048, 1, "full", []),
     ("large", 512, 1, "every:2", []),
-]
-# of two processes
-PAIRS: list[tuple[Any, ...]] = [
-    *((model, 512, 1, "none", []) for model in MODELS),
-    *((model, 1024, 1, "none", []) for model in MODELS),
-    ("small", 512, 1, "none", [], {"reshard": False}),
-    ("large", 512, 1, "none", [], {"reshard": False}),
-    ("small", 512, 1, "none", [], {"replicate": 2}),
-    ("middle", 512, 1, "none", [], {"replicate": 2}),
-    ("middle", 512, 2, "full", []),
-    ("small", 256, 4, "none", []),
 ]
 
 
@@ -96,13 +80,10 @@ def main() -> None:
         if not (folder / "data").exists():
             write_digits(folder / "data", num_one_digit=300, num_train=3000, num_eval=4, renderings=1)
         speeds = {name: measured_speeds(folder, name) for name in MODELS}
-        links = timed_exchanges(2)
-        record["exchanges"] = {kind: [[*point] for point in points] for kind, points in links.timed}
-        found = [(one, 1) for one in CONFIGURATIONS] + [(one, 2) for one in PAIRS]
-        for number, (configuration, processes) in enumerate(found[: options.only]):
+        for number, configuration in enumerate(CONFIGURATIONS[: options.only]):
             done = folder / f"row-{number}.json"
             if not done.exists():
-                row = one_row(folder, number, configuration, speeds, processes, links)
+                row = one_row(folder, number, configuration, speeds)
                 done.write_text(json.dumps(row), encoding="utf-8")
             record["rows"].append(json.loads(done.read_text(encoding="utf-8")))
             print(done.read_text(encoding="utf-8"), flush=True)
@@ -135,12 +116,9 @@ def measured_speeds(folder: Path, name: str) -> Speeds:
     return with_blocks(Speeds.measured("this CPU", peak, rates, runs_ahead=False), blocks)
 
 
-def one_row(
-    folder: Path, number: int, configuration: tuple[Any, ...], speeds: dict[str, Speeds], processes: int, links: Links
-) -> dict[str, Any]:
+def one_row(folder: Path, number: int, configuration: tuple[Any, ...], speeds: dict[str, Speeds]) -> dict[str, Any]:
     """Predict one configuration, then train it."""
-    model, slots, accumulation, recompute, frozen, *parallel = configuration
-    sharing = parallel[0] if parallel else {}
+    model, slots, accumulation, recompute, frozen = configuration
     shutil.rmtree(folder / f"run-{number}", ignore_errors=True)
     config = parse_config(
         {
@@ -151,16 +129,14 @@ def one_row(
             },
             "optim": {"steps": WARM + STEPS, "lr": 1e-4, "accumulation": accumulation},
             "speed": {"compile": False, "recompute": recompute},
-            "parallel": sharing,
             "run": {"folder": str(folder / f"run-{number}"), "device": "cpu", "threads": 1},
         }
     )  # fmt: skip
-    predicted = predict(config, speeds[model], processes, links)
-    seconds = timed_steps(config) if processes == 1 else [measure(config, processes, steps=STEPS).step_s or math.nan]
+    predicted = predict(config, speeds[model])
+    seconds = timed_steps(config)
     return {
         "model": model, "slots": slots, "accumulation": accumulation, "recompute": recompute,
-        "frozen": ", ".join(frozen), "processes": processes,
-        "sharing": ", ".join(f"{key}: {str(value).lower()}" for key, value in sharing.items()),
+        "frozen": ", ".join(frozen),
         "predicted_s": predicted.step_s,
         "measured_s": statistics.median(seconds), "least_s": min(seconds), "most_s": max(seconds),
         "lines": {line.key: line.seconds.expected for line in predicted.lines},
@@ -182,38 +158,36 @@ def timed_steps(config: TrainConfig) -> list[float]:
     return [after - before for before, after in pairwise(times[WARM - 1 :])]
 
 
-def predict(config: TrainConfig, speeds: Speeds, processes: int, links: Links) -> StepForecast:
+def predict(config: TrainConfig, speeds: Speeds) -> StepForecast:
     """Predict a step from the recipe and the lengths of its samples."""
     source = open_source(str(config.data.train[0].path), name="digits")
     lengths = joined(build_indices([source], str(config.model.path), None))
     learning = learning_model(config, resolve_cost_model(str(config.model.path)))
-    shape = config.parallel.mesh_shape(processes)
-    packs = plan_packs(config, learning, shape, "none", ("digits", lengths))
+    packs = plan_packs(config, learning, config.parallel.mesh_shape(1), "none", ("digits", lengths))
     assert packs is not None
     saved = SavedByPrecision(partial(saved_activations, str(config.model.path)))
-    return Forecaster(learning, saved, speeds, processes, None if processes == 1 else links).predict(config, packs)
+    return Forecaster(learning, saved, speeds, 1, None).predict(config, packs)
 
 
 def render(record: dict[str, Any]) -> str:
     """The table, and what it comes to."""
     headings = [
-        "model", "slots", "packs", "recomputed", "frozen", "processes", "sharing",
+        "model", "slots", "packs", "recomputed", "frozen",
         "predicted ms", "measured ms", "range", "error"
     ]  # fmt: skip
     rows = [
         [
             row["model"], str(row["slots"]), str(row["accumulation"]), row["recompute"], row["frozen"],
-            str(row["processes"]), row["sharing"], f"{1e3 * row['predicted_s']:.1f}", f"{1e3 * row['measured_s']:.1f}",
-            "" if row["processes"] > 1 else f"{1e3 * row['least_s']:.1f} to {1e3 * row['most_s']:.1f}",
+            f"{1e3 * row['predicted_s']:.1f}", f"{1e3 * row['measured_s']:.1f}",
+            f"{1e3 * row['least_s']:.1f} to {1e3 * row['most_s']:.1f}",
             f"{100 * (row['predicted_s'] / row['measured_s'] - 1):+.1f} %",
         ]
         for row in record["rows"]
     ]  # fmt: skip
     said = (
         f"{len(rows)} configurations: median error {100 * record['median_error']:.1f} %, rank correlation "
-        f"{record['rank_correlation']:.3f}. Processor time of a step on one thread, median of {record['steps'] - 1}; "
-        f"of two processes, mean wall time; what exchanges take was measured before. Predicted "
-        "before each ran, from the recipe, its samples' lengths and `headway ceiling --model`."
+        f"{record['rank_correlation']:.3f}. Processor time of a step on one thread, median of {record['steps'] - 1}. "
+        "Predicted before each ran, from the recipe, its samples' lengths and `headway ceiling --model`."
     )
     return "\n\n".join([describe_environment(record), markdown_table(headings, rows), said]) + "\n"
 

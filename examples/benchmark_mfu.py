@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -122,9 +123,9 @@ def measure(setting: Setting, args: argparse.Namespace) -> list[UtilizationResul
 def main() -> None:
     """Print one row per setting."""
     args = parse_args()
+    warnings.filterwarnings("ignore", "result.mbu is a floor")  # the column is called what it is
     spec = get_gpu_spec(DEVICE)
-    peak = spec.peak(args.dtype)
-    print(f"device   {spec.name}, {peak.flops_per_s / 1e12:.4g} TFLOP/s in {peak.dtype} ({peak.source})")
+    print(f"device   {spec.name}, {spec.peak_tflops(args.dtype):.4g} TFLOP/s in {args.dtype}")
     print(f"model    {args.model}, {args.dtype}, {args.seq_len} tokens per row")
     print(f"steps    {args.steps} measured after {args.warmup}; medians; forward and backward, without the optimizer")
     print()
@@ -137,7 +138,7 @@ def main() -> None:
         except torch.OutOfMemoryError:
             print(f"{setting!s:38} out of memory")
             continue
-        columns = [[r.mfu, r.hfu, r.weight_bandwidth_share, r.tokens_per_sec, r.elapsed_sec * 1e3] for r in results]
+        columns = [[r.mfu, r.hfu, r.mbu, r.tokens_per_sec, r.elapsed_sec * 1e3] for r in results]
         mfu, hfu, weights, rate, ms = (statistics.median(column) for column in zip(*columns, strict=True))
         tflop = results[0].flops / 1e12
         print(f"{setting!s:38} {mfu:7.1%} {hfu:7.1%} {weights:7.1%} {rate:10,.0f} {ms:9.1f} {tflop:8.3f}", flush=True)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from helpers.markdown_links import broken_links
 
 DOCS = Path(__file__).parent.parent / "docs"
-NOT_RUN = {"log.md", "tutorial.md", "architectures.md"}  # tests/test_tutorial.py runs that one
+NOT_RUN = {"tutorial.md", "architectures.md"}  # tests/test_tutorial.py runs that one
 PAGES = sorted(page.name for page in DOCS.glob("*.md") if page.name not in NOT_RUN)
 BLOCKS = [
     block
@@ -89,7 +89,7 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path):
     assert broken_links(page) == ["gone.md", "there.md#gone", "#gone", "gone.md#here"]
 
 
-@pytest.mark.parametrize("page", sorted({page.name for page in DOCS.glob("*.md")} - {"index.md", "log.md"}))
+@pytest.mark.parametrize("page", sorted({page.name for page in DOCS.glob("*.md")} - {"index.md"}))
 def test_a_page_begins_with_what_one_types(page):
     begin = (DOCS / page).read_text(encoding="utf-8").splitlines()[:25]
     assert any(re.match(r"```(bash|console|python|sh|text|yaml)|    \S", line) for line in begin)

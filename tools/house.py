@@ -1,6 +1,7 @@
 """Measure the source as a house: files, lines, circles of imports, names that mean two things, and lines per room.
 
     python tools/house.py [FOLDER ...]     # a table with a column per package; `src/headway` alone by default
+    python tools/house.py --names          # where a name says nothing of what it holds
 
 A room is a folder directly below the package; a file beside them is a room of its own. Imports are read from the syntax
 tree, those inside functions and under TYPE_CHECKING included: a circle that only types close is still read as one.
@@ -8,6 +9,7 @@ tree, those inside functions and under TYPE_CHECKING included: a circle that onl
 
 import argparse
 import ast
+import functools
 import io
 import statistics
 import tokenize
@@ -15,6 +17,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+# Grammar where a noun belongs: `found` may be rows, matches or a device. Of the names bound in nanochat, torchtitan,
+# einops and packaging 0.0 to 0.5 in 1,000 are among these.
+OPAQUE = {
+    "ahead", "alone", "asked", "behind", "beside", "each", "found", "given", "held", "kept", "known", "late",
+    "made", "named", "one", "owed", "passed", "read", "rest", "said", "seen", "taken", "tell", "told", "went",
+    "whole",
+}  # fmt: skip
 
 
 @dataclass
@@ -127,6 +137,55 @@ def duplicated_classes(files: Mapping[str, SourceFile]) -> dict[str, list[str]]:
     return {name: modules for name, modules in sorted(homes.items()) if len(modules) > 1}
 
 
+def bindings(tree: ast.AST) -> Iterable[tuple[str, int]]:
+    """Yield each name that a file binds to a value, with its line: variables, parameters, targets of loops."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            yield node.name, node.lineno
+
+
+def opaque_names(tree: ast.AST) -> list[tuple[str, int]]:
+    """List the bindings whose name is among `OPAQUE`, with their lines; a leading underscore is no matter."""
+    return [(name, line) for name, line in bindings(tree) if name.strip("_") in OPAQUE]
+
+
+def comments_of_long_bodies(file: SourceFile, least: int = 25) -> tuple[int, int]:
+    """Count the lines of functions' bodies of `least` lines and more, without docstrings, and their comments."""
+    tokens = tokenize.generate_tokens(io.StringIO(file.text).readline)
+    commented = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+    lines: set[int] = set()
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            start = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0].lineno
+            body = range(start, node.end_lineno + 1)
+            lines |= {*body} if len(body) >= least else set()
+    return len(lines), len(lines & commented)
+
+
+def longest_chain(arrows: Mapping[str, set[str]]) -> int:
+    """Count the files of the longest chain of imports, where there are no circles."""
+
+    @functools.cache
+    def below(name: str) -> int:
+        return 1 + max(map(below, arrows[name]), default=0)
+
+    return max(map(below, arrows))
+
+
+def reach(arrows: Mapping[str, set[str]], start: str) -> int:
+    """Count the files that a file imports, and those that they import."""
+    seen, waiting = set(), [start]
+    while waiting:
+        for name in arrows.get(waiting.pop(), set()) - seen:
+            seen.add(name)
+            waiting.append(name)
+    return len(seen)
+
+
 def _docstring_lines(file: SourceFile) -> int:
     lines = 0
     for node in ast.walk(file.tree):
@@ -165,6 +224,13 @@ def measure(folder: Path) -> dict[str, str]:
     lengths = [length for file in files.values() for length in _function_lengths(file)]
     single = [name for name, readers in importers(files).items() if len(readers) == 1]
 
+    arrows = {file.name: file.imports for file in files.values()}
+    has_circles = bool(circles(arrows))
+    num_bindings = sum(1 for file in files.values() for _ in bindings(file.tree))
+    num_opaque = sum(len(opaque_names(file.tree)) for file in files.values())
+    long_lines, long_comments = map(sum, zip(*map(comments_of_long_bodies, files.values()), strict=True))
+    classes = [node for file in files.values() for node in file.tree.body if isinstance(node, ast.ClassDef)]
+
     def percent(part: int) -> str:
         return f"{100 * part / total:.1f} %"
 
@@ -180,6 +246,15 @@ def measure(folder: Path) -> dict[str, str]:
         "circles of files": str(len(circles({file.name: file.imports for file in files.values()}))),
         "circles of rooms": str(len(circles(room_arrows(files)))),
         "class names with two homes": str(len(duplicated_classes(files))),
+        "public classes": str(sum(not node.name.startswith("_") for node in classes)),
+        "longest chain of imports": "circular" if has_circles else str(longest_chain(arrows)),
+        **(
+            {"files that train.loop reaches": str(reach(arrows, loop))}
+            if (loop := "headway.train.loop") in files
+            else {}
+        ),
+        "opaque names, of 1,000 bindings": f"{num_opaque:,}, {1000 * num_opaque / max(1, num_bindings):.1f}",
+        "comments in bodies of 25 lines and more": f"{100 * long_comments / max(1, long_lines):.1f} %",
         "docstrings": percent(docs),
         "lines that are comments": percent(sum(alone for alone, _ in comments)),
         "lines that end in a comment": percent(sum(trailing for _, trailing in comments)),
@@ -203,7 +278,14 @@ def main() -> None:
     """Print a table with a column for each package, then the circles and the names with two homes of the first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="*", type=Path, default=[Path("src/headway")], help="a package's folder")
-    folders = parser.parse_args().folders
+    parser.add_argument("--names", action="store_true", help="list the opaque names of the first folder instead")
+    options = parser.parse_args()
+    folders = options.folders
+    if options.names:
+        for file in read_package(folders[0]).values():
+            for name, line in sorted(opaque_names(file.tree), key=lambda site: site[1]):
+                print(f"{file.path}:{line}: {name}")
+        return
     columns = [measure(folder) for folder in folders]
     rows = list(dict.fromkeys(row for column in columns for row in column))
     print("| | " + " | ".join(folder.name for folder in folders) + " |")

@@ -1,14 +1,14 @@
 """`headway plan`: what it prints, what follows from what, and what it refuses."""
 
 import json
-from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 import torch
 
 from headway.devices import named_device
 from headway.devices.measure import TimeBudget
-from headway.plan.collectives import Links
+from headway.devices.model_rates import ModelRates
 from headway.plan.speeds import Speeds
 from headway.synthetic.digits import write_reader
 from helpers.processes import ROOT
@@ -152,22 +152,16 @@ def test_this_processor_is_measured_at_the_models_sizes_and_kept(headway, monkey
     assert speeds["source"].startswith("measured at the model's sizes on")
 
 
-def test_processes_on_this_processor_wait_for_all_that_they_exchange(headway, monkeypatch):
-    """Tied word embeddings belong to the root: 28 blocks are gathered twice and the root once, each sums gradients."""
-    card = named_device("H100")
-    monkeypatch.setattr(
-        "headway.cli.plan.speeds_of", lambda *_: replace(Speeds.of_device(card, "fp32"), runs_ahead=False)
-    )
-    each = {"all-gather": [(1, 0.001), (2, 0.001)], "reduce-scatter": [(1, 0.002), (2, 0.002)]}
-    monkeypatch.setattr(
-        "headway.train.exchange_times.timed_exchanges", lambda count, **_: Links.measured(each, count, "mine", "today")
-    )
+def test_exchanges_of_processes_on_this_machine_are_not_in_a_plan_which_says_so(headway, monkeypatch):
+    rates = ModelRates({(100, 10, 10): 1e9}, {100: (2e9, 1e9)}, 5e9, datetime(2026, 11, 23, tzinfo=UTC), False)
+    speeds = Speeds.measured("mine", 5e9, rates, runs_ahead=False)
+    monkeypatch.setattr("headway.cli.plan.speeds_of", lambda *_: speeds)
     asked = ("plan", "qwen3-0.6b", "--set", "run.device=cpu", "--devices", 2)
     text = headway(*asked)
     assert text.code == 0, text.err
-    assert "Links: exchanges of 2 processes measured on mine, today." in text.out
-    lines = {one["key"]: one["seconds"] for one in json.loads(headway(*asked, "--json").out)["time"]["lines"]}
-    assert lines["communication.transfer"][1] == pytest.approx((2 * 28 + 1) * 0.001 + 29 * 0.002)
+    assert "Exchanges between processes of this machine are not in the step" in " ".join(text.out.split())
+    keys = {line["key"] for line in json.loads(headway(*asked, "--json").out)["time"]["lines"]}
+    assert "communication.transfer" not in keys
 
 
 @pytest.mark.parametrize("setting", ["model.freeze=[language.mlp]", "model.lora={rank: 8}"])

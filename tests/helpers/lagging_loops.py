@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from headway import Workload, trace
-from headway.compat.mfu_tracker import MFUCallback, track
+from headway import trace
+from headway.compat.mfu_tracker.integrations.hf_trainer import MFUCallback
 from headway.integrations import AccelerateMeter, FlopsAccumulator, HeadwayCallback, HeadwayMonitor
 from headway.meter import Meter
 from helpers.one_step import PEAK, Lit, collate, tiny
@@ -165,18 +165,5 @@ def in_megatron(_folder, *, load_s=0.0, steps=STEPS):
             accumulator.step(skipped=number == 2)
 
         return by_hand(device, accumulator.meter, load_s, steps, step)
-
-    return run
-
-
-def track_a_meter(_folder, *, load_s=0.0, steps=STEPS):
-    def run(device, **options):
-        meter = Meter(COST_MODEL, peak=PEAK, log_every=1, **options)
-
-        def step(_number):
-            with track(meter, batch=Workload([12])):
-                compute(device)
-
-        return by_hand(device, meter, load_s, steps, step)
 
     return run

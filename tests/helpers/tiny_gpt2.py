@@ -2,11 +2,21 @@
 
 import torch
 
-from headway.compat.mfu_tracker.gpu_spec import GPUSpec
 from headway.tracing.build import model_class
 from helpers.tiny_models import tiny_config
 
-SPEC = GPUSpec("test card", stated_flops_per_s={"fp32": 1e15, "bf16": 2e15}, stated_bytes_per_s=1e11)
+
+class StatedSpec:
+    """What mfu-tracker's calls read of a device, with round numbers."""
+
+    name = "test card"
+    peak_memory_bandwidth_tbs = 0.1
+
+    def peak_tflops(self, dtype):
+        return {"fp32": 1e3, "bf16": 2e3}[dtype]
+
+
+SPEC = StatedSpec()
 
 # width 32, 2 layers: queries, keys and values, their output, the MLP up and down; a vocabulary of 160
 _BLOCK = 32 * 96 + 32 * 32 + 32 * 128 + 128 * 32

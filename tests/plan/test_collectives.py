@@ -76,13 +76,3 @@ def test_a_network_that_nobody_knows_is_refused():
         links.require(16)
     with pytest.raises(PlanError, match="--network"):
         collective_s("all-gather", 1, RankGroup(16, 8), links)
-
-
-def test_measured_exchanges_go_by_their_own_times_and_sizes():
-    links = Links.measured({"all-gather": [(3000, 0.5), (1000, 0.1)], "all-reduce": [(10, 1.0), (20, 1.0)]}, 2, "", "")
-    pair = RankGroup(2, 2)
-    sizes = {100: 0.1, 1000: 0.1, 2000: 0.3, 3000: 0.5, 4000: 0.7}  # the line between two sizes goes on, none is faster
-    for size, seconds in sizes.items():
-        assert collective_s("all-gather", size, pair, links).expected == pytest.approx(seconds)
-    assert collective_s("all-reduce", 1e9, pair, links).expected == 1.0
-    assert collective_s("all-gather", 1000, RankGroup(1, 1), links).expected == 0.0

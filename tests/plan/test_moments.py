@@ -13,8 +13,6 @@ from fake_cuda.moments import MOMENTS, run_moments, settings
 from fake_cuda.shared import Witness, run_shared
 from headway.plan.moments import MOMENTS as PLANNED
 from headway.plan.moments import moment
-from headway.plan.updating import AT_ONCE
-from headway.train.optim import parts
 
 TARGET = 0.05
 IS_NEW = Version(torch.__version__) >= Version("2.13")
@@ -100,10 +98,6 @@ def test_torch_counts_as_many_bytes(kind, processes, overrides):
     found, plan = run()
     assert witness.peak == pytest.approx(max(found.peaks[name] for name in MOMENTS[1:]), rel=5e-3)
     assert plan.peak == pytest.approx(witness.peak, rel=TARGET)
-
-
-def test_the_update_works_on_as_many_values_as_the_optimizer():
-    assert parts.AT_ONCE == AT_ONCE
 
 
 def test_a_moment_is_the_sum_of_parts_that_are_there():

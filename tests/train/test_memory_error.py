@@ -125,7 +125,7 @@ def on_cuda(run, raw, monkeypatch):
         config = parse_config({**raw, **sections})
         run.device, run.ranks.size = torch.device("cuda", 0), 1
         run.trained = SimpleNamespace(cost_model=load_cost_model("qwen2.5-vl-7b"))
-        monkeypatch.setattr(memory_error, "used_bytes", lambda _: 2**30)
+        monkeypatch.setattr(memory_error, "used_memory", lambda _: 2**30)
         total = SimpleNamespace(total_memory=total_bytes)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
         place = LoopPhase(3)

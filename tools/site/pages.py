@@ -38,6 +38,7 @@ def copied_pages() -> dict[Path, str]:
     """List the pages outside docs/ that the site has, and folders that a page stands for: each with its path there."""
     results = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
     found = {page: f"reference/benchmarks/{page.stem}" for page in results}
+    found[ROOT / "benchmarks" / "log.md"] = "reference/log"
     found |= {ROOT / f"{name}.md": f"reference/repository/{name}" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")}
     found |= {ROOT / "benchmarks" / name: "reference/benchmarks" for name in ("", "README.md", "results")}
     return {**found, ROOT / "recipes": "reference/recipes", ROOT / "README.md": "index"}
@@ -124,6 +125,6 @@ def pages_that_show_commands() -> dict[str, list[str]]:
     shown: dict[str, list[str]] = {}
     for page in (DOCS / f"{place}.md" for place in pages_in_navigation() if "/" not in place):
         found = re.findall(r"^(?:    |\$ |)headway ([a-z-]+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        for name in {*found} if page.stem != "log" else ():
+        for name in {*found}:
             shown.setdefault(name, []).append(f"[{title_of(page)}](../../{page.name})")
     return shown

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from headway.devices.measure import Measurement
     from headway.devices.model_rates import ModelRates
     from headway.plan.blocks import TimedBlocks
-    from headway.plan.collectives import Links
 
 
 _KINDS = ("cpu", "cuda", "mps")
@@ -39,10 +38,6 @@ def ceiling(
         str | None,
         typer.Option(metavar="MODEL", help="Measure at this model's own sizes instead, for `headway plan` to use."),
     ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=2, help="Measure exchanges between so many processes on this CPU too."),
-    ] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever is in the cache.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -53,10 +48,8 @@ def ceiling(
 
     Example: headway ceiling --device cpu --dtype fp32
     """
-    if processes is not None and (model is None or device not in (None, "cpu")):
-        raise UsageError(f"--processes {processes} takes effect with --model and --device cpu alone.")
     if model is not None:
-        _of_model(model, device, dtype, processes, refresh=refresh, as_json=as_json)
+        _of_model(model, device, dtype, refresh=refresh, as_json=as_json)
         return
     with needs_extra("measuring a ceiling"), working("measuring this device"):
         from headway.devices.ceilings import copy_ceiling, dtypes_of, environment, matmul_ceiling
@@ -76,10 +69,8 @@ def ceiling(
         print(_render(around, products, copy, known))
 
 
-def _of_model(
-    model: str, device: str | None, dtypes: list[str] | None, processes: int | None, *, refresh: bool, as_json: bool
-) -> None:
-    """Measure a model's products, attention and first blocks, and exchanges, and print their rates and times."""
+def _of_model(model: str, device: str | None, dtypes: list[str] | None, *, refresh: bool, as_json: bool) -> None:
+    """Measure a model's products, attention and first blocks, and print their rates and times."""
     cost_model = resolve_cost_model(model)
     with needs_extra("measuring a model's rates"):
         from headway.devices.ceilings import environment
@@ -88,18 +79,15 @@ def _of_model(
         names = dtypes or ["fp32" if where.type == "cpu" else "bf16"]
         found = {name: local_rates(model, cost_model, where, name, refresh=refresh) for name in names}
         around = environment(where)
-        links = None if processes is None else local_links(processes, refresh=refresh)
-    exchanges = () if links is None else links.timed
     if as_json:
         rates = [
             {"dtype": name, **rates.as_json(), "blocks": None if blocks is None else blocks.as_json()}
             for name, (rates, blocks) in found.items()
         ]
-        timed = {kind: [{"bytes": size, "seconds": took} for size, took in points] for kind, points in exchanges}
-        print_json({"model": model, "device": around, "rates": rates, "exchanges": timed})
+        print_json({"model": model, "device": around, "rates": rates})
     else:
         tables = [_render_model(model, name, *both) for name, both in found.items()]
-        print("\n\n".join([*tables, *([_render_exchanges(links)] if links is not None else [])]))
+        print("\n\n".join(tables))
 
 
 def local_rates(
@@ -147,29 +135,6 @@ def _render_model(model: str, dtype: str, rates: "ModelRates", blocks: "TimedBlo
     state = "from the cache; --refresh measures again" if is_cached else "just now"
     pairs = [("model", model), ("measured", f"{rates.measured_at:%Y-%m-%d %H:%M} UTC, {state}")]
     return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
-
-
-def local_links(processes: int, *, refresh: bool = False) -> "Links":
-    """Time of exchanges between processes of this machine's processor, measured now or before.
-
-    Args:
-        processes: that train together.
-        refresh: measure even if the cache has them.
-    """
-    from headway.train.exchange_times import timed_exchanges
-
-    with working(f"timing exchanges of {processes} processes"):
-        return timed_exchanges(processes, refresh=refresh, warn=warn)
-
-
-def _render_exchanges(links: "Links") -> str:
-    columns = [Column("what", "left"), Column("size", "left"), Column("time")]
-    rows = [
-        [kind, f"{size / 2**20:.3g} MiB", f"{1e3 * took:.3g} ms"]
-        for kind, points in links.timed
-        for size, took in points
-    ]
-    return f"{render_table(columns, rows)}\n\n{links.source}"
 
 
 def local_device(given: str | None) -> "torch.device":

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.ceiling import local_device, local_links
 from headway.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
@@ -78,29 +77,25 @@ class GivenLinks:
             links.require(count)
         return links if links is not None and count > 1 and links.reaches(count) else None
 
-    def between(self, device: "Device | None", count: int) -> "Links | None":
-        """Links of so many devices as `joining` finds them, or measured between processes of this machine's processor.
-
-        Raises:
-            UsageError: links are given, and no device or only one.
-            PlanError: links are given, but too little of them, or they do not reach so many devices.
-        """
-        links = self.joining(device, count)
-        if device is not None or count == 1:
-            return links
-        return local_links(count) if local_device(None).type == "cpu" else None
-
     @property
     def _are_given(self) -> bool:
         return any(value is not None for value in (self.link, self.network, self.per_node))
 
 
-def note_on_links(links: "Links | None", devices: int) -> str:
-    """What a prediction takes of the exchanges between devices, as a sentence; nothing of one device."""
+def note_on_links(links: "Links | None", devices: int, *, on_this_machine: bool) -> str:
+    """Say what a prediction takes of the exchanges between devices; nothing of one device.
+
+    Args:
+        links: that were found.
+        devices: that train together.
+        on_this_machine: they are processes of this machine, whose rates were measured.
+    """
     if devices == 1:
         return ""
     if links is not None:
         return f"Links: {links.source}."
+    if on_this_machine:
+        return "Exchanges between processes of this machine are not in the step: it will take longer."
     return (
         "Exchanges between devices are taken to hide behind computing, for their links are not known: the step above "
         "is the best case. --link, --network and --per-node give them; PCI Express x16 moves 31.5 GB/s each way (4.0), "

@@ -143,7 +143,7 @@ def plan(
     if planned.packs is None:
         raise PlanError(NO_LENGTHS)
     speeds = speeds_of(config, cost_model, found, count)
-    links = given.between(found, count)
+    links = given.joining(found, count)
     making_s = None if measured is None else measured.making_s
     forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count, links, making_s=making_s)
     time = forecaster.predict(config, planned.packs)

@@ -129,7 +129,7 @@ def as_text(
     sections = [render_pairs(pairs)]
     if planned.ways:
         sections.append(ways_text(planned.device, planned.ways))
-    on_links = note_on_links(links, devices)
+    on_links = note_on_links(links, devices, on_this_machine=speeds.is_measured)
     if links is None and devices > 1:  # which makes every number above a best case: said before the lines, not after
         sections.append(render_lines([on_links]))
         on_links = ""

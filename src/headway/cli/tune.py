@@ -160,7 +160,7 @@ def _tuned(
     notes = [
         note_on_tokens(best[0]),
         f"activations of {', '.join(left_out[:3])} are not explained, and missing" if left_out else "",
-        note_on_links(links, search.devices),
+        note_on_links(links, search.devices, on_this_machine=speeds.is_measured),
     ]
     return Tuned(
         recipe=recipe,
@@ -243,7 +243,7 @@ def search_of(
         )
     saved = saved_of_recipe(config)
     speeds = speeds_of(config, cost_model, found, count)
-    links = given.between(found, count)
+    links = given.joining(found, count)
     making_s = None if measured is None else measured.making_s
     timer = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict
     return Search(config, learning, saved, count, room, lengths, timer, space), links, speeds

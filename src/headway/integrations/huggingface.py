@@ -15,6 +15,8 @@ from headway.devices import Peak
 from headway.integrations.loops import LOGGED, ForwardCalls, Observer, caller_of, logged, observing
 from headway.meter import Meter, Window
 from headway.tracing import trace
+from headway.tracing.classify import checkpointing_of
+from headway.tracing.unwrap import whole
 
 
 class HeadwayCallback(Observer, TrainerCallback):
@@ -32,7 +34,7 @@ class HeadwayCallback(Observer, TrainerCallback):
         prefix: of the names in the log: "headway" logs `headway/mfu` and the others of `names`.
         names: keys of `Window.as_record()` that are logged. With "mbu" among them the model is traced once more.
         num_warmup_steps: first steps to leave out.
-        recompute: as for `Meter`; taken from the Trainer's `gradient_checkpointing` where it is None.
+        recompute: as for `Meter`; read off the model, which the Trainer has set up by then, where it is None.
         workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
         meter_options: what else `Meter` takes, such as `goodput` or `log_to`.
 
@@ -83,7 +85,7 @@ class HeadwayCallback(Observer, TrainerCallback):
             model,
             cost_model=self._cost_model,
             log_every=sys.maxsize,  # windows end where the Trainer logs
-            recompute=self._recompute or ("full" if args.gradient_checkpointing else "none"),
+            recompute=self._recompute or checkpointing_of(whole(model)),
             others=references.cost_models,
             optimizer=kwargs["optimizer"] if "mbu" in self._names else None,
             **{"steps_before": state.global_step, **self._options},

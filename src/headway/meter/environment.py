@@ -140,7 +140,28 @@ def largest_memory(device: Any) -> int:
     found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
     if found is not None:
         return int(found[1]) * 1024
+    return _largest_of_process()
+
+
+def used_memory(device: Any) -> int:
+    """Read the memory in use now [bytes]: by tensors on a CUDA device, else by this process.
+
+    Where the system does not tell that, the largest so far.
+    """
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return torch.cuda.memory_allocated(device)
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        return _largest_of_process()
+    import resource
+
+    return int(statm.read_text().split()[1]) * resource.getpagesize()
+
+
+def _largest_of_process() -> int:
     import resource  # not on Windows
 
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024

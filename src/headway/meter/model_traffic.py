@@ -24,6 +24,7 @@ from headway.meter.memory_traffic import ParameterBytes, Traffic
 from headway.tracing import trace, unwrap
 from headway.tracing.activations import saved_activations
 from headway.tracing.phantom import phantom
+from headway.tracing.unwrap import is_sharded, local
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,18 +232,6 @@ def state_bytes(optimizer: Optimizer) -> dict[int, int]:
                 state, device = _after_a_step(own, group, local(parameter)), torch.device("cpu")  # where shapes live
             found[id(parameter)] = _bytes(state or {}, device)
     return found
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is a DTensor."""
-    dtensor: Any = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded
-    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor."""
-    held: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor
-    return held
 
 
 def _after_a_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> Mapping[str, Any]:

@@ -5,16 +5,13 @@ that is a device's link to its neighbours; between nodes it is the network, of w
 the group brings its share.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log2
 from typing import Literal
 
-import numpy as np
-
 from headway.devices import Device
 from headway.errors import PlanError
-from headway.plan.speeds import MEASURED, Cases
+from headway.plan.speeds import Cases
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
@@ -54,7 +51,6 @@ class Links:
         per_node: devices of a node.
         device: name of the device, for errors.
         source: where these numbers are from, as a sentence.
-        timed: sizes and times of each kind of collective, ascending [bytes, s], where these were measured.
     """
 
     inside: Link
@@ -62,24 +58,6 @@ class Links:
     per_node: int
     device: str
     source: str
-    timed: tuple[tuple[Kind, tuple[tuple[int, float], ...]], ...] = ()
-
-    @classmethod
-    def measured(
-        cls, timed: Mapping[Kind, Iterable[tuple[int, float]]], processes: int, device: str, day: str
-    ) -> "Links":
-        """Take what exchanges between processes of one machine were measured to take.
-
-        Args:
-            timed: sizes and times of each kind of collective [bytes, s].
-            processes: between which they were measured.
-            device: its name.
-            day: of the measurement.
-        """
-        kinds = tuple((kind, tuple(sorted(points))) for kind, points in timed.items())
-        size, seconds = dict(kinds)["all-gather"][-1]
-        source = f"exchanges of {processes} processes measured on {device}, {day}"
-        return cls(Link(size / seconds, 0.0), None, processes, device, source, kinds)
 
     @classmethod
     def of_device(
@@ -172,9 +150,6 @@ def collective_s(kind: Kind, num_bytes: float, group: RankGroup, links: Links) -
     """
     if group.size == 1:
         return Cases.exact(0.0)
-    for timed, points in links.timed:
-        if timed == kind:
-            return MEASURED.times(_between(points, num_bytes))
     if group.nodes > 1:
         links.require(links.per_node + 1)
     between_s = links.between.latency_s if links.between is not None and group.nodes > 1 else 0.0
@@ -207,17 +182,6 @@ def _all_to_all_s(num_bytes: float, group: RankGroup, links: Links) -> float:
     if group.nodes == 1 or links.between is None:
         return inside
     return max(inside, num_bytes * (group.size - group.per_node) / group.size / links.between.bytes_per_s)
-
-
-def _between(points: Sequence[tuple[int, float]], num_bytes: float) -> float:
-    """Time of a size between measured ones, on a line; beyond the largest the line goes on.
-
-    >>> _between([(10, 1.0), (20, 3.0)], 30)
-    5.0
-    """
-    (size, seconds), (last, last_s) = points[-2:]
-    further = max(0.0, last_s - seconds) / (last - size) * max(0.0, num_bytes - last)
-    return float(np.interp(num_bytes, *np.transpose(points))) + further
 
 
 def _after(latency_s: float, at_printed_s: float) -> Cases:

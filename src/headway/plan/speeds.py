@@ -49,7 +49,7 @@ ATTENTION = Cases(0.65, 0.45, 0.25)
 # Assumed likewise.
 BANDWIDTH = Cases(0.9, 0.8, 0.6)
 # Steps of small models on a CPU took 0.87 to 1.40 times as long as what was measured of their parts foretold.
-# Source: two runs, benchmarks/results/plan_time_amd-epyc-1threads_202611.md and docs/log.md, 2026-11-23.
+# Source: two runs, benchmarks/results/plan_time_amd-epyc-1threads_202611.md and benchmarks/log.md, 2026-11-23.
 MEASURED = Cases(0.87, 1.0, 1.4)
 """Time of a step over that of its measured parts."""
 LAUNCH_S = 5e-6

@@ -188,9 +188,7 @@ class StepTimes:
         lines = [TimeLine(key, NAMES[key], Cases.exact(seconds)) for key, seconds in head.items()]
         for name, seconds in self.computed_s(work, state).items():
             lines.append(TimeLine(f"{SLOW}.{name}", f"{SLOW}: {name}", seconds - Cases.exact(at_ceiling[name])))
-        # What was timed between processes has the layout of weights and gradients in it.
-        timed = work.links is not None and work.links.timed
-        copied = 0 if work.exchanges is None or timed else work.exchanges.copied_bytes
+        copied = 0 if work.exchanges is None else work.exchanges.copied_bytes
         lines.append(self._line("memory", speeds.moving_s(work.packs * (self.moved_bytes(work, state) + copied))))
         passes = sum((line.seconds for line in lines), Cases.exact(0.0))
         lines.append(self._line("optimizer", speeds.memory_s(self._optimizer_bytes(work, state))))

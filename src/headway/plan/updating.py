@@ -13,7 +13,7 @@ from headway.count.rows import Parameter, hidden_matrices
 from headway.plan.units import remembered
 
 AT_ONCE = 2**24
-"""Values that the optimizer works on at a time; equal to `headway.train.optim.parts.AT_ONCE`."""
+"""Values that the optimizer works on at a time: each float32 copy of them takes 64 MiB."""
 
 _COPY, _HALF, _CODE = 4, 2, 1
 """Bytes of a value in float32, in bfloat16 and as an 8-bit code."""

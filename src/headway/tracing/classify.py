@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from headway.count import drivers
+from headway.errors import UsageError
 from headway.tracing.fit import Fitted
 from headway.tracing.operation import Operation
 
@@ -286,3 +287,28 @@ def checkpointable_blocks(model: nn.Module) -> set[str]:
         keys = [(path, key) for path, items in lists for key, _ in items.named_children() if key.isdigit()]
         chosen = [f"{path}.{key}" if path else key for path, key in keys]
     return {path for path in chosen if not inside(_parent(path), [c for c in chosen if c != path])}
+
+
+def checkpointing_of(model: nn.Module) -> str:
+    """Read what activation checkpointing runs again, as transformers switches it on.
+
+    Returns:
+        "none", "full", "reentrant" (full, each block to its end, as `use_reentrant=True` does), or the paths of some
+        blocks, as `CostModel.count` takes them.
+
+    Raises:
+        UsageError: some blocks alone are run again to their ends, which none of these says.
+    """
+    paths = checkpointable_blocks(model)
+    blocks = {path: module for path, module in model.named_modules() if path in paths}
+    checkpointed = [path for path, block in blocks.items() if getattr(block, "gradient_checkpointing", False)]
+    functions = (getattr(blocks[path], "_gradient_checkpointing_func", None) for path in checkpointed)
+    is_reentrant = any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions)
+    if len(checkpointed) not in (0, len(blocks)) and is_reentrant:
+        raise UsageError(
+            f"{len(checkpointed)} of {len(blocks)} blocks are checkpointed with use_reentrant=True, and what that runs "
+            "again cannot be said. Checkpoint with use_reentrant=False, or all blocks."
+        )
+    if len(checkpointed) == len(blocks):
+        return ("reentrant" if is_reentrant else "full") if blocks else "none"
+    return ",".join(checkpointed) or "none"

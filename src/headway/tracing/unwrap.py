@@ -50,23 +50,34 @@ def whole(model: nn.Module) -> nn.Module:
     return model
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a DTensor; torch.distributed is not loaded for it."""
+    dtensor: Any = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded
+    return dtensor is not None and isinstance(tensor, dtensor.DTensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a tensor; a tensor that is not sharded is all its own."""
+    part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]  # a DTensor
+    return part
+
+
 def unsharded(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the whole's shape for one rank's shard: without data if of floats, else with all its data.
 
     Raises:
         TraceError: integers are sharded, so that no rank alone holds what drives the model's Python.
     """
-    dtensor: Any = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, nothing is sharded
-    if dtensor is None or not isinstance(tensor, dtensor.DTensor):
+    if not is_sharded(tensor):
         return tensor
     if not tensor.is_floating_point():
-        if any(not placement.is_replicate() for placement in tensor.placements):
+        placements: Any = tensor.placements  # type: ignore[attr-defined]  # a DTensor
+        if any(not placement.is_replicate() for placement in placements):
             raise TraceError(
                 f"a buffer of {tensor.dtype} and shape {tuple(tensor.shape)} is sharded over ranks, and its values may "
                 "steer the model. Trace the model before sharding it."
             )
-        local: torch.Tensor = tensor.to_local()
-        return local
+        return local(tensor)
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
 

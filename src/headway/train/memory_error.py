@@ -2,17 +2,15 @@
 
 import math
 import re
-import resource
-import sys
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from headway.count.activations import SavedByPrecision
 from headway.errors import ConfigError, HeadwayError
+from headway.meter.environment import used_memory
 from headway.models.blocks import blocks
 from headway.models.parallel import local
 from headway.plan.memory import MemoryPlan
@@ -41,13 +39,13 @@ class Explanation:
 
     def __init__(self, run: Run, config: TrainConfig, phase: LoopPhase) -> None:
         self._run, self._config, self._phase = run, config, phase
-        self._program = max(0, used_bytes(run.device) - sum(held_bytes(run).values()))
+        self._program = max(0, used_memory(run.device) - sum(held_bytes(run).values()))
 
     def __call__(self, error: BaseException) -> str:
         """Explain an error while its traceback still holds the tensors of the pack that failed."""
         run, phase = self._run, self._phase
         held = held_bytes(run)
-        activations = max(0, used_bytes(run.device) - sum(held.values()) - self._program)
+        activations = max(0, used_memory(run.device) - sum(held.values()) - self._program)
         held |= {"activations and temporaries": activations, "the program": self._program}
         asked, total = asked_bytes(error), sum(held.values())
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
@@ -206,18 +204,3 @@ def _num_blocks(model: PreTrainedModel) -> int:
         return len(blocks(model))
     except ConfigError:
         return 0
-
-
-def used_bytes(device: torch.device) -> int:
-    """Memory in use: on a CUDA device by tensors, else by the whole process; its peak where the system tells no more.
-
-    Returns:
-        Memory [bytes].
-    """
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * resource.getpagesize()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

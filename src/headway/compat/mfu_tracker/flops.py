@@ -1,102 +1,194 @@
-"""Profiles of a model under mfu-tracker's names: numbers of FLOPs that remember what they were counted from."""
+"""Profiles under mfu-tracker's names: FLOPs of a sample, and of the forwards that a model runs while it is watched."""
 
+import inspect
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from headway.compat.mfu_tracker.blocks import ledger_of
-from headway.compat.mfu_tracker.ledgers import Ledger, param_bytes
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from headway.count import CostModel, FlopCount, Workload
 from headway.count.masks import causal_pairs, full_pairs
-from headway.errors import UsageError
+from headway.errors import HeadwayError, WorkloadError
+from headway.meter.batches import input_gradients_of, read_or_copy, workload_of
+from headway.meter.environment import device_of
+from headway.tracing import trace
+from headway.tracing.classify import checkpointing_of
+from headway.tracing.unwrap import whole
 
-if TYPE_CHECKING:
-    from torch import nn
+_ONE_EXAMPLE = Workload([1])  # of a model without tokens, whose trace is of the very shapes that it is given
 
-__all__ = ["FlopProfile", "flash_attn_flops", "param_bytes", "profile_flops", "profile_flops_with_hfu"]
+
+@dataclass(eq=False, slots=True)
+class Forward:
+    """One forward of a watched model.
+
+    Attributes:
+        watched: the model.
+        batch: its workload, or copies of its arguments on their way from the device; of a model without tokens, its
+            arguments without the data of floats; the error, where they could not be read.
+        input_gradients: names of the arguments that require a gradient.
+        autocast_dtype: dtype that autocast had; None without autocast.
+        has_backward: whether its backward has begun.
+    """
+
+    watched: "WatchedModel"
+    batch: Any
+    input_gradients: tuple[str, ...]
+    autocast_dtype: torch.dtype | None
+    has_backward: bool = False
+
+    def count(self, trainable: tuple[bool, ...], recompute: str, *, with_backward: bool) -> tuple[FlopCount, Workload]:
+        """Count it, once its arguments have come from the device.
+
+        Args:
+            trainable: `requires_grad` of each parameter.
+            recompute: as for `CostModel.count`.
+            with_backward: count its backward too.
+
+        Raises:
+            HeadwayError: it cannot be counted.
+        """
+        if isinstance(self.batch, HeadwayError):
+            raise self.batch
+        cost_model = self.watched.cost_model(self.batch)
+        parameters = zip(cost_model.parameters, trainable, strict=True)
+        cost_model = replace(cost_model, parameters=tuple(replace(p, trainable=flag) for p, flag in parameters))
+        workload = workload_of(self.batch, cost_model) if self.watched.takes_tokens else _ONE_EXAMPLE
+        count = cost_model.with_input_gradients(self.input_gradients).count(
+            workload, recompute=recompute if with_backward else "none", forward_only=not with_backward
+        )
+        return count, workload if self.watched.takes_tokens else Workload()
+
+
+class WatchedModel:
+    """A model whose forwards are noted down for the blocks that are open.
+
+    The hook stays on the model: one that came and went would be no part of what torch.compile makes of it. Of a model
+    that takes `input_ids`, one trace holds for every batch; any other is traced for each shape of its arguments.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.device: torch.device = device_of(model) or torch.device("cpu")
+        self.results: Any = None  # from which of its results its backward starts, as for `headway.trace`
+        self.takes_tokens = "input_ids" in inspect.signature(whole(model).forward).parameters
+        self._traces: dict[str, CostModel] = {}
+        model.register_forward_hook(self._after_forward, with_kwargs=True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def _after_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        blocks = [block for block in open_blocks if self in block.models]
+        if not blocks:
+            return
+        forward = self.note(args, kwargs)
+        for block in blocks:
+            block.forwards.append(forward)
+
+        def begin_backward(_gradient: torch.Tensor) -> None:
+            forward.has_backward = True
+
+        for tensor in tree_leaves(dict(output) if isinstance(output, Mapping) else output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(begin_backward)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
+        """Note a forward down without waiting for the device; an error is kept, and raised when it is counted."""
+        names = inspect.signature(whole(self.model).forward).parameters
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        gradients = input_gradients_of(arguments) if self.takes_tokens and torch.is_grad_enabled() else ()
+        autocast = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
+        batch: Any = None
+        try:
+            if self.takes_tokens:
+                _refuse_cached_keys(arguments)
+                batch = read_or_copy(arguments, self.cost_model(None))
+            else:  # traced when it is counted: here a mode of the loop would see it, and the clock runs
+                batch = tree_map_only(torch.Tensor, _without_data, arguments)
+        except HeadwayError as error:  # a loop is not ended by being watched
+            batch = error
+        return Forward(self, batch, gradients, autocast)
+
+    def cost_model(self, arguments: Any) -> CostModel:
+        """Trace the model, once; one without tokens for each shape of its arguments.
+
+        Raises:
+            TraceError: an operation cannot be explained.
+        """
+        inputs = None if self.takes_tokens else arguments
+        shapes = tree_map_only(torch.Tensor, lambda x: (x.shape, x.dtype, x.requires_grad), inputs)
+        key = repr(([parameter.shape for parameter in self.model.parameters()], shapes, self.results))
+        if key not in self._traces:
+            inputs = tree_map_only(torch.Tensor, lambda x: x if x.is_meta else x.cpu(), inputs)
+            self._traces[key] = trace(self.model, inputs=inputs, results=self.results)
+        return self._traces[key]
+
+    def setup(self) -> tuple[tuple[bool, ...], str]:
+        """Read which parameters require a gradient now, and what is checkpointed."""
+        inner = whole(self.model)
+        return tuple(parameter.requires_grad for parameter in inner.parameters()), checkpointing_of(inner)
+
+
+class OpenBlock(Protocol):
+    """A block under way."""
+
+    models: tuple[WatchedModel, ...]
+    forwards: list[Forward]
+
+
+open_blocks: list[OpenBlock] = []  # the innermost last; backwards come from threads of their own
+
+
+def watch(model: nn.Module, results: Any = None) -> WatchedModel:
+    """Watch a model from now on; one that is watched already keeps its traces."""
+    owners = (getattr(hook, "__self__", None) for hook in model._forward_hooks.values())
+    watched = next((owner for owner in owners if isinstance(owner, WatchedModel)), None) or WatchedModel(model)
+    watched.results = results if results is not None else watched.results
+    if watched.takes_tokens:
+        watched.cost_model(None)  # before a block's time begins
+    return watched
 
 
 class AttentionFlops(int):
     """FLOPs of one call of attention; see `flash_attn_flops`."""
 
-    flops_per_pair: int  # FLOPs of its forward for one query and key
-
-    def __new__(cls, flops: int, flops_per_pair: int) -> "AttentionFlops":
-        self = super().__new__(cls, flops)
-        self.flops_per_pair = flops_per_pair
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (int(self), self.flops_per_pair)
-
 
 class ProfiledFlops(int):
-    """FLOPs of a sample, as a number, and the ledgers of the models that it was counted from.
+    """FLOPs of a sample, a number like any other, that remembers which models it was counted from.
 
-    It prints, divides and compares as the number of FLOPs of its sample. Where it is handed to `track`, the models'
-    forwards in the block are counted instead, so that a sample of another size than the batches does no harm.
-
-    Adding a plain number adds FLOPs that no ledger knows of, and they are kept; adding another profile joins the
-    models; adding `flash_attn_flops` of attention that the ledger holds already changes nothing, and a warning says so.
-    Multiplying by a whole number multiplies the number (and what was added), not what is counted. `int(profile)` is the
-    bare number, which `track` takes as stated.
+    Handed to `track`, the models' forwards in the block are counted instead, so that a sample of another size than the
+    batches does no harm. The sum of two profiles stands for both models; `flash_attn_flops` adds nothing, with a
+    warning, since a profile has every attention already. Other arithmetic gives a bare number, taken as stated.
     """
 
-    ledgers: tuple[Ledger, ...]  # one for each model
-    added: int  # FLOPs that plain numbers have added
+    watched: tuple[WatchedModel, ...]
 
-    def __new__(cls, flops: int, ledgers: tuple[Ledger, ...], added: int = 0) -> "ProfiledFlops":
+    def __new__(cls, flops: int, watched: tuple[WatchedModel, ...]) -> "ProfiledFlops":
+        """Make the number of a sample."""
         self = super().__new__(cls, flops)
-        self.ledgers, self.added = ledgers, added
+        self.watched = watched
         return self
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, ProfiledFlops):
-            joined = dict.fromkeys((*self.ledgers, *other.ledgers))
-            return ProfiledFlops(int(self) + int(other), tuple(joined), self.added + other.added)
-        if isinstance(other, AttentionFlops) and self._holds(other):
-            warnings.warn(
-                "the profile holds this attention already, exactly and in every layer: flash_attn_flops is not added "
-                "to it a second time.",
-                stacklevel=2,
-            )
+            return ProfiledFlops(int(self) + int(other), tuple(dict.fromkeys((*self.watched, *other.watched))))
+        if isinstance(other, AttentionFlops):
+            message = "the profile has every attention of its model already: flash_attn_flops is not added to it."
+            warnings.warn(message, stacklevel=2)
             return self
-        if not isinstance(other, int):
-            return super().__add__(other)
-        return ProfiledFlops(int(self) + int(other), self.ledgers, self.added + int(other))
+        return super().__add__(other)
 
     __radd__ = __add__
-
-    def __mul__(self, other: Any) -> Any:
-        if not isinstance(other, int):
-            return super().__mul__(other)
-        return ProfiledFlops(int(self) * int(other), self.ledgers, self.added * int(other))
-
-    __rmul__ = __mul__
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (int(self),)  # models do not travel with a number
 
-    def _holds(self, attention: AttentionFlops) -> bool:
-        rows = (row for ledger in self.ledgers for cost_model in ledger.traced() for row in cost_model.rows)
-        return any(row.op == "attention" and row.forward == attention.flops_per_pair for row in rows)
-
-
-@dataclass(frozen=True)
-class FlopProfile:
-    """FLOPs of one sample: useful ones, and with what activation checkpointing runs again.
-
-    Attributes:
-        flops: useful FLOPs, the numerator of MFU.
-        hfu_flops: with the recomputed ones, the numerator of HFU.
-    """
-
-    flops: ProfiledFlops
-    hfu_flops: ProfiledFlops
-
 
 def profile_flops(
-    model: "nn.Module",
+    model: nn.Module,
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -105,106 +197,75 @@ def profile_flops(
 ) -> ProfiledFlops:
     """Count the useful FLOPs of one forward of a model, and of its backward, without running it.
 
-    Exact by the convention `useful/1` (docs/counting.md): the pairs that the masks allow, no padding, and the gradients
-    that autograd computes given `requires_grad`, the first layer's missing one and frozen weights included. From here
-    on the model's forwards can be counted in `track` blocks; call this before torch.compile has compiled it, or pass
-    the compiled model.
+    Exact by the convention `useful/1` (docs/counting.md). From here on the model's forwards can be counted in `track`
+    blocks; call this before torch.compile has compiled it, or pass the compiled model.
 
     Args:
         model: any module; whatever wraps, compiles or shards it is left out of the count.
         args: a sample of the forward's arguments by position.
         kwargs: a sample of those by name.
-        with_backward: whether the number includes the backward.
-        results: from which of its results the model's backward starts, as for `headway.trace`; kept from then on.
-
-    Returns:
-        FLOPs of the sample. A `track` block counts what it really runs.
+        with_backward: whether the number includes the backward. A block counts those backwards that run.
+        results: from which of its results the model's backward starts, as for `headway.trace`.
 
     Raises:
         TraceError: an operation of the model cannot be explained.
         WorkloadError: the sample does not say what it asks the model to compute.
         UsageError: the model lies on several devices.
 
-    >>> import torch
-    >>> int(profile_flops(torch.nn.Linear(8, 4), (torch.zeros(2, 8),)))  # 2 * 2 * 8 * 4, and no gradient of the input
+    >>> int(profile_flops(nn.Linear(8, 4), (torch.zeros(2, 8),)))  # 2 * 2 * 8 * 4, and no gradient of the input
     256
     """
-    return profile_flops_with_hfu(model, args, kwargs, with_backward=with_backward, results=results).flops
-
-
-def profile_flops_with_hfu(
-    model: "nn.Module",
-    args: tuple[Any, ...] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    with_backward: bool = True,
-    results: Any = None,
-) -> FlopProfile:
-    """Count as `profile_flops` does, and with what activation checkpointing runs a second time.
-
-    The attention that a causal mask hides is in neither number: no model asks for it.
-
-    Args:
-        model: as for `profile_flops`; its checkpointing is read off it as transformers switches it on.
-        args: as for `profile_flops`.
-        kwargs: as for `profile_flops`.
-        with_backward: whether the numbers include the backward, and with it the recomputation.
-        results: as for `profile_flops`.
-
-    Raises:
-        TraceError, WorkloadError, UsageError: as for `profile_flops`.
-    """
-    ledger = ledger_of(model)
-    ledger.setup.look_again()  # adapters may have been added
-    setup = ledger.setup.read()
-    ledger.start_backward_from(results)
-    ledger.prepare()
-    call = ledger.note(args or (), kwargs or {}).arrived()
-    count, _ = ledger.count(call, setup, forward_only=not with_backward)
-    own = (ledger,)
-    return FlopProfile(ProfiledFlops(count.total, own), ProfiledFlops(count.total + count.recompute, own))
+    watched = watch(model, results)
+    forward = watched.note(args or (), kwargs or {})
+    if watched.device.type == "cuda":
+        torch.cuda.synchronize(watched.device)  # the copies of the sample have come
+    count, _ = forward.count(*watched.setup(), with_backward=with_backward)
+    return ProfiledFlops(count.total, (watched,))
 
 
 def flash_attn_flops(
-    batch_size: int | None = None,
-    seq_len: int = 0,
-    num_heads: int = 0,
-    head_dim: int = 0,
+    batch_size: int,
+    seq_len: int,
+    num_heads: int,
+    head_dim: int,
     *,
-    batch: int | None = None,
     causal: bool = True,
     with_backward: bool = False,
 ) -> AttentionFlops:
-    """Count the FLOPs of one call of attention: scores and values, for exactly the pairs that the mask allows.
-
-    A profile holds the attention of its model already, that of direct `flash_attn` calls included. This is for
-    attention that runs outside any profiled model, and for arithmetic on paper.
-
-    Args:
-        batch_size: sequences.
-        seq_len: length of each [tokens].
-        num_heads: query heads.
-        head_dim: size of a head, of keys and of values.
-        batch: another name of `batch_size`.
-        causal: whether a query sees only itself and what comes before; the diagonal counts.
-        with_backward: add the backward, twice the forward.
-
-    Raises:
-        UsageError: a size below 1, or the batch given twice or not at all.
+    """Count the FLOPs of one call of attention: scores and values, for the pairs that the mask allows.
 
     Source: 4 FLOPs per pair, head and element; sum over t of t = s (s + 1) / 2 causal pairs.
 
-    >>> flash_attn_flops(batch_size=1, seq_len=3, num_heads=1, head_dim=2)  # 4 * 2 * (1 + 2 + 3)
+    >>> int(flash_attn_flops(batch_size=1, seq_len=3, num_heads=1, head_dim=2))  # 4 * 2 * (1 + 2 + 3)
     48
     """
-    if (batch_size is None) == (batch is None):
-        raise UsageError("give flash_attn_flops the number of sequences once, as batch_size or as batch.")
-    sequences = batch_size if batch_size is not None else batch
-    sizes = {"batch_size": sequences, "seq_len": seq_len, "num_heads": num_heads, "head_dim": head_dim}
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise UsageError(f"{name}={size!r} is not a size of attention; give a whole number of at least 1.")
-    assert sequences is not None
-    pairs = sequences * (causal_pairs if causal else full_pairs)([seq_len])
-    per_pair = 4 * num_heads * head_dim
-    return AttentionFlops(pairs * per_pair * (3 if with_backward else 1), per_pair)
+    pairs = (causal_pairs if causal else full_pairs)([seq_len] * batch_size)
+    return AttentionFlops(pairs * 4 * num_heads * head_dim * (3 if with_backward else 1))
+
+
+def param_bytes(model: nn.Module, *, trainable_only: bool = False) -> int:
+    """Count the bytes of a model's parameters; tied ones once, and of a sharded model the whole's.
+
+    >>> param_bytes(nn.Linear(8, 4))
+    144
+    """
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad or not trainable_only)
+
+
+def _refuse_cached_keys(arguments: Mapping[str, Any]) -> None:
+    """Refuse a forward that goes on from cached keys and values: its batch does not say how many there are."""
+    cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
+    if cache is None or ids is None or not hasattr(cache, "get_seq_length"):
+        return
+    if cache.get_seq_length() > ids.shape[1]:
+        raise WorkloadError(
+            "the model was called with past_key_values, as generation does: the keys that it reads are not in the "
+            "batch. Leave generation out of the block, or count it with headway.Meter and Workload(..., past=...)."
+        )
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    """Keep of floats their shape, so that no activation stays alive, and whether they require a gradient."""
+    if tensor.is_floating_point():
+        return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+    return tensor.detach()

@@ -6,8 +6,9 @@ these meshes.
 """
 
 from headway.models.parallel.clip import clip_
-from headway.models.parallel.mesh import Mesh, build_mesh, fill, local
+from headway.models.parallel.mesh import Mesh, build_mesh, fill
 from headway.models.parallel.shard import model_name, own_classes, reduce_gradients, shard_model
+from headway.tracing.unwrap import local
 
 __all__ = [
     "Mesh",

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from headway.models.parallel.mesh import local
+from headway.tracing.unwrap import local
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s, against a division by zero
 

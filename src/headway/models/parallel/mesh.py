@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headway.plan.mesh import MeshShape
+from headway.tracing.unwrap import local
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,6 @@ def build_mesh(shape: MeshShape, device_type: str) -> Mesh:
 def _without_replicas(mesh: DeviceMesh, shape: MeshShape, sharded: str) -> DeviceMesh:
     """Mesh dimensions that FSDP takes: without replicas, the sharded one alone."""
     return mesh[sharded] if shape.replicate == 1 else mesh["replicate", sharded]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a tensor; a tensor that is not sharded is all its own."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from headway.errors import ConfigError
-from headway.train.optim.parts import AT_ONCE, laid_as
+from headway.plan.updating import AT_ONCE
+from headway.train.optim.parts import laid_as
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7

@@ -11,8 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from headway.models.parallel import local
-
-AT_ONCE = 2**24  # values worked on at a time: each float32 copy of them takes 64 MiB
+from headway.plan.updating import AT_ONCE
 
 
 class Part(NamedTuple):
