@@ -1,5 +1,7 @@
 """Chat templates of strangers: what they may do is bounded, and what honest ones do stays as it is."""
 
+import itertools
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,7 +54,19 @@ HOSTILE = {
     "deep brackets": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
 }
 QUESTION, ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add numbers",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}, "required": ["a"]},
+    },
+}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+THOUGHT = {**ANSWER, "reasoning_content": "Two and two.", "thinking": "Two and two."}
 CHATS = {
+    "thoughts": [QUESTION, THOUGHT, QUESTION, THOUGHT],
+    "a call": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}],
     "a question": [QUESTION],
     "an answer": [QUESTION, ANSWER],
     "two rounds": [{"role": "system", "content": "Be brief."}, QUESTION, ANSWER, QUESTION, ANSWER],
@@ -79,18 +93,46 @@ def _templates():
 
 
 @pytest.mark.parametrize("path", _templates(), ids=lambda path: path.stem)
-def test_templates_as_models_ship_them_render_as_without_bounds(path):
+def test_templates_as_models_ship_them_render_as_transformers_renders_them(path):
     source = path.read_text(encoding="utf-8")
-    for chat in CHATS.values():
-        for options in ({}, {"add_generation_prompt": True}, {"return_assistant_tokens_mask": True}):
-            variables = {"bos_token": "<s>", "eos_token": "</s>", "date_string": "26 Jul 2024", **options}
-            try:
-                texts, spans = render_jinja_template([chat], chat_template=source, **variables)
-            except Exception:  # noqa: BLE001 - templates raise whatever they like
-                with pytest.raises(TemplateFailure):
-                    render_template(chat, source, **variables)
-                continue
-            assert render_template(chat, source, **variables) == (texts[0], spans)
+    variables = {"bos_token": "<s>", "eos_token": "</s>", "date_string": "26 Jul 2024"}
+    options = [{}, {"add_generation_prompt": True}, {"enable_thinking": False, "xml_tools": True}]
+    marks = bool(re.search(r"{%-?\s*generation\s*-?%}", source))
+    for chat, tools, more in itertools.product(CHATS.values(), (None, [TOOL]), options):
+        given = {"tools": tools, **variables, **more}
+        try:
+            # plain data as transformers hands it over: it fills `thinking` and `reasoning_content` from each other
+            texts, spans = render_jinja_template(
+                [chat], chat_template=source, return_assistant_tokens_mask=marks, **given
+            )
+        except Exception:  # noqa: BLE001 - templates raise whatever they like
+            with pytest.raises(TemplateFailure):
+                render_template(chat, source, **given)
+            continue
+        assert render_template(chat, source, **given) == (texts[0], spans[0] if marks else [])
+
+
+def test_what_templates_find_is_what_transformers_gives_them():
+    for template in (
+        "{{ strftime_now('%Y') }}{{ {'é': ['<', 1.5, true, none]} | tojson(indent=2, sort_keys=true) }}",
+        "{% set n = namespace(a=1) %}{% set n.b = dict(x=2) %}{{ n.a }}{{ n.b }}{{ dict.fromkeys('ab', 1) }}",
+        "{%- for i in range(9) -%}{% if i == 3 %}{% break %}{% endif %}\n  {{ i }}\n{%- endfor %}",
+        "{{ documents is none }}{{ tools is none }}{{ add_generation_prompt }}{{ messages[0].role }}",
+        "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}c{% generation %}{% endgeneration %}",
+        "{% for m in messages %}x{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    ):
+        marks = "generation %}" in template
+        texts, spans = render_jinja_template(
+            [[QUESTION, ANSWER]], chat_template=template, return_assistant_tokens_mask=marks
+        )
+        assert render_template([QUESTION, ANSWER], template) == (texts[0], spans[0] if marks else [])
+    with pytest.raises(TemplateFailure, match="no such chats"):
+        render_template([QUESTION], "{{ raise_exception('no such chats') }}")
+    for name in ("_x", "__class__"):
+        with pytest.raises(TemplateFailure, match="underscore"):
+            render_template([QUESTION], f"{{% set n = namespace({name}=1) %}}")
+        with pytest.raises(TemplateFailure, match="underscore"):
+            render_template([QUESTION], f"{{% set n = namespace() %}}{{% set n.{name} = 1 %}}")
 
 
 def test_loops_see_what_they_go_through_as_ever():

@@ -3,19 +3,27 @@
 A chat template is a program. jinja2's sandbox keeps it from files and from Python's insides, but lets it loop for days
 and fill the memory. Here loops, calls and operators are counted, and what would make a value too large is refused
 before it is made, also where jinja2 computes constants as it compiles.
+
+Templates find what transformers gives them: blocks and their white space, `{% generation %}`, break and continue, and
+the filters and functions below. Source: transformers 5.17 to 5.23, `utils/chat_template_utils.py`; tests hold the texts
+of all templates against those that `apply_chat_template` makes.
 """
 
+import json
 import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
-from jinja2 import nodes
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.runtime import BlockReference, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers.utils import chat_template_utils
+from jinja2.utils import Namespace
 
 MAX_STEPS = 2_000_000  # turns of loops and calls in one rendering; real chats take some thousands
 MAX_LENGTH = 100_000_000  # of one text [characters] or list; a tokenizer's own bound is far below
@@ -24,8 +32,7 @@ MAX_SECONDS = 30.0  # of one rendering; the largest real ones take a tenth of a 
 _MAX_WIDTH = 100_000  # to which a template may pad a text [characters]
 _MAX_PARTS = 2_000_000  # of a list or mapping, those within it included
 _MAX_BITS = 10_000  # of a product or power
-_TRANSFORMERS_COMPILE = chat_template_utils._compile_jinja_template
-_RENDERING = threading.Lock()  # a compiled template counts, and one that marks words holds state, while it renders
+_RENDERING = threading.Lock()  # a compiled template counts, and notes the spans that it marks, while it renders
 
 # The width or precision of a format: %5d, {:5}; and one that an argument states: %*d, {:{}}.
 _WIDE = re.compile(r"%[-+ #0]*(?:\d*\.)?\d{6,}|:[^{}]*\d{6,}[^{}]*\}")
@@ -38,30 +45,52 @@ class TemplateFailure(Exception):  # noqa: N818 - no error of its own: the chat'
     """A template raised something, or went beyond a bound; the text says which."""
 
 
-def render_template(chat: list[dict[str, Any]], source: str, **options: Any) -> tuple[str, Any]:
+def compile_template(source: str) -> Template:
+    """Compile a chat template; each source once.
+
+    Raises:
+        TemplateSyntaxError: it is none.
+    """
+    return _compiled(source)
+
+
+def render_template(
+    chat: list[dict[str, Any]],
+    source: str,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    add_generation_prompt: bool = False,
+    **variables: Any,
+) -> tuple[str, list[tuple[int, int]]]:
     """Render a chat by a template that anybody may have written.
 
     Args:
         chat: its turns, as templates read them.
         source: the template.
-        **options: of transformers' `render_jinja_template`, and variables of the template.
+        tools: JSON schemas of the functions that the chat offers.
+        add_generation_prompt: open the assistant's next turn.
+        **variables: of the template.
 
     Returns:
-        The text, and the generation spans where `return_assistant_tokens_mask` asks for them.
+        The text, and the spans of it that the template marks with `{% generation %}` [characters].
 
     Raises:
         TemplateFailure: whatever the template raises, or that it goes beyond a bound.
     """
+    texts: list[str] = []
+    spans: list[tuple[int, int]] = []
     with _RENDERING:
-        chat_template_utils._compile_jinja_template = _compiled  # type: ignore[assignment]  # keeps its own templates
         try:
-            rendered: Any = chat_template_utils.render_jinja_template([chat], chat_template=source, **options)
+            template = _compiled(source)
+            environment: Any = template.environment
+            environment.budget.start()
+            environment.texts, environment.spans = texts, spans
+            context = {"documents": None, **variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
+            for text in template.generate(messages=chat, **context):
+                texts.append(text)
         except Exception as error:
             raise TemplateFailure(_reason(error)) from error
-        finally:
-            chat_template_utils._compile_jinja_template = _TRANSFORMERS_COMPILE
-    texts, spans = rendered
-    return str(texts[0]), spans
+    return "".join(texts), spans
 
 
 def _reason(error: Exception) -> str:
@@ -112,17 +141,89 @@ class _Counted:
         return len(self._items)  # type: ignore[arg-type]  # a loop that has no length asks for a list of it instead
 
 
+class _Generation(Extension):
+    """The block `{% generation %}`, which marks the words of the assistant."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own way
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Read a block."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Macro) -> str:
+        environment: Any = self.environment
+        text: str = caller()
+        start = sum(map(len, environment.texts))
+        environment.spans.append((start, start + len(text)))
+        return text
+
+
+class _Dict:
+    """`dict` without the methods and attributes of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """Make a dictionary of keys and one value."""
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """`namespace` whose names do not begin with an underscore, as Python's own do."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        attributes = dict(*rest, **kwargs)
+        for name in attributes:
+            _check_public(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _check_public(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise TemplateError(f"it sets {name!r} of a namespace, whose names may not begin with an underscore")
+
+
+def _refuse(message: object) -> NoReturn:
+    """Refuse the chat, in the template's words."""
+    raise TemplateError(str(message))
+
+
+def _as_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Write a value as JSON, without the escapes of HTML that jinja2's own filter makes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(layout: str) -> str:
+    """Write today's date and time."""
+    return datetime.now().strftime(layout)
+
+
 class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """transformers' environment for chat templates, which counts."""
+    """The environment of chat templates, which counts: filters are checked, and each printed value is counted."""
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
-    budget: _Budget
-    text: int  # characters of the template that are printed as they stand
+    texts: list[str]  # what a rendering has given so far
+    spans: list[tuple[int, int]]  # of it that the template marks
 
-    def bind(self) -> None:
-        """Take an environment of transformers over: its filters are checked, and each printed value is counted."""
-        self.budget, self.text = _Budget(), 0
-        self.globals.pop("lipsum", None)  # makes any number of words, which no chat needs
+    def __init__(self) -> None:
+        extensions = [_Generation, "jinja2.ext.loopcontrols"]
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        self.budget = _Budget()
+        self.text = 0  # characters of the template that are printed as they stand
+        self.texts, self.spans = [], []
+        del self.globals["lipsum"]  # makes any number of words, which no chat needs
+        self.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
+        self.filters["tojson"] = _as_json
         for name, filter_ in list(self.filters.items()):
             if name in _CHECKED_FILTERS:
                 self.filters[name] = _checked(name, filter_, self)
@@ -181,18 +282,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 @lru_cache(maxsize=32)
-def _bounded(source: str) -> Any:
-    environment: Any = _TRANSFORMERS_COMPILE.__wrapped__("").environment  # a new one, with all that templates may use
-    environment.__class__ = _BoundedEnvironment
-    environment.bind()
-    return environment.from_string(source)
-
-
-def _compiled(source: str) -> Any:
-    """A template that counts from 0; compiled once."""
-    template = _bounded(source)
-    template.environment.budget.start()
-    return template
+def _compiled(source: str) -> Template:
+    return _BoundedEnvironment().from_string(source)
 
 
 def _filter(node: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
@@ -225,7 +316,7 @@ def _checked(name: str, filter_: Callable[..., Any], environment: _BoundedEnviro
 
 def _check(name: str, budget: _Budget, values: tuple[Any, ...]) -> None:
     """Refuse a method or filter that would make too large a value of these."""
-    if name in ("TemplateDict", "TemplateNamespace", "fromkeys", "tojson", "string", "pprint"):
+    if name in ("_Dict", "_Namespace", "fromkeys", "tojson", "string", "pprint"):
         _sized(values)
     texts = [value for value in values if isinstance(value, str)]
     if name in _PADDING:
@@ -241,7 +332,7 @@ def _check(name: str, budget: _Budget, values: tuple[Any, ...]) -> None:
         parts = next((value for value in values if isinstance(value, list | tuple)), ())
         separator = max((len(text) for text in texts), default=0)
         budget.make(sum(len(part) if isinstance(part, str) else 1 for part in parts) + separator * len(parts))
-    elif name in ("format", "format_map", "strftime_now") and texts:
+    elif name in ("format", "format_map", "_now") and texts:
         _check_format(texts[0], values)
     elif name == "sum" and any(isinstance(value, list | tuple) for value in values[1:]):
         raise OverflowError("it adds lists up")

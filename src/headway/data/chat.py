@@ -122,7 +122,7 @@ class ChatTemplate:
         """The chat up to one answer, and where that answer stands; it ends with the token that stops generation."""
         chat = turns[: number + 1]
         marks = bool(_MARKS_GENERATION.search(self.sources[self._name(bool(sample.tools))]))
-        shown, marked = self._rendered(chat, sample, **({"return_assistant_tokens_mask": True} if marks else {}))
+        shown, marked = self._rendered(chat, sample)
         asked = self._render(chat[:-1], sample, opened=True) if number else self._opening(shown, chat, sample)
         # Behind the words that both share the template may open thoughts that this answer does not have.
         differs = (place for place, pair in enumerate(zip(shown, asked, strict=False)) if pair[0] != pair[1])
@@ -137,7 +137,7 @@ class ChatTemplate:
         _check_answer(shown[start:], sample.messages[number], sample, number + 1)
         spans = [(start, len(shown.rstrip()))]
         if marks:
-            spans = [(int(first), int(last)) for first, last in marked[0] if last > start]
+            spans = [(int(first), int(last)) for first, last in marked if last > start]
             if not spans:
                 raise DataError(
                     f"{sample.where}: the model's chat template marks nothing of turn {number + 1} with "

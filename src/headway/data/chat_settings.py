@@ -82,13 +82,14 @@ def _literal(value: Any) -> str:
 
 def _read(path: Path) -> str:
     from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    from headway.data.bounded import compile_template
 
     try:
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise ConfigError(f"model.chat_template {path} has {path.stat().st_size:,} bytes: that is no template.")
         text = path.read_text(encoding="utf-8")
-        _compile_jinja_template(text)
+        compile_template(text)
     except TemplateSyntaxError as error:
         raise ConfigError(
             f"model.chat_template {path} is not a Jinja template, line {error.lineno}: {error.message}. Give the text "
