@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import opened
+from headway.cli.options import ChatTemplateOption
 from headway.cli.output import needs_extra, say
 from headway.errors import ConfigError, DataError
 from headway.report import printable
@@ -35,6 +36,7 @@ def chat(
     top_p: opened.TopPOption = None,
     top_k: opened.TopKOption = None,
     seed: opened.SeedOption = 0,
+    chat_template: ChatTemplateOption = None,
     base: opened.BaseOption = None,
     device: opened.DeviceOption = "auto",
     dtype: opened.DtypeOption = opened.WeightDtype.auto,
@@ -51,7 +53,7 @@ def chat(
 
     decoding = Decoding(max_new_tokens, temperature, top_p, top_k, seed)
     is_watched = sys.stdin.isatty()
-    generator = opened.open_generator(model, base, device, dtype)
+    generator = opened.open_generator(model, base, device, dtype, chat_template=chat_template)
     if is_watched:
         say(f"{model}: type a question; /help shows what else there is.", on_stderr=True)
     talk = _Talk(generator, decoding, system, is_watched=is_watched)

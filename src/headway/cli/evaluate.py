@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import opened
-from headway.cli.options import JsonOption
+from headway.cli.options import ChatTemplateOption, JsonOption
 from headway.cli.output import needs_extra, print_json
 from headway.errors import DataError, UsageError
 from headway.log.working import working
@@ -44,6 +44,7 @@ def evaluate(
         int | None, typer.Option(metavar="N", min=1, help="Write out the answers to so many chats of each [samples].")
     ] = None,
     max_new_tokens: opened.MaxNewTokensOption = 64,
+    chat_template: ChatTemplateOption = None,
     base: opened.BaseOption = None,
     device: opened.DeviceOption = "auto",
     as_json: JsonOption = False,
@@ -71,6 +72,7 @@ def evaluate(
         from headway.train.ranks import join_ranks
         from headway.train.record import CONFIG
 
+    chats = opened.read_template(chat_template)
     found = find_model(model, base)
     config = load_config(found.run / CONFIG) if found.run is not None else None
     samples = _samples(data, config, max_samples)  # a typo is told before a model is read
@@ -79,7 +81,7 @@ def evaluate(
         where, precision = opened.chosen_device(RunConfig(folder=Path(), device=device, dtype=config.run.dtype))
     ranks = join_ranks(where)
     with working(f"opening {model}"):
-        loaded = open_model(found, dtype=precision.params, device=where, for_generation=False)
+        loaded = open_model(found, dtype=precision.params, device=where, for_generation=False, chats=chats)
     chunk = config.speed.loss_chunk if config is not None else SpeedConfig().loss_chunk
     with_loss = model_with_loss(loaded.model, chunk=chunk)
     limits = {} if config is None else config.data.model_dump(include={"max_image_pixels", "max_characters"})

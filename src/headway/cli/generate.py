@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from headway.cli import opened
-from headway.cli.options import JsonOption
+from headway.cli.options import ChatTemplateOption, JsonOption
 from headway.cli.output import needs_extra, print_json, say
 from headway.errors import ConfigError, UsageError
 from headway.files import is_taken, open_output
@@ -56,6 +56,7 @@ def generate(
     top_k: opened.TopKOption = None,
     seed: opened.SeedOption = 0,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts that are answered together.")] = 8,
+    chat_template: ChatTemplateOption = None,
     base: opened.BaseOption = None,
     device: opened.DeviceOption = "auto",
     dtype: opened.DtypeOption = opened.WeightDtype.auto,
@@ -87,7 +88,9 @@ def generate(
     asked = [(_prompt(prompt, image or ()), None)] if prompt is not None else read_prompts(source or "")
     if output is not None and is_taken(output):
         raise UsageError(f"--output {output} exists already; give another file, or delete it first.")
-    generator = opened.open_generator(model, base, device, dtype)
+    if plain and chat_template is not None:
+        raise UsageError("--chat-template cannot take effect with --plain, which uses none; leave one of them out.")
+    generator = opened.open_generator(model, base, device, dtype, chat_template=chat_template)
     if plain or not generator.has_template:
         asked = [(_as_document(sample, model), gold) for sample, gold in asked]
     elif system is not None:

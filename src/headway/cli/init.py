@@ -8,7 +8,8 @@ import typer
 
 from headway.cli.dry_run import saved_activations
 from headway.cli.index import build_indices
-from headway.cli.options import ColumnOption, JsonOption, columns_of
+from headway.cli.opened import read_template
+from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, columns_of
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
@@ -37,6 +38,7 @@ def init(
     device: DeviceOption = None,
     output: OutputOption = Path("train.yaml"),
     column: ColumnOption = None,
+    chat_template: ChatTemplateOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a commented YAML file that trains a model on data as it is; asks nothing.
@@ -61,11 +63,12 @@ def init(
         columns = columns_of(column)
         sources = [open_source(path, columns=columns) for path in data]
         path = located(model)
-    indices = build_indices(sources, path, None)
+    chats = read_template(chat_template)
+    indices = build_indices(sources, path, None, chats=chats)
     if any(index.bad for index in indices):
         from headway.data.encoders import open_encoder
 
-        tokeniser = open_encoder(path).tokeniser
+        tokeniser = open_encoder(path, chats=chats).tokeniser
         if tokeniser.missing_rows:  # of which no setting makes a row usable
             raise DataError(f"{model} cannot be trained on these data. {tokeniser.added_tokens()}")
     from headway.train.suggest import suggest
@@ -79,6 +82,7 @@ def init(
             device=found,
             run_folder=f"runs/{output.stem}",
             columns=columns,
+            chat_template=chat_template,
             has_weights=not Path(path).exists() or any(Path(path).glob("*.safetensors")),
         )
     write_output(output, made.text, option="-o", new=True)

@@ -11,6 +11,7 @@ import typer
 
 from headway.cli import options
 from headway.cli.index import build_indices
+from headway.cli.opened import read_template
 from headway.cli.output import needs_extra, print_json, say, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
@@ -110,7 +111,7 @@ def look(
         seen = _of_config(config, rows, num_packs, ranks or 1)
     else:
         chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
-        chosen |= {"packing_length": packing_length, "chats": ChatSettings.of(chat_template)}
+        chosen |= {"packing_length": packing_length, "chats": read_template(chat_template) or ChatSettings()}
         seen = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
     if as_json:
         print_json(_record(seen))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from headway.data.chat_settings import ChatSettings
     from headway.train.config import RunConfig
     from headway.train.device import Precision
     from headway.train.generate_packed import AnyGenerator
@@ -61,7 +62,9 @@ TopKOption = Annotated[
 SeedOption = Annotated[int, typer.Option(metavar="S", min=0, help="Of the draws; the same seed, the same answers.")]
 
 
-def open_generator(model: str, base: str | None, device: str, dtype: WeightDtype) -> "AnyGenerator":
+def open_generator(
+    model: str, base: str | None, device: str, dtype: WeightDtype, *, chat_template: str | None = None
+) -> "AnyGenerator":
     """Open a model to generate with it.
 
     Args:
@@ -69,17 +72,24 @@ def open_generator(model: str, base: str | None, device: str, dtype: WeightDtype
         base: the model that adapters belong to, if not the one that they name.
         device: as `run.device`.
         dtype: of the weights.
+        chat_template: file of a template in place of the model's own.
     """
     with working(f"opening {model}"):
         from headway.train.generate import Generator
         from headway.train.generate_packed import PackedGenerator
 
-        found, where = open_where(model, base, device, dtype, for_generation=True)
+        found, where = open_where(model, base, device, dtype, for_generation=True, chat_template=chat_template)
         return (PackedGenerator if getattr(found.model, "draws", False) else Generator)(found, where)
 
 
 def open_where(
-    model: str, base: str | None, device: str, dtype: WeightDtype, *, for_generation: bool
+    model: str,
+    base: str | None,
+    device: str,
+    dtype: WeightDtype,
+    *,
+    for_generation: bool,
+    chat_template: str | None = None,
 ) -> "tuple[OpenedModel, torch.device]":
     """Open a model on the device that is asked for, and say which that is; arguments as `open_generator`."""
     with working(f"opening {model}"):
@@ -88,10 +98,24 @@ def open_where(
         from headway.train.config import RunConfig
         from headway.train.opened import find_model, open_model
 
+        chats = read_template(chat_template)
         found = find_model(model, base)
         where, precision = chosen_device(RunConfig(folder=Path(), device=device))
         chosen = precision.compute if dtype is WeightDtype.auto else getattr(torch, dtype.value)
-        return open_model(found, dtype=chosen, device=where, for_generation=for_generation), where
+        return open_model(found, dtype=chosen, device=where, for_generation=for_generation, chats=chats), where
+
+
+def read_template(file: str | None) -> "ChatSettings | None":
+    """Read the file of a chat template; None where none is named.
+
+    Raises:
+        ConfigError: it cannot be read, or is not a template.
+    """
+    from headway.data.chat_settings import ChatSettings
+    from headway.data.wording import errors_in_words_of
+
+    with errors_in_words_of("options"):
+        return None if file is None else ChatSettings.of(file)
 
 
 def chosen_device(run: "RunConfig") -> "tuple[torch.device, Precision]":

@@ -22,6 +22,8 @@ _WORDS: dict[str, dict[Speaker, str]] = {
     },
     "raise max_image_pixels": {"yaml": "raise data.max_image_pixels"},
     "raise max_characters": {"yaml": "raise data.max_characters", "options": "raise --max-characters"},
+    "model.chat_template_kwargs": {"options": "model.chat_template_kwargs"},  # before the name that it begins with
+    "model.chat_template": {"options": "--chat-template"},
     "load the state with verify='size'": {"yaml": "resume with --set data.verify=size"},
     'choose the schema "sharegpt"': {
         "yaml": "set schema: sharegpt beside the dataset's path",

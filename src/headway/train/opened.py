@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from headway.architectures import BagelConfig
+from headway.data.chat_settings import ChatSettings
 from headway.data.drawing import DrawingEncoder
 from headway.data.encode import Encoder
 from headway.data.media.images import MAX_IMAGE_PIXELS
@@ -111,7 +112,14 @@ def _base_of(folder: Path) -> str:
     return base
 
 
-def open_model(found: FoundModel, *, dtype: torch.dtype, device: torch.device, for_generation: bool) -> OpenedModel:
+def open_model(
+    found: FoundModel,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    for_generation: bool,
+    chats: ChatSettings | None = None,
+) -> OpenedModel:
     """Read a model's weights.
 
     Args:
@@ -119,6 +127,7 @@ def open_model(found: FoundModel, *, dtype: torch.dtype, device: torch.device, f
         dtype: the parameters' floating-point type.
         device: where the model will compute.
         for_generation: with the attention that transformers' generation is made for, else with that for packs.
+        chats: how chats become text; as the model's folder says when None.
 
     Raises:
         UnknownModelError: nothing of that name, on this machine or on the Hub.
@@ -142,7 +151,10 @@ def open_model(found: FoundModel, *, dtype: torch.dtype, device: torch.device, f
         parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         use_attention(model, "sdpa" if all(part._supports_sdpa for part in parts) else "eager")
     model.train(False)
-    return OpenedModel(found, model, load_processor(folder))
+    processor = load_processor(folder)
+    if chats is not None:
+        chats.write_into(processor)
+    return OpenedModel(found, model, processor)
 
 
 def _of_checkpoint(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

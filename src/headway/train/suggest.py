@@ -126,6 +126,7 @@ def suggest(
     run_folder: str,
     has_weights: bool,
     columns: Mapping[str, str] | None = None,
+    chat_template: str | None = None,
 ) -> Suggestion:
     """Write a configuration.
 
@@ -138,6 +139,7 @@ def suggest(
         run_folder: folder of the run.
         has_weights: whether the model has weights to begin with.
         columns: the datasets' own names of columns, as in `data.train`.
+        chat_template: file of a template in place of the model's own, as in `model.chat_template`.
 
     Raises:
         DataError: no sample can be used.
@@ -146,7 +148,9 @@ def suggest(
     lengths = MeasuredLengths.of(list(data.values()))
     pack = pack_length(lengths)
     raw: dict[str, Any] = {
-        "model": {"path": model} | ({} if has_weights else {"random_init": True}),
+        "model": {"path": model}
+        | ({} if has_weights else {"random_init": True})
+        | ({} if chat_template is None else {"chat_template": chat_template}),
         "data": {"train": _train(data, columns or {}), "tokens_per_pack": pack},
         "optim": {"steps": 1, "lr": _learning_rate(cost_model, adapters=False)},
         "run": {"folder": run_folder},
@@ -297,6 +301,7 @@ def _comments(
         "model": "What learns: all weights, unless lora or freeze say otherwise.",
         "model.path": "folder, config.json or Hub id",
         "model.random_init": "the folder has no weights: they are drawn with run.seed",
+        "model.chat_template": "in place of the model's own; exports hold it",
         "model.lora": f"all weights would not fit {planned.device.title}" if planned and planned.device else "adapters",
         "data": f"{lengths}.",
         "data.train": "each row becomes a sample; docs/data.md has the forms",
