@@ -13,11 +13,12 @@ from PIL import Image
 
 from headway.data import Encoder, read_samples
 from headway.data.collate import Collator
+from headway.data.samples import Chat, Message, Origin, TextPart
 from headway.errors import ConfigError
 from headway.models.head import model_with_loss
 from headway.models.load import load_model, load_processor, rope_index
 from headway.packing.budget import Budget
-from headway.train.answers import GenerationEval
+from headway.train.answers import GenerationEval, _question
 from headway.train.config import parse_config
 from headway.train.config.advice import warnings
 from headway.train.evaluate import EvalSet
@@ -91,7 +92,8 @@ def test_a_run_writes_answers_beside_its_records(raw, digits):
     ]
     gold = json.loads((digits / "data/eval.jsonl").read_text().splitlines()[0])
     assert records[0]["gold"] in json.dumps(gold)
-    assert records[0]["prompt"]
+    words = [part.get("text", "[image]") for part in gold["messages"][0]["content"]]
+    assert records[0]["prompt"] == " ".join(words)  # and none of the template's own, such as "user"
     # what the model was shown, small, with the first answers to a sample and not again
     small = [Image.open(BytesIO(base64.b64decode(record["picture"]))) for record in records[:2]]
     assert [(one.format, max(one.size) <= 96) for one in small] == [("JPEG", True)] * 2
@@ -132,3 +134,9 @@ def test_an_answer_that_cannot_fit_is_an_error(reader):
 )
 def test_settings_without_effect_are_told(raw, judged, said):
     assert said in warnings(parse_config(raw | {"eval": judged}), raw["optim"]["steps"])
+
+
+def test_a_question_among_several_turns_is_shown_with_their_roles():
+    turns = [("system", "Be brief."), ("user", "2 + 2?"), ("assistant", "4"), ("user", "3 + 3?"), ("assistant", "6")]
+    chat = Chat(tuple(Message(role, (TextPart(words),)) for role, words in turns), Origin("", "rows.jsonl", 0, "line"))
+    assert _question(chat) == "system: Be brief.\nuser: 2 + 2?\nassistant: 4\nuser: 3 + 3?"

@@ -21,7 +21,7 @@ from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.collate import Collator
 from headway.data.encode import EncodedSample
 from headway.data.media.images import Picture
-from headway.data.samples import Chat, ImagePart
+from headway.data.samples import Chat, ImagePart, Part, TextPart
 from headway.errors import ConfigError
 from headway.models.losses import IGNORED
 from headway.packing.bins import pack
@@ -39,7 +39,7 @@ class Answer:
 
     Attributes:
         where: file and place of the sample.
-        prompt: what the model was shown, media left out.
+        prompt: what it was asked, as the data have it: no words of the chat template, media as "[image]".
         gold: the answer in the data.
         answer: the model's.
         is_exact: whether they agree, closing token included.
@@ -126,6 +126,7 @@ class GenerationEval:
             raise ConfigError("eval.generate is set, but data.eval holds no chat to answer in words. Take it out.")
         self._tokenizer = encoder.tokenizer
         self._prompts = [encoder.encode_prompt(chat) for chat in chats]
+        self._questions = [_question(chat) for chat in chats]
         self._gold = [_last_answer(encoder.encode(chat)) for chat in chats]
         self._pictures = [_small_picture(chat, encoder.max_image_pixels) for chat in chats[:_PICTURED]]
         sizes = [Size(prompt.tokens + max_new_tokens, prompt.patches) for prompt in self._prompts]
@@ -166,7 +167,7 @@ class GenerationEval:
         return [
             Answer(
                 prompt.where,
-                self._words(prompt.input_ids_S.tolist()),
+                self._questions[i],
                 self._words(gold),
                 self._words(answers[i]),
                 answers[i] == gold,
@@ -235,6 +236,19 @@ def _is_drawn(chat: Chat) -> bool:
     """Whether the last answer is a picture and nothing else."""
     last = chat.messages[chat.answers[-1]] if chat.answers else None
     return last is not None and bool(last.parts) and all(isinstance(part, ImagePart) for part in last.parts)
+
+
+def _question(chat: Chat) -> str:
+    """Write down what a chat asks before its last answer: a question as it stands, several turns with their roles."""
+    asked = chat.messages[: chat.answers[-1]] if chat.answers else chat.messages
+    turns = [(message.role, " ".join(map(_shown, message.parts))) for message in asked]
+    if len(turns) == 1:
+        return turns[0][1]
+    return "\n".join(f"{role}: {words}" for role, words in turns)
+
+
+def _shown(part: Part) -> str:
+    return part.text if isinstance(part, TextPart) else f"[{type(part).__name__.removesuffix('Part').lower()}]"
 
 
 def _last_answer(sample: EncodedSample) -> list[int]:
