@@ -15,8 +15,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of hundreds of proc
 sys.dont_write_bytecode = False
 os.environ["HEADWAY_PEAK_FLOPS"] = "100e9"  # to measure it takes two seconds, and tests start hundreds of processes
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # else the programs that tests start ignore Ctrl-C too
+# A shell has its background jobs ignore Ctrl-C, and nohup the end of the terminal: programs that tests start would too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest
 from hypothesis import given, settings

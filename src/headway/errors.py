@@ -30,6 +30,10 @@ class ConfigError(UsageError):
     """A training configuration holds an unknown key or a value that cannot take effect."""
 
 
+class RunCompleteError(ConfigError):
+    """A run has taken all of its steps, so nothing is left to go on with."""
+
+
 class UnknownModelError(UsageError):
     """A model name is neither shipped, nor a local folder or config, nor reachable on the Hub."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headway.data import Encoder, read_samples
-from headway.errors import CheckpointError, ConfigError, DataError, TrainingError
+from headway.errors import CheckpointError, ConfigError, DataError, RunCompleteError, TrainingError
 from headway.models.load import load_model, load_processor, rope_index
 from headway.models.pixel_patches import normalised
 from headway.tracing import trace
@@ -174,8 +174,12 @@ def test_resuming_needs_a_run(config):
 
 def test_a_finished_run_is_not_resumed(config):
     train(config, resume=None)  # there is none, so it begins
-    with pytest.raises(ConfigError, match="has taken all of its 6 steps"):
+    exported = config.run.folder / "export/step-000006"
+    names = {path.name for path in exported.iterdir()}
+    shutil.rmtree(exported)  # as if the run had been killed while it wrote it
+    with pytest.raises(RunCompleteError, match="has taken all of its 6 steps"):
         train(config, resume=None)
+    assert {path.name for path in exported.iterdir()} == names
     with pytest.raises(ConfigError, match="has taken all of its 6 steps"):
         train(config, resume=True)
 

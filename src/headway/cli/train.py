@@ -12,8 +12,8 @@ import typer
 
 from headway.cli.dry_run import print_dry_run
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra
-from headway.errors import UsageError
+from headway.cli.output import needs_extra, say
+from headway.errors import RunCompleteError, UsageError
 
 if TYPE_CHECKING:
     from headway.train.config import TrainConfig
@@ -136,7 +136,14 @@ def train(
         resolved = _scaled_down(resolved, later, resume=goes_on)
     if smoke is not None:
         resolved = smoke_of(resolved, smoke)
-    print_summary(run(resolved, resume=goes_on, is_smoke=smoke is not None), as_json=as_json)
+    try:
+        summary = run(resolved, resume=goes_on, is_smoke=smoke is not None)
+    except RunCompleteError as error:
+        if not resume_if_any:
+            raise
+        say(f"{error}", on_stderr=True)  # what a job that restarts by itself came for is there
+        return
+    print_summary(summary, as_json=as_json)
 
 
 def find_inputs(config: "TrainConfig") -> None:

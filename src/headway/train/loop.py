@@ -21,7 +21,7 @@ import transformers
 from headway.data import Batch
 from headway.data.feed import FeedReport, on_device
 from headway.data.wording import errors_in_words_of
-from headway.errors import TrainingError
+from headway.errors import RunCompleteError, TrainingError
 from headway.log.working import working
 from headway.meter import Goodput, clock
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
@@ -30,12 +30,13 @@ from headway.meter.window import SCHEMA_VERSION
 from headway.models.parallel import clip_, reduce_gradients
 from headway.train.answers import answer_line, answers_record
 from headway.train.billed import billed_by_conventions
+from headway.train.checkpoint.export import find_checkpoint_in
 from headway.train.config import TrainConfig
 from headway.train.evaluate import EvalSet, Evaluation
 from headway.train.memory_error import Explanation
 from headway.train.memory_record import record_memory
 from headway.train.optim import learning_rate, set_learning_rate, take_step
-from headway.train.prepare import Run, prepare
+from headway.train.prepare import Run, exports_of, prepare
 from headway.train.profiling import ProfileWindow
 from headway.train.progress import Progress, evaluation_line
 from headway.train.ranks import own_rank
@@ -69,6 +70,7 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
         CheckpointError: a checkpoint that is not whole or not of this model.
         TrainingError: a loss that is not finite, a stream without data, or no memory left.
         RankLostError: another process of the run ended.
+        RunCompleteError: the run has taken all of its steps; with `resume=None` an export that was cut off is made.
     """
     start_ns = clock.now_ns()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
@@ -81,7 +83,13 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
     ):
         with working("setting up the run") as tell:
             phase.on_enter = lambda name: tell(f"setting up the run: {name}")
-            run = prepare(config, resume=resume, phase=phase, folder=folder)
+            try:
+                run = prepare(config, resume=resume, phase=phase, folder=folder)
+            except RunCompleteError:
+                if resume is None and rank == 0:  # it may have been ended while it exported
+                    phase.at("export", watched=False)
+                    exports_of(config).make(find_checkpoint_in(config.run.folder))
+                raise
             phase.on_enter = None
         return _loop(config, run, phase, start_ns)
 

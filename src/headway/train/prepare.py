@@ -22,7 +22,7 @@ from headway.data.feed import FILES, Feed
 from headway.data.sources.opening import samples_of
 from headway.data.stops import with_stops
 from headway.devices import peak_for
-from headway.errors import ConfigError
+from headway.errors import ConfigError, RunCompleteError
 from headway.meter import Meter
 from headway.meter.environment import bandwidth_of
 from headway.models.load import Processor, load_processor
@@ -200,9 +200,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         notes += tuple(f"warning: {note}" for source in feed.sources for note in source.notes())
     feed.needed = steps - (checkpoint.step if checkpoint is not None else 0)
     phase.at("set-up")
-    saving = config.checkpoint
-    # Adapters alone refer to a folder or Hub name with the weights beside them, which random ones have not.
-    exports = Exports(config.run.folder / EXPORTS, saving.export, saving.keep, merge_adapters=config.model.random_init)
+    saving, exports = config.checkpoint, exports_of(config)
     saver = CheckpointSaver(
         config.run.folder / CHECKPOINTS,
         ranks,
@@ -247,6 +245,13 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run) | {"recipe": config.recipe.as_record()})
     return run
+
+
+def exports_of(config: TrainConfig) -> Exports:
+    """The model folders that a run writes."""
+    # Adapters alone refer to a folder or Hub name with the weights beside them, which random ones have not.
+    merges = config.model.random_init
+    return Exports(config.run.folder / EXPORTS, config.checkpoint.export, config.checkpoint.keep, merge_adapters=merges)
 
 
 def _seed_everything(seed: int) -> None:
@@ -294,8 +299,8 @@ def _length(config: TrainConfig, feed: Feed, checkpoint: Checkpoint | None) -> t
     return steps, (*notes, *(f"warning: {one}" for one in warnings(config, steps)))
 
 
-def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> ConfigError:
-    return ConfigError(
+def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> RunCompleteError:
+    return RunCompleteError(
         f"the run in {config.run.folder} has taken all of its {checkpoint.step} steps, so there is nothing to resume. "
         f"Raise optim.steps or optim.epochs to go on, or start another run {from_weights_of(config.run.folder)}."
     )
