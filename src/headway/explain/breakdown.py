@@ -22,7 +22,7 @@ NO_ATTENTION = "(no attention)"
 
 @dataclass(frozen=True, slots=True)
 class BreakdownRow:
-    """What one component, module, kernel, or attention of one pack in one layer took of a step.
+    """Time of one component, module, kernel, or attention of one pack in one layer in a step.
 
     Attributes:
         name: which.

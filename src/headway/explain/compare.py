@@ -148,19 +148,19 @@ def mean_step(name: str, explanation: JobExplanation) -> MeanStep:
     """
     steps = explanation.steps
     num_first = 0 if _has_several_ranks(steps) else num_first_steps([step.duration_ns for step in steps])
-    left_out, taken = steps[:num_first], steps[num_first:]
+    left_out, steady = steps[:num_first], steps[num_first:]
     totals: dict[str, int] = {}
     names: dict[str, str] = {}
-    for line in (line for step in taken for line in step.lines):
+    for line in (line for step in steady for line in step.lines):
         totals[line.key] = totals.get(line.key, 0) + line.ns
         names[line.key] = line.name
-    total_ns = sum(step.duration_ns for step in taken)
-    count, before, lines = len(taken), 0, {}
+    total_ns = sum(step.duration_ns for step in steady)
+    count, before, lines = len(steady), 0, {}
     for key, ns in totals.items():  # a share of the running sum, so that lines add up to the whole nanosecond
         lines[key] = names[key], (before + ns) // count - before // count
         before += ns
-    known = [(step.mfu, step.duration_ns) for step in taken if step.mfu is not None]
-    mfu = sum(mfu * ns for mfu, ns in known) / total_ns if len(known) == count else None
+    timed_mfu = [(step.mfu, step.duration_ns) for step in steady if step.mfu is not None]
+    mfu = sum(mfu * ns for mfu, ns in timed_mfu) / total_ns if len(timed_mfu) == count else None
     return MeanStep(
         name, count, tuple(step.step for step in left_out), total_ns // count, mfu, lines, explanation.notes
     )

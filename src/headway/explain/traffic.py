@@ -8,7 +8,7 @@ from headway.explain.measure import MeasuredStep, MeasuredTrace
 
 @dataclass(frozen=True, slots=True)
 class OperandTraffic:
-    """What the operators of the memory-bound kernels of a step read and wrote, each operand once.
+    """Bytes that the operators of a step's memory-bound kernels read and wrote, each operand once.
 
     Attributes:
         num_bytes: of the operators whose operands are known [byte].
