@@ -18,7 +18,7 @@ from headway.files import open_plain
 from headway.report.numbers import quantity
 
 if TYPE_CHECKING:
-    from headway.audit.rows import Printed
+    from headway.audit.rows import Reading
 
 Pair = tuple[tuple[str, JobExplanation], tuple[str, JobExplanation]]
 
@@ -203,6 +203,6 @@ def _of_log(path: Path, asked: Asked) -> JobExplanation:
     return JobExplanation(found.steps, (*found.notes, *smoothed, *skipped), found.findings)
 
 
-def _known(printed: "Printed | None") -> float | None:
+def _known(printed: "Reading | None") -> float | None:
     """A number of a log; None where there is none, or one that no step could have."""
     return None if printed is None else quantity(printed.value)
