@@ -268,7 +268,7 @@ def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectiv
         needed: Counter[str] = Counter()
         for component, need in needs.items():
             needed[owners.of_component(component)] += need.total
-        for owner in [*needed, *(owner for owner in took if owner not in needed)]:
+        for owner in [*needed, *(other for other in took if other not in needed)]:
             amounts.append((f"{SLOW}.{owner}", f"{SLOW}: {owner}", took[owner] - needed[owner], {}))
     # Of exposed communication, the shortest time of a collective on any rank is transfer, the rest waiting.
     waits = waiting_in(facts.collectives, step, others)
