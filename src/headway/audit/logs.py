@@ -49,7 +49,7 @@ _WITHOUT_RATES = (
         "has `flops_per_batch` and its window is full.",
     ),
 )
-_CUMULATIVE = (
+_CUMULATIVE_NOTE = (
     "total_flos counts from the first step of all, train_runtime from the last start: if this run was resumed from a "
     "checkpoint, the rates here are too high. --resumed-at STEP names the step that it went on from"
 )
@@ -169,7 +169,7 @@ def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log
     if start:
         note = f"taken as resumed at step {start:,}: {share:.1%} of the FLOPs are of its last start"
     else:
-        note = "" if resumed_at == 0 else _CUMULATIVE
+        note = "" if resumed_at == 0 else _CUMULATIVE_NOTE
     return Log("Hugging Face Trainer", ("6nd",), (row,), whole_job=True, notes=(note,) if note else ())
 
 

@@ -100,7 +100,7 @@ class Convention:
 
     @property
     def uses_seq_len(self) -> bool:
-        """Tell whether the configured row length changes the bill."""
+        """Whether the configured row length changes the bill."""
         return "rows" in (self.tokens, self.scope) or self.name.startswith("megatron-bridge")
 
     def billed_tokens(self, step: Step) -> int:

@@ -46,7 +46,7 @@ class BreakdownRow:
         return self.flops / self.matmul_ns * 1e9 if self.flops and self.matmul_ns else None
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Give the JSON-ready record."""
         return {
             "name": self.name,
             "ns": self.ns,

@@ -30,7 +30,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        """All four [ns]."""
+        """Sum of all four [ns]."""
         return self.useful + self.ceiling_loss + self.recomputed + self.padding
 
 

@@ -73,7 +73,7 @@ def work_of_kernel(name: str, operator: str | None) -> Work:
 
 
 def work_of_operator(name: str) -> Work:
-    """Class what the host runs itself, in a trace without a device.
+    """Class an operator that the host runs itself, in a trace without a device.
 
     >>> work_of_operator("aten::addmm"), work_of_operator("aten::copy_"), work_of_operator("AddmmBackward0")
     (<Work.MATMUL: 'matmul'>, <Work.MEMORY: 'memory-bound'>, <Work.HOST: 'host'>)
@@ -90,13 +90,13 @@ def work_of_operator(name: str) -> Work:
 
 @cache
 def is_attention(name: str) -> bool:
-    """Whether an operator, or a kernel without one, is a fused one of attention."""
+    """Tell whether an operator, or a kernel without one, is a fused one of attention."""
     return _ATTENTION.search(name) is not None
 
 
 @cache
 def is_compiled(name: str) -> bool:
-    """Whether an operator or an annotation is what torch.compile made of a function, or its backward."""
+    """Tell whether an operator or an annotation is what torch.compile made of a function, or its backward."""
     return _COMPILED.match(name) is not None
 
 
@@ -109,7 +109,7 @@ def _by_both(name: str, operator: str) -> Work:
 
 @cache
 def _by_operator(name: str) -> Work | None:
-    """An operator of PyTorch says what it does; one of another library only where its name is that of a product."""
+    """Class an operator by its name; one of another library than PyTorch only where the name is that of a product."""
     namespace, _, operator = name.rpartition("::")
     if _is_product(operator):
         return Work.MATMUL

@@ -27,7 +27,7 @@ class Collectives:
     by_step: dict[int, dict[str, list[int]]]
 
     def duration_of(self, event: int) -> int:
-        """How long a collective took [ns]."""
+        """Duration of a collective [ns]."""
         return int(self.measured.events.end_ns[event] - self.measured.events.start_ns[event])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.explain.findings.series import num_first_steps
-from headway.explain.logs import PER_SECOND
+from headway.explain.logs import PER_SECOND_NOTE
 from headway.explain.unprofiled import UNSEPARATED
 from headway.explain.waterfall import SCHEMA_VERSION, JobExplanation, StepWaterfall
 
@@ -34,7 +34,7 @@ class MeanStep:
     notes: tuple[str, ...]
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Give the JSON-ready record."""
         return {
             "name": self.name,
             "num_steps": self.num_steps,
@@ -63,7 +63,7 @@ class LineDifference:
 
     @property
     def ns(self) -> int:
-        """What the second job takes longer [ns]; below 0 where it is faster."""
+        """Time that the second job takes longer [ns]; below 0 where it is faster."""
         return self.b_ns - self.a_ns
 
 
@@ -85,7 +85,7 @@ class Comparison:
 
     @property
     def ns(self) -> int:
-        """What a step of the second job takes longer [ns]."""
+        """Time that a step of the second job takes longer [ns]."""
         return self.b.duration_ns - self.a.duration_ns
 
     def as_record(self) -> dict[str, Any]:
@@ -113,8 +113,8 @@ def compare(a: tuple[str, JobExplanation], b: tuple[str, JobExplanation]) -> Com
     Raises:
         ConfigError: the log of one does not tell how long a step takes, so that its "step" is a second.
     """
-    if PER_SECOND in a[1].notes or PER_SECOND in b[1].notes:
-        which = a[0] if PER_SECOND in a[1].notes else b[0]
+    if PER_SECOND_NOTE in a[1].notes or PER_SECOND_NOTE in b[1].notes:
+        which = a[0] if PER_SECOND_NOTE in a[1].notes else b[0]
         raise ConfigError(
             f"{which} does not tell how long its steps took, so there is nothing to compare in seconds per step. Give "
             "a log whose lines have a time or a stamp; `headway explain` shows each by itself."

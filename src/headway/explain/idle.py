@@ -38,7 +38,7 @@ class IdleTime:
 
     @property
     def host_late_ns(self) -> int:
-        """All that the host was late, for no other reason [ns]."""
+        """Time that the host was late, for no other reason [ns]."""
         return sum(self.late_before.values())
 
 

@@ -6,10 +6,12 @@ from itertools import pairwise
 
 from headway.errors import ConfigError
 from headway.explain.findings.series import Series, SeriesStep, find_in_series, usual_tokens
-from headway.explain.unprofiled import WAY_OUT, unprofiled
+from headway.explain.unprofiled import NO_PROFILE_NOTE, unprofiled
 from headway.explain.waterfall import JobExplanation
 
-PER_SECOND = "the lines do not tell how long a step takes: what is shown is one second of training at each one's rates."
+PER_SECOND_NOTE = (
+    "the lines do not tell how long a step takes: what is shown is one second of training at each one's rates."
+)
 _SECOND_NS = 1_000_000_000
 
 
@@ -53,7 +55,7 @@ def explain_log(
     """
     if rank:
         raise ConfigError(f"--rank {rank}: a line of {source} stands for the whole job. Leave it out.")
-    notes = [WAY_OUT]
+    notes = [NO_PROFILE_NOTE]
     # Time comes first: a line that does not tell it has no waterfall.
     durations = _durations(lines, notes)
     waterfalls, series = [], []
@@ -96,7 +98,7 @@ def _durations(lines: Sequence[LoggedStep], notes: list[str]) -> list[int | None
         is_timed = line.stamp_s is not None and before.stamp_s is not None and took_s > 0 and steps > 0
         times_ns.append(round(took_s * 1e9 / steps) if is_timed else None)
     if times_ns.count(None) == len(lines):
-        notes.append(PER_SECOND)
+        notes.append(PER_SECOND_NOTE)
         return [_SECOND_NS] * len(lines)
     notes.append("a step is the time from one line's stamp to the next one's, per step where lines were left out.")
     first = lines[0]

@@ -23,7 +23,7 @@ _OF_WORK = {Work.COMMUNICATION: "(communication)", Work.COPY: "(copies)"}
 
 
 class Owners:
-    """Names whose time each event's is.
+    """Names of the owners of events' time.
 
     Args:
         attribution: of a trace.

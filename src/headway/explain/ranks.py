@@ -76,7 +76,7 @@ class WaitedFor:
         return f"rank {self.rank} made the others wait {format_ms(self.wait_ns)} ms: {self.why()}"
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Give the JSON-ready record."""
         return asdict(self)
 
     def why(self) -> str:

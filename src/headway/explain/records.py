@@ -16,7 +16,7 @@ from headway.explain.budget import SCHEMA_VERSION, Need, NeededWork, head_lines
 from headway.explain.findings.finding import Finding
 from headway.explain.findings.rules import find
 from headway.explain.findings.series import Series, SeriesStep, find_in_series, num_first_steps
-from headway.explain.unprofiled import WAY_OUT, unprofiled
+from headway.explain.unprofiled import NO_PROFILE_NOTE, unprofiled
 from headway.explain.waterfall import JobExplanation, StepWaterfall
 from headway.files import open_plain
 from headway.log.jsonl import as_object, sharing_decoder
@@ -25,7 +25,7 @@ from headway.report import format_duration
 from headway.report.numbers import finite, integer, quantity
 
 METRICS = "metrics.jsonl"
-UNFINISHED = "the run has not ended, or was killed"  # how the note on it begins
+UNFINISHED_NOTE = "the run has not ended, or was killed"  # how the note on it begins
 _MOST_STEPS = 2**53  # a larger number is no float
 _MOST_FLOPS = 10**30  # of all devices in one record
 _ALL_COMPONENTS = "all components"  # of FLOPs that the record does not divide
@@ -90,7 +90,7 @@ def explain_with_records(
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
         raise ConfigError(f"--step {step}: {path} has no record of it; it has {len(waterfalls)} records, {numbers}.")
     findings = _findings(entries, waterfalls, Series(tuple(in_series), beside_ns))
-    explanation = JobExplanation(tuple(chosen), (WAY_OUT, *notes, *about_beside), tuple(findings))
+    explanation = JobExplanation(tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), tuple(findings))
     return explanation, [entry.record for entry in entries]
 
 
@@ -292,7 +292,7 @@ def _notes_of_run(folder: Path, entries: list[_StepRecord]) -> list[str]:
         times = "once" if len(steps) == 1 else f"{len(steps):,} times"
         notes.append(f"the run was resumed {times}, after step {', '.join(steps[:5])}.")
     if (folder / "config.yaml").exists() and not (folder / "summary.json").exists():
-        notes.append(f"{UNFINISHED}: these are its records up to step {entries[-1].step}.")
+        notes.append(f"{UNFINISHED_NOTE}: these are its records up to step {entries[-1].step}.")
     return notes
 
 

@@ -45,7 +45,7 @@ class StatedWork:
 
 
 def with_stated_work(measured: MeasuredTrace, work: StatedWork, rates: DeviceRates) -> tuple[MeasuredTrace, str]:
-    """Let a trace say what the user says of it.
+    """Write the user's facts into a trace, in place of its own.
 
     Args:
         measured: the trace.

@@ -178,7 +178,7 @@ def _of_traffic(traffic: OperandTraffic) -> str:
 
 
 def _of_ranks(explanation: JobExplanation, shown: StepWaterfall) -> list[str]:
-    """Whom the others waited for in the step, if it was worth a word."""
+    """Sentences on the rank that the others waited for in the step, if it was worth a word."""
     return [
         f"{wait.sentence()}."
         for wait in explanation.waited_for

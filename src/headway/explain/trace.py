@@ -123,7 +123,7 @@ class Trace:
 
     @property
     def is_cpu_only(self) -> bool:
-        """Nothing ran on a device, so operators of the host take the place of kernels."""
+        """Whether nothing ran on a device, so that operators of the host take the place of kernels."""
         return len(self.device) == 0
 
 

@@ -28,7 +28,7 @@ class OperandTraffic:
         return None if self.bytes_per_s is None else round(self.num_bytes / self.bytes_per_s * 1e9)
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Give the JSON-ready record."""
         return {
             "bytes": self.num_bytes,
             "at_bandwidth_ns": self.at_bandwidth_ns,

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from headway.explain.waterfall import StepWaterfall, WaterfallLine, mfu_without
 
 UNSEPARATED = "unseparated"
-WAY_OUT = (
+NO_PROFILE_NOTE = (
     "unseparated: kernels, communication, copies, launches and synchronisation are not separable without a profile. "
     "Record some steps with `--set run.profile.start=N` of `headway train`, or with `headway.profile` in a loop of "
     "your own, and explain the run again."

@@ -94,7 +94,7 @@ class StepWaterfall:
     traffic: OperandTraffic | None = None
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Give the JSON-ready record."""
         lines = [
             {"name": line.name, "ns": line.ns, "share": line.share, "key": line.key, "mfu_from": line.mfu_from,
              "mfu_to": line.mfu_to, "parts": line.parts}
@@ -232,7 +232,7 @@ def _waited_for(step: int, facts_of: Mapping[int, TraceFacts]) -> WaitedFor | No
 
 
 def _chosen(measured: MeasuredTrace, step: int | None) -> tuple[list[MeasuredStep], list[str]]:
-    """The steps to show, and what to say of the edges."""
+    """Choose the steps to show, and make notes on the first and the last of the trace."""
     if step is not None:
         chosen = [shown for shown in measured.steps if shown.window.step == step]
         if not chosen:

@@ -237,7 +237,7 @@ class Items:
         return sizes
 
     def fingerprint(self) -> str:
-        """Changes when any item does."""
+        """Digest that changes when any item does."""
         digest = hashlib.blake2b(repr(self.names).encode(), digest_size=16)
         for column in (self.tokens, self.patches, self.costs, self.offsets, self.rows, self.cut, self.starts):
             if column is not None:

@@ -150,7 +150,7 @@ class Evidence:
 
     @property
     def is_cpu(self) -> bool:
-        """Nothing ran on a device, as far as is known."""
+        """Whether nothing ran on a device, as far as is known."""
         return all(step.measured is not None and step.measured[0].trace.is_cpu_only for step in self.steps)
 
     def ns(self, key: str) -> int:

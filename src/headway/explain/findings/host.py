@@ -6,7 +6,7 @@ from headway.explain.findings.evidence import Evidence, Observation, as_number
 from headway.explain.findings.optimizer import loop_over_parameters
 
 _READ_BACK = "aten::item"
-_READ_LATE = "keep numbers on the device until they are logged, and log every N steps (run.log_every)."
+_READ_LATE_HINT = "keep numbers on the device until they are logged, and log every N steps (run.log_every)."
 # In a step; models read some lengths and grids of a batch.
 _MANY_READ_BACKS = 16
 _CHORES = {
@@ -55,7 +55,7 @@ def synchronisation(evidence: Evidence) -> Observation | None:
         ns,
         f"the device idled for {evidence.share(ns)} of the time after the host had waited for it, mostly in {dearest}.",
         "a number is read back from the device within the step: .item(), .tolist(), print or an if.",
-        _READ_LATE,
+        _READ_LATE_HINT,
     )
 
 
@@ -73,7 +73,7 @@ def read_backs(evidence: Evidence) -> Observation | None:
         f"{len(reads) / evidence.num_steps:,.0f} numbers a step are read out of tensors, in {evidence.share(ns)} of "
         "the time; on a device each would wait for all that was launched before.",
         "the loop calls .item() or float() within the step, for one number after the other.",
-        _READ_LATE,
+        _READ_LATE_HINT,
     )
 
 

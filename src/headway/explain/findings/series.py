@@ -12,11 +12,11 @@ from headway.explain.findings.finding import MOST, Finding
 from headway.report import format_duration, format_share
 
 FALLING = "falling-rate"
-WHY_FALLING = (
+FALLING_CAUSE = (
     "clocks that fall as the device grows warm or its power is capped, memory that is cut into ever smaller pieces, "
     "experts whose load grows uneven, or a host that does more each step (logs, lists that grow)."
 )
-AGAINST_FALLING = (
+FALLING_HINT = (
     "nvidia-smi dmon, which shows clocks, power and temperature; and a run that begins at the last checkpoint: if that "
     "is fast again, it is not the weights."
 )
@@ -209,8 +209,8 @@ def _drift(steady: Series) -> Finding | None:
         FALLING,
         f"the rate of the work fell by {format_share(1 - last / first)} from step {rated[0][1].step} to step "
         f"{rated[-1][1].step}, without a break.",
-        WHY_FALLING,
-        AGAINST_FALLING,
+        FALLING_CAUSE,
+        FALLING_HINT,
         sum(step.duration_ns * (1 - rate / first) for rate, step in rated),
     )
 
