@@ -21,7 +21,7 @@ def products(tmp_path, **options):
     trace.launched("gemm", 30 * US, 120 * US, 5 * US, 3, operator="aten::bmm", operands=operands)
     trace.launched("flash", 40 * US, 125 * US, 20 * US, 4, operator="aten::_scaled_dot_product_flash_attention")
     path = trace.write(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA H200"}])
-    return explain([read_trace(path)], whole=True, **options)
+    return explain([read_trace(path)], as_one_step=True, **options)
 
 
 def test_products_are_joined_by_size_and_have_a_rate(tmp_path):

@@ -128,6 +128,6 @@ def test_what_waited_is_named_below_the_waterfall(tmp_path):
     trace.operator("aten::item", 92 * US, 25 * US)
     trace.call("cudaStreamSynchronize", 93 * US, 20 * US, 50)
     trace.launched("second", 150 * US, 200 * US, 10 * US, 2, operator="aten::add")
-    text = as_text(explain([read_trace(trace.write(tmp_path / "t.json"))], whole=True))
+    text = as_text(explain([read_trace(trace.write(tmp_path / "t.json"))], as_one_step=True))
     assert "idle: host waits (sync): aten::item (cudaStreamSynchronize) 0.09 ms." in text
     assert text.startswith("The whole trace of rank 0")

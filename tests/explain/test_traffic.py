@@ -15,7 +15,7 @@ def memory_bound(tmp_path, *, device="NVIDIA H200"):
         trace.kernel(f"reduce {i}", (140 + 10 * i) * US, 10 * US, 2 + i)
     trace.launched("add", 12 * US, 160 * US, 30 * US, 4, operator="aten::add")
     path = trace.write(tmp_path / "t.json", deviceProperties=[{"name": device}])
-    return explain([read_trace(path)], whole=True)
+    return explain([read_trace(path)], as_one_step=True)
 
 
 def test_operators_count_once_and_those_without_shapes_not_at_all(tmp_path):
@@ -40,6 +40,6 @@ def test_a_device_whose_bandwidth_is_not_known_has_the_bytes_alone(tmp_path):
 def test_nothing_is_said_where_no_shapes_were_recorded(tmp_path):
     trace = WrittenTrace()
     trace.launched("mul", 0, 100 * US, 40 * US, 1, operator="aten::mul")
-    found = explain([read_trace(trace.write(tmp_path / "t.json"))], whole=True)
+    found = explain([read_trace(trace.write(tmp_path / "t.json"))], as_one_step=True)
     assert found.steps[0].traffic is None
     assert "operands" not in as_text(found)

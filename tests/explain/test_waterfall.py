@@ -43,7 +43,7 @@ def test_overlapping_streams_are_counted_once_and_what_is_hidden_is_not_exposed(
     trace.launched("gemm", 10 * US, 100 * US, 50 * US, 1, operator="aten::mm")
     trace.launched("ncclDevKernel_AllReduce", 12 * US, 120 * US, 50 * US, 2, stream=20)
     trace.launched("Memcpy HtoD", 14 * US, 110 * US, 80 * US, 3, stream=30, category="gpu_memcpy")
-    (found,) = explained(trace, tmp_path, whole=True).steps
+    (found,) = explained(trace, tmp_path, as_one_step=True).steps
     assert lines_of(found) == {"matmul": 50, "communication": 20, "copies": 20}
 
 
@@ -54,7 +54,7 @@ def gap_of(tmp_path, during_gap=None, launch=150 * US):
     if during_gap is not None:
         during_gap(trace)
     trace.launched("second", launch, 200 * US, 10 * US, 2, operator="aten::add")
-    (found,) = explained(trace, tmp_path, whole=True).steps
+    (found,) = explained(trace, tmp_path, as_one_step=True).steps
     idle = lines_of(found)
     assert idle.pop("memory") == 20
     return idle, {line.key: line.parts for line in found.lines}
@@ -303,7 +303,7 @@ def test_the_lines_add_up_to_the_step_exactly(tmp_path_factory, kernels, host, o
         trace.kernel(name, launch + delay, duration, i, stream=stream, category=category)
     if not on_cpu:
         trace.launched("gemm", 20, 30, 900, 500)  # so that there is a step
-    found = explained(trace, tmp_path_factory.mktemp("t"), sidecar() if told else None, whole=whole)
+    found = explained(trace, tmp_path_factory.mktemp("t"), sidecar() if told else None, as_one_step=whole)
     assert found.steps
     for one in found.steps:
         lines_of(one)

@@ -1,13 +1,13 @@
-"""What other tools print, and what it means: one step in every convention, and logs restated in `useful`.
+"""Numbers of other tools, and what they mean: one step in every convention, and logs restated in `useful`.
 
 `compare` bills a step in each convention; `read_log` reads a tool's log, `audit` finds which rule and peak explain its
 numbers, restates them and attributes the difference factor by factor; `own` restates Headway's own records.
 """
 
-from headway.audit.compare import Compared, compare
+from headway.audit.compare import ComparisonRow, compare
 from headway.audit.factors import Factor, factors
 from headway.audit.logs import read_log
 from headway.audit.restate import Audit, audit, own
 from headway.audit.rows import Log, LogRow
 
-__all__ = ["Audit", "Compared", "Factor", "Log", "LogRow", "audit", "compare", "factors", "own", "read_log"]
+__all__ = ["Audit", "ComparisonRow", "Factor", "Log", "LogRow", "audit", "compare", "factors", "own", "read_log"]

@@ -12,7 +12,7 @@ _NOTED = 0.0005  # differences below this share of the useful FLOPs are left out
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparisonRow:
     """One convention's view of a step."""
 
     convention: Convention  # the rule
@@ -35,7 +35,7 @@ class Compared:
         return "; ".join([text, *(note for note in notes if note)])
 
 
-def compare(model: Architecture, step: Step, step_s: float, peak: Peak, num_ranks: int = 1) -> list[Compared]:
+def compare(model: Architecture, step: Step, step_s: float, peak: Peak, num_ranks: int = 1) -> list[ComparisonRow]:
     """Bill one step in every convention.
 
     Args:
@@ -65,13 +65,15 @@ def compare(model: Architecture, step: Step, step_s: float, peak: Peak, num_rank
 
 def _row(
     convention: Convention, model: Architecture, step: Step, useful: Bill, device_s: float, peak: Peak
-) -> Compared:
+) -> ComparisonRow:
     bill = convention.bill(model, step)
-    found = tool_peak(convention.tool, peak.name)
-    divisor = peak.flops_per_s if found.flops_per_s is None else found.flops_per_s
+    theirs = tool_peak(convention.tool, peak.name)
+    divisor = peak.flops_per_s if theirs.flops_per_s is None else theirs.flops_per_s
     if bill.flops is None or useful.flops is None:
-        return Compared(convention, bill, None, divisor, None, None, {}, found.note)
+        return ComparisonRow(convention, bill, None, divisor, None, None, {}, theirs.note)
     shares = {name: (bill.parts.get(name, 0) - useful.parts.get(name, 0)) / useful.flops for name in PARTS}
     differences = {name: share for name, share in shares.items() if abs(share) >= _NOTED}
     rate = bill.flops / device_s
-    return Compared(convention, bill, rate, divisor, rate / divisor, bill.flops / useful.flops, differences, found.note)
+    return ComparisonRow(
+        convention, bill, rate, divisor, rate / divisor, bill.flops / useful.flops, differences, theirs.note
+    )

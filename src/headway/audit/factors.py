@@ -49,13 +49,13 @@ def factors(convention: Convention, model: Architecture, step: Step, trained: Ar
     parts = {name: float(bill.parts.get(name, 0)) for name in PARTS}
     useful = {name: float(flops) for name, flops in get_convention("useful").bill(model, step).parts.items()}
     workload = step.workload
-    found: list[Factor] = []
+    links: list[Factor] = []
 
     def link(name: str, after: dict[str, float], meaning: str) -> None:
         nonlocal parts
         ratio = sum(parts.values()) / sum(after.values())
         if abs(ratio - 1) > _NONE:
-            found.append(Factor(name, ratio, meaning))
+            links.append(Factor(name, ratio, meaning))
         parts = after
 
     def scaled(share: float) -> dict[str, float]:
@@ -66,18 +66,21 @@ def factors(convention: Convention, model: Architecture, step: Step, trained: Ar
             by_token.add("vision")  # these bill the tower per text token
         return {name: value * (share if name in by_token else 1.0) for name, value in parts.items()}
 
+    # First the tokens: from positions of whole rows to slots, and from slots to real tokens, as `useful` counts them.
     if convention.tokens == "rows":
         meaning = f"{step.row_slots:,} positions of whole rows billed for {workload.slots:,} slots"
         link("tokens billed", scaled(workload.slots / step.row_slots), meaning)
     if convention.tokens in {"rows", "slots"}:
         meaning = f"{workload.slots:,} slots billed for {workload.tokens:,} real tokens"
         link("padding", scaled(workload.tokens / workload.slots), meaning)
+    # Query-key pairs within the segments, over those that the rule bills: each token with its whole row.
     if convention.scope == "rows":
         share = full_pairs(workload.segments) / (workload.tokens * step.seq_len)
         meaning = "attention billed over the configured row instead of within each segment"
         link("document mask", {**parts, "attention": parts["attention"] * share}, meaning)
+    # Then part after part takes its useful FLOPs, so that each factor is one difference between the rules.
     for name, part, meaning in _PARTS_IN_ORDER:
         link(name, {**parts, part: useful.get(part, 0.0)}, meaning)
     frozen = get_convention("useful").bill(trained, step).parts
     link("frozen", {name: float(frozen.get(name, 0)) for name in PARTS}, "gradients that frozen weights do not need")
-    return found
+    return links

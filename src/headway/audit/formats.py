@@ -13,28 +13,30 @@ from functools import partial
 
 from headway.audit.rows import Counted, LogRow, near, printed
 
-_WHOLE = r"(\d{1,18})"  # of 64 bits; more digits are no number of a step
+_STEP_NUMBER = r"(\d{1,18})"  # of 64 bits; more digits are no number of a step
 _NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
 _ANY = r"(?:np\.float\d+\()?([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?\d+)?)"
 _JSON_NUMBER = r"([0-9]{1,18}(?:\.[0-9]+)?(?:[eE][+-]?\d{1,2})?)(?![0-9.eE])"
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[,.](\d{3})")
 _RATES = rf"\btps:\s*{_NUMBER}(?:\s+tflops:\s*{_NUMBER})?(?:\s+mfu:\s*{_NUMBER}%)?"
-_TORCHTITAN = re.compile(rf"(?<!validate )\bstep:\s*{_WHOLE}\s+loss:\s*\S+\s.*?\bmemory:\s.*?{_RATES}")
+_TORCHTITAN = re.compile(rf"(?<!validate )\bstep:\s*{_STEP_NUMBER}\s+loss:\s*\S+\s.*?\bmemory:\s.*?{_RATES}")
 _TITAN_MEMORY = re.compile(r"\bmemory:\s*[0-9.]+GiB\(([0-9]+(?:\.[0-9]+)?)%\)")
 _MAXTEXT, _MAXTEXT_OLD = (
-    re.compile(rf"completed step: {_WHOLE}, seconds: {_NUMBER}, {rate}: {_NUMBER}(?:, Tokens/s/device: {_NUMBER})?")
+    re.compile(
+        rf"completed step: {_STEP_NUMBER}, seconds: {_NUMBER}, {rate}: {_NUMBER}(?:, Tokens/s/device: {_NUMBER})?"
+    )
     for rate in ("TFLOP/s/device", "TFLOP/s")
 )
-_MEGATRON = re.compile(rf"iteration\s+{_WHOLE}\s*/.*?elapsed time per iteration \(ms\): {_NUMBER}")
+_MEGATRON = re.compile(rf"iteration\s+{_STEP_NUMBER}\s*/.*?elapsed time per iteration \(ms\): {_NUMBER}")
 _MEGATRON_RATE = re.compile(
     rf"(?:throughput|compute) per GPU \(TFLOP/s/GPU\): {_NUMBER}|GPU utilization: {_NUMBER}\s*MODEL_TFLOP/s/GPU"
 )
 _MEGATRON_BATCH = re.compile(r"global batch size:\s*(\d{1,18})")
 _PRIMUS_TOKENS = re.compile(rf"\(tokens/s/GPU\): {_NUMBER}|tokens/s/GPU inst/harmonic mean: {_NUMBER}")
 _PRIMUS_MFU = re.compile(rf"\| mfu: {_NUMBER}%")
-_NANOGPT = re.compile(rf"\biter {_WHOLE}: loss \S+, time {_NUMBER}ms, mfu (-?[0-9.]+)%")
+_NANOGPT = re.compile(rf"\biter {_STEP_NUMBER}: loss \S+, time {_NUMBER}ms, mfu (-?[0-9.]+)%")
 _NANOCHAT = re.compile(
-    rf"\bstep {_WHOLE}(?:/\d+)?\b.*?\bdt: {_NUMBER}ms \| tok/sec: {_NUMBER} \| (?:bf16_)?mfu: {_NUMBER}"
+    rf"\bstep {_STEP_NUMBER}(?:/\d+)?\b.*?\bdt: {_NUMBER}ms \| tok/sec: {_NUMBER} \| (?:bf16_)?mfu: {_NUMBER}"
 )
 _VERL_MFU = re.compile(rf"(?:train/mfu|perf/mfu/actor)['\"]?\s*[:=]\s*{_ANY}")
 _LMMS_MFU = re.compile(rf"(?:\btrain/|['\"])mfu['\"]?\s*[:=]\s*['\"]?{_ANY}")
@@ -53,7 +55,7 @@ _RL_VALUES = {
     "tokens": re.compile(rf"Policy Training \(Tokens/sec/gpu\): {_NUMBER}"),
     "seconds": re.compile(rf"policy_training: {_NUMBER}s"),
 }
-_AUTOMODEL = re.compile(rf'"step": {_WHOLE}, .*?"tps_per_gpu": {_JSON_NUMBER}, "mfu": (?:{_JSON_NUMBER}|null)')
+_AUTOMODEL = re.compile(rf'"step": {_STEP_NUMBER}, .*?"tps_per_gpu": {_JSON_NUMBER}, "mfu": (?:{_JSON_NUMBER}|null)')
 _AUTOMODEL_TOKENS = re.compile(rf'"tps": {_JSON_NUMBER}, .*"num_tokens_per_step": {_JSON_NUMBER}')
 _AUTOMODEL_TIME = re.compile(rf"Max iter time: {_NUMBER} seconds")
 _AUTOMODEL_MFU = re.compile(rf"(?<!Average )MFU: {_NUMBER}%")
@@ -70,13 +72,13 @@ _SUFFIX = {"": 1.0, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 
 def _torchtitan(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
     for line in lines:
-        if (found := _TORCHTITAN.search(line)) is None:
+        if (match := _TORCHTITAN.search(line)) is None:
             if "validate step:" in line:
                 skipped["validation, which trains nothing"] += 1
             elif "tps:" in line and "step:" in line:
                 skipped["text with tps in it that is no step's line"] += 1
             continue
-        step, tokens, tflops, mfu = found.groups()
+        step, tokens, tflops, mfu = match.groups()
         stamp, memory = _STAMP.search(line), _TITAN_MEMORY.search(line)
         yield LogRow(
             int(step),
@@ -90,8 +92,8 @@ def _torchtitan(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]
 
 def _maxtext(pattern: re.Pattern[str], lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
     for line in lines:
-        if (found := pattern.search(line)) is not None:
-            step, seconds, tflops, tokens = found.groups()
+        if (match := pattern.search(line)) is not None:
+            step, seconds, tflops, tokens = match.groups()
             yield LogRow(
                 int(step),
                 flops_per_s=printed(tflops, 1e12),
@@ -136,22 +138,22 @@ def _primus(added: str, lines: Iterable[str], skipped: Counter[str]) -> Iterator
 
 def _nanogpt(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
     for line in lines:
-        if (found := _NANOGPT.search(line)) is None:
+        if (match := _NANOGPT.search(line)) is None:
             continue
-        if found[3].startswith("-"):
+        if match[3].startswith("-"):
             skipped["an MFU of -100 %, which stands for none yet"] += 1
             continue
-        yield LogRow(int(found[1]), mfu=printed(found[3], 0.01), step_s=printed(found[2], 1e-3))
+        yield LogRow(int(match[1]), mfu=printed(match[3], 0.01), step_s=printed(match[2], 1e-3))
 
 
 def _nanochat(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
     for line in lines:
-        if (found := _NANOCHAT.search(line)) is not None:
+        if (match := _NANOCHAT.search(line)) is not None:
             yield LogRow(
-                int(found[1]),
-                mfu=printed(found[4], 0.01),
-                tokens_per_s=printed(found[3], truncated=True),
-                step_s=printed(found[2], 1e-3),
+                int(match[1]),
+                mfu=printed(match[4], 0.01),
+                tokens_per_s=printed(match[3], truncated=True),
+                step_s=printed(match[2], 1e-3),
             )
 
 
@@ -160,25 +162,25 @@ def _verl(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
     for number, line in enumerate(lines):
         if _VERL.search(line) is None:
             continue
-        found, step = _VERL_MFU.search(line), _STEP.search(line)
-        if found is None or not float(found[1].replace(",", "")):
+        match, step = _VERL_MFU.search(line), _STEP.search(line)
+        if match is None or not float(match[1].replace(",", "")):
             skipped["an MFU of 0, which verl prints for what it does not know"] += 1
             continue
-        yield LogRow(int(step[1]) if step else number, mfu=near(float(found[1].replace(",", "")), 1e-6))
+        yield LogRow(int(step[1]) if step else number, mfu=near(float(match[1].replace(",", "")), 1e-6))
 
 
 def _lmms_engine(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
     """Read LMMs-Engine's dictionaries: with the step behind them, or its Hugging Face trainer's with the MFU alone."""
     for number, line in enumerate(lines):
-        if (found := _LMMS_MFU.search(line)) is None:
+        if (match := _LMMS_MFU.search(line)) is None:
             continue
-        if not float(found[1].replace(",", "")):
+        if not float(match[1].replace(",", "")):
             skipped["an MFU of 0.0, which LMMs-Engine prints for what it does not know, and for less than 0.5 %"] += 1
             continue
         step, tokens, rate = (pattern.search(line) for pattern in (_STEP, _LMMS_TOKENS, _LMMS_RATE))
         yield LogRow(
             int(step[1]) if step else number,
-            mfu=printed(found[1], step=0.01),  # rounded to two decimals before it is printed with more
+            mfu=printed(match[1], step=0.01),  # rounded to two decimals before it is printed with more
             tokens_per_s=printed(rate[1]) if rate else None,
             tokens=printed(tokens[1]) if tokens else None,
         )
@@ -255,9 +257,9 @@ def _lightning(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
     """Read the metrics.csv of Lightning's CSVLogger, with the columns of ThroughputMonitor."""
     columns: dict[str, int] = {}
     for cells in csv.reader(line for line in lines if "," in line):
-        found = {key: i for key, name in _LIGHTNING.items() for i, cell in enumerate(cells) if name.fullmatch(cell)}
-        if found and "step" in cells:
-            columns = {**found, "step": cells.index("step")}
+        indices = {key: i for key, name in _LIGHTNING.items() for i, cell in enumerate(cells) if name.fullmatch(cell)}
+        if indices and "step" in cells:
+            columns = {**indices, "step": cells.index("step")}
             continue
         values = {key: cells[i] for key, i in columns.items() if i < len(cells) and _is_number(cells[i])}
         if "step" in values and {"mfu", "flops"} & values.keys():  # other rows are of other metrics
@@ -312,15 +314,15 @@ def _blocks(
 ) -> Iterator[tuple[int, dict[str, tuple[str, str]]]]:
     """Collect the values below each marker: its last number, and name -> digits and suffix."""
     step, values = 0, dict[str, tuple[str, str]]()
-    seen = False
+    has_marker = False
     for line in lines:
-        if (found := head.search(line)) is not None:
-            if seen:
+        if (match := head.search(line)) is not None:
+            if has_marker:
                 yield step, values
-            step, values, seen = int([part for part in found.groups() if part][-1]), {}, True
-        elif (found := value.search(line)) is not None:
-            values[found[1]] = (found[2], (*found.groups(), "")[2])
-    if seen:
+            step, values, has_marker = int([part for part in match.groups() if part][-1]), {}, True
+        elif (match := value.search(line)) is not None:
+            values[match[1]] = (match[2], (*match.groups(), "")[2])
+    if has_marker:
         yield step, values
 
 
@@ -348,7 +350,7 @@ class Format:
     tool: str  # who writes them
     lines: str  # what they look like
     conventions: tuple[str, ...]  # the rules that it has used, newest first
-    read: Callable[[Sequence[str], Counter[str]], Iterator[LogRow]]  # finds the rows in the lines of one process
+    read_rows: Callable[[Sequence[str], Counter[str]], Iterator[LogRow]]  # finds the rows in the lines of one process
     whole_job: bool = False  # whether rates are those of all devices together
     smoothed: bool = False  # whether its MFU is a running mean
     counted: Counted = "billed"  # token positions that its tokens/s, or its sequences, are of
@@ -414,8 +416,8 @@ FORMATS = (
 
 
 def is_log(lines: Sequence[str]) -> bool:
-    """Whether some tool's reader finds a step in these lines."""
-    return any(next(iter(form.read(lines, Counter())), None) is not None for form in FORMATS)
+    """Tell whether some tool's reader finds a step in these lines."""
+    return any(next(iter(form.read_rows(lines, Counter())), None) is not None for form in FORMATS)
 
 
 KNOWN_LINES = tuple(f"{form.tool} (`{form.lines}`)" for form in FORMATS)

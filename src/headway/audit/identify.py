@@ -25,7 +25,7 @@ class Fit:
 
 
 @dataclass(frozen=True, slots=True)
-class Identified:
+class Identification:
     """The counting rule, row length and peak that a log's numbers imply."""
 
     fit: Fit | None  # the rule that explains them; None where several do and rounding does not decide
@@ -56,7 +56,7 @@ def counted_tokens(convention: Convention, step: Step, counted: Counted) -> int:
 
 def identify(
     log: Log, model: Architecture, step_of: Callable[[int], Step], seq_len: int | None, num_ranks: int | None
-) -> Identified:
+) -> Identification:
     """Find the rule, the row length and the peak behind a log.
 
     Args:
@@ -70,10 +70,12 @@ def identify(
         LogError: no rule explains the numbers; the message says what they imply and which rules come nearest.
     """
     peak = common(_implied_peaks(log)) or hull(_implied_peaks(log))
+    # Where rows print FLOP/s beside tokens/s, their ratio is what the rule bills per token.
     implied = _implied_per_token(log, seq_len, num_ranks)
     if not implied:
         return _by_format(log, model, step_of, seq_len, num_ranks, peak)
     exact = common(implied)
+    # All rows must agree on one number; where rounding lets none, any number between the rows' extremes will do.
     wanted = exact or hull(implied)
     assert wanted is not None, "there is at least one interval"
     wanted = wanted.widened(_SLACK)
@@ -83,11 +85,13 @@ def identify(
         fits = (fit for rule in rules for fit in _fits(rule, model, step_of, lengths, log.counted))
         return [fit for fit in fits if fit.flops_per_token in wanted]
 
+    # The tool's own rules come first: another tool's rule is asked only where none of them fits.
     own = [get_convention(name) for name in log.conventions]
-    found = fits_of(own) or fits_of(rule for rule in conventions() if rule not in own)
-    if not found and exact is not None:
+    matching = fits_of(own) or fits_of(rule for rule in conventions() if rule not in own)
+    if not matching and exact is not None:
         raise LogError(_unexplained(log, model, step_of, seq_len, exact))
-    fits = _distinct(found)
+    fits = _distinct(matching)
+    # Rules that bill the same on this model cannot be told apart by its logs, so they are named beside the first fit.
     same = tuple(
         rule.name
         for rule in conventions()
@@ -97,7 +101,7 @@ def identify(
         and abs(value / fits[0].flops_per_token - 1) < _SAME
     )
     decided = fits[0] if len(fits) == 1 and exact is not None else None
-    return Identified(decided, fits, same, exact or hull(implied), peak, nominal_peak(peak, log), exact is not None)
+    return Identification(decided, fits, same, exact or hull(implied), peak, nominal_peak(peak, log), exact is not None)
 
 
 def nominal_peak(interval: Interval | None, log: Log) -> float | None:
@@ -143,12 +147,13 @@ def _by_format(
     seq_len: int | None,
     num_ranks: int | None,
     peak: Interval | None,
-) -> Identified:
+) -> Identification:
     """Take the tool's own rule where the log does not print FLOP/s beside tokens/s, and let whole numbers decide."""
     lengths = [seq_len] if seq_len else []
     rules = map(get_convention, log.conventions)
     candidates = [fit for rule in rules for fit in _fits(rule, model, step_of, lengths, log.counted)]
     work = [row.flops_per_s.range * row.step_s.range for row in log.rows if row.flops_per_s and row.step_s]
+    # FLOP/s x step time is the step's work on one device; the sequences of a step make it the job's, for one job size.
     sequences = {row.sequences for row in log.rows}
     batch = next(iter(sequences), None) if len(sequences) == 1 else None
     if work and batch and (total := common(work) or hull(work)):
@@ -160,20 +165,22 @@ def _by_format(
         ]
         if candidates and not sized:
             raise LogError(_no_job_size(log, model, candidates, batch, total))
+        # A job size decides as a rule does: one fit alone.
         fits = _distinct(sized, by_ranks=True)
         decided = fits[0] if len(fits) == 1 else None
         implied = total * (decided.num_ranks or 1) / (batch * decided.seq_len) if decided else None
-        return Identified(decided, fits, (), implied, peak, nominal_peak(peak, log))
+        return Identification(decided, fits, (), implied, peak, nominal_peak(peak, log))
+    # Without FLOP/s, MFU and tokens/s imply the peak that the rule divides by.
     if peak is None and candidates:
         first = candidates[0]
         peak, ranks = _peak_from_share(log, first, num_ranks)
         fits = tuple(Fit(fit.convention, fit.seq_len, fit.flops_per_token, ranks) for fit in candidates)
         nominal = nominal_peak(peak, log)
         # what the tool bills, if it divides by the one peak of its table that fits
-        known = peak is not None and nominal is not None and log.tool != "nanoGPT"
-        implied = Interval(nominal or 0, nominal or 0) * first.flops_per_token / peak if peak and known else None
-        return Identified(fits[0] if peak and len(fits) == 1 else None, fits, (), implied, peak, nominal)
-    return Identified(None, tuple(candidates), (), None, peak, nominal_peak(peak, log))
+        is_of_table = peak is not None and nominal is not None and log.tool != "nanoGPT"
+        implied = Interval(nominal or 0, nominal or 0) * first.flops_per_token / peak if peak and is_of_table else None
+        return Identification(fits[0] if peak and len(fits) == 1 else None, fits, (), implied, peak, nominal)
+    return Identification(None, tuple(candidates), (), None, peak, nominal_peak(peak, log))
 
 
 def _peak_from_share(log: Log, fit: Fit, num_ranks: int | None) -> tuple[Interval | None, int | None]:
@@ -190,8 +197,8 @@ def _peak_from_share(log: Log, fit: Fit, num_ranks: int | None) -> tuple[Interva
         return None, num_ranks
     if num_ranks or not log.whole_job:
         return total, num_ranks
-    found = [[ranks for ranks in _JOB_SIZES if find(total / ranks, log)] for find in (_own_peak, nominal_peak)]
-    sizes = found[0] or found[1]
+    sizes_by_table = [[ranks for ranks in _JOB_SIZES if find(total / ranks, log)] for find in (_own_peak, nominal_peak)]
+    sizes = sizes_by_table[0] or sizes_by_table[1]
     return (total / sizes[0], sizes[0]) if len(sizes) == 1 else (None, None)
 
 
@@ -208,16 +215,16 @@ def _fits(
 
 
 def _distinct(fits: Iterable[Fit], *, by_ranks: bool = False) -> tuple[Fit, ...]:
-    kept: list[Fit] = []
+    distinct: list[Fit] = []
     for fit in fits:
         new = all(
             abs(fit.flops_per_token / other.flops_per_token - 1) > _SAME
             or (by_ranks and fit.num_ranks != other.num_ranks)
-            for other in kept
+            for other in distinct
         )
         if new:
-            kept.append(fit)
-    return tuple(kept)
+            distinct.append(fit)
+    return tuple(distinct)
 
 
 def _unexplained(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headway.audit.formats import FORMATS, KNOWN_LINES, Format
-from headway.audit.rows import Log, LogRow, Recorded, near, printed
+from headway.audit.rows import Log, LogRow, RecordBasis, near, printed
 from headway.errors import LogError, UsageError
 from headway.report.numbers import finite, integer
 
@@ -49,7 +49,7 @@ _WITHOUT_RATES = (
         "has `flops_per_batch` and its window is full.",
     ),
 )
-_CUMULATIVE = (
+_CUMULATIVE_NOTE = (
     "total_flos counts from the first step of all, train_runtime from the last start: if this run was resumed from a "
     "checkpoint, the rates here are too high. --resumed-at STEP names the step that it went on from"
 )
@@ -72,7 +72,7 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
     """
     log = _own_records(text) if _JSON.match(text) else None  # a line of LMMs-Engine begins with {', as none of JSON
     lines = [_COLOUR.sub("", line) for line in text.splitlines()]
-    log = log or next((log for form in FORMATS if (log := _read(lines, form)) is not None), None)
+    log = log or next((log for form in FORMATS if (log := _log_of(lines, form)) is not None), None)
     if log is None and _JSON.match(text):
         log = _trainer_state(text, where, resumed_at)
     elif resumed_at is not None:
@@ -89,23 +89,23 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
     )
 
 
-def _read(lines: list[str], form: Format) -> Log | None:
+def _log_of(lines: list[str], form: Format) -> Log | None:
     """Read the rows of one process: a step of several processes is one step."""
     by_process: dict[int, list[str]] = {}
     for line in lines:
-        found = _PROCESS.match(line)
-        by_process.setdefault(int(found[1]) if found else -1, []).append(line)
+        match = _PROCESS.match(line)
+        by_process.setdefault(int(match[1]) if match else -1, []).append(line)
     if len(by_process.keys() - {-1}) < 2:
         by_process = {-1: lines}
     rows: tuple[LogRow, ...] = ()
     skipped = Counter[str]()
     for _, own in sorted(by_process.items()):
         ignored = Counter[str]()
-        read = tuple(_once(form.read(own, ignored), ignored))
-        if rows and read:
-            skipped["a step's line of another process, while one stands for the step"] += len(read)
-        elif read:
-            rows = read
+        own_rows = tuple(_once(form.read_rows(own, ignored), ignored))
+        if rows and own_rows:
+            skipped["a step's line of another process, while one stands for the step"] += len(own_rows)
+        elif own_rows:
+            rows = own_rows
             skipped += ignored
     if not rows:
         return None
@@ -143,6 +143,7 @@ def _trainer_state(text: str, where: str, resumed_at: int | None) -> Log | None:
 
 def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log:
     last: dict[str, Any] = {}
+    # The totals are those of the last entry that has them: the state keeps all entries.
     for entry in state["log_history"]:
         last.update(entry)
     seconds, flops = last.get("train_runtime"), last.get("total_flos") or state.get("total_flos")
@@ -153,10 +154,12 @@ def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log
             "Trainer writes at the end of training: there is no rate to audit. Give the state of the finished run."
         )
     steps = integer(state.get("global_step", 0))
+    # total_flos counts from the first start, train_runtime from the last: only the last start's share has a time.
     start = _start(state["log_history"], steps) if resumed_at is None else resumed_at
     if start and not 0 <= start < steps:
         raise UsageError(f"--resumed-at {start}: the run has {steps} steps; give one of them that is not its last.")
     share = (steps - start) / steps if start else 1.0
+    # The Trainer keeps more digits than its clock is worth.
     row = LogRow(
         steps,
         flops_per_s=near(share * flops / seconds, 1e-4),
@@ -166,7 +169,7 @@ def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log
     if start:
         note = f"taken as resumed at step {start:,}: {share:.1%} of the FLOPs are of its last start"
     else:
-        note = "" if resumed_at == 0 else _CUMULATIVE
+        note = "" if resumed_at == 0 else _CUMULATIVE_NOTE
     return Log("Hugging Face Trainer", ("6nd",), (row,), whole_job=True, notes=(note,) if note else ())
 
 
@@ -186,7 +189,8 @@ def _start(history: list[Mapping[str, Any]], steps: int) -> int:
 
 def _own_records(text: str) -> Log | None:
     """Read a metrics.jsonl that Headway wrote, in useful FLOPs already; give None for any other file."""
-    rows, skipped, changes = [], Counter[str](), list[Recorded]()
+    rows, skipped, changes = [], Counter[str](), list[RecordBasis]()
+    # What is no step is counted, so that a reader sees why lines are missing.
     for line in text.splitlines():
         if not line.strip():
             continue
@@ -195,21 +199,23 @@ def _own_records(text: str) -> Log | None:
         except (ValueError, RecursionError):
             skipped["a line that a kill left unfinished"] += 1
             continue
+        # The file holds evaluations and other events too, which are no steps.
         if not isinstance(record, dict) or "flops_per_s_per_device" not in record:
             kind = record.get("kind", "another record") if isinstance(record, dict) else "no record"
             skipped[f"{kind}, which is no step"] += 1
             continue
         try:
-            row, said = _row(record), _recorded(record)
+            row, basis = _row(record), _recorded(record)
         except (KeyError, TypeError, ValueError, ArithmeticError):
             skipped["a step whose numbers cannot be read"] += 1
             continue
         rows.append(row)
-        if said not in changes[-1:]:
-            changes.append(said)
+        # A run that went on elsewhere changes its peak or its convention; the last one counts.
+        if basis not in changes[-1:]:
+            changes.append(basis)
     if not rows:
         return None
-    several = len({(said.convention, said.peak_flops_per_s) for said in changes}) > 1
+    several = len({(basis.convention, basis.peak_flops_per_s) for basis in changes}) > 1
     notes = (
         ("the records divide by several peaks or conventions, as of a run that went on elsewhere",) if several else ()
     )
@@ -227,9 +233,9 @@ def _row(record: Mapping[str, Any]) -> LogRow:
     )
 
 
-def _recorded(record: Mapping[str, Any]) -> Recorded:
+def _recorded(record: Mapping[str, Any]) -> RecordBasis:
     peak = record.get("peak_flops_per_s")
-    return Recorded(
+    return RecordBasis(
         str(record.get("convention", "useful/1")),
         None if peak is None else finite(peak),
         str(record.get("peak_source") or "not recorded"),

@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 from headway.audit.factors import Factor, factors
-from headway.audit.identify import Fit, Identified, counted_tokens, identify
+from headway.audit.identify import Fit, Identification, counted_tokens, identify
 from headway.audit.rows import Interval, Log, LogRow, RestatedRow, per_device
 from headway.conventions import Architecture, Step, get_convention
 from headway.devices import Peak
@@ -23,7 +23,7 @@ class Audit:
     """A log, identified and restated."""
 
     log: Log  # rows of one device
-    identified: Identified  # which rule and peak explain it
+    identified: Identification  # which rule and peak explain it
     step: Step | None  # the work that a row stands for; None for Headway's own records, which counted theirs
     rows: tuple[RestatedRow, ...]  # restated
     # the peak below useful MFU [FLOP/s of one device]; None where nothing says
@@ -70,10 +70,10 @@ def audit(
         UsageError: the row length is neither given nor found.
     """
     log = _without_warm_up(log, skip)
-    found = identify(per_device(log, num_ranks) if num_ranks else log, model, step_of, seq_len, num_ranks)
-    fit = found.fit or (found.fits[0] if found.fits else None)
+    identified = identify(per_device(log, num_ranks) if num_ranks else log, model, step_of, seq_len, num_ranks)
+    fit = identified.fit or (identified.fits[0] if identified.fits else None)
     length = seq_len or (fit.seq_len if fit else None)
-    if length is None or (not seq_len and found.fit is None):
+    if length is None or (not seq_len and identified.fit is None):
         raise UsageError(
             f"--seq-len is missing, and this {log.tool} log does not fix it: several row lengths or none explain its "
             "numbers. Give the length of the rows that the run was configured with, in tokens."
@@ -82,16 +82,16 @@ def audit(
     log = per_device(log, ranks) if ranks else log
     step = step_of(length)
     trained = trained or model
-    peak, source = _peak(found, device)
+    peak, source = _peak(identified, device)
     useful = get_convention("useful").bill(trained, step).flops or 0
     counted = counted_tokens(fit.convention, step, log.counted) if fit else step.workload.slots
     seconds = _durations(log)
     rows = tuple(
-        RestatedRow(row, useful / counted, _useful_mfu(row, log, useful / counted, fit, found, peak), duration)
+        RestatedRow(row, useful / counted, _useful_mfu(row, log, useful / counted, fit, identified, peak), duration)
         for row, duration in zip(log.rows, seconds, strict=True)
     )
     links = list(factors(fit.convention, model, step, trained)) if fit else []
-    return _summed_up(log, found, step, rows, (peak, source), device, links, length)
+    return _summed_up(log, identified, step, rows, (peak, source), device, links, length)
 
 
 def own(log: Log, *, device: Peak | None = None, skip: int = 0) -> Audit:
@@ -106,9 +106,9 @@ def own(log: Log, *, device: Peak | None = None, skip: int = 0) -> Audit:
         LogError: no row is left.
     """
     log = _without_warm_up(log, skip)
-    said = log.recorded
-    assert said is not None, "not Headway's own records"
-    peak, source = said.peak_flops_per_s, said.peak_source
+    basis = log.recorded
+    assert basis is not None, "not Headway's own records"
+    peak, source = basis.peak_flops_per_s, basis.peak_source
     if device is not None:
         peak, source = device.flops_per_s, f"{device.name}, {device.source}"
     seconds = _durations(log)
@@ -117,15 +117,15 @@ def own(log: Log, *, device: Peak | None = None, skip: int = 0) -> Audit:
         rate = row.flops_per_s.value if row.flops_per_s else 0.0
         per_token = rate / row.tokens_per_s.value if row.tokens_per_s else 0.0
         rows.append(RestatedRow(row, per_token, rate / peak if peak else None, duration))
-    recorded = said.peak_flops_per_s
+    recorded = basis.peak_flops_per_s
     divided = None if recorded is None else Interval(recorded, recorded)
-    found = Identified(None, (), (), None, divided, recorded)
-    return _summed_up(log, found, None, tuple(rows), (peak, source), device, [], 0)
+    identified = Identification(None, (), (), None, divided, recorded)
+    return _summed_up(log, identified, None, tuple(rows), (peak, source), device, [], 0)
 
 
 def _summed_up(
     log: Log,
-    found: Identified,
+    identified: Identification,
     step: Step | None,
     rows: tuple[RestatedRow, ...],
     peak_and_source: tuple[float | None, str],
@@ -138,13 +138,15 @@ def _summed_up(
     seconds = [row.seconds for row in rows]
     reported = _mean([(row.mfu.value if row.mfu else None) for row in log.rows], seconds)
     mean = _mean([row.mfu for row in rows], seconds)
-    own_peak = found.peak or (found.peak_flops_per_s.middle if found.peak_flops_per_s else None)
+    own_peak = identified.peak or (identified.peak_flops_per_s.middle if identified.peak_flops_per_s else None)
     if reported and peak and own_peak and abs(peak / own_peak - 1) > _SAME_PEAK:
         links = [*links, Factor("peak", peak / own_peak, f"divided by {own_peak / 1e12:.1f} TFLOP/s")]
-    ratio = reported / mean if reported and mean else math.prod(link.ratio for link in links) if found.fits else None
+    ratio = (
+        reported / mean if reported and mean else math.prod(link.ratio for link in links) if identified.fits else None
+    )
     return Audit(
-        log, found, step, rows, peak, source, reported, mean, tuple(links), ratio,
-        _warnings(rows, found, device, links, ratio), _notes(log, seconds, length),
+        log, identified, step, rows, peak, source, reported, mean, tuple(links), ratio,
+        _warnings(rows, identified, device, links, ratio), _notes(log, seconds, length),
     )  # fmt: skip
 
 
@@ -155,18 +157,19 @@ def _without_warm_up(log: Log, skip: int) -> Log:
     return replace(log, rows=rows)
 
 
-def _peak(found: Identified, device: Peak | None) -> tuple[float | None, str]:
+def _peak(identified: Identification, device: Peak | None) -> tuple[float | None, str]:
     if device is not None:
         return device.flops_per_s, f"{device.name}, {device.source}"
-    if found.peak is not None:
-        return found.peak, "the log's own, from its MFU; --device states the device"
-    if found.peak_flops_per_s is not None:
-        return found.peak_flops_per_s.middle, "the middle of what the log's MFU implies; --device states the device"
+    if identified.peak is not None:
+        return identified.peak, "the log's own, from its MFU; --device states the device"
+    if identified.peak_flops_per_s is not None:
+        middle = identified.peak_flops_per_s.middle
+        return middle, "the middle of what the log's MFU implies; --device states the device"
     return None, "unknown: the log prints no MFU; --device states the device"
 
 
 def _useful_mfu(
-    row: LogRow, log: Log, per_token: float, fit: Fit | None, found: Identified, peak: float | None
+    row: LogRow, log: Log, per_token: float, fit: Fit | None, identified: Identification, peak: float | None
 ) -> float | None:
     """Restate one row: from tokens/s where it is that of one device, otherwise from its own rate or MFU."""
     if peak is None:
@@ -178,7 +181,7 @@ def _useful_mfu(
     share = per_token / fit.flops_per_token
     if row.flops_per_s is not None and not log.whole_job:
         return row.flops_per_s.value * share / peak
-    return None if row.mfu is None else row.mfu.value * share * (found.peak or peak) / peak
+    return None if row.mfu is None else row.mfu.value * share * (identified.peak or peak) / peak
 
 
 def _durations(log: Log) -> list[float]:
@@ -209,37 +212,44 @@ def _mean(values: list[float | None], seconds: list[float]) -> float | None:
 
 
 def _warnings(
-    rows: Sequence[RestatedRow], found: Identified, device: Peak | None, factors: Sequence[Factor], ratio: float | None
+    rows: Sequence[RestatedRow],
+    identified: Identification,
+    device: Peak | None,
+    factors: Sequence[Factor],
+    ratio: float | None,
 ) -> tuple[str, ...]:
-    said = []
+    warnings = []
     for row in rows:
         printed = row.row.mfu.value if row.row.mfu else 0.0
         if max(printed, row.mfu or 0.0) > 1:
             what = f"reports an MFU of {printed:.1%}" if printed > 1 else f"has a useful MFU of {row.mfu or 0:.1%}"
-            said.append(
+            warnings.append(
                 f"step {row.row.step} {what}, which no device can reach, so some number is wrong. Likely causes: "
                 "tokens/s of the whole job taken for that of one device (--ranks), another device than the tool or "
                 "--device named, another --model, or a clock that does not wait for the device."
             )
             break
-    peak = found.peak_flops_per_s
+    # A peak that differs from the device's is another device's, in the tool's table or on the command line.
+    peak = identified.peak_flops_per_s
     if device is not None and peak is not None and abs(peak.middle / device.flops_per_s - 1) > _PEAK_AGREEMENT:
-        said.append(
+        warnings.append(
             f"the log divides by {peak.low / 1e12:.1f} to {peak.high / 1e12:.1f} TFLOP/s, but {device.name} "
             f"has {device.flops_per_s / 1e12:.1f}: the tool took it for another, or --device is not the one that ran."
         )
-    if not found.consistent:
-        said.append(
+    # One run has one number of FLOPs per token, unless its tool bills each step's samples.
+    if not identified.consistent:
+        warnings.append(
             "no single number of FLOPs per token explains all rows: the log mixes runs, or its rule depends on each "
             "step's samples."
         )
+    # The factors come from the rule, the ratio from what the log prints: they agree where the two belong together.
     product = math.prod(factor.ratio for factor in factors)
-    if factors and ratio and found.fit and abs(product / ratio - 1) > _AGREEMENT:
-        said.append(
+    if factors and ratio and identified.fit and abs(product / ratio - 1) > _AGREEMENT:
+        warnings.append(
             f"the factors multiply to {product:.4f}, the means' ratio is {ratio:.4f}: the printed numbers are too "
             "coarse, or do not belong together."
         )
-    return tuple(said)
+    return tuple(warnings)
 
 
 def _span(values: Sequence[float]) -> str:
@@ -249,24 +259,24 @@ def _span(values: Sequence[float]) -> str:
 
 
 def _notes(log: Log, seconds: Sequence[float], seq_len: int) -> tuple[str, ...]:
-    said = [*log.notes]
-    said += [
+    notes = [*log.notes]
+    notes += [
         f"{count:,} {'lines are' if count > 1 else 'line is'} left out: {why}" for why, count in log.skipped.items()
     ]
     if log.whole_job:
-        said.append("the log's rates are those of all devices together: --ranks N gives each device's, and its MFU")
+        notes.append("the log's rates are those of all devices together: --ranks N gives each device's, and its MFU")
     rates = [row.tokens_per_s.value for row in log.rows if row.tokens_per_s]
     gaps = [] if any(row.step_s for row in log.rows) else _gaps(log)
     if gaps and len(rates) == len(log.rows) > 2:
         tokens = [rate * gap for rate, gap in zip(rates[1:], gaps, strict=True)]
         if max(tokens) < seq_len or min(tokens) < 0.95 * max(tokens):
-            said.append(
+            notes.append(
                 f"tokens/s x the time between lines gives {_span(tokens)} tokens per step, "
                 f"while attention is billed for rows of {seq_len:,}"
             )
     if len(seconds) > 3 and seconds[0] > 2 * median(seconds):
-        said.append(
+        notes.append(
             f"the first row stands for {seconds[0] / sum(seconds):.0%} of the time (start-up, compilation); --skip 1 "
             "leaves it out of the means"
         )
-    return tuple(said)
+    return tuple(notes)

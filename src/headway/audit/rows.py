@@ -35,7 +35,7 @@ class Interval:
         return (self.low + self.high) / 2
 
     def meets(self, other: "Interval") -> bool:
-        """Whether some number lies in both."""
+        """Tell whether some number lies in both."""
         return self.low <= other.high and other.low <= self.high
 
     def widened(self, share: float) -> "Interval":
@@ -44,14 +44,14 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Printed:
-    """A number as printed, and what it can have been."""
+class Reading:
+    """Number as printed, and the numbers that it can have been."""
 
     value: float  # the printed number, in the unit that the code uses
     range: Interval  # the numbers that round (or truncate) to it
 
 
-def printed(text: str, scale: float = 1.0, *, truncated: bool = False, step: float | None = None) -> Printed:
+def printed(text: str, scale: float = 1.0, *, truncated: bool = False, step: float | None = None) -> Reading:
     """Read a printed decimal with the range that rounds to it.
 
     Args:
@@ -69,7 +69,7 @@ def printed(text: str, scale: float = 1.0, *, truncated: bool = False, step: flo
     value = float(digits)
     unit = step if step is not None else 10.0 ** -len(digits.partition(".")[2])
     low, high = (value, value + unit) if truncated else (value - unit / 2, value + unit / 2)
-    return Printed(value * scale, Interval(max(low, 0.0) * scale, high * scale))
+    return Reading(value * scale, Interval(max(low, 0.0) * scale, high * scale))
 
 
 def common(intervals: Iterable[Interval]) -> Interval | None:
@@ -100,19 +100,19 @@ class LogRow:
     """The numbers of one line of a log; None where it has none."""
 
     step: int  # number of the step
-    mfu: Printed | None = None  # fraction
-    flops_per_s: Printed | None = None  # FLOP/s, of one device unless the log says otherwise
+    mfu: Reading | None = None  # fraction
+    flops_per_s: Reading | None = None  # FLOP/s, of one device unless the log says otherwise
     # token positions per second, of one device or of the job as `Log.whole_job` says
-    tokens_per_s: Printed | None = None
-    step_s: Printed | None = None  # time of the step [s]
-    tokens: Printed | None = None  # token positions of the step on one device
+    tokens_per_s: Reading | None = None
+    step_s: Reading | None = None  # time of the step [s]
+    tokens: Reading | None = None  # token positions of the step on one device
     sequences: int | None = None  # sequences of the step, all devices together
     stamp_s: float | None = None  # when the line was written [s]
     memory_share: float | None = None  # peak memory / the device's, a fraction
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordBasis:
     """Convention, peak and ranks of Headway's own records."""
 
     convention: str  # rule that counted their FLOPs, such as "useful/1"
@@ -131,7 +131,7 @@ class Log:
     whole_job: bool = False  # whether tokens/s (and FLOP/s, if any) are those of all devices together
     smoothed: bool = False  # whether its MFU is a running mean, so that a row does not stand for its own step
     # what Headway's own records say, whose FLOP/s are useful already; None for another tool's log
-    recorded: Recorded | None = None
+    recorded: RecordBasis | None = None
     skipped: Mapping[str, int] = field(default_factory=dict)  # why lines that look like steps are no rows -> how many
     notes: tuple[str, ...] = ()  # remarks on its numbers
     counted: Counted = "billed"  # token positions that its tokens/s, or its sequences, are of
@@ -142,16 +142,16 @@ def per_device(log: Log, num_ranks: int) -> Log:
     if not log.whole_job:
         return log
 
-    def share(reading: Printed | None) -> Printed | None:
-        return reading and Printed(reading.value / num_ranks, reading.range / num_ranks)
+    def share(reading: Reading | None) -> Reading | None:
+        return reading and Reading(reading.value / num_ranks, reading.range / num_ranks)
 
     rows = (replace(row, tokens_per_s=share(row.tokens_per_s), flops_per_s=share(row.flops_per_s)) for row in log.rows)
     return replace(log, rows=tuple(rows), whole_job=False)
 
 
-def near(value: float, share: float) -> Printed:
+def near(value: float, share: float) -> Reading:
     """Take a number that was printed with more digits than matter, within a share of it."""
-    return Printed(value, Interval(value, value).widened(share))
+    return Reading(value, Interval(value, value).widened(share))
 
 
 @dataclass(frozen=True, slots=True)

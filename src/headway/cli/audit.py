@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from headway.audit import Audit
-    from headway.audit.rows import Interval, Printed, RestatedRow
+    from headway.audit.rows import Interval, Reading, RestatedRow
     from headway.conventions import Step
     from headway.count import CostModel, Workload
 
@@ -248,7 +248,7 @@ def _row_record(row: "RestatedRow") -> dict[str, Any]:
     }
 
 
-def _value(reading: "Printed | None", scale: float = 1.0) -> float | None:
+def _value(reading: "Reading | None", scale: float = 1.0) -> float | None:
     return None if reading is None else round(reading.value * scale, 9)
 
 

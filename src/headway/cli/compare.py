@@ -24,7 +24,7 @@ from headway.report import (
 )
 
 if TYPE_CHECKING:
-    from headway.audit import Compared
+    from headway.audit import ComparisonRow
     from headway.conventions import Step
     from headway.devices import Peak
 
@@ -127,7 +127,7 @@ def _seq_len(seq_len: int | None, slots: int, ranks: int, longest: int) -> int:
 
 
 def _record(
-    model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", rows: "list[Compared]"
+    model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", rows: "list[ComparisonRow]"
 ) -> dict[str, Any]:
     return {
         "model": model,
@@ -155,7 +155,7 @@ def _record(
 
 
 def _render(
-    model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", rows: "list[Compared]", forward_macs: int
+    model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", rows: "list[ComparisonRow]", forward_macs: int
 ) -> str:
     columns = [Column("convention", "left"), Column("FLOPs"), Column("TFLOP/s"), Column("peak"), Column("MFU")]
     columns += [Column("x useful")]
@@ -175,7 +175,7 @@ def _render(
     return f"{table}\n\n{why}\n\n{render_pairs(pairs)}"
 
 
-def _cells(row: "Compared") -> list[str]:
+def _cells(row: "ComparisonRow") -> list[str]:
     peak = f"{row.peak_flops_per_s / 1e12:.1f}" if math.isfinite(row.peak_flops_per_s) else "unknown"
     if row.bill.flops is None or row.flops_per_s is None or row.mfu is None or row.ratio is None:
         return [row.convention.name, "-", "-", peak, "-", "-"]

@@ -17,7 +17,7 @@ from headway.errors import UsageError
 from headway.explain.breakdown import breakdown_record
 from headway.explain.compare import compare
 from headway.explain.gemms import gemms_record
-from headway.explain.given import GivenWork
+from headway.explain.stated_work import StatedWork
 from headway.explain.text import as_text
 from headway.explain.text_compare import comparison_text
 from headway.explain.waterfall import JobExplanation
@@ -160,7 +160,7 @@ def _given(
     freeze: list[str] | None,
     lora: str | None,
     recompute: str,
-) -> GivenWork:
+) -> StatedWork:
     """Resolve what was trained, as `headway flops` does."""
     cost_model = resolve_cost_model(model)
     if lora is not None:
@@ -169,4 +169,4 @@ def _given(
         cost_model = cost_model.freeze(freeze)
     cost_model = prepared(cost_model, workload, supervised)
     warn_of_unknown(cost_model.unknown)
-    return GivenWork(model, cost_model, workload, recompute)
+    return StatedWork(model, cost_model, workload, recompute)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.errors import ConfigError, LogError, UsageError
-from headway.explain.given import GivenWork
 from headway.explain.logs import LoggedStep, explain_log
 from headway.explain.records import METRICS, explain_records
+from headway.explain.stated_work import StatedWork
 from headway.explain.trace import Trace, read_trace
 from headway.explain.waterfall import JobExplanation
 from headway.explain.waterfall import explain as explain_traces
@@ -18,7 +18,7 @@ from headway.files import open_plain
 from headway.report.numbers import quantity
 
 if TYPE_CHECKING:
-    from headway.audit.rows import Printed
+    from headway.audit.rows import Reading
 
 Pair = tuple[tuple[str, JobExplanation], tuple[str, JobExplanation]]
 
@@ -36,7 +36,7 @@ class Asked:
     step: int | None
     rank: int | None
     whole: bool
-    given: GivenWork | None
+    given: StatedWork | None
     device: str | None
 
 
@@ -91,7 +91,7 @@ def _explained(path: Path, asked: Asked) -> JobExplanation:
 
 def _of_traces(traces: Sequence[Trace], asked: Asked) -> JobExplanation:
     return explain_traces(
-        traces, step=asked.step, rank=asked.rank, whole=asked.whole, given=asked.given, device=asked.device
+        traces, step=asked.step, rank=asked.rank, as_one_step=asked.whole, work=asked.given, device=asked.device
     )
 
 
@@ -203,6 +203,6 @@ def _of_log(path: Path, asked: Asked) -> JobExplanation:
     return JobExplanation(found.steps, (*found.notes, *smoothed, *skipped), found.findings)
 
 
-def _known(printed: "Printed | None") -> float | None:
+def _known(printed: "Reading | None") -> float | None:
     """A number of a log; None where there is none, or one that no step could have."""
     return None if printed is None else quantity(printed.value)

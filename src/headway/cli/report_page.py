@@ -17,7 +17,7 @@ from headway.cli.report_section import ReportSection, side_by_side
 from headway.cli.report_settings import changed_settings, provenance
 from headway.errors import LogError
 from headway.explain.compare import MeanStep, mean_step
-from headway.explain.records import METRICS, UNFINISHED, explain_with_records
+from headway.explain.records import METRICS, UNFINISHED_NOTE, explain_with_records
 from headway.explain.text import as_text, markdown_table
 from headway.explain.unprofiled import UNSEPARATED
 from headway.explain.waterfall import JobExplanation
@@ -199,7 +199,7 @@ def _over_the_run(seen: ReportedRun) -> dict[str, list[ReportSection]]:
 
 def verdict(seen: ReportedRun) -> str:
     """One sentence: MFU, and what costs most of the time."""
-    is_unfinished = any(note.startswith(UNFINISHED) for note in seen.notes)
+    is_unfinished = any(note.startswith(UNFINISHED_NOTE) for note in seen.notes)
     mfu = _known(seen, "mfu")
     first = f"steps reached MFU {format_share(float(np.median(mfu)))} (median)" if mfu else "MFU is not known"
     said = f"Unfinished run: {first}" if is_unfinished else first[0].upper() + first[1:]

@@ -1,4 +1,4 @@
-"""How others count: named, versioned rules that bill one step each in its own way.
+"""Counting rules of other tools and papers, named and versioned: each bills one step in its own way.
 
 `get_convention(name).bill(model, Step(workload, seq_len))` gives the FLOPs that a tool would have printed, by part;
 `architecture(config, name, cost_model)` reads the model's numbers that the rules need. `docs/conventions.md` explains

@@ -78,8 +78,8 @@ class ParameterGroups:
     @property
     def total(self) -> int:
         """All parameters; tied weights once."""
-        rest = self.experts + self.router + self.vision + self.other
-        return self.embedding + self.positions + self.head + rest
+        others = self.experts + self.router + self.vision + self.other
+        return self.embedding + self.positions + self.head + others
 
 
 @dataclass(frozen=True)

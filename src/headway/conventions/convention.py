@@ -1,4 +1,4 @@
-"""What a convention is: a named, versioned rule that bills a step, and the parts of its bill."""
+"""Conventions: named, versioned rules that bill a step, and the parts of their bills."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ Parts: TypeAlias = "Mapping[str, Number]"
 
 
 def _divided(square: int, packs: int) -> Number:
-    whole, rest = divmod(square, packs or 1)
-    return square / packs if rest else whole
+    quotient, remainder = divmod(square, packs or 1)
+    return square / packs if remainder else quotient
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Convention:
 
     @property
     def uses_seq_len(self) -> bool:
-        """Whether the configured row length changes its number."""
+        """Whether the configured row length changes the bill."""
         return "rows" in (self.tokens, self.scope) or self.name.startswith("megatron-bridge")
 
     def billed_tokens(self, step: Step) -> int:

@@ -1,4 +1,4 @@
-"""What a traced ledger says of a decoder: the mask of each layer, and how many weights a token meets.
+"""Facts of a decoder in a traced ledger: the mask of each layer, and how many weights a token meets.
 
 The ledger was read off the code that runs, so it settles what a configuration leaves to its class, and shows where the
 sizes of a configuration do not make the model.

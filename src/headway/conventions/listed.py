@@ -132,8 +132,8 @@ def _projections(model: Architecture, formula: Formula) -> int:
 
 def _experts(model: Architecture, formula: Formula) -> int:
     """Matrix elements that a token meets in one layer of experts."""
-    one = model.ffn if formula.experts == "half" else model.expert_ffn
-    shared = {"none": 0, "all": model.shared_ffn, "one": one}[formula.shared]
+    expert_ffn = model.ffn if formula.experts == "half" else model.expert_ffn
+    shared = {"none": 0, "all": model.shared_ffn, "one": expert_ffn}[formula.shared]
     routers = model.num_experts if formula.router else 0
     routers += formula.shared_gate
-    return model.hidden * (formula.matrices * (model.top_k * one + shared) + routers)
+    return model.hidden * (formula.matrices * (model.top_k * expert_ffn + shared) + routers)

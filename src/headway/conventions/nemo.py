@@ -8,7 +8,9 @@ from headway.conventions.convention import Number, Parts, Step
 from headway.conventions.listed import Formula, Formulas
 from headway.errors import NotExpressibleError
 
-_NESTED = "reads sizes at the top of the configuration, where transformers keeps them in text_config: it prints no MFU"
+_NESTED_SIZES_NOTE = (
+    "reads sizes at the top of the configuration, where transformers keeps them in text_config: it prints no MFU"
+)
 _NOT_KEPT = "is not kept here"
 _GPT3 = Formula(short_heads=True, wide_keys=True, matrices=2, four_wide=True)
 _QWEN3 = Formula()
@@ -100,7 +102,11 @@ def _of_automodel(model: Architecture) -> Formula:
     if model.model_type == "deepseek_v3" and model.config.get("moe_layer_freq") == 1:
         return replace(_ONE_SHARED, experts="every")  # it then looks at no dense layers
     if model.model_type not in _AUTOMODEL and not model.config.get("intermediate_size"):
-        why = _NESTED if "text_config" in model.config else "reads intermediate_size, which is not there: no MFU"
+        why = (
+            _NESTED_SIZES_NOTE
+            if "text_config" in model.config
+            else "reads intermediate_size, which is not there: no MFU"
+        )
         raise NotExpressibleError(f"NeMo Automodel's formula for the model type {model.model_type!r} {why}")
     return listed.chosen(model, {model.model_type: _FALLBACK, **_AUTOMODEL}, "NeMo Automodel")
 

@@ -48,12 +48,12 @@ def hardware(model: Architecture, step: Step) -> Parts:
     workload = step.workload
     padded = workload
     if workload.slots:
-        read = [workload.sources.sum()] if workload.sources.size else ()
+        source_tokens = [workload.sources.sum()] if workload.sources.size else ()
         padded = Workload(
             [workload.slots],
             workload.images,
             workload.videos,
-            sources=read,
+            sources=source_tokens,
             audio=workload.audio,
             latents=workload.latents,
             references=workload.references,

@@ -49,8 +49,9 @@ def architecture(config: Mapping[str, Any], name: str, cost_model: CostModel | N
     """
     text: Mapping[str, Any] = config.get("text_config") or config
     model_type = str(config.get("model_type", text.get("model_type", "")))
+    # Without readable sizes a model is known by its cost model alone; formulas of sizes then give the reason.
     try:
-        read = _sizes(text, name, model_type, config)
+        model = _sizes(text, name, model_type, config)
     except _UnreadError as error:
         reason = f"the configuration of {name} {error}"
         if cost_model is None:
@@ -75,30 +76,36 @@ def architecture(config: Mapping[str, Any], name: str, cost_model: CostModel | N
             unread=reason,
             config=config,
         )
-    read = _with_tower(read, config, cost_model)
+    # A tower is read apart, since its sizes may be missing where the decoder's are there.
+    model = _with_tower(model, config, cost_model)
+    # The ledger knows recurrent layers by the operators that ran, whatever the configuration calls them.
     if cost_model is not None:
         spoken = [row.op for row in cost_model.rows if row.component.startswith("language.")]
-        read = replace(read, recurrent="recurrence" in spoken)
-    if read.recurrent:  # refused by formulas of sizes, for that reason
-        return replace(read, cost_model=cost_model)
+        model = replace(model, recurrent="recurrence" in spoken)
+    if model.recurrent:  # refused by formulas of sizes, for that reason
+        return replace(model, cost_model=cost_model)
+    # Gate and masks are the ledger's where there is one: the code that ran decides, not the configuration.
     if cost_model is None:
-        return _from_configuration(read, text)
-    return _from_ledger(replace(read, cost_model=cost_model), decoder(cost_model))
+        return _from_configuration(model, text)
+    return _from_ledger(replace(model, cost_model=cost_model), decoder(cost_model))
 
 
 def _sizes(text: Mapping[str, Any], name: str, model_type: str, config: Mapping[str, Any]) -> Architecture:
     """Read what every configuration says in numbers; the gate and the layers' masks are not among it."""
     hidden, layers, heads = _number(text, *_HIDDEN), _number(text, *_LAYERS), _number(text, *_HEADS)
+    # A key that is left out means what the class then takes: heads that divide the width, an MLP four times as wide.
     mla = _mla(text)
     head_dim = _number(text, "head_dim", default=hidden // heads)
     experts = _number(text, *_EXPERTS, default=0)
     ffn = _number(text, *_FFN, default=int(text.get("expansion_ratio") or 4) * hidden)
     expert_ffn = _number(text, "moe_intermediate_size", default=ffn)
+    # Shared experts are given by their common width, or by their number.
     shared = _number(text, "shared_expert_intermediate_size", default=0)
     if not shared:
         # Llama 4 has one shared expert of the experts' width in each expert layer, and no key that says so
         default = int("intermediate_size_mlp" in text)
         shared = _number(text, *_SHARED, default=default) * expert_ffn
+    # multi_query means one key head; Falcon's new_decoder_architecture takes num_kv_heads instead.
     one_key = text.get("multi_query") and not text.get("new_decoder_architecture")
     return Architecture(
         name=name,
@@ -186,7 +193,7 @@ def _recurrent(text: Mapping[str, Any]) -> bool:
     return bool(mixing) or any(text.get(key) for key in keys)
 
 
-def _from_configuration(read: Architecture, text: Mapping[str, Any]) -> Architecture:
+def _from_configuration(model: Architecture, text: Mapping[str, Any]) -> Architecture:
     """Settle gate and masks by the configuration alone, where it says them; formulas have no number elsewhere.
 
     A gate of SiLU is SwiGLU in every published decoder; other activations come with and without one. What else a class
@@ -194,23 +201,23 @@ def _from_configuration(read: Architecture, text: Mapping[str, Any]) -> Architec
     the model.
     """
     try:
-        kinds = _layer_kinds(text, read.layers)
+        kinds = _layer_kinds(text, model.layers)
         activation = next((text[key] for key in ("hidden_act", "hidden_activation") if text.get(key)), None)
         if activation not in {"silu", "swish"}:
             raise _UnreadError(f"does not say whether its MLP has a gate (hidden_act is {activation!r})")
         window = _number(text, "sliding_window") if "sliding_attention" in kinds else None
         chunk = _number(text, "attention_chunk_size") if "chunked_attention" in kinds else None
     except _UnreadError as error:
-        return replace(read, unread=f"the configuration of {read.name} {error}; its cost model would tell")
-    held = {config.get("model_type") for config in presets().values()}
+        return replace(model, unread=f"the configuration of {model.name} {error}; its cost model would tell")
+    shipped_types = {config.get("model_type") for config in presets().values()}
     return replace(
-        read,
+        model,
         windows=tuple(window if kind == "sliding_attention" else None for kind in kinds),
         chunks=tuple(chunk if kind == "chunked_attention" else None for kind in kinds),
         unread=""
-        if read.model_type in held
-        else f"no ledger of the type {read.model_type!r} ships, so that only the "
-        f"cost model of {read.name} would tell whether its sizes make the model",
+        if model.model_type in shipped_types
+        else f"no ledger of the type {model.model_type!r} ships, so that only the "
+        f"cost model of {model.name} would tell whether its sizes make the model",
     )
 
 
@@ -235,34 +242,37 @@ def _layer_kinds(text: Mapping[str, Any], layers: int) -> list[str]:
     return ["full_attention"] * layers
 
 
-def _from_ledger(read: Architecture, ledger: Decoder) -> Architecture:
+def _from_ledger(model: Architecture, ledger: Decoder) -> Architecture:
     """Take the masks of the ledger and the gate that its weights show; refuse sizes that do not make it."""
     odd = sorted({mask for mask in ledger.masks if not mask.startswith(_MASKS)})
     if odd:
-        return replace(read, unread=f"layers of {read.name} attend over {', '.join(odd)}, which no formula here has")
-    gates = [gated for gated in (True, False) if _fits(replace(read, gated=gated), ledger)]
+        return replace(model, unread=f"layers of {model.name} attend over {', '.join(odd)}, which no formula here has")
+    gates = [gated for gated in (True, False) if _fits(replace(model, gated=gated), ledger)]
     if not gates:
-        return replace(read, unread=_mismatch(read, ledger))
-    return replace(read, gated=gates[0], windows=ledger.windows, chunks=ledger.chunks)
+        return replace(model, unread=_mismatch(model, ledger))
+    return replace(model, gated=gates[0], windows=ledger.windows, chunks=ledger.chunks)
 
 
-def _fits(read: Architecture, ledger: Decoder) -> bool:
-    return len(ledger.masks) == read.layers and all(_close(*pair) for pair in _pairs(read, ledger).values())
+def _fits(model: Architecture, ledger: Decoder) -> bool:
+    return len(ledger.masks) == model.layers and all(_close(*pair) for pair in _pairs(model, ledger).values())
 
 
-def _pairs(read: Architecture, ledger: Decoder) -> dict[str, tuple[int, int]]:
+def _pairs(model: Architecture, ledger: Decoder) -> dict[str, tuple[int, int]]:
     """Pair the products that the sizes imply with the ledger's; a shared expert's gate of one feature is in no size."""
-    feed_forward, gates = ledger.feed_forward, read.moe_layers * read.hidden if read.shared_ffn else 0
-    if feed_forward - gates == read.feed_forward_weights:
+    feed_forward, gates = ledger.feed_forward, model.moe_layers * model.hidden if model.shared_ffn else 0
+    if feed_forward - gates == model.feed_forward_weights:
         feed_forward -= gates
     return {
-        "weights of attention projections": (read.layers * read.attention_weights, ledger.projections),
-        "weights that one token meets in MLPs, experts and routers": (read.feed_forward_weights, feed_forward),
-        "weights of the head": (read.hidden * read.vocab, ledger.head),
-        "features of a query-key pair": (read.layers * read.heads * (read.qk_dim + read.v_dim), ledger.pair_features),
-        "layers with experts": (read.moe_layers, ledger.expert_layers),
+        "weights of attention projections": (model.layers * model.attention_weights, ledger.projections),
+        "weights that one token meets in MLPs, experts and routers": (model.feed_forward_weights, feed_forward),
+        "weights of the head": (model.hidden * model.vocab, ledger.head),
+        "features of a query-key pair": (
+            model.layers * model.heads * (model.qk_dim + model.v_dim),
+            ledger.pair_features,
+        ),
+        "layers with experts": (model.moe_layers, ledger.expert_layers),
         "elements of the experts that one token is routed to": (
-            ledger.experts * read.top_k // max(read.num_experts, 1),
+            ledger.experts * model.top_k // max(model.num_experts, 1),
             ledger.active_experts,
         ),
     }
@@ -272,25 +282,25 @@ def _close(first: int, second: int) -> bool:
     return abs(first - second) <= _SAME * max(first, second)
 
 
-def _mismatch(read: Architecture, ledger: Decoder) -> str:
-    if len(ledger.masks) != read.layers:
-        what = f"{read.layers} layers where the model's code runs attention in {len(ledger.masks)}"
+def _mismatch(model: Architecture, ledger: Decoder) -> str:
+    if len(ledger.masks) != model.layers:
+        what = f"{model.layers} layers where the model's code runs attention in {len(ledger.masks)}"
     else:
-        named = {name: pair for name, pair in _pairs(read, ledger).items() if not _close(*pair)}
-        name, (ours, theirs) = next(iter(named.items()))
+        mismatches = {name: pair for name, pair in _pairs(model, ledger).items() if not _close(*pair)}
+        name, (ours, theirs) = next(iter(mismatches.items()))
         what = f"{ours:,} {name} where the model's code has {theirs:,}"
-    return f"the sizes that are read off the configuration of {read.name} make {what}"
+    return f"the sizes that are read off the configuration of {model.name} make {what}"
 
 
-def _with_tower(read: Architecture, config: Mapping[str, Any], cost_model: CostModel | None) -> Architecture:
+def _with_tower(model: Architecture, config: Mapping[str, Any], cost_model: CostModel | None) -> Architecture:
     tower = config.get("vision_config")
     if not isinstance(tower, dict) or not tower:
-        seen = cost_model is not None and cost_model.has_vision
-        return replace(read, unread_tower="the configuration has no vision_config" if seen else "")
+        has_vision = cost_model is not None and cost_model.has_vision
+        return replace(model, unread_tower="the configuration has no vision_config" if has_vision else "")
     try:
-        return replace(read, vision=_vision(tower))
+        return replace(model, vision=_vision(tower))
     except _UnreadError as error:
-        return replace(read, unread_tower=f"vision_config {error}")
+        return replace(model, unread_tower=f"vision_config {error}")
 
 
 def _vision(config: Mapping[str, Any]) -> Vision:

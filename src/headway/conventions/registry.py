@@ -154,17 +154,17 @@ def get_convention(name: str) -> Convention:
     'useful'
     """
     base, slash, version = name.lower().partition("/")
-    found = _BY_NAME.get(base)
-    if found is None:
+    convention = _BY_NAME.get(base)
+    if convention is None:
         close = difflib.get_close_matches(base, _BY_NAME, n=2, cutoff=0.5)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise UnknownConventionError(
             f"--convention {name!r} is not known. {hint}Known are {', '.join(_BY_NAME)}; docs/conventions.md says what "
             "each counts."
         )
-    if slash and version != found.version:
+    if slash and version != convention.version:
         raise UnknownConventionError(
-            f"--convention {name!r}: {found.name} is kept in version {found.version} only. Give {found.name!r} or "
-            f"'{found.name}/{found.version}'."
+            f"--convention {name!r}: {convention.name} is kept in version {convention.version} only. Give "
+            f"{convention.name!r} or '{convention.name}/{convention.version}'."
         )
-    return found
+    return convention

@@ -261,5 +261,5 @@ def tool_peak(tool: str, device_name: str) -> ToolPeak:
 def plausible_peaks(tools: frozenset[str] = frozenset(_TABLES)) -> list[float]:
     """List every finite peak that some of the tools divide by [FLOP/s], ascending."""
     tables = [table for tool, table in _TABLES.items() if tool in tools]
-    found = {peak for rules, unknown in tables for peak in (*(flops for _, flops in rules), unknown)}
-    return sorted(found - {inf, _NO_MFU})
+    peaks = {peak for rules, unknown in tables for peak in (*(flops for _, flops in rules), unknown)}
+    return sorted(peaks - {inf, _NO_MFU})

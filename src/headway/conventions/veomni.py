@@ -139,15 +139,15 @@ def _check_targets(model: Architecture, cost_model: CostModel, adapters: Iterabl
     """Refuse adapters on modules that its rule has no name for, or on some layers only, which it cannot be told."""
     if model.delta:
         raise NotExpressibleError(f"VeOmni's LoRA rule for the model type {model.model_type!r} is not kept here")
-    known = _TARGETS.get(model.model_type)
-    if known is None:
+    targets = _TARGETS.get(model.model_type)
+    if targets is None:
         raise NotExpressibleError(f"VeOmni has no LoRA rule for the model type {model.model_type!r}: it prints 0")
     hosts = {p.name.partition(".lora_")[0] for p in adapters}
-    names = {host: next((name for name in known if host.endswith(f".{name}")), None) for host in hosts}
+    names = {host: next((name for name in targets if host.endswith(f".{name}")), None) for host in hosts}
     if unknown := sorted({host.rpartition(".")[2] for host, name in names.items() if name is None}):
         raise NotExpressibleError(
             f"VeOmni's LoRA rule does not know adapters on {', '.join(unknown)}: it prints 0. Known on "
-            f"{model.model_type} are {', '.join(known)}"
+            f"{model.model_type} are {', '.join(targets)}"
         )
     wanted = set(names.values())
     alike = {row.module for row in cost_model.rows if row.op == "linear" and not is_adapter(row.module)}

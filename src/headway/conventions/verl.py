@@ -8,7 +8,9 @@ from headway.conventions.convention import Parts, Step
 from headway.conventions.listed import Formula, Formulas
 from headway.errors import NotExpressibleError
 
-_AT_THE_TOP = "reads sizes at the top of the configuration, where transformers keeps them in text_config: it fails"
+_SIZES_AT_THE_TOP_NOTE = (
+    "reads sizes at the top of the configuration, where transformers keeps them in text_config: it fails"
+)
 _NOT_KEPT = "is not kept here"
 _DENSE, _MIXTURE, _LATENT = Formula(), Formula(experts="every"), Formula(experts="configured", shared="all")
 _PICTURES = Formula(short_heads=True, tower=True)
@@ -24,7 +26,7 @@ LMMS_ENGINE: Formulas = {
     **dict.fromkeys(
         ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker"), _MIXTURE
     ),
-    "qwen2_vl": _AT_THE_TOP,
+    "qwen2_vl": _SIZES_AT_THE_TOP_NOTE,
     "deepseek_v3": _LATENT,
 }  # fmt: skip
 VERL: Formulas = {
@@ -36,7 +38,7 @@ VERL: Formulas = {
     "gemma3_text": Formula(windows="cut"),
     "gpt_oss": Formula(experts="every", windows="cut"),
     "apertus": Formula(matrices=2, norms=True),
-    "glm4v": _AT_THE_TOP,
+    "glm4v": _SIZES_AT_THE_TOP_NOTE,
     "qwen3_5": DELTA,
     "qwen3_5_moe": DELTA_MIXTURE,
     "hy_v3": _NOT_KEPT,

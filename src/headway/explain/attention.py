@@ -63,7 +63,7 @@ class StepAttention:
         self._attending = {module for module, _ in self.flops}
         passes = _passes(measured.trace, step)
         self._pack_of = {at: number for number, at in enumerate(passes, start=1)} if len(passes) == len(packs) else {}
-        self._found: dict[str, str | None] = {}
+        self._attends_in: dict[str, str | None] = {}
 
     def of(self, event: int) -> PackLayer | None:
         """The pack and layer that an event attends for; None if it is no matmul-class event of attention."""
@@ -73,16 +73,16 @@ class StepAttention:
         module: str | None = attribution.module[event]
         if module not in self._attending:
             names, events = self._measured.trace.names, self._measured.events
-            told = attribution.operator[event] or names[events.name[event]]
-            module = self._within(attribution.module[event]) if is_attention(told) else None
+            name = attribution.operator[event] or names[events.name[event]]
+            module = self._within(attribution.module[event]) if is_attention(name) else None
         return None if module is None else PackLayer(module, self._pack_of.get(attribution.passes[event]))
 
     def _within(self, unit: str) -> str | None:
         """The one module that attends in a compiled block."""
-        if unit not in self._found:
+        if unit not in self._attends_in:
             inside = [module for module in self._attending if module.startswith(f"{unit}.")]
-            self._found[unit] = inside[0] if len(inside) == 1 else None
-        return self._found[unit]
+            self._attends_in[unit] = inside[0] if len(inside) == 1 else None
+        return self._attends_in[unit]
 
 
 def _flops(packs: Sequence[Mapping[str, Sequence[int]]]) -> dict[PackLayer, dict[Phase, int]]:
@@ -98,6 +98,6 @@ def _passes(trace: Trace, step: int) -> list[int]:
     within = [(start, end) for number, start, end in trace.steps if number == step]
     host = trace.host
     forward = {index for index, name in enumerate(trace.names) if name == _FORWARD}
-    found = np.flatnonzero((host.kind == Kind.ANNOTATION) & np.isin(host.name, list(forward)))
-    found = found[np.argsort(host.start_ns[found], kind="stable")]
-    return [i for i in found.tolist() if any(start <= host.start_ns[i] < end for start, end in within)]
+    passes = np.flatnonzero((host.kind == Kind.ANNOTATION) & np.isin(host.name, list(forward)))
+    passes = passes[np.argsort(host.start_ns[passes], kind="stable")]
+    return [i for i in passes.tolist() if any(start <= host.start_ns[i] < end for start, end in within)]

@@ -1,4 +1,4 @@
-"""From each event to what it was for: its operator, its module, its phase of the step.
+"""Attribution of each event to its purpose: its operator, its module, its phase of the step.
 
 A kernel has the number of the call that launched it; the call lies within operators and annotations of its thread. In
 backward, an operator has the number of the forward operator that it differentiates, and so that one's module.
@@ -33,7 +33,7 @@ class Chore(StrEnum):
 
 
 class Phase(StrEnum):
-    """What a step was doing; the values of the first seven are those of annotations `phase:NAME`."""
+    """Activity of a step; the values of the first seven are those of annotations `phase:NAME`."""
 
     DATA_WAIT = "data_wait"
     FORWARD = "forward"
@@ -47,13 +47,13 @@ class Phase(StrEnum):
     UNKNOWN = "unknown"  # launched before the trace began
 
 
-_NAMED = {phase.value: phase for phase in list(Phase)[:7]}
+_ANNOTATED_PHASES = {phase.value: phase for phase in list(Phase)[:7]}
 _OWN_LINE = {Phase.DATA_WAIT, Phase.OPTIMIZER, Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILE}
 
 
 @dataclass(slots=True)
 class Surroundings:
-    """What lies around one event of the host; indices of host events, NONE where there is none.
+    """Operator, module and phase around one event of the host; indices of host events, NONE where there is none.
 
     Attributes:
         operator: the innermost operator, itself included.
@@ -83,7 +83,7 @@ _NOWHERE = Surroundings()
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """What every event was for.
+    """Purpose of every event.
 
     Attributes:
         launch: for each device event, the host event that launched it; NONE where the trace has none.
@@ -114,6 +114,7 @@ def attribute(trace: Trace) -> Attribution:
     contexts = _contexts(trace)
     forwards = _forwards_of_backward(trace)
     names = trace.names
+    # Without a device, the operators of the host are the work; with one, the kernels and copies that the host launched.
     if trace.is_cpu_only:
         launch = np.arange(len(trace.host))
         functions = _python_functions(names)
@@ -129,36 +130,44 @@ def attribute(trace: Trace) -> Attribution:
                 trace.device.kind.tolist(), trace.device.name.tolist(), launch.tolist(), strict=True
             )
         ]
-    around = [contexts[at] if at != NONE else _NOWHERE for at in launch.tolist()]
-    made = [_made_by(one, contexts, forwards) for one in around]
+    # One row for each event of work: what lies around its launch, and around the forward operator behind its backward.
+    surroundings = [contexts[at] if at != NONE else _NOWHERE for at in launch.tolist()]
+    forwards_of = [_surroundings_of_forward(context, contexts, forwards) for context in surroundings]
+    # Each column has one entry per event of work; `contexts` alone has one per event of the host.
     return Attribution(
         launch=launch,
         work=work,
-        phase=[Phase.UNKNOWN if one is _NOWHERE else _phase(one) for one in around],
-        module=[one.module or forward.module for one, forward in zip(around, made, strict=True)],
+        phase=[Phase.UNKNOWN if context is _NOWHERE else _phase(context) for context in surroundings],
+        # An event of backward has no module of its own: it has the module of the forward that it differentiates.
+        module=[context.module or forward.module for context, forward in zip(surroundings, forwards_of, strict=True)],
         operator=[_operator_name(trace, contexts, at) or "" for at in launch.tolist()],
-        passes=[_pass(one, contexts, forwards) for one in around],
-        chore=[one.chore for one in around],
-        is_compiled=[one.is_compiled or forward.is_compiled for one, forward in zip(around, made, strict=True)],
+        passes=[_pass(context, contexts, forwards) for context in surroundings],
+        chore=[context.chore for context in surroundings],
+        is_compiled=[
+            context.is_compiled or forward.is_compiled
+            for context, forward in zip(surroundings, forwards_of, strict=True)
+        ],
         contexts=contexts,
     )
 
 
-def _made_by(one: Surroundings, contexts: list[Surroundings], forwards: Mapping[int, int]) -> Surroundings:
-    """What lies around the forward operator that an event of backward differentiates."""
-    forward = forwards.get(one.backward, NONE)
+def _surroundings_of_forward(
+    context: Surroundings, contexts: list[Surroundings], forwards: Mapping[int, int]
+) -> Surroundings:
+    """Find what lies around the forward operator that an event of backward differentiates."""
+    forward = forwards.get(context.backward, NONE)
     return contexts[forward] if forward != NONE else _NOWHERE
 
 
-def _pass(one: Surroundings, contexts: list[Surroundings], forwards: Mapping[int, int]) -> int:
+def _pass(context: Surroundings, contexts: list[Surroundings], forwards: Mapping[int, int]) -> int:
     """The forward of the whole model that an event belongs to; of an event in backward, the forward it is of."""
-    while one.backward != NONE:  # a checkpoint of the reentrant kind differentiates what backward has run again
-        one = _made_by(one, contexts, forwards)  # which began earlier
-    return one.forward
+    while context.backward != NONE:  # a checkpoint of the reentrant kind differentiates what backward has run again
+        context = _surroundings_of_forward(context, contexts, forwards)  # which began earlier
+    return context.forward
 
 
 def _contexts(trace: Trace) -> list[Surroundings]:
-    """What lies around each event: events of a thread nest, and those of `trace.host` come outer ones first."""
+    """Find what lies around each event: events of a thread nest, and those of `trace.host` come outer ones first."""
     host, names = trace.host, trace.names
     contexts: list[Surroundings] = []
     stack: list[tuple[int, int, Surroundings]] = []  # of each event that is open: its end, its kind, what it brings
@@ -190,7 +199,7 @@ def _contexts(trace: Trace) -> list[Surroundings]:
 
 
 def _is_over(outer: tuple[int, int, Surroundings], start: int, end: int, kind: int) -> bool:
-    """Whether an event that began before does not lie around this one."""
+    """Tell whether an event that began before has ended, and so does not lie around this one."""
     outer_end, outer_kind, _ = outer
     if outer_end >= end:
         return outer_end <= start
@@ -221,7 +230,7 @@ def _enter_annotation(context: Surroundings, index: int, name: str, *, is_python
         context.module = name.removeprefix(_MODULE)
         context.is_recomputed = context.backward != NONE
     elif name.startswith(_PHASE):
-        phase = _NAMED.get(name.removeprefix(_PHASE))
+        phase = _ANNOTATED_PHASES.get(name.removeprefix(_PHASE))
         if phase is not None:
             context.phase, context.forward = phase, index if phase is Phase.FORWARD else NONE
     elif name.startswith(_DATA_PARALLEL):
@@ -261,13 +270,13 @@ def _forwards_of_backward(trace: Trace) -> Mapping[int, int]:
     votes: dict[int, Counter[int]] = {}
     for i in backward:
         votes.setdefault(int(host.forward_thread[i]), Counter()).update(tracks_of.get(int(host.sequence[i]), ()))
-    thread_of = {thread: max(sorted(held), key=held.__getitem__) for thread, held in votes.items() if held}
-    made = {
+    thread_of = {thread: max(sorted(tracks), key=tracks.__getitem__) for thread, tracks in votes.items() if tracks}
+    forward_of = {
         i: forward.get((thread_of.get(int(host.forward_thread[i]), NONE), int(host.sequence[i])), NONE)
         for i in backward
     }
     start_ns = host.start_ns  # what began later is of another count, and might lead in a circle
-    return {i: by for i, by in made.items() if by != NONE and start_ns[by] < start_ns[i]}
+    return {i: operator for i, operator in forward_of.items() if operator != NONE and start_ns[operator] < start_ns[i]}
 
 
 def _launches(trace: Trace) -> Column:
@@ -287,8 +296,8 @@ def _work_of_device(kind: int, name: str, operator: str | None) -> Work:
 
 def _python_functions(names: Sequence[str]) -> set[int]:
     """Indices of the names of `torch.autograd.Function`s: there is a backward of the same name."""
-    known = set(names)
-    return {i for i, name in enumerate(names) if "::" not in name and f"{name}Backward" in known}
+    all_names = set(names)
+    return {i for i, name in enumerate(names) if "::" not in name and f"{name}Backward" in all_names}
 
 
 def _work_of_host(kind: int, name: str) -> Work:

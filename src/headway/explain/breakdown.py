@@ -22,7 +22,7 @@ NO_ATTENTION = "(no attention)"
 
 @dataclass(frozen=True, slots=True)
 class BreakdownRow:
-    """What one component, module, kernel, or attention of one pack in one layer took of a step.
+    """Time of one component, module, kernel, or attention of one pack in one layer in a step.
 
     Attributes:
         name: which.
@@ -46,7 +46,7 @@ class BreakdownRow:
         return self.flops / self.matmul_ns * 1e9 if self.flops and self.matmul_ns else None
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Give the JSON-ready record."""
         return {
             "name": self.name,
             "ns": self.ns,

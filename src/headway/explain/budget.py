@@ -1,4 +1,4 @@
-"""What a step needed, by component, in time at the device's peak and at its ceiling: the head of the waterfall."""
+"""Time that a step needed, by component, at the device's peak and at its ceiling: the head of the waterfall."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What one component of a step needed [ns]; each is a whole number, so that sums are exact.
+    """Time that one component of a step needed [ns]; each is a whole number, so that sums are exact.
 
     Attributes:
         useful: useful FLOPs / peak.
@@ -30,7 +30,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        """All four [ns]."""
+        """Sum of all four [ns]."""
         return self.useful + self.ceiling_loss + self.recomputed + self.padding
 
 
@@ -49,7 +49,7 @@ def head_lines(needs: Mapping[str, Need]) -> list[tuple[str, str, int, dict[str,
 
 
 class NeededWork:
-    """What Headway wrote into a trace of the work of its steps.
+    """Record that Headway wrote into a trace of the work of its steps.
 
     Args:
         written: the object `headway` of the trace.
@@ -117,15 +117,15 @@ class NeededWork:
         return ran
 
     def packs(self, step: int) -> "list[Mapping[str, Sequence[int]]] | None":
-        """Of each pass of a step, in order, FLOPs of each module that attends: forward, backward, and run again.
+        """List for each pass of a step, in order, FLOPs of each module that attends: forward, backward, and run again.
 
         None where the trace does not say, as those of earlier versions.
         """
         try:
-            said = self._steps.get(str(step), {}).get("packs")
-            if said is None:
+            packs = self._steps.get(str(step), {}).get("packs")
+            if packs is None:
                 return None
-            return [{str(path): [int(n) for n in flops] for path, flops in one["attention"].items()} for one in said]
+            return [{str(path): [int(n) for n in flops] for path, flops in pack["attention"].items()} for pack in packs]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._wrong(error) from error
 
@@ -136,7 +136,7 @@ class NeededWork:
         return sum(self._useful(step).values())
 
     def needs(self, step: int) -> dict[str, Need] | None:
-        """What each component of a step needed; None without the step's workload or a peak.
+        """Compute the time that each component of a step needed; None without the step's workload or a peak.
 
         Padding is known for the whole step only: it is shared out as the useful FLOPs are.
         """
@@ -167,8 +167,8 @@ class NeededWork:
 
     def _useful(self, step: int) -> dict[str, int]:
         try:
-            said = self._steps[str(step)]["useful_flops"]
-            return {str(name): sum(int(flops) for flops in parts.values()) for name, parts in said.items()}
+            parts_of = self._steps[str(step)]["useful_flops"]
+            return {str(name): sum(int(flops) for flops in parts.values()) for name, parts in parts_of.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise self._wrong(error) from error
 

@@ -1,4 +1,4 @@
-"""What kind of work a kernel is: by the operator that launched it, and only where that says nothing by its own name.
+"""Kinds of kernels' work: by the operator that launched a kernel, and only where that says nothing by its own name.
 
 An operator's name is an interface (`aten::addmm` is a matrix product in every release and on every device); a kernel's
 name is an implementation, of which each library and device has thousands.
@@ -10,7 +10,7 @@ from functools import cache
 
 
 class Work(StrEnum):
-    """What a kernel or an operator of the host is."""
+    """Kind of work of a kernel or of an operator of the host."""
 
     MATMUL = "matmul"  # matrix products, convolutions and attention: what FLOPs are counted of
     MEMORY = "memory-bound"  # everything else that computes
@@ -31,7 +31,7 @@ _NO_PRODUCTS = re.compile(
     r"prepack|unpack|pack|reorder|convert|flatten|quantize|upsample|thnn|available|search|combination|vander|get|"
     r"padding|stride|dilation|groups"
 )
-_ALONE = re.compile(r"inner|_?thnn_conv.*")  # products by their names as a whole
+_PRODUCT_NAMES = re.compile(r"inner|_?thnn_conv.*")  # products by their names as a whole
 _MATMUL_KERNELS = re.compile(
     r"gemm|gemv|scudnn|xdlops|cijk_|cutlass|xmma|nvjet|cublas|(?<![a-z])conv|wgrad|dgrad|fprop|implicit|winograd|fmha|flash|"
     r"attn|attention|triton_tem|_mm_|mfma|bmm_kernel",
@@ -73,16 +73,16 @@ def work_of_kernel(name: str, operator: str | None) -> Work:
 
 
 def work_of_operator(name: str) -> Work:
-    """Class what the host runs itself, in a trace without a device.
+    """Class an operator that the host runs itself, in a trace without a device.
 
     >>> work_of_operator("aten::addmm"), work_of_operator("aten::copy_"), work_of_operator("AddmmBackward0")
     (<Work.MATMUL: 'matmul'>, <Work.MEMORY: 'memory-bound'>, <Work.HOST: 'host'>)
     """
     if _COMMUNICATION_OPERATORS.match(name):
         return Work.COMMUNICATION
-    known = _by_operator(name)
-    if known is not None:
-        return known
+    work = _by_operator(name)
+    if work is not None:
+        return work
     if is_compiled(name):
         return Work.MEMORY  # its matrix products stand inside as operators, its fused loops are its own time
     return Work.HOST if _ENGINE.match(name) else Work.UNKNOWN
@@ -90,13 +90,13 @@ def work_of_operator(name: str) -> Work:
 
 @cache
 def is_attention(name: str) -> bool:
-    """Whether an operator, or a kernel without one, is a fused one of attention."""
+    """Tell whether an operator, or a kernel without one, is a fused one of attention."""
     return _ATTENTION.search(name) is not None
 
 
 @cache
 def is_compiled(name: str) -> bool:
-    """Whether an operator or an annotation is what torch.compile made of a function, or its backward."""
+    """Tell whether an operator or an annotation is what torch.compile made of a function, or its backward."""
     return _COMPILED.match(name) is not None
 
 
@@ -109,7 +109,7 @@ def _by_both(name: str, operator: str) -> Work:
 
 @cache
 def _by_operator(name: str) -> Work | None:
-    """An operator of PyTorch says what it does; one of another library only where its name is that of a product."""
+    """Class an operator by its name; one of another library than PyTorch only where the name is that of a product."""
     namespace, _, operator = name.rpartition("::")
     if _is_product(operator):
         return Work.MATMUL
@@ -119,7 +119,7 @@ def _by_operator(name: str) -> Work | None:
 
 def _is_product(operator: str) -> bool:
     words = [word for word in operator.split("_") if word]
-    if _ALONE.fullmatch(operator):
+    if _PRODUCT_NAMES.fullmatch(operator):
         return True
     return any(map(_PRODUCTS.fullmatch, words)) and not any(map(_NO_PRODUCTS.fullmatch, words))
 

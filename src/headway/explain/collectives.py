@@ -27,26 +27,28 @@ class Collectives:
     by_step: dict[int, dict[str, list[int]]]
 
     def duration_of(self, event: int) -> int:
-        """How long a collective took [ns]."""
+        """Duration of a collective [ns]."""
         return int(self.measured.events.end_ns[event] - self.measured.events.start_ns[event])
 
 
 def find_collectives(measured: MeasuredTrace) -> Collectives:
     """Find the collectives of each step of a trace."""
     events, names = measured.events, measured.trace.names
-    found = np.array([i for i, work in enumerate(measured.attribution.work) if work is Work.COMMUNICATION], dtype=int)
-    starts = events.start_ns[found]
+    collectives = np.array(
+        [i for i, work in enumerate(measured.attribution.work) if work is Work.COMMUNICATION], dtype=int
+    )
+    starts = events.start_ns[collectives]
     by_step: dict[int, dict[str, list[int]]] = {}
     for step in measured.steps:
         there = by_step.setdefault(step.window.step, {})
-        for i in found[(starts >= step.window.start_ns) & (starts < step.window.end_ns)].tolist():
+        for i in collectives[(starts >= step.window.start_ns) & (starts < step.window.end_ns)].tolist():
             group = int(events.group[i])
             there.setdefault(names[group if group != NONE else int(events.name[i])], []).append(i)
     return Collectives(measured, by_step)
 
 
 def waiting_in(own: Collectives, step: MeasuredStep, others: Sequence[Collectives]) -> list[int] | None:
-    """How long a rank waits for each of the others in a step's exposed communication [ns].
+    """Compute how long a rank waits for each of the others in a step's exposed communication [ns].
 
     A collective takes the shortest time on the rank that came last, and for that rank the others wait. None where no
     other rank has the same collectives.
@@ -61,9 +63,9 @@ def waiting_in(own: Collectives, step: MeasuredStep, others: Sequence[Collective
     last: dict[int, int] = {}  # by collective, place in `others` of the rank that came last
     for place, other in enumerate(others):
         there = other.by_step.get(number, {})
-        for said, events in own.by_step[number].items():
-            if len(there.get(said, ())) == len(events):  # else one trace lacks some, and which is not known
-                for event, event_there in zip(events, there[said], strict=True):
+        for name, events in own.by_step[number].items():
+            if len(there.get(name, ())) == len(events):  # else one trace lacks some, and which is not known
+                for event, event_there in zip(events, there[name], strict=True):
                     took = other.duration_of(event_there)
                     shortest = transfer.setdefault(event, own.duration_of(event))
                     if took < shortest:

@@ -6,7 +6,7 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.explain.findings.series import num_first_steps
-from headway.explain.logs import PER_SECOND
+from headway.explain.logs import PER_SECOND_NOTE
 from headway.explain.unprofiled import UNSEPARATED
 from headway.explain.waterfall import SCHEMA_VERSION, JobExplanation, StepWaterfall
 
@@ -34,7 +34,7 @@ class MeanStep:
     notes: tuple[str, ...]
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Give the JSON-ready record."""
         return {
             "name": self.name,
             "num_steps": self.num_steps,
@@ -63,7 +63,7 @@ class LineDifference:
 
     @property
     def ns(self) -> int:
-        """What the second job takes longer [ns]; below 0 where it is faster."""
+        """Time that the second job takes longer [ns]; below 0 where it is faster."""
         return self.b_ns - self.a_ns
 
 
@@ -85,7 +85,7 @@ class Comparison:
 
     @property
     def ns(self) -> int:
-        """What a step of the second job takes longer [ns]."""
+        """Time that a step of the second job takes longer [ns]."""
         return self.b.duration_ns - self.a.duration_ns
 
     def as_record(self) -> dict[str, Any]:
@@ -113,8 +113,8 @@ def compare(a: tuple[str, JobExplanation], b: tuple[str, JobExplanation]) -> Com
     Raises:
         ConfigError: the log of one does not tell how long a step takes, so that its "step" is a second.
     """
-    if PER_SECOND in a[1].notes or PER_SECOND in b[1].notes:
-        which = a[0] if PER_SECOND in a[1].notes else b[0]
+    if PER_SECOND_NOTE in a[1].notes or PER_SECOND_NOTE in b[1].notes:
+        which = a[0] if PER_SECOND_NOTE in a[1].notes else b[0]
         raise ConfigError(
             f"{which} does not tell how long its steps took, so there is nothing to compare in seconds per step. Give "
             "a log whose lines have a time or a stamp; `headway explain` shows each by itself."
@@ -148,19 +148,19 @@ def mean_step(name: str, explanation: JobExplanation) -> MeanStep:
     """
     steps = explanation.steps
     num_first = 0 if _has_several_ranks(steps) else num_first_steps([step.duration_ns for step in steps])
-    left_out, taken = steps[:num_first], steps[num_first:]
+    left_out, steady = steps[:num_first], steps[num_first:]
     totals: dict[str, int] = {}
     names: dict[str, str] = {}
-    for line in (line for step in taken for line in step.lines):
+    for line in (line for step in steady for line in step.lines):
         totals[line.key] = totals.get(line.key, 0) + line.ns
         names[line.key] = line.name
-    total_ns = sum(step.duration_ns for step in taken)
-    count, before, lines = len(taken), 0, {}
+    total_ns = sum(step.duration_ns for step in steady)
+    count, before, lines = len(steady), 0, {}
     for key, ns in totals.items():  # a share of the running sum, so that lines add up to the whole nanosecond
         lines[key] = names[key], (before + ns) // count - before // count
         before += ns
-    known = [(step.mfu, step.duration_ns) for step in taken if step.mfu is not None]
-    mfu = sum(mfu * ns for mfu, ns in known) / total_ns if len(known) == count else None
+    timed_mfu = [(step.mfu, step.duration_ns) for step in steady if step.mfu is not None]
+    mfu = sum(mfu * ns for mfu, ns in timed_mfu) / total_ns if len(timed_mfu) == count else None
     return MeanStep(
         name, count, tuple(step.step for step in left_out), total_ns // count, mfu, lines, explanation.notes
     )

@@ -38,7 +38,7 @@ class GemmRow:
         return f"{m}x{n}x{k}" if batch == 1 else f"{batch}*{m}x{n}x{k}"
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Give the JSON-ready record."""
         return {
             "name": self.name,
             "ns": self.ns,

@@ -1,4 +1,4 @@
-"""Why the device did nothing: what the host was doing in the meantime.
+"""Causes of idle time of the device: what the host was doing in the meantime.
 
 A gap is the host's fault where the event that ends it was launched after the gap began; where it had been launched
 before, the device waited for itself: for another stream, or between two kernels.
@@ -16,7 +16,7 @@ from headway.explain.trace import NONE, Column, Kind, Trace
 
 # Calls of the runtime that block the host until the device has finished some work; cudaFree waits for all of it.
 _WAITS = re.compile(r"\w+Synchronize(_ptsz|_v\d+)?|(cuda|hip)(Memcpy(2D|3D)?|MemcpyWithStream|Free|Malloc)|cuMemcpy\w*")
-_TOLD = {Phase.DATA_WAIT, Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILE}
+_ANNOTATED_PHASES = {Phase.DATA_WAIT, Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILE}
 
 
 @dataclass(slots=True)
@@ -38,12 +38,12 @@ class IdleTime:
 
     @property
     def host_late_ns(self) -> int:
-        """All that the host was late, for no other reason [ns]."""
+        """Time that the host was late, for no other reason [ns]."""
         return sum(self.late_before.values())
 
 
 class IdleCauses:
-    """What can be asked of each gap of a trace.
+    """Causes of the gaps of one trace.
 
     Args:
         trace: the whole trace.
@@ -60,9 +60,9 @@ class IdleCauses:
         host, contexts = trace.host, attribution.contexts
         compiling = [i for i, name in enumerate(trace.names) if name.endswith(COMPILING)]
         tells = (host.kind == Kind.ANNOTATION) | np.isin(host.name, compiling)
-        told = [i for i in np.flatnonzero(tells).tolist() if contexts[i].phase in _TOLD]
-        self._told = np.array(told, dtype=np.int64)
-        self._depth = np.array([-contexts[i].depth for i in told], dtype=np.int64)
+        annotations = [i for i in np.flatnonzero(tells).tolist() if contexts[i].phase in _ANNOTATED_PHASES]
+        self._annotations = np.array(annotations, dtype=np.int64)
+        self._depth = np.array([-contexts[i].depth for i in annotations], dtype=np.int64)
         waiting = {i for i, name in enumerate(trace.names) if _WAITS.fullmatch(name)}
         waits = np.flatnonzero((host.kind == Kind.LAUNCH) & np.isin(host.name, list(waiting)))
         self._waits = waits[np.argsort(host.start_ns[waits], kind="stable")]
@@ -95,10 +95,11 @@ class IdleCauses:
         return idle
 
     def _phases(self, window: tuple[int, int]) -> Segments:
-        """Which phase the host told of at each moment: the innermost one."""
+        """Find the phase that the host annotated at each moment: the innermost one."""
         host = self._trace.host
-        pieces = divide(host.start_ns[self._told], host.end_ns[self._told], self._depth, window)
-        owner = np.where(pieces.owner == NONE, NONE, self._told[pieces.owner] if len(self._told) else NONE)
+        annotations = self._annotations
+        pieces = divide(host.start_ns[annotations], host.end_ns[annotations], self._depth, window)
+        owner = np.where(pieces.owner == NONE, NONE, annotations[pieces.owner] if len(annotations) else NONE)
         return Segments(pieces.start_ns, pieces.end_ns, owner)
 
     def _event_at(self, moment: int) -> int:
@@ -113,7 +114,7 @@ class IdleCauses:
         return launch != NONE and int(self._trace.host.start_ns[launch]) >= start
 
     def _wait_at(self, moment: int) -> str | None:
-        """What the host waited with when the device ran out of work."""
+        """Name the call that the host waited in when the device ran out of work."""
         host = self._trace.host
         i = int(np.searchsorted(host.start_ns[self._waits], moment, side="left")) - 1
         while i >= 0 and int(host.start_ns[self._waits[i]]) + self._longest_wait_ns >= moment:
@@ -122,7 +123,7 @@ class IdleCauses:
                 context = self._attribution.contexts[at]
                 call = self._trace.names[host.name[at]]
                 operator = self._trace.names[host.name[context.operator]] if context.operator != NONE else ""
-                said = f"{operator} ({call})" if operator else call
-                return f"{said} in {context.module}" if context.module else said
+                text = f"{operator} ({call})" if operator else call
+                return f"{text} in {context.module}" if context.module else text
             i -= 1
         return None

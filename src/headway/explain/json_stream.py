@@ -62,12 +62,12 @@ class _Values:
         self._at = 0
 
     def read(self, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        beside: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         has_events = False
         opening = self._next()
         if opening == "[":
             self._events(on_event)
-            return beside
+            return metadata
         if opening != "{":
             raise self._no_trace("it does not begin with { or [")
         for _ in self._items("}"):
@@ -80,11 +80,11 @@ class _Values:
                 self._events(on_event)
                 has_events = True
             else:
-                beside[key] = self._value()
+                metadata[key] = self._value()
         if not has_events:
-            keys = ", ".join(sorted(beside)[:5]) or "none"
+            keys = ", ".join(sorted(metadata)[:5]) or "none"
             raise self._no_trace(f"it has no list traceEvents, only the keys: {keys}")
-        return beside
+        return metadata
 
     def _events(self, on_event: Callable[[dict[str, Any]], None]) -> None:
         for _ in self._items("]"):
@@ -128,14 +128,14 @@ class _Values:
         self._at = 0
         if len(self._buffer) > _MAX_VALUE:
             raise self._no_trace(f"one value in it is longer than {_MAX_VALUE:,} characters")
-        read = self._text.read(max(_CHUNK, len(self._buffer)))
-        self._buffer += read
-        return bool(read)
+        chunk = self._text.read(max(_CHUNK, len(self._buffer)))
+        self._buffer += chunk
+        return bool(chunk)
 
     def _skip_space(self) -> None:
         while True:
-            found = _SPACE.match(self._buffer, self._at)
-            self._at = found.end() if found else self._at
+            space = _SPACE.match(self._buffer, self._at)
+            self._at = space.end() if space else self._at
             if self._at < len(self._buffer) or not self._more():
                 return
 

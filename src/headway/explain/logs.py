@@ -6,16 +6,18 @@ from itertools import pairwise
 
 from headway.errors import ConfigError
 from headway.explain.findings.series import Series, SeriesStep, find_in_series, usual_tokens
-from headway.explain.unprofiled import WAY_OUT, unprofiled
+from headway.explain.unprofiled import NO_PROFILE_NOTE, unprofiled
 from headway.explain.waterfall import JobExplanation
 
-PER_SECOND = "the lines do not tell how long a step takes: what is shown is one second of training at each one's rates."
+PER_SECOND_NOTE = (
+    "the lines do not tell how long a step takes: what is shown is one second of training at each one's rates."
+)
 _SECOND_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """What one line of a log says of its step.
+    """Step of a log, as one line of it says.
 
     Attributes:
         step: its number.
@@ -53,19 +55,23 @@ def explain_log(
     """
     if rank:
         raise ConfigError(f"--rank {rank}: a line of {source} stands for the whole job. Leave it out.")
-    notes = [WAY_OUT]
+    notes = [NO_PROFILE_NOTE]
+    # Time comes first: a line that does not tell it has no waterfall.
     durations = _durations(lines, notes)
     waterfalls, series = [], []
     for line, duration_ns in zip(lines, durations, strict=True):
         if duration_ns is None:
             continue
-        told: list[tuple[str, str, int, dict[str, int]]] = []
+        # A log knows one part of the step, the needed work; the rest stays one line.
+        amounts: list[tuple[str, str, int, dict[str, int]]] = []
         if line.mfu is not None:
-            told.append(("useful", "needed work at peak", round(line.mfu * duration_ns), {}))
-        waterfalls.append(unprofiled(line.step, duration_ns, told, "unknown device"))
+            amounts.append(("useful", "needed work at peak", round(line.mfu * duration_ns), {}))
+        waterfalls.append(unprofiled(line.step, duration_ns, amounts, "unknown device"))
+        # The rate compares steps with each other, so the best measure that the line has will do.
         rate = line.mfu or line.flops_per_s or line.tokens_per_s
         tokens = line.tokens_per_s * duration_ns / _SECOND_NS if line.tokens_per_s else None
         series.append(SeriesStep(line.step, duration_ns, line.mfu, rate, tokens=tokens, memory_share=line.memory_share))
+    # Whose rule the needed work follows, or why there is none.
     notes.append(
         f"needed work is what {tool} counts by its own rule and peak; `headway audit` restates it."
         if any(line.mfu is not None for line in lines)
@@ -74,34 +80,34 @@ def explain_log(
     )
     if left_out := durations.count(None):
         notes.append(f"{left_out} of {len(lines)} lines do not tell how long their step took, and are left out.")
-    found = tuple(find_in_series(Series(tuple(series))))
-    chosen = tuple(one for one in waterfalls if step is None or one.step == step)
+    findings = tuple(find_in_series(Series(tuple(series))))
+    chosen = tuple(waterfall for waterfall in waterfalls if step is None or waterfall.step == step)
     if not chosen:
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
         raise ConfigError(f"--step {step}: {source} has no line of it that tells its time; its steps are {numbers}.")
-    return JobExplanation(chosen, tuple(notes), found)
+    return JobExplanation(chosen, tuple(notes), findings)
 
 
 def _durations(lines: Sequence[LoggedStep], notes: list[str]) -> list[int | None]:
     """Time of each line's step [ns]: as printed, or from one line's stamp to the next one's."""
     if any(line.duration_s for line in lines):
         return [round(line.duration_s * 1e9) or None if line.duration_s else None for line in lines]
-    found: list[int | None] = [None]
+    times_ns: list[int | None] = [None]
     for before, line in pairwise(lines):
         took_s, steps = (line.stamp_s or 0) - (before.stamp_s or 0), line.step - before.step
-        known = line.stamp_s is not None and before.stamp_s is not None and took_s > 0 and steps > 0
-        found.append(round(took_s * 1e9 / steps) if known else None)
-    if found.count(None) == len(lines):
-        notes.append(PER_SECOND)
+        is_timed = line.stamp_s is not None and before.stamp_s is not None and took_s > 0 and steps > 0
+        times_ns.append(round(took_s * 1e9 / steps) if is_timed else None)
+    if times_ns.count(None) == len(lines):
+        notes.append(PER_SECOND_NOTE)
         return [_SECOND_NS] * len(lines)
     notes.append("a step is the time from one line's stamp to the next one's, per step where lines were left out.")
     first = lines[0]
-    tokens = [ns * line.tokens_per_s for ns, line in zip(found, lines, strict=True) if ns and line.tokens_per_s]
+    tokens = [ns * line.tokens_per_s for ns, line in zip(times_ns, lines, strict=True) if ns and line.tokens_per_s]
     if first.tokens_per_s and tokens:
         usual = usual_tokens(tokens)
         if usual is not None:
-            found[0] = round(usual / first.tokens_per_s)
+            times_ns[0] = round(usual / first.tokens_per_s)
             notes.append(
                 f"step {first.step} is the first line: its time is that of the other steps' tokens at its rate."
             )
-    return found
+    return times_ns

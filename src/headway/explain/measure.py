@@ -26,8 +26,8 @@ _LINES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
-    """What one event owned of a step: the time in which it ran and nothing more important did.
+class OwnedTime:
+    """Time that one event owned of a step, in which it ran and nothing more important did.
 
     Attributes:
         event: index of the event.
@@ -51,7 +51,7 @@ class MeasuredStep:
     """
 
     window: StepWindow
-    owned: tuple[Owned, ...]
+    owned: tuple[OwnedTime, ...]
     idle: IdleTime
 
 
@@ -73,7 +73,7 @@ class MeasuredTrace:
 
     @property
     def events(self) -> Events:
-        """The events that `Owned.event` counts: those of the device, of the host where there is no device."""
+        """The events that `OwnedTime.event` counts: those of the device, of the host where there is no device."""
         return self.trace.host if self.trace.is_cpu_only else self.trace.device
 
     def operator_of(self, event: int) -> int:
@@ -82,18 +82,18 @@ class MeasuredTrace:
         return NONE if launch == NONE else self.attribution.contexts[launch].operator
 
     def operands_of(self, event: int) -> Operands | None:
-        """What that operator was called with; None where that was not recorded."""
+        """Operands that the operator was called with; None where that was not recorded."""
         operator = self.operator_of(event)
         index = NONE if operator == NONE else int(self.trace.host.operands[operator])
         return None if index == NONE else self.trace.operands[index]
 
 
-def measure(trace: Trace, *, whole: bool = False) -> MeasuredTrace:
+def measure(trace: Trace, *, as_one_step: bool = False) -> MeasuredTrace:
     """Divide every step of a trace.
 
     Args:
         trace: the trace.
-        whole: take it as one step.
+        as_one_step: take it as one step.
 
     Raises:
         ConfigError: the trace has no steps.
@@ -101,7 +101,7 @@ def measure(trace: Trace, *, whole: bool = False) -> MeasuredTrace:
     attribution = attribute(trace)
     notes: list[str] = []
     which = _operators(trace, attribution) if trace.is_cpu_only else _of_one_device(trace, notes)
-    windows = step_windows(trace, attribution, which, whole=whole)
+    windows = step_windows(trace, attribution, which, as_one_step=as_one_step)
     causes = IdleCauses(trace, attribution, which)
     events = (trace.host if trace.is_cpu_only else trace.device).take(which)
     priority = _priorities(trace, attribution, which)
@@ -124,7 +124,7 @@ def _of_one_device(trace: Trace, notes: list[str]) -> Column:
 
 
 def _operators(trace: Trace, attribution: Attribution) -> Column:
-    """What takes a kernel's place on a CPU: operators of the steps' thread, and collectives of any thread."""
+    """Find what takes a kernel's place on a CPU: operators of the steps' thread, and collectives of any thread."""
     track = trace.step_track
     if track == NONE:
         tracks, counts = np.unique(trace.host.track[trace.host.kind == Kind.OPERATOR], return_counts=True)
@@ -145,14 +145,14 @@ def _priorities(trace: Trace, attribution: Attribution, which: Column) -> Column
     )
 
 
-def _owned(pieces: Segments, which: Column, attribution: Attribution) -> tuple[Owned, ...]:
+def _owned(pieces: Segments, which: Column, attribution: Attribution) -> tuple[OwnedTime, ...]:
     busy = pieces.owner != NONE
     owners, positions = np.unique(pieces.owner[busy], return_inverse=True)
     ns = np.zeros(len(owners), dtype=np.int64)
     np.add.at(ns, positions, pieces.ns[busy])
     events = which[owners].tolist()
     return tuple(
-        Owned(event, spent, _line(attribution.work[event], attribution.phase[event]))
+        OwnedTime(event, spent, _line(attribution.work[event], attribution.phase[event]))
         for event, spent in zip(events, ns.tolist(), strict=True)
     )
 

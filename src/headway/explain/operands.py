@@ -1,4 +1,4 @@
-"""What operators were called with, where a trace has shapes: the bytes that they must move, and the sizes of products.
+"""Operands of operators, where a trace has shapes: the bytes that they must move, and the sizes of products.
 
 Source: `Input Dims`, `Input type` and `Input Strides` of torch.profiler with record_shapes=True (torch 2.0 to 2.13).
 """
@@ -75,7 +75,7 @@ class Operands:
     @classmethod
     def read(cls, dims: Any, types: Any, strides: Any) -> Self:
         """Take what the profiler wrote; an argument that is not written as expected counts as no tensor."""
-        dims, types, strides = (told if isinstance(told, list) else [] for told in (dims, types, strides))
+        dims, types, strides = (column if isinstance(column, list) else [] for column in (dims, types, strides))
         sizes: list[tuple[int, ...]] = []
         kinds: list[str] = []
         num_read: list[int] = []
@@ -103,13 +103,13 @@ class Operands:
         272
         """
         name = operator.rpartition("::")[2].removesuffix("_out")
-        read = [count * _TYPES[kind][0] for count, kind in zip(self.num_read, self.types, strict=True) if kind]
-        if self.has_list or not read or _PICKING.fullmatch(name):
+        operand_bytes = [count * _TYPES[kind][0] for count, kind in zip(self.num_read, self.types, strict=True) if kind]
+        if self.has_list or not operand_bytes or _PICKING.fullmatch(name):
             return None
         if name in _WRITE_ONLY:
-            return read[0]
+            return operand_bytes[0]
         writes_an_operand = name == "copy_" or name.startswith("triton_")
-        return sum(read) + (0 if writes_an_operand or _REDUCING.fullmatch(name) else max(read))
+        return sum(operand_bytes) + (0 if writes_an_operand or _REDUCING.fullmatch(name) else max(operand_bytes))
 
     def product(self, operator: str) -> Product | None:
         """Sizes of the matrix product that an operator computes; None if it is none, or its sizes were not recorded.
@@ -136,8 +136,8 @@ class Operands:
         return next((_TYPES[kind][1] for kind in self.types if kind), None)
 
 
-def _is_size(told: Any) -> bool:
-    return isinstance(told, list) and all(isinstance(n, int) for n in told)
+def _is_size(size: Any) -> bool:
+    return isinstance(size, list) and all(isinstance(n, int) for n in size)
 
 
 # Of each product: which operand is the first factor, and whether the second is a weight of N x K.

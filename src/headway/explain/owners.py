@@ -1,4 +1,4 @@
-"""Whose time an event's is: a component's of the model, or a named activity's around it.
+"""Owners of events' time: a component of the model, or a named activity around it.
 
 A component takes all events of its modules, forward, backward and recomputed, whatever their class. What a block
 computes between the modules that FLOPs are counted of, such as norms and residual sums, is `TOWER.other`. A compiled
@@ -23,7 +23,7 @@ _OF_WORK = {Work.COMMUNICATION: "(communication)", Work.COPY: "(copies)"}
 
 
 class Owners:
-    """Names whose time each event's is.
+    """Names of the owners of events' time.
 
     Args:
         attribution: of a trace.
@@ -43,14 +43,14 @@ class Owners:
     def of(self, event: int) -> str:
         """Name the owner of an event; `NO_COMPONENT` where nothing tells it."""
         attribution = self._attribution
-        named = _OF_PHASE.get(attribution.phase[event]) or _OF_WORK.get(attribution.work[event])
-        if named is not None:
-            return named
+        activity = _OF_PHASE.get(attribution.phase[event]) or _OF_WORK.get(attribution.work[event])
+        if activity is not None:
+            return activity
         if attribution.chore[event] is not Chore.NONE:
             return f"({attribution.chore[event].value})"
         key = attribution.module[event], attribution.passes[event] != NONE
         if key not in self._names:
-            self._names[key] = self._named(*key)
+            self._names[key] = self._owner_of_module(*key)
         return self._names[key]
 
     def of_component(self, component: str) -> str:
@@ -65,7 +65,7 @@ class Owners:
             ran[owner] = ran.get(owner, 0) + flops
         return ran
 
-    def _named(self, module: str, is_in_a_pass: bool) -> str:
+    def _owner_of_module(self, module: str, is_in_a_pass: bool) -> str:
         if module in self._compiled:
             return self.of_component(next(iter(self._compiled[module])))
         if not module and not is_in_a_pass and not self._budget.is_undivided:
@@ -75,9 +75,9 @@ class Owners:
 
 def _compiled_units(attribution: Attribution, budget: NeededWork) -> dict[str, frozenset[str]]:
     """The components in each module that runs as one compiled unit, by its path, where they are several."""
-    named = {module for module in attribution.module if module}
-    holders = {""} if named else set()  # of modules that have names themselves, so that they are no units
-    for module in named:
+    paths = {module for module in attribution.module if module}
+    holders = {""} if paths else set()  # of modules that have names themselves, so that they are no units
+    for module in paths:
         parts = module.split(".")
         holders.update(".".join(parts[:i]) for i in range(1, len(parts)))
     compiled = {m for m, is_compiled in zip(attribution.module, attribution.is_compiled, strict=True) if is_compiled}

@@ -1,4 +1,4 @@
-"""Which rank the others waited for, and why: more work, a slower device, or time in which it did not compute."""
+"""The rank that the others waited for, and why: more work, a slower device, or time in which it did not compute."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from headway.report import format_flops, format_ms, format_rate
 
 _BUSY = ("matmul", "memory", "unexplained")
 # Lines in which a rank can be late, and what it did in them.
-_BESIDE = {
+_LINE_REASONS = {
     "idle.data": "it waited {} longer for data",
     "idle.launch": "its host came {} later (launches, Python between operators)",
     "idle.sync": "its host waited {} longer for its device (synchronisations)",
@@ -76,13 +76,13 @@ class WaitedFor:
         return f"rank {self.rank} made the others wait {format_ms(self.wait_ns)} ms: {self.why()}"
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Give the JSON-ready record."""
         return asdict(self)
 
     def why(self) -> str:
         """The reason alone."""
-        if self.cause in _BESIDE:
-            return _BESIDE[self.cause].format(f"{format_ms(self.cause_ns)} ms")
+        if self.cause in _LINE_REASONS:
+            return _LINE_REASONS[self.cause].format(f"{format_ms(self.cause_ns)} ms")
         if self.cause == "busy":
             return (
                 f"it computed {format_ms(self.cause_ns)} ms longer; whether on more work or on a slower device is not "
@@ -114,35 +114,43 @@ def waited_for(step: int, ranks: Sequence[RankStep]) -> WaitedFor | None:
     Returns:
         The rank; None where none waited.
     """
-    waited = {one.rank: sum(other.waits.get(one.rank, 0) for other in ranks) for one in ranks}
-    slowest = max(ranks, key=lambda one: waited[one.rank])
-    others = [one for one in ranks if one is not slowest]
+    # The others wait for the rank that comes last; the mean over them is what it cost.
+    waited = {rank_step.rank: sum(other.waits.get(rank_step.rank, 0) for other in ranks) for rank_step in ranks}
+    slowest = max(ranks, key=lambda rank_step: waited[rank_step.rank])
+    others = [rank_step for rank_step in ranks if rank_step is not slowest]
     wait_ns = waited[slowest.rank] // max(len(others), 1)
     if wait_ns <= 0:
         return None
+    # Time of the rank above the others' median, for each line in which it did not compute.
     longer = {
-        key: round(slowest.spent.get(key, 0) - statistics.median(one.spent.get(key, 0) for one in others))
-        for key in _BESIDE
+        key: round(slowest.spent.get(key, 0) - statistics.median(rank_step.spent.get(key, 0) for rank_step in others))
+        for key in _LINE_REASONS
     }
-    rates = [one.useful_flops / one.busy_ns * 1e9 for one in others if one.useful_flops and one.busy_ns]
-    known: dict[str, Any] = {}
+    # What it computed longer is more work or less speed, which only the FLOPs of all ranks tell apart.
+    rates = [
+        rank_step.useful_flops / rank_step.busy_ns * 1e9
+        for rank_step in others
+        if rank_step.useful_flops and rank_step.busy_ns
+    ]
+    rates_and_flops: dict[str, Any] = {}
     if slowest.useful_flops and slowest.busy_ns and len(rates) == len(others):
         usual = statistics.median(rates)
-        flops = statistics.median(one.useful_flops or 0 for one in others)
-        busy_ns = statistics.median(one.busy_ns for one in others)
+        flops = statistics.median(rank_step.useful_flops or 0 for rank_step in others)
+        busy_ns = statistics.median(rank_step.busy_ns for rank_step in others)
         longer[_why_busy(slowest.useful_flops / flops, slowest.busy_ns / busy_ns)] = round(slowest.busy_ns - busy_ns)
-        known = {
+        rates_and_flops = {
             "flops": slowest.useful_flops,
             "flops_of_others": flops,
             "flops_per_s": slowest.useful_flops / slowest.busy_ns * 1e9,
             "flops_per_s_of_others": usual,
         }
     else:
-        longer["busy"] = round(slowest.busy_ns - statistics.median(one.busy_ns for one in others))
+        longer["busy"] = round(slowest.busy_ns - statistics.median(rank_step.busy_ns for rank_step in others))
+    # What took longest beyond the others is the cause, unless most of the waiting came from elsewhere.
     cause = max(longer, key=longer.__getitem__)
     if longer[cause] < _LEAST_PART * wait_ns:
-        return WaitedFor(step, slowest.rank, wait_ns, "unknown", 0, **known)
-    return WaitedFor(step, slowest.rank, wait_ns, cause, longer[cause], **known)
+        return WaitedFor(step, slowest.rank, wait_ns, "unknown", 0, **rates_and_flops)
+    return WaitedFor(step, slowest.rank, wait_ns, cause, longer[cause], **rates_and_flops)
 
 
 def _why_busy(times_the_work: float, times_as_long: float) -> str:

@@ -1,4 +1,4 @@
-"""How fast the device of a trace can be: as the trace says, as the user says, or as the table of devices has it."""
+"""Rates of a trace's device: as the trace says, as the user says, or as the table of devices has it."""
 
 import re
 from collections import Counter
@@ -19,7 +19,7 @@ _IN_NAMES = {"tf32": "tf32", "bf16": "bf16|bfloat16", "fp8": "e4m3|fp8", "fp16":
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """What a device can do.
+    """Rates that a device can reach.
 
     Attributes:
         peak_flops_per_s: of the products' dtype, dense [FLOP/s]; None where it is not known.
@@ -53,12 +53,14 @@ def rates_of(measured: MeasuredTrace, device: str | None) -> DeviceRates:
         ConfigError: what Headway wrote into the trace cannot be read.
     """
     trace = measured.trace
+    # Rates that Headway wrote into the trace come first, unless the user names a device.
     written = None if trace.headway is None else NeededWork(trace.headway, str(trace.path))
-    told = written.bytes_per_s if written is not None else None
-    bytes_per_s = told or _bandwidth(device) or _bandwidth(trace.device_name)
+    recorded_bandwidth = written.bytes_per_s if written is not None else None
+    bytes_per_s = recorded_bandwidth or _bandwidth(device) or _bandwidth(trace.device_name)
     ceiling = written.ceiling_flops_per_s if written is not None else None
     if device is None and written is not None and written.peak_flops_per_s is not None:
         return DeviceRates(written.peak_flops_per_s, ceiling, bytes_per_s)
+    # A peak is of one precision: that of the products which took most of the time.
     dtype = products_dtype(measured)
     unknown = DeviceRates(None, ceiling, bytes_per_s)
     try:
@@ -92,9 +94,9 @@ def products_dtype(measured: MeasuredTrace) -> str | None:
         dtype = operands.dtype if operands is not None else None
         if dtype == "fp32" and in_name == "tf32":
             dtype = in_name
-        told = dtype if dtype in _FLOATS or dtype == "tf32" else in_name
-        if told is not None:
-            spent[told] += owned.ns
+        precision = dtype if dtype in _FLOATS or dtype == "tf32" else in_name
+        if precision is not None:
+            spent[precision] += owned.ns
     return max(spent, key=spent.__getitem__, default=None)
 
 
@@ -109,8 +111,8 @@ def _is_rate(text: str) -> bool:
 def _bandwidth(name: str | None) -> float | None:
     """Bytes per second of all devices of that name, if they have but one."""
     try:
-        found = named_devices(name) if name is not None and not _is_rate(name) else []
+        devices = named_devices(name) if name is not None and not _is_rate(name) else []
     except UnknownDeviceError:
         return None
-    rates = {device.memory_bytes_per_s for device in found}
+    rates = {device.memory_bytes_per_s for device in devices}
     return rates.pop() if len(rates) == 1 else None

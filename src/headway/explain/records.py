@@ -16,7 +16,7 @@ from headway.explain.budget import SCHEMA_VERSION, Need, NeededWork, head_lines
 from headway.explain.findings.finding import Finding
 from headway.explain.findings.rules import find
 from headway.explain.findings.series import Series, SeriesStep, find_in_series, num_first_steps
-from headway.explain.unprofiled import WAY_OUT, unprofiled
+from headway.explain.unprofiled import NO_PROFILE_NOTE, unprofiled
 from headway.explain.waterfall import JobExplanation, StepWaterfall
 from headway.files import open_plain
 from headway.log.jsonl import as_object, sharing_decoder
@@ -25,14 +25,14 @@ from headway.report import format_duration
 from headway.report.numbers import finite, integer, quantity
 
 METRICS = "metrics.jsonl"
-UNFINISHED = "the run has not ended, or was killed"  # how the note on it begins
+UNFINISHED_NOTE = "the run has not ended, or was killed"  # how the note on it begins
 _MOST_STEPS = 2**53  # a larger number is no float
 _MOST_FLOPS = 10**30  # of all devices in one record
-_WHOLE = "all components"  # of FLOPs that the record does not divide
+_ALL_COMPONENTS = "all components"  # of FLOPs that the record does not divide
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _StepRecord:
     """One record of steps, checked: what all of explain needs of it."""
 
     step: int
@@ -66,33 +66,36 @@ def explain_with_records(
             f"--rank {rank}: records are of all ranks together. Profile that rank with run.profile.ranks, and explain "
             "its trace."
         )
-    reads, notes = _read(path)
+    entries, notes = _read_records(path)
     device_name, memory_bytes = _device(path.parent)
+    # Each record becomes a waterfall and a place in the series; a value that Headway does not write names its step.
     waterfalls, in_series, unsaid = [], list[SeriesStep](), Counter[str]()
-    for read in reads:
+    for entry in entries:
         try:
-            work = _work(read, str(path))
-            unsaid.update([] if work is not None else [_why_no_work(read.record)])
-            waterfalls.append(_waterfall(read, work, device_name))
-            in_series.append(_series_step(read, waterfalls[-1], memory_bytes))
+            work = _work(entry, str(path))
+            unsaid.update([] if work is not None else [_why_no_work(entry.record)])
+            waterfalls.append(_waterfall(entry, work, device_name))
+            in_series.append(_series_step(entry, waterfalls[-1], memory_bytes))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ConfigError(
-                f"{path}: the record of step {read.step} has a value that Headway does not write "
+                f"{path}: the record of step {entry.step} has a value that Headway does not write "
                 f"({type(error).__name__}: {error}). Repair or delete the line."
             ) from error
-    notes += _notes_of_work(unsaid, waterfalls, reads) + _notes_of_run(path.parent, reads)
-    beside_ns, about_beside = _beside(path.parent, reads)
-    chosen = [one for one in waterfalls if step is None or one.step == step]
+    # The series sees the whole run even where one step alone is shown: rules compare steps with each other.
+    notes += _notes_of_work(unsaid, waterfalls, entries) + _notes_of_run(path.parent, entries)
+    # Time outside of the steps comes from the run's ledger, where there is one.
+    beside_ns, about_beside = _beside(path.parent, entries)
+    chosen = [waterfall for waterfall in waterfalls if step is None or waterfall.step == step]
     if not chosen:
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
         raise ConfigError(f"--step {step}: {path} has no record of it; it has {len(waterfalls)} records, {numbers}.")
-    findings = _found(reads, waterfalls, Series(tuple(in_series), beside_ns))
-    explanation = JobExplanation(tuple(chosen), (WAY_OUT, *notes, *about_beside), tuple(findings))
-    return explanation, [read.record for read in reads]
+    findings = _findings(entries, waterfalls, Series(tuple(in_series), beside_ns))
+    explanation = JobExplanation(tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), tuple(findings))
+    return explanation, [entry.record for entry in entries]
 
 
 def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | None = None) -> list[Finding]:
-    """What the records of a run's last steps show, while it goes.
+    """Find what the records of a run's last steps show, while it goes.
 
     Args:
         records: as Headway writes them, in their order.
@@ -101,25 +104,30 @@ def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | No
     Returns:
         At most five, the dearest first.
     """
-    reads = [read for record in records if (read := _checked(record)) is not None]
-    waterfalls = [_waterfall(read, _work(read, "the run"), "") for read in reads]
-    in_series = [_series_step(read, one, memory_bytes) for read, one in zip(reads, waterfalls, strict=True)]
-    return _found(reads, waterfalls, Series(tuple(in_series))) if reads else []
+    entries = [entry for record in records if (entry := _checked(record)) is not None]
+    waterfalls = [_waterfall(entry, _work(entry, "the run"), "") for entry in entries]
+    in_series = [
+        _series_step(entry, waterfall, memory_bytes) for entry, waterfall in zip(entries, waterfalls, strict=True)
+    ]
+    return _findings(entries, waterfalls, Series(tuple(in_series))) if entries else []
 
 
-def _found(reads: list[_Read], waterfalls: list[StepWaterfall], series: Series) -> list[Finding]:
-    first = num_first_steps([one.duration_ns for one in series.steps])
-    return find_in_series(series, find(waterfalls[first:], {0: _facts(reads)}))
+def _findings(entries: list[_StepRecord], waterfalls: list[StepWaterfall], series: Series) -> list[Finding]:
+    first = num_first_steps([step.duration_ns for step in series.steps])
+    return find_in_series(series, find(waterfalls[first:], {0: _facts(entries)}))
 
 
-def _facts(reads: list[_Read]) -> dict[str, Any]:
-    """What rules about single steps may ask of the loop, under the names that a trace has for it."""
-    return {"steps": {str(one.step): {key: one.record.get(key) for key in ("tokens", "slots")} for one in reads}}
+def _facts(entries: list[_StepRecord]) -> dict[str, Any]:
+    """Facts that rules about single steps may ask of the loop, under the names that a trace has for it."""
+    return {
+        "steps": {str(entry.step): {key: entry.record.get(key) for key in ("tokens", "slots")} for entry in entries}
+    }
 
 
-def _read(path: Path) -> tuple[list[_Read], list[str]]:
+def _read_records(path: Path) -> tuple[list[_StepRecord], list[str]]:
     """Read the records of steps, each step once, and say what else the file holds."""
-    by_step: dict[int, _Read] = {}
+    by_step: dict[int, _StepRecord] = {}
+    # Lines of other kinds and damaged lines are counted, so that the notes say what is left out.
     others, timeless, unreadable, repeated = 0, 0, list[int](), 0
     is_torn, decoder = False, sharing_decoder()
     try:
@@ -130,40 +138,43 @@ def _read(path: Path) -> tuple[list[_Read], list[str]]:
                 record = as_object(line, decoder)
                 if record is None:
                     unreadable.append(number)
+                    # Only the last line of a file can lack its end.
                     is_torn = not line.endswith(b"\n")
                     continue
-                read = _checked(record)
-                if read is None:
+                entry = _checked(record)
+                if entry is None:
                     others += 1
                     timeless += record.get("kind", "step") == "step"
                     continue
-                repeated += by_step.pop(read.step, None) is not None
-                by_step[read.step] = read
+                # A run that was resumed records steps again: the last record of each counts.
+                repeated += by_step.pop(entry.step, None) is not None
+                by_step[entry.step] = entry
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror or error}. Name a run folder or its file."
         ) from error
     if not by_step:
-        held = f"only {others} other records" if others else "no line that can be read"
+        lines = f"only {others} other records" if others else "no line that can be read"
         raise ConfigError(
-            f"{path} holds no record of a step with its time (wall_s, or step_s), {held}. Let the run take a step, or "
+            f"{path} holds no record of a step with its time (wall_s, or step_s), {lines}. Let the run take a step, or "
             "give the metrics.jsonl of `headway train` or of `Meter(log_to=[...])`."
         )
+    # A torn last line is no damage: the run was killed or is being written.
     notes = []
     if is_torn:
         unreadable.pop()
         notes.append("the last line was not written to its end, as of a run that was killed or is being written.")
     if unreadable:
-        named = ", ".join(map(str, unreadable[:5])) + (", ..." if unreadable[5:] else "")
-        notes.append(f"line {named} of {path.name} cannot be read and is left out.")
+        numbers = ", ".join(map(str, unreadable[:5])) + (", ..." if unreadable[5:] else "")
+        notes.append(f"line {numbers} of {path.name} cannot be read and is left out.")
     if timeless:
         notes.append(f"{timeless} records of steps do not tell how long they took, and are left out.")
     if repeated:
         notes.append(f"{repeated} steps were recorded again after a restart; the last record of each step counts.")
-    return sorted(by_step.values(), key=lambda read: read.step), notes
+    return sorted(by_step.values(), key=lambda entry: entry.step), notes
 
 
-def _checked(record: Mapping[str, Any]) -> _Read | None:
+def _checked(record: Mapping[str, Any]) -> _StepRecord | None:
     """The record of one or more steps; None of anything else, such as an evaluation."""
     if record.get("kind", "step") != "step":
         return None
@@ -173,27 +184,30 @@ def _checked(record: Mapping[str, Any]) -> _Read | None:
         world_size = integer(record.get("world_size", 1))
         wall_ns, away_ns = (integer(round(seconds * 1e9)) for seconds in (wall_s, record.get("away_s") or 0.0))
         step = integer(record["step"])
-        read = _Read(step, num_steps, wall_ns, away_ns, world_size, {**record, "step": step})
+        entry = _StepRecord(step, num_steps, wall_ns, away_ns, world_size, {**record, "step": step})
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    is_sound = num_steps >= 1 and world_size >= 1 and read.wall_ns >= num_steps and abs(read.step) < _MOST_STEPS
-    return read if is_sound else None
+    is_sound = num_steps >= 1 and world_size >= 1 and entry.wall_ns >= num_steps and abs(entry.step) < _MOST_STEPS
+    return entry if is_sound else None
 
 
-def _work(read: _Read, source: str) -> dict[str, Need] | None:
-    """What each component of a step needed on a device, as a trace would say it; None without FLOPs or a peak."""
-    record = read.record
+def _work(entry: _StepRecord, source: str) -> dict[str, Need] | None:
+    """Compute what each component of a step needed on a device, as of a trace; None without FLOPs or a peak."""
+    record = entry.record
     if not record.get("peak_flops_per_s") or not isinstance(record.get("flops"), Mapping):
         return None
     # FLOPs are of all ranks and of all steps in the record: so are the rates, and needs are of one step of a device
-    num_devices, peak = read.world_size * read.num_steps, finite(record["peak_flops_per_s"])
+    num_devices, peak = entry.world_size * entry.num_steps, finite(record["peak_flops_per_s"])
     if not peak > 0:
         raise ValueError(f"peak_flops_per_s {peak}")
+    # The ceiling is not recorded itself, but MFU of it and the rate are, whose ratio it is.
     of_ceiling, rate = record.get("mfu_of_ceiling"), record.get("flops_per_s_per_device")
     flops, by_component = record["flops"], record.get("flops_by_component") or {}
+    # Components where the record divides its FLOPs, else all of them as one.
     useful = {name: {"useful": integer(count, largest=_MOST_FLOPS)} for name, count in by_component.items()}
-    useful = useful or {_WHOLE: {"useful": integer(flops["total"], largest=_MOST_FLOPS)}}
+    useful = useful or {_ALL_COMPONENTS: {"useful": integer(flops["total"], largest=_MOST_FLOPS)}}
     again = integer(flops.get("recompute") or 0, largest=_MOST_FLOPS)
+    # The object that a trace has under `headway`, of all devices and steps of the record together.
     work = NeededWork(
         {
             "schema_version": SCHEMA_VERSION,
@@ -202,16 +216,16 @@ def _work(read: _Read, source: str) -> dict[str, Need] | None:
             "profiler_overhead_s": None,
             "components": {},
             "steps": {
-                str(read.step): {
+                str(entry.step): {
                     "useful_flops": useful,
-                    "recomputed_flops": {_WHOLE: again} if again else {},
+                    "recomputed_flops": {_ALL_COMPONENTS: again} if again else {},
                     "padding_flops": _padding_flops(record, by_component),
                 }
             },
         },
         source,
     )
-    return work.needs(read.step)
+    return work.needs(entry.step)
 
 
 def _padding_flops(record: Mapping[str, Any], by_component: Mapping[str, int]) -> int:
@@ -227,58 +241,58 @@ def _padding_flops(record: Mapping[str, Any], by_component: Mapping[str, int]) -
     return on_slots * (slots - tokens) // tokens
 
 
-def _waterfall(read: _Read, work: Mapping[str, Need] | None, device_name: str) -> StepWaterfall:
-    told: list[tuple[str, str, int, dict[str, int]]] = []
+def _waterfall(entry: _StepRecord, work: Mapping[str, Need] | None, device_name: str) -> StepWaterfall:
+    amounts: list[tuple[str, str, int, dict[str, int]]] = []
     if work is not None:
-        told += head_lines(work)
-    waited_s = read.record.get("data_wait_s")
+        amounts += head_lines(work)
+    waited_s = entry.record.get("data_wait_s")
     if waited_s is not None:
-        told.append(("idle.data", NAMES["idle.data"], round(waited_s * 1e9 / read.num_steps), {}))
-    away_ns = read.away_ns // read.num_steps
-    if "away_s" in read.record:
-        told.append(("aside", NAMES["aside"], away_ns, {}))
-    return unprofiled(read.step, read.wall_ns // read.num_steps + away_ns, told, device_name)
+        amounts.append(("idle.data", NAMES["idle.data"], round(waited_s * 1e9 / entry.num_steps), {}))
+    away_ns = entry.away_ns // entry.num_steps
+    if "away_s" in entry.record:
+        amounts.append(("aside", NAMES["aside"], away_ns, {}))
+    return unprofiled(entry.step, entry.wall_ns // entry.num_steps + away_ns, amounts, device_name)
 
 
 def _why_no_work(record: Mapping[str, Any]) -> str:
     return "FLOPs" if not isinstance(record.get("flops"), Mapping) else "a peak"
 
 
-def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], reads: list[_Read]) -> list[str]:
+def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entries: list[_StepRecord]) -> list[str]:
     notes = []
     for name, way_out in (
         ("FLOPs", "`Meter` and `headway train` record them."),
         ("a peak", "set HEADWAY_PEAK_FLOPS [FLOP/s] for the next run."),
     ):
         if count := unsaid[name]:
-            which = "" if count == len(reads) else f" of {count} of {len(reads)} records"
+            which = "" if count == len(entries) else f" of {count} of {len(entries)} records"
             notes.append(f"needed work{which} is not known, for lack of {name}: {way_out}")
-    if unsaid.total() < len(reads) and not any(read.record.get("mfu_of_ceiling") for read in reads):
+    if unsaid.total() < len(entries) and not any(entry.record.get("mfu_of_ceiling") for entry in entries):
         notes.append(
             "the device's ceiling was not recorded, so it is taken as the peak (`headway ceiling` measures it)."
         )
-    if any(line.key == "padding" and line.ns for one in waterfalls for line in one.lines):
+    if any(line.key == "padding" and line.ns for waterfall in waterfalls for line in waterfall.lines):
         notes.append("padding is what the language layers other than attention spent on it: records tell no more.")
-    num_ranks = max(read.world_size for read in reads)
+    num_ranks = max(entry.world_size for entry in entries)
     if num_ranks > 1:
         notes.append(
             f"records are of {num_ranks} ranks together: times are the first rank's, FLOPs the mean of all ranks'."
         )
-    if any(read.num_steps > 1 for read in reads):
+    if any(entry.num_steps > 1 for entry in entries):
         notes.append("a record is of several steps; what is shown is their mean, under the number of the last one.")
     return notes
 
 
-def _notes_of_run(folder: Path, reads: list[_Read]) -> list[str]:
-    """What a run folder of `headway train` says of resumes and its end."""
+def _notes_of_run(folder: Path, entries: list[_StepRecord]) -> list[str]:
+    """Make notes of the resumes and the end that a run folder of `headway train` tells of."""
     notes = []
     resumes = [as_object(line) or {} for line in _lines(folder / "resumes.jsonl")]
-    steps = [str(one["step"]) for one in resumes if one.get("kind") == "resumed" and "step" in one]
+    steps = [str(resume["step"]) for resume in resumes if resume.get("kind") == "resumed" and "step" in resume]
     if steps:
         times = "once" if len(steps) == 1 else f"{len(steps):,} times"
         notes.append(f"the run was resumed {times}, after step {', '.join(steps[:5])}.")
     if (folder / "config.yaml").exists() and not (folder / "summary.json").exists():
-        notes.append(f"{UNFINISHED}: these are its records up to step {reads[-1].step}.")
+        notes.append(f"{UNFINISHED_NOTE}: these are its records up to step {entries[-1].step}.")
     return notes
 
 
@@ -288,19 +302,19 @@ def _lines(path: Path) -> list[bytes]:
 
 def _device(folder: Path) -> tuple[str, int | None]:
     """The device's name, as run.json has it, and its memory [bytes], where that is known."""
-    found = as_object((folder / "run.json").read_bytes()) if (folder / "run.json").is_file() else None
-    told = (found or {}).get("device")
-    name = told.get("name") if isinstance(told, Mapping) else None
+    run = as_object((folder / "run.json").read_bytes()) if (folder / "run.json").is_file() else None
+    device = (run or {}).get("device")
+    name = device.get("name") if isinstance(device, Mapping) else None
     if not isinstance(name, str):
         return "unknown device", None
     try:
-        sizes = [device.memory_bytes for device in named_devices(name) if device.memory_bytes]
+        sizes = [entry.memory_bytes for entry in named_devices(name) if entry.memory_bytes]
     except HeadwayError:
         sizes = []
     return name, min(sizes, default=None)
 
 
-def _beside(folder: Path, reads: list[_Read]) -> tuple[Mapping[str, int], list[str]]:
+def _beside(folder: Path, entries: list[_StepRecord]) -> tuple[Mapping[str, int], list[str]]:
     """Time of the run that was no training, from its ledger: evaluations, checkpoints, compiling."""
     from headway.meter.goodput_report import FILE_NAME, read_goodput  # the meter takes a while to load
 
@@ -315,26 +329,26 @@ def _beside(folder: Path, reads: list[_Read]) -> tuple[Mapping[str, int], list[s
     }
     if not spent:
         return {}, []
-    said = ", ".join(f"{name} {format_duration(ns / 1e9)}" for name, ns in spent.items())
+    spent_text = ", ".join(f"{name} {format_duration(ns / 1e9)}" for name, ns in spent.items())
     where = (
         "each step has what came since the one before, and what came after the last is in none"
-        if any("away_s" in read.record for read in reads)
+        if any("away_s" in entry.record for entry in entries)
         else "the records do not say in which steps"
     )
-    return spent, [f"beside training the whole run spent: {said}; {where} (`headway goodput` has all of it)."]
+    return spent, [f"beside training the whole run spent: {spent_text}; {where} (`headway goodput` has all of it)."]
 
 
-def _series_step(read: _Read, waterfall: StepWaterfall, memory_bytes: int | None) -> SeriesStep:
-    record = read.record
+def _series_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | None) -> SeriesStep:
+    record = entry.record
     ns = {line.key: line.ns for line in waterfall.lines}
     duration_ns = waterfall.duration_ns - ns.get("aside", 0)  # what is beside training comes from the ledger
     waited_ns, useful_ns = ns.get("idle.data", 0), ns.get("useful")
     busy_ns = duration_ns - waited_ns
-    tokens = (quantity(record.get("tokens")) or 0.0) / read.num_steps
+    tokens = (quantity(record.get("tokens")) or 0.0) / entry.num_steps
     work = useful_ns or tokens
     peak_memory, slowest = quantity(record.get("peak_memory_bytes")), record.get("slowest_rank")
     return SeriesStep(
-        step=read.step,
+        step=entry.step,
         duration_ns=duration_ns,
         mfu=None if useful_ns is None else useful_ns / duration_ns,
         rate=work / busy_ns if work and busy_ns > 0 else None,

@@ -12,7 +12,7 @@ from headway.errors import ConfigError
 from headway.explain.attribute import Attribution
 from headway.explain.trace import NONE, Column, Trace
 
-WHOLE = 0  # number of the one "step" of a trace that is taken whole
+WHOLE_TRACE = 0  # number of the one "step" of a trace that is taken whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +38,28 @@ class StepWindow:
         return self.end_ns - self.start_ns
 
 
-def step_windows(trace: Trace, attribution: Attribution, on_device: Column, *, whole: bool) -> list[StepWindow]:
+def step_windows(trace: Trace, attribution: Attribution, on_device: Column, *, as_one_step: bool) -> list[StepWindow]:
     """Find the windows of all steps in a trace, in order.
 
     Args:
         trace: the trace.
         attribution: which call launched what.
         on_device: indices of the device's events that count, by start.
-        whole: take the whole trace as one step.
+        as_one_step: take the whole trace as one step.
 
     Raises:
         ConfigError: the trace has no steps, or nothing runs in them.
     """
-    windows = [window for window in _windows(trace, attribution, on_device, whole=whole) if window.ns]
+    windows = [window for window in _windows(trace, attribution, on_device, as_one_step=as_one_step) if window.ns]
     if not windows:
         raise ConfigError(f"{trace.path}: nothing that takes time runs in it. Profile some training steps.")
     return windows
 
 
-def _windows(trace: Trace, attribution: Attribution, on_device: Column, *, whole: bool) -> list[StepWindow]:
-    if whole:
+def _windows(trace: Trace, attribution: Attribution, on_device: Column, *, as_one_step: bool) -> list[StepWindow]:
+    if as_one_step:
         events = trace.host if trace.is_cpu_only else trace.device.take(on_device)
-        return [StepWindow(WHOLE, int(events.start_ns.min()), int(events.end_ns.max()))]
+        return [StepWindow(WHOLE_TRACE, int(events.start_ns.min()), int(events.end_ns.max()))]
     if not trace.steps:
         raise ConfigError(
             f"{trace.path} has no steps. Call profiler.step() after each step, with a schedule, or give --whole to "

@@ -46,7 +46,7 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     """
     table = markdown_table if markdown else plain_table
     waterfalls = explanation.steps
-    shown = sorted(waterfalls, key=lambda one: one.duration_ns)[(len(waterfalls) - 1) // 2]
+    shown = sorted(waterfalls, key=lambda waterfall: waterfall.duration_ns)[(len(waterfalls) - 1) // 2]
     parts = []
     if len(waterfalls) > 1:
         parts.append(table(*_overview(waterfalls)))
@@ -63,8 +63,8 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     elif by is not None:
         rows = break_down(shown, by)
         parts.append(table(*_breakdown(rows, by, shown)))
-        if said := _about(rows, by):
-            parts.append(sentences([said], markdown=markdown))
+        if summary := _about(rows, by):
+            parts.append(sentences([summary], markdown=markdown))
     if explanation.notes:
         parts.append(sentences([f"Note: {note}" for note in explanation.notes], markdown=markdown))
     return "\n\n".join(parts)
@@ -94,18 +94,18 @@ def sentences(lines: Sequence[str], *, markdown: bool) -> str:
 
 def _title(shown: StepWaterfall, count: int, *, markdown: bool) -> str:
     is_whole = shown.measured is not None and not shown.measured[0].trace.steps
-    said = "the whole trace" if is_whole else f"step {shown.step}"
-    said += f" of rank {shown.rank} on {shown.device_name}: {format_ms(shown.duration_ns)} ms"
+    title = "the whole trace" if is_whole else f"step {shown.step}"
+    title += f" of rank {shown.rank} on {shown.device_name}: {format_ms(shown.duration_ns)} ms"
     if shown.mfu is not None:
-        said += f", MFU {format_share(shown.mfu)}"
+        title += f", MFU {format_share(shown.mfu)}"
     if count > 1:
-        said += f" (the median of {count}; --step and --rank show another)"
-    said = said[0].upper() + said[1:]
-    return f"**{markdown_text(said)}**" if markdown else render_lines([printable(said)])
+        title += f" (the median of {count}; --step and --rank show another)"
+    title = title[0].upper() + title[1:]
+    return f"**{markdown_text(title)}**" if markdown else render_lines([printable(title)])
 
 
 def _overview(waterfalls: Sequence[StepWaterfall]) -> tuple[list[Column], list[list[str]], None]:
-    has_mfu = any(one.mfu is not None for one in waterfalls)
+    has_mfu = any(waterfall.mfu is not None for waterfall in waterfalls)
     chosen = overview_steps(waterfalls)
     has_places = any(place for place, _ in chosen)
     columns = [
@@ -116,12 +116,12 @@ def _overview(waterfalls: Sequence[StepWaterfall]) -> tuple[list[Column], list[l
     columns += [Column("ms"), *([Column("MFU")] if has_mfu else [])]
     columns += [Column("largest loss", "left"), Column("share")]
     rows = []
-    for place, one in chosen:
-        dearest = _dearest(one)
-        mfu = [] if not has_mfu else ["-" if one.mfu is None else format_share(one.mfu)]
+    for place, waterfall in chosen:
+        dearest = _dearest(waterfall)
+        mfu = [] if not has_mfu else ["-" if waterfall.mfu is None else format_share(waterfall.mfu)]
         loss = ["-", "-"] if dearest is None else [dearest.name, format_share(dearest.share)]
         placed = [place] if has_places else []
-        rows.append([*placed, str(one.step), str(one.rank), format_ms(one.duration_ns), *mfu, *loss])
+        rows.append([*placed, str(waterfall.step), str(waterfall.rank), format_ms(waterfall.duration_ns), *mfu, *loss])
     return columns, rows, None
 
 
@@ -157,48 +157,48 @@ def _bar(before_ns: int, after_ns: int, duration_ns: int) -> str:
 
 
 def _details(shown: StepWaterfall) -> list[str]:
-    said = []
+    details = []
     for line in shown.lines:
         if line.key in _WITH_PARTS and line.ns and line.parts:
             parts = ", ".join(f"{name} {format_ms(ns)} ms" for name, ns in [*line.parts.items()][:4])
             more = f"; {_of_traffic(shown.traffic)}" if line.key == "memory" and shown.traffic is not None else ""
-            said.append(f"{line.name}: {parts}{more}.")
-    return said
+            details.append(f"{line.name}: {parts}{more}.")
+    return details
 
 
 def _of_traffic(traffic: OperandTraffic) -> str:
     """Bytes beside the time that they take: "their operands are 3.1 GB, 0.58 ms at 5.3 TB/s"."""
     size, unit = (traffic.num_bytes / 1e9, "GB") if traffic.num_bytes >= 1e8 else (traffic.num_bytes / 1e6, "MB")
-    said = f"their operands are {size:,.3g} {unit}"
+    text = f"their operands are {size:,.3g} {unit}"
     if traffic.at_bandwidth_ns is not None and traffic.bytes_per_s is not None:
-        said += f", {format_ms(traffic.at_bandwidth_ns)} ms at {traffic.bytes_per_s / 1e12:,.3g} TB/s"
+        text += f", {format_ms(traffic.at_bandwidth_ns)} ms at {traffic.bytes_per_s / 1e12:,.3g} TB/s"
     if traffic.known_ns < _NEARLY_ALL * traffic.all_ns:
-        said += f" (known of {format_ms(traffic.known_ns)} ms of them)"
-    return said
+        text += f" (known of {format_ms(traffic.known_ns)} ms of them)"
+    return text
 
 
 def _of_ranks(explanation: JobExplanation, shown: StepWaterfall) -> list[str]:
-    """Whom the others waited for in the step, if it was worth a word."""
+    """Sentences on the rank that the others waited for in the step, if it was worth a word."""
     return [
-        f"{one.sentence()}."
-        for one in explanation.waited_for
-        if one.step == shown.step and one.wait_ns >= _LEAST_WAIT * shown.duration_ns
+        f"{wait.sentence()}."
+        for wait in explanation.waited_for
+        if wait.step == shown.step and wait.wait_ns >= _LEAST_WAIT * shown.duration_ns
     ]
 
 
 def _findings(findings: Sequence[Finding], *, markdown: bool) -> str:
-    """What to do first, the dearest first: what each costs, what was seen, the likely cause, what to try."""
-    said = ["**What to do first**", ""] if markdown else ["What to do first"]
+    """List what to do first, the dearest first: what each costs, what was seen, the likely cause, what to try."""
+    lines = ["**What to do first**", ""] if markdown else ["What to do first"]
     for number, finding in enumerate(findings, start=1):
         title = f"{finding.id}: up to {format_share(finding.share)} of the time"
         if finding.mfu_from is not None and finding.mfu_to is not None:
             title += f", MFU {format_share(finding.mfu_from)} -> {format_share(finding.mfu_to)}"
         texts = [_sentence(finding.seen), f"Likely cause: {finding.cause}", f"Try: {finding.next}"]
         if markdown:
-            said.append(f"{number}. **{markdown_text(title)}.** {markdown_text(' '.join(texts))}")
+            lines.append(f"{number}. **{markdown_text(title)}.** {markdown_text(' '.join(texts))}")
         else:
-            said += ["", f"{number}. {title}", *map(printable, texts)]
-    return "\n".join(said) if markdown else render_lines(said)
+            lines += ["", f"{number}. {title}", *map(printable, texts)]
+    return "\n".join(lines) if markdown else render_lines(lines)
 
 
 def _sentence(text: str) -> str:
@@ -269,8 +269,8 @@ def _about(rows: Sequence[BreakdownRow], by: By) -> str:
     if by == "attention":
         layers = [row for row in rows if row.name not in (NO_ATTENTION, NO_KERNEL)]
         flops, rate = _flops(layers)
-        said = f" for {flops} by the cost model ({rate} GFLOP/s)" if rate else ""
-        return f"attention of packs in layers: {len(layers)} took {format_ms(sum(row.ns for row in layers))} ms{said}."
+        work = f" for {flops} by the cost model ({rate} GFLOP/s)" if rate else ""
+        return f"attention of packs in layers: {len(layers)} took {format_ms(sum(row.ns for row in layers))} ms{work}."
     return ""
 
 

@@ -8,7 +8,7 @@ from headway.explain.unprofiled import UNSEPARATED
 from headway.report import Column, format_ms, format_share
 
 _SAME = 0.005  # of a step: smaller differences are not named in the sentence
-_NAMED = 3
+_MOST_NAMED = 3
 
 
 def comparison_text(compared: Comparison, *, markdown: bool = False) -> str:
@@ -21,10 +21,10 @@ def comparison_text(compared: Comparison, *, markdown: bool = False) -> str:
     a, b = compared.a, compared.b
     columns = [Column("per step", "left"), Column("A ms"), Column("B ms"), Column("B - A ms"), Column("of A's step")]
     rows, footer = table_of(compared)
-    heads = [f"{letter}: {one.name}, mean of {_steps(one.num_steps)}" for letter, one in (("A", a), ("B", b))]
-    told = [*differences(compared), *(f"Note: {note}" for note in compared.notes)]
+    heads = [f"{letter}: {job.name}, mean of {_steps(job.num_steps)}" for letter, job in (("A", a), ("B", b))]
+    notes = [*differences(compared), *(f"Note: {note}" for note in compared.notes)]
     table = (markdown_table if markdown else plain_table)(columns, rows, footer)
-    return "\n\n".join([sentences(heads, markdown=markdown), table, sentences(told, markdown=markdown)])
+    return "\n\n".join([sentences(heads, markdown=markdown), table, sentences(notes, markdown=markdown)])
 
 
 def table_of(compared: Comparison) -> tuple[list[list[str]], list[str]]:
@@ -35,8 +35,8 @@ def table_of(compared: Comparison) -> tuple[list[list[str]], list[str]]:
         for line in compared.lines
         if line.a_ns or line.b_ns
     ]
-    whole = [format_ms(a.duration_ns), format_ms(b.duration_ns), _signed(compared.ns)]
-    return rows, ["the step", *whole, _share(compared.ns / a.duration_ns)]
+    totals = [format_ms(a.duration_ns), format_ms(b.duration_ns), _signed(compared.ns)]
+    return rows, ["the step", *totals, _share(compared.ns / a.duration_ns)]
 
 
 def differences(compared: Comparison) -> list[str]:
@@ -50,28 +50,28 @@ def differences(compared: Comparison) -> list[str]:
     if compared.a.mfu is not None and compared.b.mfu is not None:
         first += f" MFU {format_share(compared.a.mfu)} -> {format_share(compared.b.mfu)}."
     least_ns = _SAME * compared.a.duration_ns
-    known = [line for line in compared.lines if line.key != UNSEPARATED]
-    better = sorted((line for line in known if line.ns < -least_ns), key=lambda line: line.ns)
-    worse = sorted((line for line in known if line.ns > least_ns), key=lambda line: -line.ns)
+    separated = [line for line in compared.lines if line.key != UNSEPARATED]
+    better = sorted((line for line in separated if line.ns < -least_ns), key=lambda line: line.ns)
+    worse = sorted((line for line in separated if line.ns > least_ns), key=lambda line: -line.ns)
     unknown = [line for line in compared.lines if line.key == UNSEPARATED and abs(line.ns) > least_ns]
     return [
         first,
-        *([f"Better: {_named(better)}."] if better else []),
-        *([f"Worse: {_named(worse)}."] if worse else []),
+        *([f"Better: {_lines_text(better)}."] if better else []),
+        *([f"Worse: {_lines_text(worse)}."] if worse else []),
         *(_unseparated(line, worse) for line in unknown),
     ]
 
 
 def _unseparated(line: LineDifference, worse: Sequence[LineDifference]) -> str:
-    """What nobody can tell apart, and that padding has a part in it: its line is its work at the peak alone."""
-    said = f"Kernels and waiting that only a profile tells apart: {_signed(line.ns)} ms"
-    if line.ns > 0 and any(one.key == "padding" for one in worse):
-        said += "; what padding took beyond its time at peak is part of it"
-    return f"{said}."
+    """Say how much time no line tells apart, and whether padding is in it, whose own line is its work at the peak."""
+    text = f"Kernels and waiting that only a profile tells apart: {_signed(line.ns)} ms"
+    if line.ns > 0 and any(other.key == "padding" for other in worse):
+        text += "; what padding took beyond its time at peak is part of it"
+    return f"{text}."
 
 
-def _named(lines: Sequence[LineDifference]) -> str:
-    return ", ".join(f"{line.name} ({_signed(line.ns)} ms)" for line in lines[:_NAMED])
+def _lines_text(lines: Sequence[LineDifference]) -> str:
+    return ", ".join(f"{line.name} ({_signed(line.ns)} ms)" for line in lines[:_MOST_NAMED])
 
 
 def _steps(count: int) -> str:

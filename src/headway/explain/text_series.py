@@ -1,4 +1,4 @@
-"""Which steps of many an overview shows: some places in their order, and those that fall out of it."""
+"""Choice of the steps that an overview of many shows: some places in their order, and those that fall out of it."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -21,12 +21,12 @@ def overview_steps(waterfalls: Sequence[StepWaterfall]) -> list[tuple[str, StepW
         took more than twice the median, in their order.
     """
     if len(waterfalls) <= MOST_STEPS:
-        return [("", one) for one in waterfalls]
-    by_duration = sorted(waterfalls, key=lambda one: one.duration_ns)
+        return [("", waterfall) for waterfall in waterfalls]
+    by_duration = sorted(waterfalls, key=lambda waterfall: waterfall.duration_ns)
     last = len(by_duration) - 1
     chosen = [(name, by_duration[int(place * last)]) for name, place in _PLACES]
-    usual_ns = median(one.duration_ns for one in waterfalls)
-    slow = [one for one in waterfalls if one.duration_ns > 2 * usual_ns]
-    dearest = sorted(slow, key=lambda one: -one.duration_ns)[:_MOST_SLOW]
-    in_order = sorted(dearest, key=lambda one: (one.step, one.rank))
-    return [*chosen, *((f"1 of {len(slow)} slow", one) for one in in_order)]
+    usual_ns = median(waterfall.duration_ns for waterfall in waterfalls)
+    slow = [waterfall for waterfall in waterfalls if waterfall.duration_ns > 2 * usual_ns]
+    dearest = sorted(slow, key=lambda waterfall: -waterfall.duration_ns)[:_MOST_SLOW]
+    in_order = sorted(dearest, key=lambda waterfall: (waterfall.step, waterfall.rank))
+    return [*chosen, *((f"1 of {len(slow)} slow", waterfall) for waterfall in in_order)]

@@ -30,7 +30,7 @@ _STEP_NUMBER = re.compile("[0-9]{1,18}")
 
 
 class Kind(IntEnum):
-    """What an event is: the first three on the device, the others on the host."""
+    """Kind of an event: the first three on the device, the others on the host."""
 
     KERNEL = 0
     MEMCPY = 1
@@ -123,7 +123,7 @@ class Trace:
 
     @property
     def is_cpu_only(self) -> bool:
-        """Nothing ran on a device, so operators of the host take the place of kernels."""
+        """Whether nothing ran on a device, so that operators of the host take the place of kernels."""
         return len(self.device) == 0
 
 
@@ -137,21 +137,24 @@ def read_trace(path: Path) -> Trace:
         ConfigError: the file is no trace, is cut off, holds nothing that took time, or more than MAX_EVENTS events.
     """
     builder = _Builder(path)
-    beside = read_trace_json(path, builder.add)
+    metadata = read_trace_json(path, builder.add)
     events = builder.events()
     if not len(events):
         raise ConfigError(
             f"{path} holds no operator, kernel or annotation. Profile with activities=[ProfilerActivity.CPU, "
             "ProfilerActivity.CUDA] around some training steps."
         )
+    # The device's events by start, whatever their stream; the host's by thread, outer events before those within them.
+    # Kinds up to MEMSET are the device's, the others the host's.
     on_device = events.kind <= Kind.MEMSET
     device = events.take(np.flatnonzero(on_device)[np.argsort(events.start_ns[on_device], kind="stable")])
     at_host = np.flatnonzero(~on_device)
     host = events.take(at_host)
     host = host.take(np.lexsort((-host.end_ns, host.start_ns, host.track)))
+    # What stands beside the events: the job's ranks, the device, and what Headway wrote.
     step_track, steps = _steps(host, builder.names)
-    rank, world_size = _rank(beside)
-    headway = beside.get("headway")
+    rank, world_size = _rank(metadata)
+    headway = metadata.get("headway")
     return Trace(
         path=path,
         names=builder.names,
@@ -162,9 +165,9 @@ def read_trace(path: Path) -> Trace:
         step_track=step_track,
         rank=rank,
         world_size=world_size,
-        device_name=_device_name(beside, is_cpu=len(device) == 0),
+        device_name=_device_name(metadata, is_cpu=len(device) == 0),
         headway=headway if isinstance(headway, Mapping) else None,
-        capability=_capability(beside),
+        capability=_capability(metadata),
     )
 
 
@@ -182,9 +185,9 @@ def nanoseconds(microseconds: int | str) -> int:
     """
     if isinstance(microseconds, int):
         return integer(microseconds * 1000)
-    whole, _, fraction = microseconds.partition(".")
-    if len(fraction) <= 3 and len(whole) <= 18 and whole.isdecimal() and (fraction.isdecimal() or not fraction):
-        return integer(int(whole) * 1000 + int(fraction.ljust(3, "0")))
+    digits, _, fraction = microseconds.partition(".")
+    if len(fraction) <= 3 and len(digits) <= 18 and digits.isdecimal() and (fraction.isdecimal() or not fraction):
+        return integer(int(digits) * 1000 + int(fraction.ljust(3, "0")))
     try:
         exact = Decimal(microseconds)
         if not exact.is_finite() or exact.adjusted() > 15:
@@ -235,13 +238,15 @@ class _Builder:
         end_ns = start_ns + max(0, nanoseconds(event["dur"]))
         process, thread = event["pid"], event["tid"]
         device = group = NONE
+        # On a device the stream stands for the thread; name, group and size tell which collective a kernel belongs to.
         if kind <= Kind.MEMSET:
             device, thread = integer(arguments.get("device", process)), arguments.get("stream", thread)
             if "Collective name" in arguments:
-                told = (arguments.get(key, "?") for key in ("Collective name", "Process Group Name", "In msg nelems"))
-                group = self._index(" ".join(map(str, told)))
+                fields = (arguments.get(key, "?") for key in ("Collective name", "Process Group Name", "In msg nelems"))
+                group = self._index(" ".join(map(str, fields)))
         track = self._tracks.setdefault((process, thread), len(self._tracks))
         sequence = arguments.get("Sequence number", NONE)
+        # In the order of the columns of `Events`.
         return (
             kind,
             self._index(event["name"]),
@@ -257,10 +262,10 @@ class _Builder:
         )
 
     def _index_of_operands(self, arguments: dict[str, Any]) -> int:
-        told = [arguments.get(key) for key in ("Input Dims", "Input type", "Input Strides")]
-        index = self._indices_of_operands.setdefault(str(told), len(self.operands))
+        operands = [arguments.get(key) for key in ("Input Dims", "Input type", "Input Strides")]
+        index = self._indices_of_operands.setdefault(str(operands), len(self.operands))
         if index == len(self.operands):
-            self.operands.append(Operands.read(*told))
+            self.operands.append(Operands.read(*operands))
         return index
 
     def _index(self, name: str) -> int:
@@ -283,39 +288,39 @@ def _steps(host: Events, names: Sequence[str]) -> tuple[int, tuple[tuple[int, in
         for index, name in enumerate(names)
         if name.startswith(PROFILER_STEP) and _STEP_NUMBER.fullmatch(name, len(PROFILER_STEP))
     }
-    found = np.flatnonzero((host.kind == Kind.ANNOTATION) & np.isin(host.name, list(numbers)))
-    if not len(found):
+    annotations = np.flatnonzero((host.kind == Kind.ANNOTATION) & np.isin(host.name, list(numbers)))
+    if not len(annotations):
         return NONE, ()
-    tracks, counts = np.unique(host.track[found], return_counts=True)
+    tracks, counts = np.unique(host.track[annotations], return_counts=True)
     track = int(tracks[np.argmax(counts)])
-    here = found[host.track[found] == track]
+    here = annotations[host.track[annotations] == track]
     return track, tuple((numbers[int(host.name[i])], int(host.start_ns[i]), int(host.end_ns[i])) for i in here)
 
 
-def _rank(beside: Mapping[str, Any]) -> tuple[int, int | None]:
+def _rank(metadata: Mapping[str, Any]) -> tuple[int, int | None]:
     for key in ("headway", "distributedInfo"):
-        told = beside.get(key)
-        if isinstance(told, Mapping) and isinstance(told.get("rank"), int):
-            world_size = told.get("world_size")
-            return told["rank"], world_size if isinstance(world_size, int) else None
+        facts = metadata.get(key)
+        if isinstance(facts, Mapping) and isinstance(facts.get("rank"), int):
+            world_size = facts.get("world_size")
+            return facts["rank"], world_size if isinstance(world_size, int) else None
     return 0, None
 
 
-def _device_name(beside: Mapping[str, Any], *, is_cpu: bool) -> str:
-    headway = beside.get("headway")
+def _device_name(metadata: Mapping[str, Any], *, is_cpu: bool) -> str:
+    headway = metadata.get("headway")
     if isinstance(headway, Mapping) and isinstance(headway.get("device"), str):
         return str(headway["device"])
     if is_cpu:
         return "CPU"
-    told = beside.get("deviceProperties")
-    found = {str(one["name"]) for one in told or () if isinstance(one, Mapping) and one.get("name")}
-    return ", ".join(sorted(found)) or "unknown device"
+    properties = metadata.get("deviceProperties")
+    names = {str(device["name"]) for device in properties or () if isinstance(device, Mapping) and device.get("name")}
+    return ", ".join(sorted(names)) or "unknown device"
 
 
-def _capability(beside: Mapping[str, Any]) -> tuple[int, int] | None:
-    for one in beside.get("deviceProperties") or ():
-        if isinstance(one, Mapping) and "NVIDIA" in str(one.get("name")):
-            major, minor = one.get("computeMajor"), one.get("computeMinor")
+def _capability(metadata: Mapping[str, Any]) -> tuple[int, int] | None:
+    for device in metadata.get("deviceProperties") or ():
+        if isinstance(device, Mapping) and "NVIDIA" in str(device.get("name")):
+            major, minor = device.get("computeMajor"), device.get("computeMinor")
             if isinstance(major, int) and isinstance(minor, int):
                 return major, minor
     return None

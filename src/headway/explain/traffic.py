@@ -8,7 +8,7 @@ from headway.explain.measure import MeasuredStep, MeasuredTrace
 
 @dataclass(frozen=True, slots=True)
 class OperandTraffic:
-    """What the operators of the memory-bound kernels of a step read and wrote, each operand once.
+    """Bytes that the operators of a step's memory-bound kernels read and wrote, each operand once.
 
     Attributes:
         num_bytes: of the operators whose operands are known [byte].
@@ -28,7 +28,7 @@ class OperandTraffic:
         return None if self.bytes_per_s is None else round(self.num_bytes / self.bytes_per_s * 1e9)
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Give the JSON-ready record."""
         return {
             "bytes": self.num_bytes,
             "at_bandwidth_ns": self.at_bandwidth_ns,

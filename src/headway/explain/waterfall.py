@@ -15,13 +15,13 @@ from headway.explain.budget import head_lines
 from headway.explain.collectives import Collectives, waiting_in
 from headway.explain.findings.finding import Finding
 from headway.explain.findings.rules import find
-from headway.explain.given import GivenWork, check_rates, note_on_products
 from headway.explain.measure import ASIDE, MATMUL, MeasuredStep, MeasuredTrace
 from headway.explain.owners import Owners
 from headway.explain.ranks import RankStep, WaitedFor, waited_for
 from headway.explain.rates import DeviceRates
-from headway.explain.told import ToldTrace, tell
+from headway.explain.stated_work import StatedWork, check_rates, note_on_products
 from headway.explain.trace import Trace
+from headway.explain.trace_facts import TraceFacts, gather_facts
 from headway.explain.traffic import OperandTraffic, operand_traffic
 from headway.plan.lines import NAMES, SLOW
 
@@ -94,7 +94,7 @@ class StepWaterfall:
     traffic: OperandTraffic | None = None
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Give the JSON-ready record."""
         lines = [
             {"name": line.name, "ns": line.ns, "share": line.share, "key": line.key, "mfu_from": line.mfu_from,
              "mfu_to": line.mfu_to, "parts": line.parts}
@@ -134,7 +134,7 @@ class JobExplanation:
             "steps": [step.as_record() for step in self.steps],
             "findings": [finding.as_record() for finding in self.findings],
             "notes": list(self.notes),
-            "waited_for": [one.as_record() for one in self.waited_for],
+            "waited_for": [wait.as_record() for wait in self.waited_for],
         }
 
 
@@ -143,8 +143,8 @@ def explain(
     *,
     step: int | None = None,
     rank: int | None = None,
-    whole: bool = False,
-    given: GivenWork | None = None,
+    as_one_step: bool = False,
+    work: StatedWork | None = None,
     device: str | None = None,
 ) -> JobExplanation:
     """Explain the steps of one job.
@@ -153,8 +153,8 @@ def explain(
         traces: one of each rank, at least one.
         step: only this one; it may be the first or the last of a trace.
         rank: only this one; the others still tell how long collectives take.
-        whole: take each trace as one step.
-        given: model and workload of each step of each rank, in place of what the traces say.
+        as_one_step: take each trace as one step.
+        work: model and workload of each step of each rank, in place of what the traces say.
         device: name or dense peak [FLOP/s] of the device, in place of what the traces say.
 
     Raises:
@@ -164,6 +164,7 @@ def explain(
 
     The first and the last step of a device's trace are left out where there are others.
     """
+    # One trace of each rank: two of one rank are of different runs.
     by_rank: dict[int, Trace] = {}
     for trace in traces:
         other = by_rank.setdefault(trace.rank, trace)
@@ -173,76 +174,87 @@ def explain(
             )
     if rank is not None and rank not in by_rank:
         raise ConfigError(f"--rank {rank}: the traces are of ranks {', '.join(map(str, sorted(by_rank)))}.")
+    # All ranks are measured, also where one alone is shown: the others tell how long collectives take.
     shown = [number for number in sorted(by_rank) if rank is None or rank == number]
-    told = {number: tell(by_rank[number], given, device, whole=whole) for number in sorted(by_rank)}
+    facts_of = {
+        number: gather_facts(by_rank[number], work, device, as_one_step=as_one_step) for number in sorted(by_rank)
+    }
     waterfalls = []
     ranks_of_note: dict[str, list[int]] = {}
     for number in shown:
-        one = told[number]
-        chosen, about_edges = _chosen(one.measured, step)
+        facts = facts_of[number]
+        chosen, about_edges = _chosen(facts.measured, step)
         about_products = None
-        if given is not None:
-            check_rates(one.measured, chosen, given, one.rates)
-            about_products = note_on_products(one.measured, chosen, given)
-        for note in filter(None, (*one.notes, about_products, *about_edges)):
+        # A model that the user states must fit what ran.
+        if work is not None:
+            check_rates(facts.measured, chosen, work, facts.rates)
+            about_products = note_on_products(facts.measured, chosen, work)
+        # A note that holds for all ranks is printed once, without their numbers.
+        for note in filter(None, (*facts.notes, about_products, *about_edges)):
             ranks_of_note.setdefault(note, []).append(number)
-        others = [other.collectives for other_rank, other in told.items() if other_rank != number]
-        waterfalls += [_waterfall(one, which, others) for which in chosen]
+        others = [other.collectives for other_rank, other in facts_of.items() if other_rank != number]
+        waterfalls += [_waterfall(facts, which, others) for which in chosen]
+    # Steps in their order, the ranks of a step beside each other.
     waterfalls.sort(key=lambda waterfall: (waterfall.step, waterfall.rank))
     notes = [
         note if said_by == shown else f"rank {', '.join(map(str, said_by))}: {note}"
         for note, said_by in ranks_of_note.items()
     ]
+    # What the missing traces would have told cannot be made up for.
     num_ranks = max(trace.world_size or 1 for trace in traces)
     if num_ranks > len(by_rank):
         notes.append(
             f"traces of {len(by_rank)} of the job's {num_ranks} processes: how long collectives waited for the others "
             "is not known, and another one may have been the slowest."
         )
-    found = [_waited_for(number, told) for number in dict.fromkeys(waterfall.step for waterfall in waterfalls)]
-    waits = tuple(filter(None, found))
+    slowest = [_waited_for(number, facts_of) for number in dict.fromkeys(waterfall.step for waterfall in waterfalls)]
+    waits = tuple(filter(None, slowest))
     return JobExplanation(tuple(waterfalls), tuple(notes), find(waterfalls, waits=waits), waits)
 
 
-def _waited_for(step: int, told: Mapping[int, ToldTrace]) -> WaitedFor | None:
-    """Of all ranks that have a step: the one that the others waited for."""
-    found = {
-        rank: (one, which) for rank, one in told.items() for which in one.measured.steps if which.window.step == step
+def _waited_for(step: int, facts_of: Mapping[int, TraceFacts]) -> WaitedFor | None:
+    """Find the rank that the others waited for, of all that have a step."""
+    steps_of = {
+        rank: (facts, which)
+        for rank, facts in facts_of.items()
+        for which in facts.measured.steps
+        if which.window.step == step
     }
-    if len(found) < 2:
+    if len(steps_of) < 2:
         return None
     ranks = []
-    for rank, (one, which) in found.items():
-        others = {other: there.collectives for other, (there, _) in found.items() if other != rank}
-        waits = waiting_in(one.collectives, which, list(others.values())) or [0] * len(others)
-        flops = one.budget.useful_flops(step) if one.budget is not None else None
-        ranks.append(RankStep(rank, _spent(one.measured, which)[0], flops, dict(zip(others, waits, strict=True))))
+    for rank, (facts, which) in steps_of.items():
+        others = {other: there.collectives for other, (there, _) in steps_of.items() if other != rank}
+        waits = waiting_in(facts.collectives, which, list(others.values())) or [0] * len(others)
+        flops = facts.budget.useful_flops(step) if facts.budget is not None else None
+        ranks.append(RankStep(rank, _spent(facts.measured, which)[0], flops, dict(zip(others, waits, strict=True))))
     return waited_for(step, ranks)
 
 
 def _chosen(measured: MeasuredTrace, step: int | None) -> tuple[list[MeasuredStep], list[str]]:
-    """The steps to show, and what to say of the edges."""
+    """Choose the steps to show, and make notes on the first and the last of the trace."""
     if step is not None:
-        found = [one for one in measured.steps if one.window.step == step]
-        if not found:
-            there = ", ".join(str(one.window.step) for one in measured.steps)
+        chosen = [shown for shown in measured.steps if shown.window.step == step]
+        if not chosen:
+            there = ", ".join(str(shown.window.step) for shown in measured.steps)
             raise ConfigError(f"--step {step}: {measured.trace.path} has the steps {there}.")
     else:
-        found = [one for one in measured.steps if not one.window.is_edge]
-        if found:
-            left_out = [str(one.window.step) for one in measured.steps if one.window.is_edge]
-            said = " and ".join(left_out)
-            told = f"steps {said}, the first and the last of the trace, are left out; --step N shows them."
-            return found, [told] if left_out else []
-        found = list(measured.steps)
-    edges = [str(one.window.step) for one in found if one.window.is_edge]
-    told = f"step {' and '.join(edges)}: first or last of the trace, so where the window begins or ends is less sure."
-    return found, [told] if edges else []
+        chosen = [shown for shown in measured.steps if not shown.window.is_edge]
+        if chosen:
+            left_out = [str(shown.window.step) for shown in measured.steps if shown.window.is_edge]
+            numbers = " and ".join(left_out)
+            note = f"steps {numbers}, the first and the last of the trace, are left out; --step N shows them."
+            return chosen, [note] if left_out else []
+        chosen = list(measured.steps)
+    edges = [str(shown.window.step) for shown in chosen if shown.window.is_edge]
+    note = f"step {' and '.join(edges)}: first or last of the trace, so where the window begins or ends is less sure."
+    return chosen, [note] if edges else []
 
 
-def _waterfall(told: ToldTrace, step: MeasuredStep, others: Sequence[Collectives]) -> StepWaterfall:
-    measured, budget = told.measured, told.budget
+def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectives]) -> StepWaterfall:
+    measured, budget = facts.measured, facts.budget
     duration_ns, number = step.window.ns, step.window.step
+    # Matmul-class time first: one line without needs; else what was needed, then what each component took beyond it.
     needs = budget.needs(number) if budget else None
     amounts: list[tuple[str, str, int, dict[str, int]]] = []  # key, name, ns, parts
     names = {**NAMES, **_NAMES_ON_CPU} if measured.trace.is_cpu_only else NAMES
@@ -256,9 +268,10 @@ def _waterfall(told: ToldTrace, step: MeasuredStep, others: Sequence[Collectives
         needed: Counter[str] = Counter()
         for component, need in needs.items():
             needed[owners.of_component(component)] += need.total
-        for owner in [*needed, *(one for one in took if one not in needed)]:
+        for owner in [*needed, *(other for other in took if other not in needed)]:
             amounts.append((f"{SLOW}.{owner}", f"{SLOW}: {owner}", took[owner] - needed[owner], {}))
-    waits = waiting_in(told.collectives, step, others)
+    # Of exposed communication, the shortest time of a collective on any rank is transfer, the rest waiting.
+    waits = waiting_in(facts.collectives, step, others)
     for key in ("memory", "optimizer"):
         amounts.append((key, names[key], spent[key], parts[key]))
     if waits is None:
@@ -266,8 +279,10 @@ def _waterfall(told: ToldTrace, step: MeasuredStep, others: Sequence[Collectives
     else:
         for key, ns in (("transfer", spent["communication"] - sum(waits)), ("waiting", sum(waits))):
             amounts.append((f"communication.{key}", names[f"communication.{key}"], ns, {}))
+    # Losses that the trace tells by itself; all lines together are the step's window, exactly.
     for key in ("copies", "idle.data", "idle.launch", "idle.sync", "idle.other", "aside", "unexplained"):
         amounts.append((key, names[key], spent[key], parts[key]))
+    # MFU is the needed work's time at the peak, of the duration; each line says how far it would rise without it.
     useful_flops = budget.useful_flops(number) if budget and needs is not None else None
     peak = budget.peak_flops_per_s if budget else None
     at_peak_ns = useful_flops / peak * 1e9 if useful_flops is not None and peak else None
@@ -285,8 +300,8 @@ def _waterfall(told: ToldTrace, step: MeasuredStep, others: Sequence[Collectives
         is_edge=step.window.is_edge,
         device_name=measured.trace.device_name,
         measured=(measured, step),
-        rates=told.rates,
-        traffic=operand_traffic(measured, step, told.rates.bytes_per_s),
+        rates=facts.rates,
+        traffic=operand_traffic(measured, step, facts.rates.bytes_per_s),
     )
 
 

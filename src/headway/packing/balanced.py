@@ -60,8 +60,8 @@ def assign_lpt(tokens: Ints, costs: Floats, num_packs: int, budget_tokens: int, 
     by_extra = np.argsort(-extra, kind="stable")
     reached = np.cumsum(extra[by_extra])
     num_first = int(np.searchsorted(reached, _CERTAIN * reached[-1])) + 1 if reached[-1] > 0 else 0
-    first, rest = by_extra[:num_first], by_extra[num_first:]
-    rest = rest[largest_first(tokens[rest])]
+    first, others = by_extra[:num_first], by_extra[num_first:]
+    others = others[largest_first(tokens[others])]
 
     # First pass: LPT over the extra, so that no pack gets much more attention and vision than another.
     pack_of = np.empty(len(tokens), dtype=np.int64)
@@ -72,7 +72,7 @@ def assign_lpt(tokens: Ints, costs: Floats, num_packs: int, budget_tokens: int, 
     # Second pass: LPT over tokens. A pack's load is how far it is from the length at which its cost is everyone's.
     pack_tokens = sums_of(pack_of[first], tokens[first], num_packs)
     targets = _target_lengths(pack_tokens, pack_extra, float(tokens.sum()), per_token, np.floor(budget_tokens * _FULL))
-    pack_of[rest] = fill_least_loaded(tokens[rest].astype(np.float64), pack_tokens - targets, free)
+    pack_of[others] = fill_least_loaded(tokens[others].astype(np.float64), pack_tokens - targets, free)
     return pack_of
 
 
@@ -161,7 +161,7 @@ def _one_by_one(weights: Floats, loads: Floats, free: Ints | None) -> list[int]:
 
 
 def overflow(pack_of: Ints, needs: Ints, caps: Ints, num_packs: int) -> Ints:
-    """How far each pack exceeds each budget, shape (R, K); negative where it has room."""
+    """Compute how far each pack exceeds each budget, shape (R, K); negative where it has room."""
     return np.stack([np.bincount(pack_of, need, num_packs) for need in needs]).astype(np.int64) - caps[:, None]
 
 

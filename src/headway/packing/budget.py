@@ -69,7 +69,7 @@ class Budget:
             )
 
     def holds(self, size: Size) -> bool:
-        """Whether one sample of this size fits an empty pack."""
+        """Tell whether one sample of this size fits an empty pack."""
         return size.tokens <= self.tokens and (self.patches is None or size.patches <= self.patches)
 
 
@@ -135,7 +135,7 @@ def grid_costs(
     _, first, which = np.unique(keys, return_index=True, return_inverse=True)
     text = cost_model.count(Workload([1])).total
     media: list[dict[str, Any]] = [{kind: [grid]} for grid in grids[first].tolist()]
-    flops = [cost_model.count(Workload([1], **one)).total - text for one in media]
+    flops = [cost_model.count(Workload([1], **medium)).total - text for medium in media]
     return np.array(flops, dtype=np.float64)[which.reshape(-1)]
 
 
@@ -155,9 +155,9 @@ def patch_costs(cost_model: CostModel, patches: NDArray[Any]) -> Floats:
     side = math.isqrt(cost_model.merge_group)
     distinct, which = np.unique(patches, return_inverse=True)
     flops = np.zeros(len(distinct))
-    seen = np.flatnonzero(distinct)
-    grids = np.array([square_grid(int(number), side) for number in distinct[seen]], dtype=np.int64).reshape(-1, 3)
-    flops[seen] = grid_costs(cost_model, grids) * distinct[seen] / grids.prod(axis=1)
+    nonzero = np.flatnonzero(distinct)
+    grids = np.array([square_grid(int(number), side) for number in distinct[nonzero]], dtype=np.int64).reshape(-1, 3)
+    flops[nonzero] = grid_costs(cost_model, grids) * distinct[nonzero] / grids.prod(axis=1)
     return flops[which.reshape(-1)]
 
 

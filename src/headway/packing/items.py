@@ -81,7 +81,7 @@ class Origins(NamedTuple):
 
 @dataclass(slots=True)
 class OverlongCounts:
-    """How many of a source's rows were used, dropped, truncated or split.
+    """Numbers of a source's rows that were used, dropped, truncated or split.
 
     Attributes:
         read: rows looked at.
@@ -237,7 +237,7 @@ class Items:
         return sizes
 
     def fingerprint(self) -> str:
-        """Changes when any item does."""
+        """Digest that changes when any item does."""
         digest = hashlib.blake2b(repr(self.names).encode(), digest_size=16)
         for column in (self.tokens, self.patches, self.costs, self.offsets, self.rows, self.cut, self.starts):
             if column is not None:
@@ -248,7 +248,7 @@ class Items:
 
 
 class Sizes(NamedTuple):
-    """What items take, one entry each.
+    """Sizes of items, one entry each.
 
     Attributes:
         tokens: length [tokens].
@@ -288,12 +288,12 @@ class _Varying:
         own = items[at] - self._first
         rows = own if self._rows is None else self._rows[own]
         parts = self._parts.take(rows)
-        kept = self.dropout.kept(parts, epochs[at], self._source)
-        sizes.tokens[at], sizes.patches[at] = parts.sizes(kept)
+        is_left = self.dropout.kept(parts, epochs[at], self._source)
+        sizes.tokens[at], sizes.patches[at] = parts.sizes(is_left)
         if self._costs is None:
             sizes.costs[at] = sizes.tokens[at]
         else:
-            sizes.costs[at] = self._costs.take(self._parts.places(rows)).of_samples(parts, kept)
+            sizes.costs[at] = self._costs.take(self._parts.places(rows)).of_samples(parts, is_left)
 
 
 class _Part(NamedTuple):
@@ -309,6 +309,7 @@ class _Part(NamedTuple):
 def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, cost_model: CostModel | None) -> _Part:
     tokens, patches, ok = np.asarray(lengths.tokens), np.asarray(lengths.patches), np.asarray(lengths.ok)
     costs = tokens.astype(np.float64) if cost_model is None else np.asarray(lengths.costs(cost_model))
+    # A row exceeds a pack by its tokens or by its patches.
     too_wide = ok & (patches > budget.patches) if budget.patches is not None else np.zeros(len(tokens), dtype=bool)
     too_long = ok & (tokens > budget.tokens)
     over = too_long | too_wide
@@ -317,6 +318,7 @@ def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, c
         raise DataError(
             over_budget(f"Row {row} (counted from 0) of {name}", Size(int(tokens[row]), int(patches[row])), budget)
         )
+    # A beginning must hold all media and some target; pieces are of text alone. Patches cannot be cut.
     cut = over & False
     if overlong == "truncate":
         cut = too_long & ~too_wide & (lengths.media_end <= budget.tokens) & (lengths.first_target < budget.tokens)
@@ -327,8 +329,9 @@ def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, c
         pieces = split(tokens[rows], _targets_of(lengths.targets, cut), budget.tokens)
         rows, starts = rows[pieces.row], pieces.start
         cut = np.bincount(rows, minlength=len(tokens)) > 0
+    # Rows that fit become items as they are, cut ones by their pieces; all others are left out.
     keep = (ok & ~over) | cut
-    whole = np.flatnonzero(keep & ~cut)
+    uncut = np.flatnonzero(keep & ~cut)
     counts = OverlongCounts(
         read=len(tokens),
         bad=int((~ok & ~np.asarray(lengths.empty)).sum()),
@@ -337,23 +340,27 @@ def _items_of(name: str, lengths: Lengths, budget: Budget, overlong: Overlong, c
         dropped=int((over & ~cut).sum()),
         truncated=int(cut.sum()) if overlong == "truncate" else 0,
         split=int(cut.sum()) if overlong == "split" else 0,
-        items=len(whole) + len(rows),
+        items=len(uncut) + len(rows),
     )
     none = np.zeros(0, dtype=np.int64)
+    # Where nothing is cut or left out, item i is row i, and the columns that say so are not needed.
     if keep.all() and not cut.any():
         part = _Part(tokens, patches, costs, None, none, none, counts)
     else:
-        rows, starts = np.concatenate([whole, rows]), np.concatenate([np.zeros(len(whole), np.int64), starts])
+        # Items stand in the order of their rows, cut ones among the others.
+        rows, starts = np.concatenate([uncut, rows]), np.concatenate([np.zeros(len(uncut), np.int64), starts])
         order = np.argsort(rows, kind="stable")
         rows, starts = rows[order], starts[order]
         is_cut = cut[rows]
         length = np.minimum(tokens[rows] - starts, budget.tokens)
         cost = costs[rows]
         at = np.flatnonzero(is_cut)
+        # A cut item costs what its row does, with its own text in place of the whole row's.
         if len(at):
             cost[at] += _text_costs(lengths, rows[at], starts[at], length[at], cost_model)
             cost[at] -= _text_costs(lengths, rows[at], 0 * at, tokens[rows[at]], cost_model)
         part = _Part(length, patches[rows], cost, rows, at, starts[at], counts)
+    # Tokens of usable rows that no item holds were left out.
     counts.tokens = int(part.tokens.sum(dtype=np.int64))
     counts.tokens_dropped = int(tokens[ok].sum(dtype=np.int64)) - counts.tokens
     return part

@@ -222,8 +222,8 @@ class Mix:
         """Draw samples, with pictures about square and videos of frames of one size, rounded up to whole rows."""
         tokens, media, number = self.draw(np.random.default_rng(seed), num_samples)
         rows = np.repeat(np.arange(num_samples), number)
-        each = media[rows] * PATCHES_PER_TOKEN // number[rows]
-        grids = np.array([self._grid(int(patches)) for patches in each], dtype=np.int64).reshape(-1, 3)
+        medium_patches = media[rows] * PATCHES_PER_TOKEN // number[rows]
+        grids = np.array([self._grid(int(patches)) for patches in medium_patches], dtype=np.int64).reshape(-1, 3)
         patches = np.bincount(rows, grids.prod(axis=1), num_samples).astype(np.int64)
         return LengthTable(tokens, patches, grids, rows)
 

@@ -120,9 +120,9 @@ def report_on(
     """
     length = order.length or 0
     steps = [_StepNumbers.of(step, items) for step in planned]
-    whole = steps[:-1] or steps
-    tokens_SP = np.array([step.pack_tokens for step in whole])
-    per_rank = rank_costs(np.array([step.costs for step in planned[: len(whole)]]), ranks)
+    full_steps = steps[:-1] or steps
+    tokens_SP = np.array([step.pack_tokens for step in full_steps])
+    per_rank = rank_costs(np.array([step.costs for step in planned[: len(full_steps)]]), ranks)
     heaviest, mean = per_rank.max(axis=1), per_rank.mean(axis=1)
     report = PlanReport(
         strategy=strategy,
@@ -132,7 +132,7 @@ def report_on(
         steps=len(steps),
         fill=float(tokens_SP.mean()) / budget.tokens,
         balance=float((mean / heaviest).mean()),
-        mixing=_mixing(np.array([step.mean_segment for step in whole]), order, items.tokens),
+        mixing=_mixing(np.array([step.mean_segment for step in full_steps]), order, items.tokens),
         us_per_sample=1e6 * cpu_s / length,
         step_flops=float(per_rank.sum(axis=1).mean()),
         straggler_loss=1 - float(mean.sum() / heaviest.sum()),

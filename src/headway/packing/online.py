@@ -88,9 +88,9 @@ class OnlinePacker(Generic[T]):
 
     def _hand_out(self, last: bool) -> list[list[T]]:
         tokens, patches, costs = (np.array(column) for column in zip(*self._sizes, strict=True))
-        whole = whole_costs(costs, cost_shift(float(costs.max())))
+        integer_costs = whole_costs(costs, cost_shift(float(costs.max())))
         key = key_of(self.seed, len(self._waiting), int(tokens[0]), int(tokens[-1]))
-        window = Candidates(tokens, patches, whole, self.budget, 1 if last else self.packs_per_step, 1, key)
+        window = Candidates(tokens, patches, integer_costs, self.budget, 1 if last else self.packs_per_step, 1, key)
         pack_of, num_packs = pack_window(window, self.strategy, last)
         packs: list[list[T]] = [[] for _ in range(num_packs)]
         for sample, pack in zip(self._waiting, pack_of.tolist(), strict=True):

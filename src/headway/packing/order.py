@@ -147,11 +147,11 @@ class Order:
         return None if self._ends[-1] == _LAST_PLACE else self._ends[-1]
 
     def epochs_at(self, place: int) -> float | None:
-        """How often the data have played before a place; None where stages follow one another."""
+        """Compute how often the data have played before a place; None where stages follow one another."""
         return None if self._epoch is None else float(place / self._epoch)
 
     def stage_end(self, place: int) -> int:
-        """Where the stage that holds a place ends; beyond all places where it never does, or nothing is left."""
+        """Find where the stage that holds a place ends; beyond all places where it never does, or nothing is left."""
         return next((end for end in self._ends if place < end), _LAST_PLACE)
 
     def draw(self, start: int, count: int) -> NDArray[np.int64]:
@@ -175,19 +175,19 @@ class Order:
         items = np.empty(stop - start, dtype=np.int64)
         at = np.arange(len(items))  # where in `items` the places are that no source has taken yet
         places = np.arange(start, stop + 1)  # their numbers among the free places of the stage, and one past the last
-        rest = sum(part.share for part in self._stages[stage])
+        remaining_share = sum(part.share for part in self._stages[stage])
         if stop * max(part.share for part in self._stages[stage]) >= _LAST_PLACE:
             raise ConfigError(
                 f"Place {stop} of the data is more than an order can number. Use more stages, or weights."
             )
         for part in self._stages[stage]:
-            before = places * part.share // rest  # draws of this source before each place; grows by 0 or 1
-            taken = before[1:] > before[:-1]
-            items[at[taken]] = self._items_of_draws(part, stage, before[:-1][taken])
-            at = at[~taken]
+            before = places * part.share // remaining_share  # draws of this source before each place; grows by 0 or 1
+            is_taken = before[1:] > before[:-1]
+            items[at[is_taken]] = self._items_of_draws(part, stage, before[:-1][is_taken])
+            at = at[~is_taken]
             left = places - before
-            places = np.append(left[:-1][~taken], left[-1])
-            rest -= part.share
+            places = np.append(left[:-1][~is_taken], left[-1])
+            remaining_share -= part.share
         return items
 
     def _items_of_draws(self, part: _Part, stage: int, draws: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -201,14 +201,14 @@ class Order:
                 keys = key_of(self.seed, part.source, stage, int(epochs[0]))
             else:
                 different, which = np.unique(epochs, return_inverse=True)
-                each = [key_of(self.seed, part.source, stage, epoch) for epoch in different.tolist()]
-                keys = np.array(each, dtype=np.uint64)[which]
+                epoch_keys = [key_of(self.seed, part.source, stage, epoch) for epoch in different.tolist()]
+                keys = np.array(epoch_keys, dtype=np.uint64)[which]
             # Shuffle within the items used; of a limited source these are chosen once, by a key without the epoch.
             places = permute(places, part.used, keys)
             if part.used < part.size:
                 places = permute(places, part.size, key_of(self.seed, part.source, _SUBSET))
-        found: NDArray[np.int64] = part.first + places + epochs * self._lap
-        return found
+        items: NDArray[np.int64] = part.first + places + epochs * self._lap
+        return items
 
 
 def _parts(
@@ -218,13 +218,14 @@ def _parts(
     where = f"Stage {number} of the data"
     if not stage.sources:
         raise ConfigError(f"{where} names no source. Name at least one of {', '.join(sizes)}.")
+    # All sources of a stage say how often they play in the way of the first: by epochs, by weights, or by their sizes.
     first = stage.sources[0]
     by_epochs, by_size = first.epochs is not None, first.epochs is None and first.weight is None
     used = []
     for source in stage.sources:
         if not sizes.get(source.name):
-            known = ", ".join(name for name, size in sizes.items() if size)
-            raise ConfigError(f"{where} names {source.name!r}, which holds no samples. Sources with samples: {known}.")
+            names = ", ".join(name for name, size in sizes.items() if size)
+            raise ConfigError(f"{where} names {source.name!r}, which holds no samples. Sources with samples: {names}.")
         if ((source.epochs is not None) is not by_epochs) or ((source.weight is None) is not (by_size or by_epochs)):
             raise ConfigError(
                 f"{where} gives {source.name!r} weight {source.weight} and epochs {source.epochs}. Give weights to all "
@@ -239,25 +240,32 @@ def _parts(
                 "and epochs are above 0, a limit is at least 1 sample."
             )
         used.append(min(sizes[source.name], source.limit or sizes[source.name]))
+    # Epochs already say how many samples a stage draws.
     if by_epochs and stage.samples is not None:
         raise ConfigError(f"{where} has epochs and {stage.samples} samples; the epochs say how long it is already.")
     if stage.samples is not None and stage.samples < 1:
         raise ConfigError(f"{where} has {stage.samples} samples; give at least 1, or none for endlessly.")
+    # Shares are whole numbers, so that places are dealt out exactly: draws where sources have epochs, else a ratio.
     if by_epochs:
-        shares = [round(Fraction(source.epochs or 0) * one) for source, one in zip(stage.sources, used, strict=True)]
+        shares = [
+            round(Fraction(source.epochs or 0) * num_used) for source, num_used in zip(stage.sources, used, strict=True)
+        ]
     elif by_size:
-        shares = [one // math.gcd(*used) for one in used]
+        shares = [num_used // math.gcd(*used) for num_used in used]
     else:
         shares = _whole_shares([source.weight for source in stage.sources])
+    # Draws of one time through the stage, and of the whole stage; None where it never ends.
     epoch = Fraction(sum(shares)) if by_epochs else _epoch_of(stage, used, shares, where)
     length = sum(shares) if by_epochs else stage.samples
     if stage.epochs is not None:
         length = max(1, round(Fraction(stage.epochs) * epoch))
+    # A place times a share must stay below 2**63.
     if (length or 0) * max(shares) >= _LAST_PLACE:
         raise ConfigError(f"{where} draws {length} samples, more than an order can number. Use more stages.")
+    # A source whose share is rounded to nothing has no draws.
     parts = [
-        _Part(numbers[source.name], firsts[source.name], sizes[source.name], one, share)
-        for source, one, share in zip(stage.sources, used, shares, strict=True)
+        _Part(numbers[source.name], firsts[source.name], sizes[source.name], num_used, share)
+        for source, num_used, share in zip(stage.sources, used, shares, strict=True)
         if share
     ]
     return parts, length, epoch
@@ -270,8 +278,8 @@ def _epoch_of(stage: Stage, used: Sequence[int], shares: Sequence[int], where: s
     if stage.epoch_of == "total":
         return Fraction(sum(used))
     lasts = {
-        source.name: Fraction(one * sum(shares), share)
-        for source, one, share in zip(stage.sources, used, shares, strict=True)
+        source.name: Fraction(num_used * sum(shares), share)
+        for source, num_used, share in zip(stage.sources, used, shares, strict=True)
     }
     if stage.epoch_of == "longest":
         return max(lasts.values())

@@ -49,7 +49,7 @@ class PartTable(NamedTuple):
         return PartTable(offsets, self.values[self.places(samples)], self.keys[samples])
 
     def places(self, samples: Numbers) -> Numbers:
-        """Where the parts of some samples are among all."""
+        """Find the places of some samples' parts among all parts."""
         starts, counts = self.offsets[:-1][samples], np.diff(self.offsets)[samples]
         places: Numbers = np.arange(counts.sum()) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
         return places
@@ -66,24 +66,24 @@ class PartTable(NamedTuple):
         last = np.full(len(self.keys), -1)
         drawn = kind == _DRAW
         np.maximum.at(last, self.sample[drawn], place[drawn])
-        found: Numbers = (place < last[self.sample]) & ~drawn & (self.values[:, 2] == 0)
-        return found
+        is_condition: Numbers = (place < last[self.sample]) & ~drawn & (self.values[:, 2] == 0)
+        return is_condition
 
-    def sizes(self, kept: Numbers | None = None) -> tuple[Numbers, Numbers]:
-        """Count the tokens and the vision patches of each sample's parts, of those kept alone: shape (N,) each."""
+    def sizes(self, is_left: Numbers | None = None) -> tuple[Numbers, Numbers]:
+        """Count the tokens and the vision patches of each sample's parts that are left, shape (N,) each."""
         kind, tokens, _, rows, columns = self.values.T.astype(np.int64)
-        left = np.ones(len(kind), dtype=bool) if kept is None else kept
+        left = np.ones(len(kind), dtype=bool) if is_left is None else is_left
         per = [left * tokens, left * (kind == _READ) * rows * columns]
-        summed = [np.bincount(self.sample, one, minlength=len(self.keys)) for one in per]
+        summed = [np.bincount(self.sample, values, minlength=len(self.keys)) for values in per]
         return summed[0].astype(np.int64), summed[1].astype(np.int64)
 
 
 def workload_of(parts: Iterable[Sequence[int]]) -> Workload:
-    """What training on one sample computes, from the numbers of its parts."""
+    """Make the workload of training on one sample from the numbers of its parts."""
     listed = list(parts)
 
     def grids(kind: int) -> list[tuple[int, int, int]]:
-        return [(1, rows, columns) for one, _, _, rows, columns in listed if one == kind]
+        return [(1, rows, columns) for part_kind, _, _, rows, columns in listed if part_kind == kind]
 
     return Workload(
         splits=[[(_MODES[kind], tokens) for kind, tokens, *_ in listed]],
@@ -96,7 +96,7 @@ def workload_of(parts: Iterable[Sequence[int]]) -> Workload:
 
 @dataclass(frozen=True)
 class Dropout:
-    """How often conditions are left out, a fraction of each kind.
+    """Fractions of conditions that are left out at random, of each kind.
 
     Attributes:
         text: of texts.
@@ -119,15 +119,15 @@ class Dropout:
             source: name of the source that all of them are from.
         """
         number = np.arange(len(parts.values)) - parts.offsets[:-1][parts.sample]
-        named = int.from_bytes(blake2b(source.encode(), digest_size=8).digest(), "big")
-        key = np.uint64(key_of(self.seed, named))
+        source_key = int.from_bytes(blake2b(source.encode(), digest_size=8).digest(), "big")
+        key = np.uint64(key_of(self.seed, source_key))
         hashed_N = mixed(parts.keys.astype(np.uint64) ^ key)
         hashed_N = mixed(hashed_N ^ mixed(epochs.astype(np.uint64) + key))
         hashed_M = mixed(hashed_N[parts.sample] ^ mixed(number.astype(np.uint64) + key))
         share = (hashed_M >> np.uint64(11)).astype(np.float64) / 2.0**53
         limits = np.array([self.text, self.read, self.reference, 0.0])[parts.values[:, 0]]
-        kept: Numbers = ~(parts.conditions() & (share < limits))
-        return kept
+        is_left: Numbers = ~(parts.conditions() & (share < limits))
+        return is_left
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,9 +149,11 @@ class PartCosts:
         def flops(*parts: Sequence[int]) -> int:
             return cost_model.count(workload_of(parts)).total
 
-        one, two, learnt = ((_TEXT, tokens, supervised, 0, 0) for tokens, supervised in ((1, 0), (2, 0), (2, 1)))
-        pair = flops(one, one) - 2 * flops(one)  # the second sees the first
-        token, target = flops(one) - pair, flops(learnt) - flops(two)
+        one_token, two_tokens, with_target = (
+            (_TEXT, tokens, supervised, 0, 0) for tokens, supervised in ((1, 0), (2, 0), (2, 1))
+        )
+        pair = flops(one_token, one_token) - 2 * flops(one_token)  # the second sees the first
+        token, target = flops(one_token) - pair, flops(with_target) - flops(two_tokens)
         _, tokens, supervised, _, _ = values.T.astype(np.float64)
         own = token * tokens + target * supervised + pair * tokens * (tokens + 1) / 2
         is_image = values[:, 0] != _TEXT
@@ -164,12 +166,12 @@ class PartCosts:
         """The costs of some of the parts."""
         return PartCosts(self.own[places], self.pair)
 
-    def of_samples(self, parts: PartTable, kept: Numbers | None = None) -> Numbers:
+    def of_samples(self, parts: PartTable, is_left: Numbers | None = None) -> Numbers:
         """FLOPs of what is left of each sample, shape (N,); parts are those that were counted."""
-        left = np.ones(len(self.own)) if kept is None else kept.astype(np.float64)
+        left = np.ones(len(self.own)) if is_left is None else is_left.astype(np.float64)
         tokens = left * parts.values[:, 1]
         visible = np.where(parts.values[:, 0] == _DRAW, 0.0, tokens)  # nobody sees what is noised
-        passed = np.concatenate([[0.0], np.cumsum(visible)])
-        before = passed[:-1] - passed[parts.offsets[:-1]][parts.sample]
+        num_visible = np.concatenate([[0.0], np.cumsum(visible)])
+        before = num_visible[:-1] - num_visible[parts.offsets[:-1]][parts.sample]
         flops = left * self.own + self.pair * tokens * before
         return np.bincount(parts.sample, flops, minlength=len(parts.keys))

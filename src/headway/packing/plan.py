@@ -48,7 +48,7 @@ class PlannedStep:
 
 
 class _Start(NamedTuple):
-    """Where a window starts, what is carried into it, how its steps are cut, and where the order ended at that time."""
+    """Start of a window: its place, what is carried into it, how its steps are cut, and where the order ended then."""
 
     position: int
     carried: tuple[int, ...]
@@ -57,7 +57,7 @@ class _Start(NamedTuple):
     end: int | None
 
 
-class _Packed(NamedTuple):
+class _PackedWindow(NamedTuple):
     """The packs of a window in the order in which they are trained on, and where the next window starts."""
 
     items: Ints
@@ -161,7 +161,7 @@ class Plan:
         Raises:
             CheckpointError: the state is none of a plan.
         """
-        start, done = self._read(state if state is not None else self.initial_state())
+        start, done = self._start_of_state(state if state is not None else self.initial_state())
         while True:
             packed = self._pack(start)
             while done < packed.num_packs:
@@ -188,7 +188,7 @@ class Plan:
         """
         return sum(1 for _ in itertools.islice(self.steps(state), most))
 
-    def _step(self, packed: _Packed, first: int, stop: int, before: int) -> PlannedStep:
+    def _step(self, packed: _PackedWindow, first: int, stop: int, before: int) -> PlannedStep:
         bounds = packed.bounds[first : stop + 1]
         packs = [packed.items[low:high] for low, high in itertools.pairwise(bounds.tolist())]
         packs += [packed.items[:0]] * (self.packs_per_step - len(packs))
@@ -196,10 +196,10 @@ class Plan:
         costs = self.items.sizes_of(packed.items[bounds[0] : bounds[-1]]).costs
         return PlannedStep(packs, sums_of(pack_of, costs, len(packs)), before + int(bounds[-1]))
 
-    def _ends(self, packed: _Packed) -> bool:
+    def _ends(self, packed: _PackedWindow) -> bool:
         return not packed.carried and self.order.length is not None and packed.position >= self.order.length
 
-    def _pack(self, start: _Start) -> _Packed:
+    def _pack(self, start: _Start) -> _PackedWindow:
         """Pack the window that starts somewhere; the same start gives the same packs."""
         carried = np.array(start.carried, dtype=np.int64)
         # Steps of a window are shuffled, so that it spans about an epoch at most: else some samples would play again
@@ -221,7 +221,7 @@ class Plan:
                 continue
             pack_of, num_packs = pack_window(window, self.strategy, drawn_all)
             if num_packs or drawn_all:
-                return _packed(items, pack_of, num_packs, start.position, len(carried))
+                return _packed_window(items, pack_of, num_packs, start.position, len(carried))
             within = _UNLIMITED if ends_stage else within
             count = 2 * len(items)
 
@@ -241,7 +241,7 @@ class Plan:
     def _state(self, start: _Start, done: int) -> dict[str, Any]:
         return {**start._asdict(), "carried": list(start.carried), "packs_done": done}
 
-    def _read(self, state: Mapping[str, Any]) -> tuple[_Start, int]:
+    def _start_of_state(self, state: Mapping[str, Any]) -> tuple[_Start, int]:
         try:
             carried = tuple(int(item) for item in state["carried"])
             numbers = [int(state[name]) for name in ("position", "packs_per_step", "accumulation", "packs_done")]
@@ -256,14 +256,14 @@ class Plan:
         return _Start(position, carried, packs_per_step, accumulation, end), done
 
 
-def _packed(items: Ints, pack_of: Ints, num_packs: int, position: int, num_carried: int) -> _Packed:
+def _packed_window(items: Ints, pack_of: Ints, num_packs: int, position: int, num_carried: int) -> _PackedWindow:
     """Sort a window's items by pack; items behind the last one used are drawn again by the next window."""
     used = np.flatnonzero(pack_of >= 0)
-    seen = max(num_carried, int(used[-1]) + 1 if len(used) else 0)
-    left = items[:seen][pack_of[:seen] < 0]
+    num_seen = max(num_carried, int(used[-1]) + 1 if len(used) else 0)
+    left = items[:num_seen][pack_of[:num_seen] < 0]
     by_pack = used[smallest_first(pack_of[used])]
     bounds = np.concatenate([[0], np.cumsum(np.bincount(pack_of[used], minlength=num_packs))])
-    return _Packed(items[by_pack], bounds, position + seen - num_carried, tuple(left.tolist()))
+    return _PackedWindow(items[by_pack], bounds, position + num_seen - num_carried, tuple(left.tolist()))
 
 
 def _check_sizes(items: Items, budget: Budget) -> None:

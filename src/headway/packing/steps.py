@@ -109,7 +109,7 @@ def group_into_steps(costs: Floats, packs_per_step: int, accumulation: int, key:
 
 
 def _band_ends(sums: list[float], heaviest: list[float], width: int, least_share: float) -> list[int]:
-    """Where bands end [steps]: each as long as its mean is at least `least_share` of its heaviest pack."""
+    """Find where bands end [steps]: each as long as its mean is at least `least_share` of its heaviest pack."""
     num_steps, start, ends = len(heaviest), 0, []
     while start < num_steps:
         least = least_share * heaviest[start] * width

@@ -38,8 +38,8 @@ def cost_shift(heaviest: float) -> int:
 
 def whole_costs(costs: Floats, shift: int) -> Floats:
     """Costs as whole numbers, held in float64; each at least 1."""
-    whole: Floats = np.maximum(np.rint(np.ldexp(costs, shift)), 1.0)
-    return whole
+    integers: Floats = np.maximum(np.rint(np.ldexp(costs, shift)), 1.0)
+    return integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,9 @@ def pack_window(window: Candidates, strategy: Strategy, last: bool) -> tuple[Int
         return np.zeros(0, dtype=np.int64), 0
     pack_of, num_packs = _PACKERS[strategy](window)
     while last and (pack_of < 0).any():
-        rest = np.flatnonzero(pack_of < 0)
-        more, num_more = _balanced(window.part(rest), at_least=1)
-        pack_of[rest[more >= 0]] = more[more >= 0] + num_packs
+        remaining = np.flatnonzero(pack_of < 0)
+        more, num_more = _balanced(window.part(remaining), at_least=1)
+        pack_of[remaining[more >= 0]] = more[more >= 0] + num_packs
         num_packs += num_more
     return pack_of, num_packs
 
@@ -121,23 +121,23 @@ def _balanced(window: Candidates, at_least: int = 0) -> tuple[Ints, int]:
     needed = window.packs_needed()
     num_steps = int(needed[-1]) // window.packs_per_step
     if num_steps:
-        taken = int(np.searchsorted(needed, num_steps * window.packs_per_step, side="right"))
+        num_taken = int(np.searchsorted(needed, num_steps * window.packs_per_step, side="right"))
     else:
-        num_steps, taken = at_least, len(needed) if at_least else 0
+        num_steps, num_taken = at_least, len(needed) if at_least else 0
     pack_of = np.full(len(needed), -1)
     if not num_steps:
         return pack_of, 0
 
     # Packs of like cost and length.
-    samples = np.arange(taken)
+    samples = np.arange(num_taken)
     num_packs = num_steps * window.packs_per_step
     pack_of[samples] = _alike(window.part(samples), num_packs)
 
     # Samples so large that few fit together leave many over: whole steps of these, too.
-    rest = np.flatnonzero(pack_of[:taken] < 0)
-    if len(rest) * 8 > taken:
-        more, num_more = _best_fit_decreasing(window.part(rest))
-        pack_of[rest] = np.where(more >= 0, more + num_packs, -1)
+    remaining = np.flatnonzero(pack_of[:num_taken] < 0)
+    if len(remaining) * 8 > num_taken:
+        more, num_more = _best_fit_decreasing(window.part(remaining))
+        pack_of[remaining] = np.where(more >= 0, more + num_packs, -1)
         num_packs += num_more
 
     # Group packs into steps, and number them in the order in which they are trained on.
@@ -211,9 +211,9 @@ def _whole_steps(pack_of: Ints, window: Candidates, all_open: bool) -> tuple[Int
     if not all_open:
         return np.where(pack_of < num_kept, pack_of, -1), num_kept
     tokens = np.bincount(pack_of, window.tokens, num_packs)
-    kept = np.sort(np.argsort(-tokens, kind="stable")[:num_kept])
+    fullest = np.sort(np.argsort(-tokens, kind="stable")[:num_kept])
     number = np.full(num_packs, -1)
-    number[kept] = np.arange(num_kept)
+    number[fullest] = np.arange(num_kept)
     return number[pack_of], num_kept
 
 

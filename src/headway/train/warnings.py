@@ -34,7 +34,7 @@ class RunWarnings:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Take a step's record, and warn of what has become of the run since the last look."""
-        from headway.explain.findings.series import AGAINST_FALLING, FALLING, WHY_FALLING  # not before the first step
+        from headway.explain.findings.series import FALLING, FALLING_CAUSE, FALLING_HINT  # not before the first step
         from headway.explain.records import find_in_records
 
         self._records.append(record)
@@ -46,7 +46,7 @@ class RunWarnings:
             if finding.share >= LEAST and finding.id not in _NOT_TOLD:
                 self._warn(finding.id, f"{finding.seen} Likely: {finding.cause} Try: {finding.next}")
         if fall := self._fall(list(islice(reversed(self._records), _EVERY))):
-            self._warn(FALLING, f"{fall} Likely: {WHY_FALLING} Try: {AGAINST_FALLING}")
+            self._warn(FALLING, f"{fall} Likely: {FALLING_CAUSE} Try: {FALLING_HINT}")
 
     def _warn(self, cause: str, text: str) -> None:
         if cause not in self._told:

@@ -1,1 +1,1 @@
-"""What to do first: rules that read a waterfall and its evidence."""
+"""Advice on what to do first: rules that read a waterfall and its evidence."""

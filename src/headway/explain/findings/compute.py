@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from headway.explain.attribute import Phase
-from headway.explain.findings.evidence import Evidence, Seen, Spent, as_number
+from headway.explain.findings.evidence import EventTime, Evidence, Observation, as_number
 from headway.explain.measure import MATMUL
 from headway.explain.operands import Product
 from headway.explain.trace import NONE, Kind
@@ -21,17 +21,17 @@ _MANY = 16  # small products of one module in a step, from which they are a loop
 _CHAIN = 4  # kernels: a norm that is written out has five or more, one that is fused has one or two
 
 
-def small_gemms(evidence: Evidence) -> Seen | None:
+def small_gemms(evidence: Evidence) -> Observation | None:
     """Many matrix products take less than their launch."""
-    found = small_products(evidence)
-    names = Counter(one.operator for one in found if _product(one) is not None)
+    products = small_products(evidence)
+    names = Counter(event.operator for event in products if _product(event) is not None)
     if not names:
         return None
-    ns = sum(one.ns + one.late_ns for one in found)
+    ns = sum(event.ns + event.late_ns for event in products)
     ((name, number),) = names.most_common(1)
-    modules = Counter(one.module for one in found if one.module)
+    modules = Counter(event.module for event in products if event.module)
     where = f", most of them in {modules.most_common(1)[0][0]}" if modules else ""
-    return Seen(
+    return Observation(
         ns,
         f"{names.total() / evidence.num_steps:,.0f} matrix products a step, {number / names.total():.0%} of them {name}"
         f"{where}, take less than {_LAUNCH_S * 1e6:.0f} us at peak each; with what stands around them "
@@ -42,24 +42,24 @@ def small_gemms(evidence: Evidence) -> Seen | None:
     )
 
 
-def misaligned_gemms(evidence: Evidence) -> Seen | None:
+def misaligned_gemms(evidence: Evidence) -> Observation | None:
     """Matrix products have a side that tensor cores cannot read well."""
     if evidence.is_cpu:
         return None
     sides: Counter[int] = Counter()
     ns = 0
-    for one in evidence.spent:
-        product = _product(one)
-        if product is not None and one.line == MATMUL:
+    for event in evidence.spent:
+        product = _product(event)
+        if product is not None and event.line == MATMUL:
             # the weight's sides: along them rows of the operands are contiguous
             odd = [side for side in (product.k, product.n) if side % _ALIGNED and side > 1]
             if odd:
-                ns += round(one.ns * _UNALIGNED_LOSS)
-                sides.update(dict.fromkeys(odd, one.ns))
+                ns += round(event.ns * _UNALIGNED_LOSS)
+                sides.update(dict.fromkeys(odd, event.ns))
     if not sides:
         return None
     ((side, _),) = sides.most_common(1)
-    return Seen(
+    return Observation(
         ns,
         f"matrix products with a side of {side:,}, which is no multiple of {_ALIGNED}, took "
         f"{evidence.share(round(ns / _UNALIGNED_LOSS))} of the time.",
@@ -69,53 +69,55 @@ def misaligned_gemms(evidence: Evidence) -> Seen | None:
     )
 
 
-def small_products(evidence: Evidence) -> list[Spent]:
+def small_products(evidence: Evidence) -> list[EventTime]:
     """Matrix products that take less than their launch at peak, or where no peak is known did.
 
     Of a module in which there are many, all events: slices, transposes and sums are how the loop hands them around.
     """
-    found = [one for one in evidence.spent if _is_small(one)]
-    number_in = Counter(one.module for one in found if one.module)
+    small = [event for event in evidence.spent if _is_small(event)]
+    number_in = Counter(event.module for event in small if event.module)
     loops = {module for module, number in number_in.items() if number >= _MANY * evidence.num_steps}
-    return [one for one in found if one.module not in loops] + [one for one in evidence.spent if one.module in loops]
+    return [event for event in small if event.module not in loops] + [
+        event for event in evidence.spent if event.module in loops
+    ]
 
 
-def _is_small(one: Spent) -> bool:
-    product = _product(one)
-    if product is None or one.line not in (MATMUL, ""):
+def _is_small(event: EventTime) -> bool:
+    product = _product(event)
+    if product is None or event.line not in (MATMUL, ""):
         return False
-    headway = one.trace.trace.headway or {}
+    headway = event.trace.trace.headway or {}
     peak = as_number(headway.get("ceiling_flops_per_s") or headway.get("peak_flops_per_s"))
-    at_best_s = product.flops / peak if peak else one.ns / 1e9
+    at_best_s = product.flops / peak if peak else event.ns / 1e9
     return at_best_s < _LAUNCH_S
 
 
-def _product(one: Spent) -> Product | None:
+def _product(event: EventTime) -> Product | None:
     """Sizes of the matrix product that an event belongs to; None if it is none, or they were not recorded."""
-    operands = one.trace.operands_of(one.event)
-    return None if operands is None else operands.product(one.operator)
+    operands = event.trace.operands_of(event.event)
+    return None if operands is None else operands.product(event.operator)
 
 
-def unfused_chains(evidence: Evidence) -> Seen | None:
+def unfused_chains(evidence: Evidence) -> Observation | None:
     """Modules that hold no others and are chains of memory-bound kernels, such as norms that are written out."""
-    of_module: dict[str, list[Spent]] = defaultdict(list)
-    for one in evidence.spent:
-        if one.module and one.line in ("memory", MATMUL) and one.ns:
-            of_module[one.module].append(one)
+    of_module: dict[str, list[EventTime]] = defaultdict(list)
+    for event in evidence.spent:
+        if event.module and event.line in ("memory", MATMUL) and event.ns:
+            of_module[event.module].append(event)
     calls = _calls(evidence)
     holds_others = {module.rpartition(".")[0] for module in calls}
     ns, modules = 0.0, 0
     for module, events in of_module.items():
         if module in holds_others:
             continue
-        forward = [one for one in events if one.phase in (Phase.FORWARD, Phase.RECOMPUTED)]
+        forward = [event for event in events if event.phase in (Phase.FORWARD, Phase.RECOMPUTED)]
         length = _num_kernels(forward, is_cpu=evidence.is_cpu) / calls[module] if calls[module] else 0.0
-        if length >= _CHAIN and all(one.line == "memory" for one in events):
+        if length >= _CHAIN and all(event.line == "memory" for event in events):
             modules += 1
-            ns += sum(one.ns for one in events) * (1 - 1 / length)
+            ns += sum(event.ns for event in events) * (1 - 1 / length)
     if not modules:
         return None
-    return Seen(
+    return Observation(
         round(ns),
         f"{modules} modules without matrix products, such as norms and activations, are chains of {_CHAIN} or more "
         f"memory-bound kernels; one kernel each would save {evidence.share(round(ns))} of the time.",
@@ -124,51 +126,51 @@ def unfused_chains(evidence: Evidence) -> Seen | None:
     )
 
 
-def _num_kernels(events: Sequence[Spent], *, is_cpu: bool) -> int:
+def _num_kernels(events: Sequence[EventTime], *, is_cpu: bool) -> int:
     """Count the kernels among events; on a CPU the operators that a module calls directly, not those inside them."""
     if not is_cpu:
         return len(events)
     depths: dict[Phase, Counter[int]] = defaultdict(Counter)
-    for one in events:
-        depths[one.phase][one.trace.attribution.contexts[one.event].depth] += 1
+    for event in events:
+        depths[event.phase][event.trace.attribution.contexts[event.event].depth] += 1
     return sum(counted[min(counted)] for counted in depths.values())
 
 
 def _calls(evidence: Evidence) -> Counter[str]:
-    """How often each module was called in the steps."""
-    found: Counter[str] = Counter()
+    """Count how often each module was called in the steps."""
+    calls: Counter[str] = Counter()
     for step in evidence.steps:
         if step.measured is None:
             continue
         measured, own = step.measured
         host, names = measured.trace.host, measured.trace.names
-        launched = own.owned
-        if not launched:
+        owned = own.owned
+        if not owned:
             continue
-        at = [int(measured.attribution.launch[one.event]) for one in launched]
-        moments = [int(host.start_ns[i]) for i in at if i != NONE]
+        launches = [int(measured.attribution.launch[owned_time.event]) for owned_time in owned]
+        moments = [int(host.start_ns[i]) for i in launches if i != NONE]
         if not moments:
             continue
         inside = (host.kind == Kind.ANNOTATION) & (host.end_ns > min(moments)) & (host.start_ns <= max(moments))
         for index in host.name[inside].tolist():
             if names[index].startswith("module:"):
-                found[names[index].removeprefix("module:")] += 1
-    return found
+                calls[names[index].removeprefix("module:")] += 1
+    return calls
 
 
-def slow_attention(evidence: Evidence) -> Seen | None:
+def slow_attention(evidence: Evidence) -> Observation | None:
     """Attention runs by a kernel that is not the best the device has."""
-    flash2 = [one for one in evidence.spent if "flash_attention" in one.operator and "flash_" in one.name]
-    memory = [one for one in evidence.spent if "efficient_attention" in one.operator]
+    flash2 = [event for event in evidence.spent if "flash_attention" in event.operator and "flash_" in event.name]
+    memory = [event for event in evidence.spent if "efficient_attention" in event.operator]
     capability = _capability(evidence)
     if memory and capability >= (8, 0):
-        found, kind, advice = memory, "the memory-efficient kernel", "speed.attention: auto, whose masks are segments"
+        events, kind, advice = memory, "the memory-efficient kernel", "speed.attention: auto, whose masks are segments"
     elif flash2 and capability[0] == 9:
-        found, kind, advice = flash2, "FlashAttention-2 on a Hopper device", "speed.attention: fa3"
+        events, kind, advice = flash2, "FlashAttention-2 on a Hopper device", "speed.attention: fa3"
     else:
         return None
-    ns = sum(one.ns for one in found) // 2
-    return Seen(
+    ns = sum(event.ns for event in events) // 2
+    return Observation(
         ns,
         f"attention ran by {kind}, for {evidence.share(2 * ns)} of the time.",
         "the device has a faster kernel; FlashAttention-3 is 1.5 to 2 times as fast as 2 (arXiv 2407.08608).",
@@ -183,7 +185,7 @@ def _capability(evidence: Evidence) -> tuple[int, int]:
     )
 
 
-def recomputation(evidence: Evidence) -> Seen | None:
+def recomputation(evidence: Evidence) -> Observation | None:
     """Activations are computed again though there is memory to keep them."""
     memory = evidence.fact("memory")
     if not isinstance(memory, Mapping):
@@ -192,9 +194,9 @@ def recomputation(evidence: Evidence) -> Seen | None:
     if total is None or peak is None or total - peak < total / 4:  # less may be what a larger pack or the heap needs
         return None
     free = total - peak
-    ns = sum(one.ns for one in evidence.spent if one.phase is Phase.RECOMPUTED) or evidence.ns("recomputation")
+    ns = sum(event.ns for event in evidence.spent if event.phase is Phase.RECOMPUTED) or evidence.ns("recomputation")
     how = evidence.fact("recompute")
-    return Seen(
+    return Observation(
         ns,
         f"recomputation (speed.recompute: {how}) took {evidence.share(ns)} of the time, and {free / 2**30:,.1f} of "
         f"{total / 2**30:,.1f} GiB were free at the peak.",
@@ -204,14 +206,14 @@ def recomputation(evidence: Evidence) -> Seen | None:
     )
 
 
-def padding(evidence: Evidence) -> Seen | None:
+def padding(evidence: Evidence) -> Observation | None:
     """Slots that hold no token are computed like others."""
     tokens, slots = evidence.total("tokens"), evidence.total("slots")
     if not tokens or not slots or tokens >= slots:
         return None
     empty = 1 - tokens / slots
     ns = round(empty * (evidence.matmul_ns + evidence.ns("memory")))
-    return Seen(
+    return Observation(
         ns,
         f"{empty:.0%} of the slots were padding, on which layers spend as much as on tokens: about "
         f"{evidence.share(ns)} of the time.",
@@ -229,7 +231,7 @@ def component_ns(evidence: Evidence, begins: str) -> int:
     return shared + sum(evidence.ns(f"slow.{name}") for name in slow if name.startswith(begins))
 
 
-def vision_tower(evidence: Evidence) -> Seen | None:
+def vision_tower(evidence: Evidence) -> Observation | None:
     """The vision tower learns, and its backward takes time."""
     ns = component_ns(evidence, "vision")
     flops: Counter[str] = Counter()
@@ -240,7 +242,7 @@ def vision_tower(evidence: Evidence) -> Seen | None:
     if ns <= 0 or not flops["backward"]:
         return None
     saved = round(ns * flops["backward"] / flops.total())
-    return Seen(
+    return Observation(
         saved,
         f"matrix products of the vision tower took {evidence.share(ns)} of the time, {evidence.share(saved)} in its "
         "backward.",
@@ -249,16 +251,16 @@ def vision_tower(evidence: Evidence) -> Seen | None:
     )
 
 
-def uneven_experts(evidence: Evidence) -> Seen | None:
+def uneven_experts(evidence: Evidence) -> Observation | None:
     """Some experts have more tokens than others, and the busiest is waited for."""
-    said = [evidence.step_fact(step, "router") for step in evidence.steps]
-    found = [as_number(one.get("max_over_mean")) for one in said if isinstance(one, Mapping)]
-    ratios = [ratio for ratio in found if ratio is not None]
+    routers = [evidence.step_fact(step, "router") for step in evidence.steps]
+    numbers = [as_number(router.get("max_over_mean")) for router in routers if isinstance(router, Mapping)]
+    ratios = [ratio for ratio in numbers if ratio is not None]
     if not ratios:
         return None
     ratio = sum(ratios) / len(ratios)
     ns = round(component_ns(evidence, "language.experts") * (1 - 1 / max(1.0, ratio)))
-    return Seen(
+    return Observation(
         ns,
         f"the busiest expert of a layer had {ratio:.1f} times the mean of its experts; waiting for it costs up to "
         f"{evidence.share(ns)} of the time.",

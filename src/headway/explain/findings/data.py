@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
-from headway.explain.findings.evidence import Evidence, Seen, as_number
+from headway.explain.findings.evidence import Evidence, Observation, as_number
 
 _UNKNOWN = ""
 _ADVICE = {
@@ -19,7 +19,7 @@ _ADVICE = {
 }  # fmt: skip
 
 
-def waiting(evidence: Evidence, part: str) -> Seen | None:
+def waiting(evidence: Evidence, part: str) -> Observation | None:
     """The loop waits for data, and one part of making a batch takes longest.
 
     Args:
@@ -33,19 +33,19 @@ def waiting(evidence: Evidence, part: str) -> Seen | None:
         return None
     ns = evidence.ns("idle.data")
     what, cause, advice = _ADVICE[part]
-    seen = f"the step waited for data {evidence.share(ns)} of the time"
+    message = f"the step waited for data {evidence.share(ns)} of the time"
     if whole_s:
-        seen += f"; of {whole_s / evidence.num_steps:.2f} s that workers spent on a step's packs, "
-        seen += f"{spent_s[part] / whole_s:.0%} was {what}"
-    return Seen(ns, f"{seen}.", cause, advice)
+        message += f"; of {whole_s / evidence.num_steps:.2f} s that workers spent on a step's packs, "
+        message += f"{spent_s[part] / whole_s:.0%} was {what}"
+    return Observation(ns, f"{message}.", cause, advice)
 
 
 def _making_s(evidence: Evidence) -> dict[str, float]:
     """Time that workers spent on the packs of all steps by part [s]."""
     spent_s: defaultdict[str, float] = defaultdict(float)
     for step in evidence.steps:
-        said = evidence.step_fact(step, "making_s")
-        if isinstance(said, Mapping):
-            for part, one in said.items():
-                spent_s[part] += as_number(one) or 0.0
+        seconds_by_part = evidence.step_fact(step, "making_s")
+        if isinstance(seconds_by_part, Mapping):
+            for part, seconds in seconds_by_part.items():
+                spent_s[part] += as_number(seconds) or 0.0
     return spent_s

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from headway.explain.findings.evidence import Evidence, Seen, as_number
+from headway.explain.findings.evidence import Evidence, Observation, as_number
 
 
-def throttled_clocks(evidence: Evidence) -> Seen | None:
+def throttled_clocks(evidence: Evidence) -> Observation | None:
     """The device's clock is below what it can be, so what computes takes longer."""
     slower = 0.0
     for rank in evidence.ranks:
@@ -16,7 +16,7 @@ def throttled_clocks(evidence: Evidence) -> Seen | None:
     if not slower:
         return None
     ns = round(slower * evidence.matmul_ns)
-    return Seen(
+    return Observation(
         ns,
         f"the device's clock was {slower:.0%} below its highest at the end of the profile.",
         "the device is at its power limit or too hot, or its clocks are set low.",

@@ -1,4 +1,4 @@
-"""What the rules read: the lines of all steps added up, what each event was for, and what the loop said of itself.
+"""Evidence that the rules read: the lines of all steps added up, what each event was for, and the loop's own facts.
 
 A rule sees waterfalls of a trace and those made of a run's records alike: the latter have lines and no events, so what
 needs events gives nothing for them, and the rule stays silent.
@@ -18,71 +18,71 @@ from headway.report.numbers import quantity
 
 
 class AnyLine(Protocol):
-    """What a rule reads of a line; a `WaterfallLine` has it."""
+    """Line as a rule reads it; a `WaterfallLine` has it."""
 
     @property
     def key(self) -> str:
-        """Which one."""
+        """Key of the line."""
 
     @property
     def ns(self) -> int:
-        """Its time [ns]."""
+        """Time of the line [ns]."""
 
     @property
     def parts(self) -> dict[str, int]:
-        """What it consists of [ns]."""
+        """Parts that the line consists of [ns]."""
 
 
 class AnyStep(Protocol):
-    """What a rule reads of a step; a `StepWaterfall` has it, and imports the rules, so they cannot name it."""
+    """Step as a rule reads it; a `StepWaterfall` has it, and imports the rules, so they cannot name it."""
 
     @property
     def step(self) -> int:
-        """Its number."""
+        """Number of the step."""
 
     @property
     def rank(self) -> int:
-        """Of the process."""
+        """Rank of the process."""
 
     @property
     def duration_ns(self) -> int:
-        """Its time [ns]."""
+        """Time of the step [ns]."""
 
     @property
     def mfu(self) -> float | None:
-        """Of the step, where it is known."""
+        """MFU of the step, where it is known."""
 
     @property
     def lines(self) -> Sequence[AnyLine]:
-        """They add up to its time."""
+        """Lines that add up to the step's time."""
 
     @property
     def device_name(self) -> str:
-        """What it ran on."""
+        """Name of the device that it ran on."""
 
     @property
     def measured(self) -> tuple[MeasuredTrace, MeasuredStep] | None:
-        """Its events; None where there was no trace."""
+        """Events of the step; None where there was no trace."""
 
 
-class Seen(NamedTuple):
-    """What a rule has seen in all steps together.
+class Observation(NamedTuple):
+    """Observation of a rule in all steps together.
 
     Attributes:
         ns: what it costs them, at most [ns].
-        seen: with its number, as a sentence.
+        message: what was seen, with its number, as a sentence.
         cause: the likely cause, as a sentence.
         next: what to try next, as a sentence.
     """
 
     ns: int
-    seen: str
+    message: str
     cause: str
     next: str
 
 
-class Spent(NamedTuple):
-    """What one event took of a step.
+class EventTime(NamedTuple):
+    """Time that one event took of a step.
 
     Attributes:
         ns: time that it owned [ns].
@@ -109,10 +109,10 @@ class Spent(NamedTuple):
     event: int
 
 
-def as_number(said: Any) -> float | None:
+def as_number(value: Any) -> float | None:
     """A number of a loop's facts; the reader of traces leaves fractions as they are written, as text."""
     try:
-        return None if said is None else quantity(float(said))
+        return None if value is None else quantity(float(value))
     except (TypeError, ValueError, OverflowError):
         return None
 
@@ -145,12 +145,12 @@ class Evidence:
 
     @property
     def ranks(self) -> list[int]:
-        """Those that have waterfalls."""
+        """Ranks that have waterfalls."""
         return sorted({step.rank for step in self.steps})
 
     @property
     def is_cpu(self) -> bool:
-        """Nothing ran on a device, as far as is known."""
+        """Whether nothing ran on a device, as far as is known."""
         return all(step.measured is not None and step.measured[0].trace.is_cpu_only for step in self.steps)
 
     def ns(self, key: str) -> int:
@@ -158,7 +158,7 @@ class Evidence:
         return sum(ns for name, ns in self._lines.items() if name == key or name.startswith(f"{key}."))
 
     def parts(self, key: str) -> Counter[str]:
-        """What a line consists of [ns]."""
+        """Parts that a line consists of, over all steps [ns]."""
         return self._parts.get(key, Counter())
 
     def share(self, ns: int) -> str:
@@ -166,44 +166,46 @@ class Evidence:
         return format_share(ns / self.duration_ns)
 
     def fact(self, name: str, rank: int | None = None) -> Any:
-        """What a rank's loop said of itself; of the first rank if none is named. None where it is not known."""
+        """Fact that a rank's loop recorded of itself; of the first rank if none is named. None where not known."""
         facts = self._facts.get(self.ranks[0] if rank is None else rank)
         return None if facts is None else facts.get(name)
 
     def step_fact(self, step: AnyStep, name: str) -> Any:
-        """What the loop said of one step; None where it is not known."""
+        """Fact that the loop recorded of one step; None where it is not known."""
         steps = self.fact("steps", step.rank)
-        said = steps.get(str(step.step)) if isinstance(steps, Mapping) else None
-        return said.get(name) if isinstance(said, Mapping) else None
+        facts = steps.get(str(step.step)) if isinstance(steps, Mapping) else None
+        return facts.get(name) if isinstance(facts, Mapping) else None
 
     def total(self, name: str) -> float | None:
         """Add up a number that the loop recorded for each step; None where a step lacks it."""
-        said = [self.step_fact(step, name) for step in self.steps]
-        known = [one for one in map(as_number, said) if one is not None]
-        return sum(known) if len(known) == len(said) else None
+        values = [self.step_fact(step, name) for step in self.steps]
+        numbers = [number for number in map(as_number, values) if number is not None]
+        return sum(numbers) if len(numbers) == len(values) else None
 
     @cached_property
-    def spent(self) -> tuple[Spent, ...]:
+    def spent(self) -> tuple[EventTime, ...]:
         """Every event that took time of a step; none where a step was made of records."""
-        return tuple(one for step in self.steps if step.measured is not None for one in _spent(*step.measured))
+        return tuple(
+            event_time for step in self.steps if step.measured is not None for event_time in _spent(*step.measured)
+        )
 
     @cached_property
     def matmul_ns(self) -> int:
         """Time of matmul-class kernels, however their line is split [ns]."""
-        whole = self.ns(MATMUL)
+        unsplit_ns = self.ns(MATMUL)
         keys = ("useful", "ceiling", "recomputation", "padding", "slow")
-        return whole or sum(self.ns(key) for key in keys)
+        return unsplit_ns or sum(self.ns(key) for key in keys)
 
 
-def _spent(measured: MeasuredTrace, step: MeasuredStep) -> Iterator[Spent]:
+def _spent(measured: MeasuredTrace, step: MeasuredStep) -> Iterator[EventTime]:
     attribution, names, events = measured.attribution, measured.trace.names, measured.events
-    owned = {one.event: one for one in step.owned}
+    owned = {owned_time.event: owned_time for owned_time in step.owned}
     for event in sorted({*owned, *step.idle.late_before} - {NONE}):
-        one = owned.get(event)
-        yield Spent(
-            ns=one.ns if one else 0,
+        owned_time = owned.get(event)
+        yield EventTime(
+            ns=owned_time.ns if owned_time else 0,
             late_ns=step.idle.late_before[event],
-            line=one.line if one else "",
+            line=owned_time.line if owned_time else "",
             phase=attribution.phase[event],
             module=attribution.module[event],
             operator=attribution.operator[event],

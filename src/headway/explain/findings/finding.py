@@ -31,5 +31,5 @@ class Finding:
     mfu_to: float | None = None
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Give the JSON-ready record."""
         return asdict(self)

@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.explain.attribute import Phase
 from headway.explain.findings import compute, data, device, host, optimizer, ranks
-from headway.explain.findings.evidence import AnyStep, Evidence, Seen
+from headway.explain.findings.evidence import AnyStep, Evidence, Observation
 from headway.explain.findings.finding import MOST, Finding
 from headway.explain.ranks import WaitedFor
 
@@ -24,7 +24,7 @@ class Rule:
 
     id: str
     least: float
-    look: Callable[[Evidence], Seen | None]
+    look: Callable[[Evidence], Observation | None]
 
 
 # Below its share a finding is not worth a change, or is what every run has.
@@ -94,26 +94,26 @@ def find(
         return ()
     of_traces = {step.rank: step.measured[0].trace.headway or {} for step in steps if step.measured is not None}
     evidence = Evidence(steps, {**of_traces, **(facts or {})}, waits)
-    found = []
+    findings = []
     for rule in RULES:
-        seen = rule.look(evidence)
-        if seen is not None and seen.ns >= rule.least * evidence.duration_ns:
-            found.append(_finding(rule.id, seen, evidence))
-    found.sort(key=lambda finding: (-finding.ns, finding.id))
-    return tuple(found[:MOST])
+        observation = rule.look(evidence)
+        if observation is not None and observation.ns >= rule.least * evidence.duration_ns:
+            findings.append(_finding(rule.id, observation, evidence))
+    findings.sort(key=lambda finding: (-finding.ns, finding.id))
+    return tuple(findings[:MOST])
 
 
-def _finding(rule_id: str, seen: Seen, evidence: Evidence) -> Finding:
-    known = [step.mfu * step.duration_ns for step in evidence.steps if step.mfu is not None]
-    needed_ns = sum(known) if len(known) == evidence.num_steps else None
-    left_ns = evidence.duration_ns - seen.ns
+def _finding(rule_id: str, observation: Observation, evidence: Evidence) -> Finding:
+    useful_ns = [step.mfu * step.duration_ns for step in evidence.steps if step.mfu is not None]
+    needed_ns = sum(useful_ns) if len(useful_ns) == evidence.num_steps else None
+    left_ns = evidence.duration_ns - observation.ns
     return Finding(
         id=rule_id,
-        seen=seen.seen,
-        cause=seen.cause,
-        next=seen.next,
-        ns=round(seen.ns / evidence.num_steps),
-        share=seen.ns / evidence.duration_ns,
+        seen=observation.message,
+        cause=observation.cause,
+        next=observation.next,
+        ns=round(observation.ns / evidence.num_steps),
+        share=observation.ns / evidence.duration_ns,
         mfu_from=None if needed_ns is None else needed_ns / evidence.duration_ns,
         mfu_to=None if needed_ns is None or left_ns <= 0 else min(1.0, needed_ns / left_ns),
     )

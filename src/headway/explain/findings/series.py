@@ -1,4 +1,4 @@
-"""What only a row of steps shows: slow first steps, rates that vary or fall, compiling again, uneven ranks.
+"""Findings that only a row of steps shows: slow first steps, rates that vary or fall, compiling again, uneven ranks.
 
 Each rule reads all steps of a run or a log and gives a finding, or None below its threshold, whose reason stands there.
 """
@@ -12,11 +12,11 @@ from headway.explain.findings.finding import MOST, Finding
 from headway.report import format_duration, format_share
 
 FALLING = "falling-rate"
-WHY_FALLING = (
+FALLING_CAUSE = (
     "clocks that fall as the device grows warm or its power is capped, memory that is cut into ever smaller pieces, "
     "experts whose load grows uneven, or a host that does more each step (logs, lists that grow)."
 )
-AGAINST_FALLING = (
+FALLING_HINT = (
     "nvidia-smi dmon, which shows clocks, power and temperature; and a run that begins at the last checkpoint: if that "
     "is fast again, it is not the weights."
 )
@@ -73,16 +73,18 @@ class Series:
         """Time of all steps [ns]."""
         return sum(step.duration_ns for step in self.steps)
 
-    def finding(self, id_: str, seen: str, cause: str, next_: str, lost_ns: float, *, beside: bool = False) -> Finding:
-        """Make a finding of time that is lost over all steps; `beside` of time outside of the steps."""
-        whole_ns = self.total_ns + (sum(self.beside_ns.values()) if beside else 0)
+    def finding(
+        self, id_: str, message: str, cause: str, next_: str, lost_ns: float, *, aside: bool = False
+    ) -> Finding:
+        """Make a finding of time that is lost over all steps; with `aside` of time outside of the steps."""
+        whole_ns = self.total_ns + (sum(self.beside_ns.values()) if aside else 0)
         lost_ns = min(max(round(lost_ns), 0), whole_ns)
-        known = all(step.mfu is not None for step in self.steps)
+        has_mfu = all(step.mfu is not None for step in self.steps)
         useful_ns = sum((step.mfu or 0.0) * step.duration_ns for step in self.steps)
-        mfu_from = useful_ns / whole_ns if known else None
-        mfu_to = useful_ns / (whole_ns - lost_ns) if known and 0 < lost_ns < whole_ns else None
+        mfu_from = useful_ns / whole_ns if has_mfu else None
+        mfu_to = useful_ns / (whole_ns - lost_ns) if has_mfu and 0 < lost_ns < whole_ns else None
         share = lost_ns / whole_ns
-        return Finding(id_, seen, cause, next_, lost_ns // len(self.steps), share, mfu_from, mfu_to)
+        return Finding(id_, message, cause, next_, lost_ns // len(self.steps), share, mfu_from, mfu_to)
 
 
 def num_first_steps(durations_ns: Sequence[int]) -> int:
@@ -115,14 +117,14 @@ def find_in_series(series: Series, of_each: Sequence[Finding] = ()) -> list[Find
     ids = {finding.id for finding in (*in_steps, *of_the_run)}
     others = [finding for finding in of_each if finding.id not in ids]
     # what is waited for data is known to all rules
-    named_ns = sum(one.ns for one in (*in_steps, *others) if not one.id.startswith("data-")) * len(steady.steps)
-    last = (_far_from_compute(steady, named_ns), _first_steps(series, num_first))
-    named = sorted([*in_steps, *of_the_run, *others], key=lambda finding: -finding.ns)
-    return [*named, *(finding for finding in last if finding is not None)][:MOST]
+    named_ns = sum(finding.ns for finding in (*in_steps, *others) if not finding.id.startswith("data-"))
+    last = (_far_from_compute(steady, named_ns * len(steady.steps)), _first_steps(series, num_first))
+    findings = sorted([*in_steps, *of_the_run, *others], key=lambda finding: -finding.ns)
+    return [*findings, *(finding for finding in last if finding is not None)][:MOST]
 
 
 def _far_from_compute(steady: Series, named_ns: int) -> Finding | None:
-    """What the other rules have named is not charged again to this vague one."""
+    """Find time far from compute that no other rule has named: this vague one charges none of it again."""
     if any(step.mfu is None for step in steady.steps):
         return None
     useful_ns = sum((step.mfu or 0.0) * step.duration_ns for step in steady.steps)
@@ -133,7 +135,7 @@ def _far_from_compute(steady: Series, named_ns: int) -> Finding | None:
         return None
     memory = max(step.memory_share or 0.0 for step in steady.steps)
     full = f", with {format_share(memory)} of the device's memory in use" if memory else ""
-    found = steady.finding(
+    finding = steady.finding(
         "not-compute-bound",
         f"MFU is {_mfu(mfu)}{full}: kernels at a fifth of the peak would take {format_share(5 * mfu)} of the time.",
         "the device waits most of the time, for data, for the host (Python, launches, synchronisation, compiling) or "
@@ -141,7 +143,7 @@ def _far_from_compute(steady: Series, named_ns: int) -> Finding | None:
         f"{_PROFILE}, which tells these apart; or some steps of one batch repeated: if they are fast, it was the data.",
         lost_ns,
     )
-    return replace(found, mfu_to=None)  # a fifth of the peak is a bound, not a promise
+    return replace(finding, mfu_to=None)  # a fifth of the peak is a bound, not a promise
 
 
 def _unstable(steady: Series) -> Finding | None:
@@ -154,7 +156,7 @@ def _unstable(steady: Series) -> Finding | None:
     # Steps of one shape vary by 2 % on a device of their own; on a CPU that others use as well 1.9 times were seen.
     if high < 2 * low or lost_ns < 0.05 * steady.total_ns:
         return None
-    slowest, fastest = min(rated, key=lambda one: one[0])[1], max(rated, key=lambda one: one[0])[1]
+    slowest, fastest = min(rated, key=lambda pair: pair[0])[1], max(rated, key=lambda pair: pair[0])[1]
     return steady.finding(
         "unstable-steps",
         f"the slowest steps take {high / low:.1f} times as long for the same work as the fastest, such as step "
@@ -180,10 +182,10 @@ def _slow_now_and_then(steady: Series) -> Finding | None:
     numbers = [step.step for _, step in slow]
     strides = {after - before for before, after in pairwise(numbers)}
     every = f", every {strides.pop()} steps" if len(numbers) > 2 and len(strides) == 1 else ""
-    named = ", ".join(map(str, numbers[:5])) + (", ..." if numbers[5:] else "")
+    examples = ", ".join(map(str, numbers[:5])) + (", ..." if numbers[5:] else "")
     return steady.finding(
         "slow-steps",
-        f"{len(slow)} of {len(rated)} steps took more than twice the usual time for their work{every}: {named}.",
+        f"{len(slow)} of {len(rated)} steps took more than twice the usual time for their work{every}: {examples}.",
         "something that is not part of every step: a checkpoint or an evaluation within it, garbage collection of "
         "Python, a shard of data that is opened, the allocator that begins anew.",
         f"{_PROFILE} with one of these steps in its window.",
@@ -207,8 +209,8 @@ def _drift(steady: Series) -> Finding | None:
         FALLING,
         f"the rate of the work fell by {format_share(1 - last / first)} from step {rated[0][1].step} to step "
         f"{rated[-1][1].step}, without a break.",
-        WHY_FALLING,
-        AGAINST_FALLING,
+        FALLING_CAUSE,
+        FALLING_HINT,
         sum(step.duration_ns * (1 - rate / first) for rate, step in rated),
     )
 
@@ -247,7 +249,7 @@ def _compiled_again(series: Series) -> Finding | None:
         "`recompile_guards` in metrics.jsonl, which names what failed; speed.recompiles: error ends the run at the "
         "first one, speed.compile: false compiles nothing.",
         compile_ns,
-        beside=True,
+        aside=True,
     )
 
 
@@ -263,7 +265,7 @@ def _compiling(series: Series) -> Finding | None:
         "nothing if it goes on for long; otherwise speed.compile: false, or a cache of compiled code that is kept "
         "(TORCHINDUCTOR_CACHE_DIR).",
         compile_ns,
-        beside=True,
+        aside=True,
     )
 
 
@@ -281,7 +283,7 @@ def _aside(series: Series) -> Finding | None:
         f"the run stops for its {dearest}s too often, each takes too long, or the run is short.",
         f"a larger {setting}.",
         lost_ns,
-        beside=True,
+        aside=True,
     )
 
 
@@ -343,7 +345,7 @@ def _alike(steady: Series) -> str:
 def usual_tokens(tokens: Sequence[float]) -> float | None:
     """Tokens that three quarters of the steps have, to 5 %; None where steps differ more."""
     usual = median(tokens)
-    alike = sum(abs(one / usual - 1) < 0.05 for one in tokens)
+    alike = sum(abs(count / usual - 1) < 0.05 for count in tokens)
     return usual if 4 * alike >= 3 * len(tokens) else None
 
 

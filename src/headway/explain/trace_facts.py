@@ -1,18 +1,18 @@
-"""All that is told of a trace: its steps measured, what they needed, and how fast the device could have been."""
+"""Facts of a trace together: its steps measured, what they needed, and how fast the device could have been."""
 
 from dataclasses import dataclass, replace
 
 from headway.explain.budget import NeededWork
 from headway.explain.collectives import Collectives, find_collectives
-from headway.explain.given import GivenWork, with_given
 from headway.explain.measure import MeasuredTrace, measure
 from headway.explain.rates import DeviceRates, rates_of
+from headway.explain.stated_work import StatedWork, with_stated_work
 from headway.explain.trace import Trace
 from headway.report import format_duration
 
 
 @dataclass(frozen=True, slots=True)
-class ToldTrace:
+class TraceFacts:
     """A trace measured, and what it or the user tells of its work and its device.
 
     Attributes:
@@ -30,24 +30,24 @@ class ToldTrace:
     collectives: Collectives
 
 
-def tell(trace: Trace, given: GivenWork | None, device: str | None, *, whole: bool) -> ToldTrace:
-    """Measure a trace and find out what is told of it.
+def gather_facts(trace: Trace, work: StatedWork | None, device: str | None, *, as_one_step: bool) -> TraceFacts:
+    """Measure a trace and gather what it, and the user, say of its work and device.
 
     Args:
         trace: the trace.
-        given: model and workload, where the user gives them.
+        work: model and workload, where the user gives them.
         device: its name or dense peak [FLOP/s], where the user gives it.
-        whole: take the trace as one step.
+        as_one_step: take the trace as one step.
 
     Raises:
         ConfigError: the trace has no steps, what Headway wrote into it cannot be read, or it is not of the model given.
         UsageError: the user's device is not known.
     """
-    measured = measure(trace, whole=whole)
+    measured = measure(trace, as_one_step=as_one_step)
     notes = [*measured.notes]
     rates = rates_of(measured, device)
-    if given is not None:
-        measured, note = with_given(measured, given, rates)
+    if work is not None:
+        measured, note = with_stated_work(measured, work, rates)
         notes.append(note)
     elif trace.headway is not None and rates.peak_source:
         stated = {**trace.headway, "peak_flops_per_s": rates.peak_flops_per_s}
@@ -57,7 +57,7 @@ def tell(trace: Trace, given: GivenWork | None, device: str | None, *, whole: bo
     if rates.peak_source and budget is not None:
         notes.append(f"{rates.peak_source}.")
     notes += _notes_of_budget(budget)
-    return ToldTrace(measured, budget, rates, notes, find_collectives(measured))
+    return TraceFacts(measured, budget, rates, notes, find_collectives(measured))
 
 
 def _notes_of_budget(budget: NeededWork | None) -> list[str]:

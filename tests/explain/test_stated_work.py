@@ -4,7 +4,7 @@ from headway.count import CostModel, Workload
 from headway.count.rows import Row
 from headway.errors import ConfigError, UsageError
 from headway.explain.breakdown import break_down
-from headway.explain.given import GivenWork
+from headway.explain.stated_work import StatedWork
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
@@ -21,7 +21,7 @@ def model_of(num_layers, name="m"):
 
 
 def given(num_layers=1, tokens=100, slots=None):
-    return GivenWork("my model", model_of(num_layers), Workload([tokens], slots=slots))
+    return StatedWork("my model", model_of(num_layers), Workload([tokens], slots=slots))
 
 
 def traced(tmp_path, modules=(("blocks.0.mlp", 45), ("head", 15)), *, beside=None):
@@ -46,7 +46,7 @@ def lines_of(waterfall):
 
 
 def test_a_model_a_workload_and_a_peak_split_the_products_of_other_peoples_traces(tmp_path):
-    found = explain([traced(tmp_path)], given=given(slots=120), device="1e9")
+    found = explain([traced(tmp_path)], work=given(slots=120), device="1e9")
     (step,) = found.steps
     # 100 tokens x 150 FLOPs, and 20 slots of padding, at 1e9/s
     assert lines_of(step) == {
@@ -58,19 +58,19 @@ def test_a_model_a_workload_and_a_peak_split_the_products_of_other_peoples_trace
 
 
 def test_without_paths_all_products_are_one_component(tmp_path):
-    found = explain([traced(tmp_path, [(None, 60)])], given=given(), device="1e9")
+    found = explain([traced(tmp_path, [(None, 60)])], work=given(), device="1e9")
     assert lines_of(found.steps[0]) == {"useful": 15, "slow.all components": 45, "idle.other": 40}
     assert any("no modules by path" in note for note in found.notes)
 
 
 def test_the_peak_is_that_of_the_traces_own_device_in_the_precision_of_its_products(tmp_path):
-    text = " ".join(as_text(explain([traced(tmp_path)], given=given(tokens=10**6))).split())
+    text = " ".join(as_text(explain([traced(tmp_path)], work=given(tokens=10**6))).split())
     assert "peak: 989.4 TFLOP/s, NVIDIA H200 in bf16." in text
-    assert explain([traced(tmp_path)], given=given(), device="A100").steps[0].rates.peak_flops_per_s == 312e12
+    assert explain([traced(tmp_path)], work=given(), device="A100").steps[0].rates.peak_flops_per_s == 312e12
 
 
 def test_a_model_given_takes_the_place_of_the_traces_own_and_a_note_says_so(tmp_path):
-    found = explain([traced(tmp_path, beside={"headway": sidecar()})], given=given())
+    found = explain([traced(tmp_path, beside={"headway": sidecar()})], work=given())
     assert lines_of(found.steps[0])["useful"] == 15
     assert any("and not that of m, which the trace names" in note for note in found.notes)
 
@@ -91,7 +91,7 @@ def test_a_device_gives_headways_own_trace_the_peak_that_it_lacks(tmp_path):
 )
 def test_a_model_that_is_not_the_traces_is_seen_by_its_modules(tmp_path, modules, num_layers, said):
     with pytest.raises(ConfigError, match=rf"t\.json is no trace of my model.*{said}.*Give --model the model"):
-        explain([traced(tmp_path, modules)], given=given(num_layers), device="1e9")
+        explain([traced(tmp_path, modules)], work=given(num_layers), device="1e9")
 
 
 @pytest.mark.parametrize(
@@ -102,39 +102,39 @@ def test_a_model_that_is_not_the_traces_is_seen_by_its_modules(tmp_path, modules
     ],
 )
 def test_a_unit_stands_for_what_it_holds_and_a_head_may_be_fused(tmp_path, modules):
-    assert explain([traced(tmp_path, modules)], given=given(2), device="1e9").steps[0].mfu > 0
+    assert explain([traced(tmp_path, modules)], work=given(2), device="1e9").steps[0].mfu > 0
 
 
 def test_a_workload_that_no_such_device_computes_in_that_time_is_an_error(tmp_path):
     words = r"is no trace of my model .* needs 150.0 kFLOP, .* for 0.06 ms of step 2.* 2.5 GFLOP/s .* 1.0 GFLOP/s"
     with pytest.raises(ConfigError, match=words):
-        explain([traced(tmp_path)], given=given(tokens=1000), device="1e9")
+        explain([traced(tmp_path)], work=given(tokens=1000), device="1e9")
 
 
 def test_a_stated_peak_holds_for_a_device_that_is_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_PEAK_FLOPS", "1e9")
-    found = explain([traced(tmp_path)], given=given())
+    found = explain([traced(tmp_path)], work=given())
     assert found.steps[0].mfu == pytest.approx(0.15)
     assert "peak: 1.0 GFLOP/s, HEADWAY_PEAK_FLOPS=1e9." in found.notes
 
 
 def test_a_workload_that_leaves_out_products_that_ran_is_a_note(tmp_path):
     trace = traced(tmp_path)  # two products of 8 x 8 x 4 in a step, 1,024 FLOPs
-    notes = explain([trace], given=given(tokens=5), device="1e9").notes  # 750
+    notes = explain([trace], work=given(tokens=5), device="1e9").notes  # 750
     words = (
         "products of 1.0 kFLOP ran in step 2, and my model with this workload has 750 FLOP of them: --model or --seg"
     )
     assert any(words in note for note in notes)
-    assert not any("ran in step" in note for note in explain([trace], given=given(tokens=6), device="1e9").notes)
+    assert not any("ran in step" in note for note in explain([trace], work=given(tokens=6), device="1e9").notes)
 
 
 def test_no_peak_is_an_error_that_says_how_to_name_one(tmp_path):
     mine = {"deviceProperties": [{"name": "a device of mine"}]}
     with pytest.raises(ConfigError, match=r"no peak in bf16 is known of 'a device of mine'.*--device 312e12"):
-        explain([traced(tmp_path, beside=mine)], given=given())
+        explain([traced(tmp_path, beside=mine)], work=given())
     path = two_kernels_a_step(3).write(tmp_path / "plain.json", deviceProperties=[{"name": "NVIDIA H200"}])
     with pytest.raises(ConfigError, match="does not say in which precision its products ran"):
-        explain([read_trace(path)], given=given())
+        explain([read_trace(path)], work=given())
 
 
 @pytest.mark.parametrize("device", ["H1000", "-3", "nan"])

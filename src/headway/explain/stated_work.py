@@ -1,4 +1,4 @@
-"""What the user says of a trace that does not say it: model, workload and device, checked against what ran.
+"""Facts that the user states of a trace without them: model, workload and device, checked against what ran.
 
 They become the facts that Headway writes into its own traces, so that whatever reads those reads other people's too.
 """
@@ -28,8 +28,8 @@ _MOST_UNTOLD = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class GivenWork:
-    """What every step of a trace computed on this rank, as the user says.
+class StatedWork:
+    """Work of every step of a trace on this rank, as the user states it.
 
     Attributes:
         name: of the model, as the user named it.
@@ -44,12 +44,12 @@ class GivenWork:
     recompute: str = "none"
 
 
-def with_given(measured: MeasuredTrace, given: GivenWork, rates: DeviceRates) -> tuple[MeasuredTrace, str]:
-    """Let a trace say what the user says of it.
+def with_stated_work(measured: MeasuredTrace, work: StatedWork, rates: DeviceRates) -> tuple[MeasuredTrace, str]:
+    """Write the user's facts into a trace, in place of its own.
 
     Args:
         measured: the trace.
-        given: model and workload.
+        work: model and workload.
         rates: of its device, the peak among them.
 
     Returns:
@@ -59,49 +59,52 @@ def with_given(measured: MeasuredTrace, given: GivenWork, rates: DeviceRates) ->
         ConfigError: its modules are not the model's, or there is no peak.
         WorkloadError: the model cannot compute the workload.
     """
-    trace, cost_model, workload = measured.trace, given.cost_model, given.workload
+    trace, cost_model, workload = measured.trace, work.cost_model, work.workload
     if rates.peak_flops_per_s is None:
         raise ConfigError(
-            f"{trace.path}: what {given.name} needed has no time without the device's peak, and {rates.why_no_peak} "
+            f"{trace.path}: what {work.name} needed has no time without the device's peak, and {rates.why_no_peak} "
             "Name the device with --device (`headway devices` lists them), or state its dense rate [FLOP/s], such as "
             "--device 312e12."
         )
-    count = cost_model.count(workload, recompute=given.recompute)
+    # The ledger is counted under the modules' paths; a trace without paths gets one component for all of it.
+    count = cost_model.count(workload, recompute=work.recompute)
     paths = {name.removeprefix(_MODULE) for name in trace.names if name.startswith(_MODULE)}
     if paths:
-        _check_paths(paths, given, str(trace.path))
+        _check_paths(paths, work, str(trace.path))
     else:  # one component of all
         count = replace(count, rows=tuple(replace(row, name=ALL) for row in count.rows))
-    said = step_facts(count, workload, flops_on_padding(cost_model, workload, given.recompute))
-    facts: dict[str, Any] = {
+    # The same facts that Headway writes into its own traces; each step has the same work.
+    facts_of_step = step_facts(count, workload, flops_on_padding(cost_model, workload, work.recompute))
+    headway: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "peak_flops_per_s": rates.peak_flops_per_s,
         "ceiling_flops_per_s": rates.ceiling_flops_per_s,
         "profiler_overhead_s": None,
         "components": components_of(cost_model) if paths else {"": ALL},
-        "steps": {str(step.window.step): said for step in measured.steps},
+        "steps": {str(step.window.step): facts_of_step for step in measured.steps},
     }
-    note = f"work is that of {given.name}, {format_flops(count.total)} in each step, as --model and --segments say"
+    # Say where the numbers come from, and which of the trace's own they replace.
+    note = f"work is that of {work.name}, {format_flops(count.total)} in each step, as --model and --segments say"
     if trace.headway is not None and isinstance(written := trace.headway.get("cost_model"), dict):
         note += f", and not that of {written.get('name')}, which the trace names"
     if not paths:
         note += "; the trace has no modules by path (module:PATH), so its products are not told apart by component"
-    return replace(measured, trace=replace(trace, headway=facts)), f"{note}."
+    return replace(measured, trace=replace(trace, headway=headway)), f"{note}."
 
 
-def check_rates(measured: MeasuredTrace, steps: Sequence[MeasuredStep], given: GivenWork, rates: DeviceRates) -> None:
+def check_rates(measured: MeasuredTrace, steps: Sequence[MeasuredStep], work: StatedWork, rates: DeviceRates) -> None:
     """Refuse a model and workload that the device cannot have computed in the time that the trace shows.
 
     Args:
         measured: the trace.
         steps: those that are shown.
-        given: model and workload.
+        work: model and workload.
         rates: of its device.
 
     Raises:
         ConfigError: in one of the steps, matmul-class kernels would have run above the device's peak.
     """
-    count = given.cost_model.count(given.workload, recompute=given.recompute)
+    count = work.cost_model.count(work.workload, recompute=work.recompute)
     flops = count.total + count.recompute
     for step in steps:
         # a kernel that nothing explains may have been a product
@@ -110,7 +113,7 @@ def check_rates(measured: MeasuredTrace, steps: Sequence[MeasuredStep], given: G
         if flops > at_most * _ABOVE_PEAK:
             rate = f"{format_rate(flops / ns * 1e9)} in them" if ns else "which no device can"
             raise ConfigError(
-                f"{measured.trace.path} is no trace of {given.name} with this workload: a step of it needs "
+                f"{measured.trace.path} is no trace of {work.name} with this workload: a step of it needs "
                 f"{format_flops(flops)}, but matmul-class kernels ran for {ns / 1e6:,.2f} ms of step "
                 f"{step.window.step}. That would be {rate}, above the peak of "
                 f"{format_rate(rates.peak_flops_per_s or 0)}. Give --model the model that was profiled, --segments "
@@ -118,68 +121,72 @@ def check_rates(measured: MeasuredTrace, steps: Sequence[MeasuredStep], given: G
             )
 
 
-def note_on_products(measured: MeasuredTrace, steps: Sequence[MeasuredStep], given: GivenWork) -> str | None:
+def note_on_products(measured: MeasuredTrace, steps: Sequence[MeasuredStep], work: StatedWork) -> str | None:
     """Say so if more products ran in a step than the model and workload account for; None if not, or without shapes.
 
     Products of single matrices are compared with all that the ledger counts but attention, which may run as batches of
     products, and more of them than its mask allows.
     """
-    count = given.cost_model.count(given.workload, recompute=given.recompute)
-    told = sum(row.total + row.recompute for row in count.rows if "pairs" not in row.driver)
-    told += flops_on_padding(given.cost_model, given.workload, given.recompute) or 0
+    count = work.cost_model.count(work.workload, recompute=work.recompute)
+    counted = sum(row.total + row.recompute for row in count.rows if "pairs" not in row.driver)
+    counted += flops_on_padding(work.cost_model, work.workload, work.recompute) or 0
     for step in steps:
         calls = products_of(measured, step)[1]
         ran = sum(product.flops * number for product, number in calls.items() if product and product.batch == 1)
-        if ran > _MOST_UNTOLD * told:
+        if ran > _MOST_UNTOLD * counted:
             return (
-                f"matrix products of {format_flops(ran)} ran in step {step.window.step}, and {given.name} with this "
-                f"workload has {format_flops(told)} of them: --model or --segments leaves a part of the step out."
+                f"matrix products of {format_flops(ran)} ran in step {step.window.step}, and {work.name} with this "
+                f"workload has {format_flops(counted)} of them: --model or --segments leaves a part of the step out."
             )
     return None
 
 
-def _check_paths(paths: set[str], given: GivenWork, source: str) -> None:
+def _check_paths(paths: set[str], work: StatedWork, source: str) -> None:
     """Refuse a model whose modules are not those that ran."""
-    ours = {path for row in given.cost_model.rows for path in _around(row.module)}
+    # A path that differs from one of ours in a number alone: a model of the same family with other layers.
+    ours = {path for row in work.cost_model.rows for path in _around(row.module)}
     alike = {_folded(path) for path in ours}
     way_out = "Give --model the model that was profiled: a shipped name, or its config.json."
     more = next((path for path in sorted(paths) if path not in ours and _folded(path) in alike), None)
     if more is not None:
         raise ConfigError(
-            f"{source} is no trace of {given.name}: it runs the module {more}, and {given.name} has none of that "
+            f"{source} is no trace of {work.name}: it runs the module {more}, and {work.name} has none of that "
             f"number. {way_out}"
         )
+    # The innermost paths that ran: a compiled block has no modules within, so it stands for all that it holds.
     units = paths - {outer for path in paths for outer in _around(path)[1:]}
     theirs = {_folded(path) for path in paths}
     missing: dict[str, int] = {}
     total = 0
-    for row in given.cost_model.rows:
-        flops = row.forward * drivers.parse(row.driver)(given.workload)
+    # Sum up the FLOPs of modules that neither ran under their path nor lie in a unit that did.
+    for row in work.cost_model.rows:
+        flops = row.forward * drivers.parse(row.driver)(work.workload)
         total += flops
-        around = [path for path in _around(row.module) if path in paths]
-        if row.module not in paths and not (around and around[0] in units):
+        holders = [path for path in _around(row.module) if path in paths]
+        if row.module not in paths and not (holders and holders[0] in units):
             missing[row.module] = missing.get(row.module, 0) + flops
+    # Layers missing though others of their kind ran are fewer layers; anything else that is missing is another model.
     layers = {path: flops for path, flops in missing.items() if _folded(path) in theirs}
     if sum(layers.values()) > _MOST_LAYERS_MISSING * total:
         raise ConfigError(
-            f"{source} is no trace of {given.name}, or of a part of it alone: {given.name} runs {next(iter(layers))}, "
+            f"{source} is no trace of {work.name}, or of a part of it alone: {work.name} runs {next(iter(layers))}, "
             f"and the trace has no module of that number. {way_out}"
         )
     if sum(missing.values()) > _MOST_MISSING * total:
         raise ConfigError(
-            f"{source} is no trace of {given.name}: it has modules such as {min(paths - ours or paths)}, and none of "
+            f"{source} is no trace of {work.name}: it has modules such as {min(paths - ours or paths)}, and none of "
             f"{next(iter(missing))} and others, in which {format_share(sum(missing.values()) / total)} of the model's "
             f"FLOPs lie. {way_out} Its paths must be those of named_modules()."
         )
 
 
 def _around(module: str) -> list[str]:
-    """The path of a module and of all that hold it, the innermost first."""
-    found = []
+    """List the path of a module and of all that hold it, the innermost first."""
+    paths = []
     while module:
-        found.append(module)
+        paths.append(module)
         module = module.rpartition(".")[0]
-    return found
+    return paths
 
 
 def _folded(path: str) -> str:
