@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from headway.errors import ConfigError, TrainingError
+from headway.errors import ConfigError, RunCompleteError
 from headway.train import loop
 from headway.train.checkpoint import latest_checkpoint
 from headway.train.config import parse_config, with_overrides
@@ -137,8 +137,12 @@ def test_a_stream_that_ends_before_its_steps_finishes_with_all_that_a_run_leaves
     assert summary.report.samples.total("used").samples == 80
     assert summary.model.exists()
     assert f"the data ended after step {summary.steps} of 1000, and the run with them" in capfd.readouterr().err
-    with pytest.raises(TrainingError, match="there is nothing to train on"):
-        train(config, resume=True)
+    shutil.rmtree(summary.model)  # as if the run had been killed while it wrote it
+    for resume in (True, None):
+        assert not summary.model.exists()
+        with pytest.raises(RunCompleteError, match="there is nothing to train on"):
+            train(config, resume=resume)
+    assert summary.model.exists()
 
 
 @pytest.mark.slow

@@ -90,6 +90,7 @@ def assert_as_in_peace(folder, expected, restarts):
     assert (check.faults, check.steps, check.others, check.resumes) == ((), STEPS, STEPS, restarts)
     goodput = read_goodput(folder)
     assert (goodput.restarts, goodput.warnings) == (restarts, ())
+    assert (folder / "summary.json").is_file()
     assert not [*folder.glob("checkpoints/.*"), *folder.glob("export/.*")], "a hidden folder stays"
 
 

@@ -81,17 +81,17 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
         errors_in_words_of("yaml"),
         RunFolder(config.run.folder, is_smoke=is_smoke) as folder,
     ):
-        with working("setting up the run") as tell:
-            phase.on_enter = lambda name: tell(f"setting up the run: {name}")
-            try:
+        try:
+            with working("setting up the run") as tell:
+                phase.on_enter = lambda name: tell(f"setting up the run: {name}")
                 run = prepare(config, resume=resume, phase=phase, folder=folder)
-            except RunCompleteError:
-                if resume is None and rank == 0:  # it may have been ended while it exported
-                    phase.at("export", watched=False)
-                    exports_of(config).make(find_checkpoint_in(config.run.folder))
-                raise
-            phase.on_enter = None
-        return _loop(config, run, phase, start_ns)
+                phase.on_enter = None
+            return _loop(config, run, phase, start_ns)
+        except RunCompleteError:
+            if resume is None and rank == 0:  # it may have been ended while it exported
+                phase.at("export", watched=False)
+                exports_of(config).make(find_checkpoint_in(config.run.folder))
+            raise
 
 
 def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunSummary:  # noqa: C901, PLR0912, PLR0915
@@ -242,9 +242,9 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
     )
     phase.at("export", watched=False)  # takes as long as the model is large, and nobody waits for it
     if ranks.is_first:
-        run.exports.make(saved)
-        with meter.boundary.guard("The summary in the run folder"):
+        with meter.boundary.guard("The summary in the run folder"):  # a run killed while it exports has one
             write_json(config.run.folder / SUMMARY, summary.as_json())
+        run.exports.make(saved)
         with meter.boundary.guard("The record of predicted and measured memory"):
             record_memory(run, config, utilisation.peak_memory_bytes)
     return summary
@@ -378,7 +378,8 @@ def _is_due(step: int, every: int | None) -> bool:
 def _data_ended(run: Run, step: int) -> str:
     """What is told of a stream that ends before the steps do."""
     if step == (run.checkpoint.step if run.checkpoint else 0):
-        raise TrainingError(
+        kind = RunCompleteError if run.checkpoint else TrainingError
+        raise kind(
             f"the data ended after step {step} of {run.steps}, so there is nothing to train on. Leave 'epochs' out of "
             "data.train to go on as long as there are steps, or give more data."
         )
