@@ -301,7 +301,7 @@ def plan_packs(
 
     Raises:
         ConfigError: none of the lengths fits a pack, or too many samples would have to be planned.
-        DataError: a sample exceeds a pack and `data.overlong` is "error".
+        DataError: a sample exceeds a pack and the policy for those is "error".
     """
     found = lengths or lengths_of(config, cost_model, shape)
     if found is None:
@@ -310,7 +310,7 @@ def plan_packs(
     data, accumulation = config.data, config.optim.accumulation
     budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
     ranks = shape.data_ranks
-    items, counts = Items.build({"planned": table}, budget, data.overlong, cost_model)
+    items, counts = Items.build({"planned": table}, budget, data.overlong_of_all, cost_model)
     if not len(items):
         raise ConfigError(f"of the lengths {name} none fits a pack of {budget.tokens} tokens; raise it.")
     order = Order.epochs(items.sizes, 1, seed=data.seed)
