@@ -109,7 +109,9 @@ def test_samples_of_each_source_that_exceed_a_pack_follow_its_own_policy(text_en
     cut = {name: (counts[name]["truncated"].samples, counts[name]["split"].samples) for name in policies}
     assert cut == {"cut": (1, 0), "pieces": (0, 1), "left": (0, 0)}
     strict = Data(sources, text_encoder, stages, budget=Budget(most), overlong=policies | {"left": "error"}, lanes=1)
-    with pytest.raises(DataError, match="left.*more than a pack's budget of 40 tokens" if kind == "indexed" else "more"):
+    with pytest.raises(
+        DataError, match="left.*more than a pack's budget of 40 tokens" if kind == "indexed" else "more"
+    ):
         list(strict.ranks(kind, 1).steps())
 
 

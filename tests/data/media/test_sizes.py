@@ -1,7 +1,6 @@
-"""Bounds on media, of a run and of a source: what is measured and fed is what the model's own processor makes by them."""
+"""Bounds on media, of a run and of a source: what is fed is what the model's own processor makes by them."""
 
 import json
-from io import BytesIO
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from headway.data.encode import _settings
 from headway.data.index import build_index
 from headway.data.media.sizes import MediaSizes
 from headway.data.media.videos import Clip
-from headway.data.samples import Media
+from headway.data.samples import Chat, Message, Origin, TextPart, VideoPart
 from headway.data.sources import open_source
 from headway.errors import ConfigError
 from headway.models import load_config, load_processor
@@ -24,9 +23,11 @@ from headway.models.vision import patch_size_of
 from headway.packing.budget import Budget
 from headway.packing.order import Stage, StageSource
 from helpers.fed_data import Data
-from helpers.media_files import written
+from helpers.media_files import video as written
 from helpers.vlm_folders import VLM_FOLDERS, write_vlm
 
+# transformers' GLM-4V joins pictures in a way that numpy 2 warns of
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 RUN, OWN = MediaSizes(max_pixels=4096), MediaSizes(min_pixels=9000, max_pixels=12_000)
 PICTURES = {"a.png": (40, 52), "b.png": (90, 131), "c.png": (33, 200)}
 STAGES = (Stage((StageSource("plain", epochs=1), StageSource("own", epochs=1))),)
@@ -155,7 +156,9 @@ def test_bounds_of_a_run_are_saved_with_the_processor(processor, tmp_path):
 @pytest.mark.parametrize("pixels", [None, 6000])
 def test_frames_and_sizes_of_videos_are_those_of_transformers_by_the_same_arguments(processor, fps, most, pixels):
     clip = Clip(written(num_frames=40, size=(50, 70)), "here", 10**6)
-    sizes = MediaSizes(fps=fps, max_frames=most, video_min_pixels=None if pixels is None else 500, video_max_pixels=pixels)
+    sizes = MediaSizes(
+        fps=fps, max_frames=most, video_min_pixels=None if pixels is None else 500, video_max_pixels=pixels
+    )
     changed = sizes.written_into(processor).video_processor if sizes else processor.video_processor
     own = processor.video_processor
     theirs = Qwen3VLVideoProcessor(**{name: value for name, value in own.settings.items() if name != "processor_class"})
@@ -176,8 +179,6 @@ def test_a_rate_takes_the_place_of_a_number_of_frames():
 
 
 def test_frames_of_a_source_with_its_own_rate_differ_from_those_of_the_run(processor):
-    from headway.data.samples import Chat, Message, Origin, TextPart, VideoPart
-
     shown = Message("user", (VideoPart(written(num_frames=40, size=(50, 70))),))
     said = Message("assistant", (TextPart("Two."),))
     encoder = Encoder(MediaSizes(fps=1.0).written_into(processor))
@@ -187,11 +188,9 @@ def test_frames_of_a_source_with_its_own_rate_differ_from_those_of_the_run(proce
         encoded = encoder.encode(sample)
         assert encoder.measure(sample) == encoded.lengths
         rows[name] = int(encoded.video_grids_M3[0, 0])
-    assert rows["own"] == 4 * rows["run"]
+    assert rows == {"run": 3, "own": 10}  # 5 s at 8 frames/s: 5 and 20 frames, two to a patch
 
 
 def test_small_pictures_are_enlarged(processor):
-    Image.new("RGB", (20, 20)).save(file := BytesIO(), "PNG")
-    reader = Encoder(processor).reader_of(MediaSizes(min_pixels=40_000))
-    assert np.prod(reader.images.grid(20, 20)) * processor.image_processor.patch_size**2 >= 40_000
-    assert Media(data=file.getvalue())
+    reader = Encoder(processor).reader_of(MediaSizes(min_pixels=40_000, max_pixels=50_000))
+    assert 40_000 <= np.prod(reader.images.grid(20, 20)) * processor.image_processor.patch_size**2 <= 50_000
