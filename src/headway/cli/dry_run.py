@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from headway.cli.output import needs_extra
-from headway.cli.resolve import resolve_config, resolve_cost_model
+from headway.cli.resolve import resolve_config, resolve_ledger
 from headway.log.working import working
 from headway.report import (
     Column,
@@ -51,7 +51,7 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
 
     count = devices or config.plan.devices or 1
     name = device or config.plan.device
-    cost_model = resolve_cost_model(config.model.path)
+    cost_model = resolve_ledger(config.model)
     found = named_device(name) if name is not None else None
     planned = dry_run(config, cost_model, saved_of_recipe(config), devices=count, device=found)
     if as_json:
@@ -71,7 +71,7 @@ def saved_of_recipe(config: "TrainConfig") -> "SavedByPrecision":
 
 def _saved(config: "TrainConfig", precision: str) -> "SavedActivations":
     """Read what ships of a model that learns whole; trace one that is partly frozen or adapted, if torch is there."""
-    if config.model.freeze or config.model.lora:
+    if config.model.freeze or config.model.lora or config.model.adds_tokens:
         try:
             from headway.train.saved import saved_of_partly_trained
         except ModuleNotFoundError:  # the shipped figures are those of a model that learns whole, which saves more

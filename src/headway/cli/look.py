@@ -184,15 +184,17 @@ def _of_data(
 def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -> "Looked":
     """What a training would see: its own sources, order, budget and costs."""
     from headway.data.processor_settings import ProcessorSettings
+    from headway.models import load_config as load_architecture
     from headway.models import load_processor
     from headway.models.load import load_model
+    from headway.models.new_rows import embedding_rows
     from headway.packing.items import Items
     from headway.packing.order import Order
     from headway.packing.plan import Plan
     from headway.tracing import trace
     from headway.train.data import budget_of, open_stages, overlong_of
     from headway.train.opened import make_encoder
-    from headway.train.optim import adapt, freeze
+    from headway.train.optim import adapt, freeze, rows_of
 
     data = config.data
     if data.stream is not None:
@@ -200,11 +202,11 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     sources, stages = open_stages(data)
     _require(rows, sources)
     with working(f"tracing {config.model.path}"):
-        shell = load_model(config.model.path, random_init=True, device="meta")
+        shell = load_model(config.model.path, random_init=True, device="meta", rows=rows_of(config.model))
         costs = adapt(shell, freeze(shell, trace(shell), config.model.freeze), config.model)
     settings = ProcessorSettings.of(**config.of_processor())
     processor = load_processor(config.model.path)
-    settings.write_into(processor)
+    settings.write_into(processor, embedding_rows(load_architecture(config.model.path)))
     encoder = make_encoder(
         processor,
         shell,

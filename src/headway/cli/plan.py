@@ -16,7 +16,7 @@ from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOpti
 from headway.cli.measured_data import measured_data
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_json, warn
-from headway.cli.resolve import resolve_cost_model
+from headway.cli.resolve import resolve_cost_model, resolve_ledger
 from headway.cli.train import SetOption
 from headway.errors import PlanError, UsageError
 from headway.log.working import working
@@ -244,7 +244,7 @@ def named_recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, Tr
 
     if Path(recipe).suffix in (".yaml", ".yml"):
         config = load_config(Path(recipe), settings)
-        return resolve_cost_model(config.model.path), config
+        return resolve_ledger(config.model), config
     cost_model = resolve_cost_model(recipe)
     mix = "images" if cost_model.has_vision else "chats"
     raw = {

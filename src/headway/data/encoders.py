@@ -15,6 +15,7 @@ from headway.data.media.processed import reads_processed_images
 from headway.data.processor_settings import ProcessorSettings
 from headway.hub import located
 from headway.models.load import load_config, load_processor
+from headway.models.new_rows import embedding_rows
 from headway.models.vision import patch_size_of
 
 
@@ -42,13 +43,13 @@ def open_encoder(
     """
     processor, config = load_processor(model), _config(model)
     settings = settings or ProcessorSettings()
-    settings.write_into(processor)
+    rows = settings.write_into(processor, None if config is None else embedding_rows(config))
     if isinstance(processor, PreTrainedTokenizerBase) and isinstance(config, BagelConfig):
         return DrawingEncoder(processor, config, max_image_pixels=max_image_pixels, max_characters=max_characters)
     patch_size = patch_size_of(load_config(model)) if reads_processed_images(processor) else None
     return Encoder(
         processor,
-        num_embeddings=None if config is None else getattr(config.get_text_config(), "vocab_size", None),
+        num_embeddings=rows,
         max_image_pixels=max_image_pixels,
         max_characters=max_characters,
         patch_size=patch_size,

@@ -26,8 +26,9 @@ from headway.devices import peak_for
 from headway.errors import ConfigError
 from headway.meter import Meter
 from headway.meter.environment import bandwidth_of
-from headway.models.load import Processor, load_processor
+from headway.models.load import Processor, load_config, load_processor
 from headway.models.lora import write_adapter_config
+from headway.models.new_rows import embedding_rows
 from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
@@ -378,7 +379,7 @@ def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint
             "that draws: its texts stand between tokens of its own. Leave them out."
         )
     processor = load_processor(config.model.path)
-    settings.write_into(processor)
+    settings.write_into(processor, embedding_rows(load_config(config.model.path)))
     if checkpoint is not None:
         _check_same_template(processor, checkpoint.model_folder)
     return make_encoder(

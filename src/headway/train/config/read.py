@@ -66,7 +66,7 @@ class TrainConfig(Section):
 
     def of_processor(self) -> dict[str, Any]:
         """What is changed of the model's processor, as `headway.data.processor_settings.ProcessorSettings.of` reads."""
-        return {"chats": self.model.of_chats(), "sizes": self.data}
+        return {"chats": self.model.of_chats(), "sizes": self.data, "tokens": self.model}
 
     @model_validator(mode="after")
     def _evaluation_has_samples(self) -> Self:
