@@ -26,6 +26,7 @@ from headway.report.terminal import coloured
 if TYPE_CHECKING:
     from headway.count.activations import SavedActivations, SavedByPrecision
     from headway.train.config import TrainConfig
+    from headway.train.config.model import ModelConfig
     from headway.train.dry_run import DryRun, Packs
 
 NO_ROOM = "DOES NOT FIT"
@@ -66,18 +67,18 @@ def saved_of_recipe(config: "TrainConfig") -> "SavedByPrecision":
     """Activations that autograd saves of a recipe's model, with its frozen parts and adapters, by precision."""
     from headway.count.activations import SavedByPrecision
 
-    return SavedByPrecision(partial(_saved, config))
+    return SavedByPrecision(partial(saved_as_learning, config.model))
 
 
-def _saved(config: "TrainConfig", precision: str) -> "SavedActivations":
+def saved_as_learning(model: "ModelConfig", precision: str) -> "SavedActivations":
     """Read what ships of a model that learns whole; trace one that is partly frozen or adapted, if torch is there."""
-    if config.model.freeze or config.model.lora or config.model.adds_tokens:
+    if model.freeze or model.lora or model.adds_tokens:
         try:
             from headway.train.saved import saved_of_partly_trained
         except ModuleNotFoundError:  # the shipped figures are those of a model that learns whole, which saves more
-            return saved_activations(config.model.path, precision)
-        return saved_of_partly_trained(resolve_config(config.model.path), config.model, precision)
-    return saved_activations(config.model.path, precision)
+            return saved_activations(model.path, precision)
+        return saved_of_partly_trained(resolve_config(model.path), model, precision)
+    return saved_activations(model.path, precision)
 
 
 def saved_activations(name: str, precision: str) -> "SavedActivations":

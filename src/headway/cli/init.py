@@ -2,19 +2,23 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.dry_run import saved_activations
+from headway.cli.dry_run import saved_as_learning
 from headway.cli.index import build_indices
 from headway.cli.options import ColumnOption, JsonOption, columns_of
 from headway.cli.output import needs_extra, print_json, warn
-from headway.cli.resolve import resolve_cost_model
-from headway.errors import DataError, UsageError
+from headway.cli.resolve import resolve_ledger
+from headway.errors import UsageError
 from headway.files import is_taken, write_output
 from headway.log.working import working
 from headway.report import format_bytes, format_count, render_pairs
+
+if TYPE_CHECKING:
+    from headway.data.processor_settings import ProcessorSettings
+    from headway.train.config.model import ModelConfig
 
 ModelOption = Annotated[
     str, typer.Option("--model", metavar="M", help="What is trained: a model folder, config.json or Hub id.")
@@ -62,23 +66,24 @@ def init(
         sources = [open_source(path, columns=columns) for path in data]
         path = located(model)
     indices = build_indices(sources, path, None)
-    if any(index.bad for index in indices):
-        from headway.data.encoders import open_encoder
+    from headway.train.config.model import ModelConfig
 
-        tokeniser = open_encoder(path).tokeniser
-        if tokeniser.missing_rows:  # of which no setting makes a row usable
-            raise DataError(f"{model} cannot be trained on these data. {tokeniser.added_tokens()}")
+    learns = ModelConfig(path=path)
+    if any(index.bad for index in indices) and (added := _added_tokens(path)):
+        learns = ModelConfig.model_validate({"path": path, **added})
+        indices = build_indices(sources, path, None, settings=_with_tokens(learns))
     from headway.train.suggest import EPOCHS, suggest
 
     with working("planning a run"):
         made = suggest(
             model,
             dict(zip(data, indices, strict=True)),
-            resolve_cost_model(path),
-            SavedByPrecision(partial(saved_activations, path)),
+            resolve_ledger(learns),
+            SavedByPrecision(partial(saved_as_learning, learns)),
             device=found,
             run_folder=f"runs/{output.stem}",
             columns=columns,
+            new_tokens={"new_tokens": learns.new_tokens, "new_special_tokens": learns.new_special_tokens},
             has_weights=not Path(path).exists() or any(Path(path).glob("*.safetensors")),
         )
     write_output(output, made.text, option="-o", new=True)
@@ -118,3 +123,22 @@ def init(
         ("next", f"headway train {output}"),
     ]
     print(render_pairs(pairs))
+
+
+def _added_tokens(path: str) -> dict[str, list[str]]:
+    """Tokens that the tokenizer has and the model has no row for, by the setting that gives it one."""
+    from headway.data.encoders import open_encoder
+
+    tokeniser = open_encoder(path).tokeniser
+    special = {str(each) for each in tokeniser.tokenizer.added_tokens_decoder.values() if each.special}
+    settings: dict[str, list[str]] = {}
+    for token in tokeniser.missing_tokens:
+        settings.setdefault("new_special_tokens" if token in special else "new_tokens", []).append(token)
+    return settings
+
+
+def _with_tokens(learns: "ModelConfig") -> "ProcessorSettings":
+    from headway.data.new_tokens import NewTokens
+    from headway.data.processor_settings import ProcessorSettings
+
+    return ProcessorSettings(tokens=NewTokens(learns.new_tokens, learns.new_special_tokens))
