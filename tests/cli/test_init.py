@@ -121,28 +121,36 @@ def test_a_pack_holds_the_longest_sample_and_several_others(tokens, pack):
     assert pack_length(MeasuredLengths(np.array(tokens), 0, 0, are_documents=False)) == pack
 
 
-def test_tokens_added_to_the_tokenizer_alone_are_named_before_a_configuration_is_written(headway, questions):
-    """As users add them, by transformers; with the rows that the error asks for, the same data are taken."""
+def test_tokens_added_to_the_tokenizer_alone_are_added_to_the_model_by_the_configuration(headway, questions):
+    """As users add them, by transformers, beyond the rows of the embedding."""
     assert headway("new-model", "tiny", "--data", "words.jsonl", "--size", "100k").code == 0
     model, tokenizer = load_model("tiny", attention="sdpa"), AutoTokenizer.from_pretrained("tiny")
     rows = model.get_input_embeddings().weight.shape[0]
     tokenizer.add_tokens([f"<n{number}>" for number in range(rows - len(tokenizer) + 1)])
+    tokenizer.add_tokens(["<|see|>"], special_tokens=True)
     tokenizer.save_pretrained("tiny")
     new = tokenizer.convert_ids_to_tokens(rows)
     (questions / "new.jsonl").write_text("".join(json.dumps({"text": f"{n} {new}"}) + "\n" for n in range(30)))
 
-    refused = headway("init", "--model", "tiny", "--data", "new.jsonl", "-o", "a.yaml")
-    message = " ".join(refused.err.split())
-    assert refused.code == 1
-    assert f"added to it and not to the model: {new!r}, id {rows}, while the model's embedding has {rows}" in message
-    assert f"model.resize_token_embeddings({rows + 1})" in message
-    assert not (questions / "a.yaml").exists()
+    shown = headway("look", "new.jsonl", "--model", "tiny", "-n", "1")
+    message = " ".join((shown.out + shown.err).split())
+    assert f"added to it and not to the model: {new!r}, '<|see|>', ids {rows} to {rows + 1}" in message
+    assert "List them in model.new_tokens" in message
     assert headway("init", "--model", "tiny", "--data", "words.jsonl", "-o", "b.yaml").code == 0  # which has none
+    assert "new_tokens" not in (questions / "b.yaml").read_text()
 
-    model.resize_token_embeddings(rows + 1)
-    model.save_pretrained("larger")
-    tokenizer.save_pretrained("larger")
-    assert headway("init", "--model", "larger", "--data", "new.jsonl", "-o", "a.yaml").code == 0
+    made = headway("init", "--model", "tiny", "--data", "new.jsonl", "-o", "a.yaml", "--json")
+    assert json.loads(made.out)["bad"] == 0
+    settings = yaml.safe_load((questions / "a.yaml").read_text())["model"]
+    assert (settings["new_tokens"], settings["new_special_tokens"]) == ([new], ["<|see|>"])
+    for command in (
+        ("train", "a.yaml", "--dry-run"),
+        ("look", "a.yaml"),
+        ("train", "a.yaml", "--set", "run.device=cpu"),
+    ):
+        assert headway(*command).code == 0
+    (export,) = (questions / "runs/a/export").glob("step-*")
+    assert load_model(str(export)).get_input_embeddings().weight.shape[0] == rows + 2
 
 
 def test_no_small_model_is_made_of_sounds(headway, questions):

@@ -11,7 +11,7 @@ import typer
 
 from headway.cli.measured_data import lengths_of_data
 from headway.cli.output import needs_extra
-from headway.cli.resolve import resolve_config, resolve_cost_model
+from headway.cli.resolve import resolve_config, resolve_ledger
 from headway.log.working import working
 from headway.report import (
     Column,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from headway.count.activations import SavedActivations, SavedByPrecision
     from headway.devices import Device
     from headway.train.config import TrainConfig
+    from headway.train.config.model import ModelConfig
     from headway.train.dry_run import DryRun, Packs
     from headway.train.fitting import Way
 
@@ -57,7 +58,7 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
 
     count = devices or config.plan.devices or 1
     name = device or config.plan.device
-    cost_model = resolve_cost_model(config.model.path)
+    cost_model = resolve_ledger(config.model)
     found = named_device(name) if name is not None else None
     if found is None:
         config = of_this_machine(config)
@@ -86,18 +87,18 @@ def saved_of_recipe(config: "TrainConfig") -> "SavedByPrecision":
     """Activations that autograd saves of a recipe's model, with its frozen parts and adapters, by precision."""
     from headway.count.activations import SavedByPrecision
 
-    return SavedByPrecision(partial(_saved, config))
+    return SavedByPrecision(partial(saved_as_learning, config.model))
 
 
-def _saved(config: "TrainConfig", precision: str) -> "SavedActivations":
+def saved_as_learning(model: "ModelConfig", precision: str) -> "SavedActivations":
     """Read what ships of a model that learns whole; trace one that is partly frozen or adapted, if torch is there."""
-    if config.model.freeze or config.model.lora:
+    if model.freeze or model.lora or model.adds_tokens:
         try:
             from headway.train.saved import saved_of_partly_trained
         except ModuleNotFoundError:  # the shipped figures are those of a model that learns whole, which saves more
-            return saved_activations(config.model.path, precision)
-        return saved_of_partly_trained(resolve_config(config.model.path), config.model, precision)
-    return saved_activations(config.model.path, precision)
+            return saved_activations(model.path, precision)
+        return saved_of_partly_trained(resolve_config(model.path), model, precision)
+    return saved_activations(model.path, precision)
 
 
 def saved_activations(name: str, precision: str) -> "SavedActivations":

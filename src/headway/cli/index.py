@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headway.data.bad_rows import BadSamples
-    from headway.data.chat_settings import ChatSettings
     from headway.data.index import LengthIndex
+    from headway.data.processor_settings import ProcessorSettings
     from headway.data.sources import Source
 
 _SHOWN_BAD = 5
@@ -71,6 +71,7 @@ def index(
     with needs_extra("indexing"):
         from headway.data.bad_rows import BadSamples
         from headway.data.chat_settings import ChatSettings
+        from headway.data.processor_settings import ProcessorSettings
         from headway.data.sources import open_source
         from headway.data.sources.opening import own_names
         from headway.data.wording import errors_in_words_of
@@ -87,8 +88,8 @@ def index(
     sources = [open_source(path, name=name, **options) for path, name in zip(data, names, strict=True)]
     measuring: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     with errors_in_words_of("options"):
-        chats = ChatSettings.of(chat_template)
-        found = build_indices(sources, model, max_characters, policy, chats=chats, **measuring)
+        settings = ProcessorSettings(ChatSettings.of(chat_template))
+        found = build_indices(sources, model, max_characters, policy, settings=settings, **measuring)
     indices = dict(zip(data, found, strict=True))
     if as_json:
         records = [_record(path, found) for path, found in indices.items()]
@@ -103,7 +104,7 @@ def build_indices(
     max_characters: int | None,
     policy: "BadSamples | None" = None,
     *,
-    chats: "ChatSettings | None" = None,
+    settings: "ProcessorSettings | None" = None,
     cache: Path | None = None,
     workers: int | None = None,
     refresh: bool = False,
@@ -115,24 +116,23 @@ def build_indices(
         model: whose tokenizer and processor measure.
         max_characters: longest text [characters]; the default when None.
         policy: what a row that cannot be used does, one for all of them; it is left out when None.
-        chats: how chats become text; as the model's folder says when None.
+        settings: changes of the model's processor; it is as the folder says when None.
         cache: folder of all indices; `index` in Headway's cache if None.
         workers: as `build_index` takes them.
         refresh: measure anew.
     """
     with needs_extra("indexing"):
         from headway.data.bad_rows import BadSamples, SampleCounts
-        from headway.data.chat_settings import ChatSettings
         from headway.data.index.stored import KnownEncoder, count_rows, stored_index
+        from headway.data.processor_settings import ProcessorSettings
         from headway.hub import located
 
         path = located(model)  # a typo is told before torch is imported, which takes seconds
     for note in (note for source in sources for note in source.notes()):
         warn(note)
     policy = policy or BadSamples("skip", limit=None, fraction=None)
-    chats = chats or ChatSettings()
-    settings = {"max_characters": max_characters} | ({"chats": chats} if chats != ChatSettings() else {})
-    known = KnownEncoder(path, settings, cache)
+    settings = settings or ProcessorSettings()
+    known = KnownEncoder(path, {"max_characters": max_characters, "settings": settings}, cache)
     counts, indices = SampleCounts(), []
     if known.fingerprint is not None and not refresh:
         stored = [stored_index(source, known.fingerprint, cache) for source in sources]
@@ -148,7 +148,7 @@ def build_indices(
         from headway.data.media.placeholders import MAX_CHARACTERS
 
     with working(f"opening the processor of {model}"):
-        encoder = open_encoder(path, max_characters=max_characters or MAX_CHARACTERS, chats=chats)
+        encoder = open_encoder(path, max_characters=max_characters or MAX_CHARACTERS, settings=settings)
     known.remember(encoder.fingerprint())
     chosen: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     indices = []

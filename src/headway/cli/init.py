@@ -1,21 +1,26 @@
 """`headway init`: look at a model and data, and write a configuration that trains the one on the other."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.dry_run import saved_activations
+from headway.cli.dry_run import saved_as_learning
 from headway.cli.index import build_indices
 from headway.cli.opened import read_template
 from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, columns_of
 from headway.cli.output import needs_extra, print_json, warn
-from headway.cli.resolve import resolve_cost_model
-from headway.errors import DataError, UsageError
+from headway.cli.resolve import resolve_ledger
+from headway.errors import UsageError
 from headway.files import is_taken, write_output
 from headway.log.working import working
 from headway.report import format_bytes, format_count, render_pairs
+
+if TYPE_CHECKING:
+    from headway.data.processor_settings import ProcessorSettings
+    from headway.train.config.model import ModelConfig
 
 ModelOption = Annotated[
     str, typer.Option("--model", metavar="M", help="What is trained: a model folder, config.json or Hub id.")
@@ -63,26 +68,31 @@ def init(
         columns = columns_of(column)
         sources = [open_source(path, columns=columns) for path in data]
         path = located(model)
-    chats = read_template(chat_template)
-    indices = build_indices(sources, path, None, chats=chats)
-    if any(index.bad for index in indices):
-        from headway.data.encoders import open_encoder
+    from headway.data.chat_settings import ChatSettings
+    from headway.data.processor_settings import ProcessorSettings
 
-        tokeniser = open_encoder(path, chats=chats).tokeniser
-        if tokeniser.missing_rows:  # of which no setting makes a row usable
-            raise DataError(f"{model} cannot be trained on these data. {tokeniser.added_tokens()}")
+    processing = ProcessorSettings(read_template(chat_template) or ChatSettings())
+    indices = build_indices(sources, path, None, settings=processing)
+    from headway.train.config.model import ModelConfig
+
+    learns = ModelConfig(path=path)
+    if any(index.bad for index in indices) and (added := _added_tokens(path, processing)):
+        learns = ModelConfig.model_validate({"path": path, **added})
+        processing = _with_tokens(processing, learns)
+        indices = build_indices(sources, path, None, settings=processing)
     from headway.train.suggest import suggest
 
     with working("planning a run"):
         made = suggest(
             model,
             dict(zip(data, indices, strict=True)),
-            resolve_cost_model(path),
-            SavedByPrecision(partial(saved_activations, path)),
+            resolve_ledger(learns),
+            SavedByPrecision(partial(saved_as_learning, learns)),
             device=found,
             run_folder=f"runs/{output.stem}",
             columns=columns,
             chat_template=chat_template,
+            new_tokens={"new_tokens": learns.new_tokens, "new_special_tokens": learns.new_special_tokens},
             has_weights=not Path(path).exists() or any(Path(path).glob("*.safetensors")),
         )
     write_output(output, made.text, option="-o", new=True)
@@ -122,3 +132,21 @@ def init(
         ("next", f"headway train {output}"),
     ]
     print(render_pairs(pairs))
+
+
+def _added_tokens(path: str, processing: "ProcessorSettings") -> dict[str, list[str]]:
+    """Tokens that the tokenizer has and the model has no row for, by the setting that gives it one."""
+    from headway.data.encoders import open_encoder
+
+    tokeniser = open_encoder(path, settings=processing).tokeniser
+    special = {str(each) for each in tokeniser.tokenizer.added_tokens_decoder.values() if each.special}
+    settings: dict[str, list[str]] = {}
+    for token in tokeniser.missing_tokens:
+        settings.setdefault("new_special_tokens" if token in special else "new_tokens", []).append(token)
+    return settings
+
+
+def _with_tokens(processing: "ProcessorSettings", learns: "ModelConfig") -> "ProcessorSettings":
+    from headway.data.new_tokens import NewTokens
+
+    return replace(processing, tokens=NewTokens(learns.new_tokens, learns.new_special_tokens))

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from headway.data import Budget, Encoder
-    from headway.data.chat_settings import ChatSettings
     from headway.data.index import LengthIndex
     from headway.data.look import Looked, ShownSample
+    from headway.data.processor_settings import ProcessorSettings
     from headway.data.sources import Source
     from headway.packing import OverlongCounts
     from headway.packing.plan import Plan
@@ -87,6 +87,7 @@ def look(
     """
     with needs_extra("looking at samples"):
         from headway.data.chat_settings import ChatSettings
+        from headway.data.processor_settings import ProcessorSettings
         from headway.train.config import load_config
     config = None
     planned = {"--packs": packs, "--ranks": ranks, "--overlong": overlong, "--seed": seed}
@@ -111,7 +112,8 @@ def look(
         seen = _of_config(config, rows, num_packs, ranks or 1)
     else:
         chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
-        chosen |= {"packing_length": packing_length, "chats": read_template(chat_template) or ChatSettings()}
+        settings = ProcessorSettings(read_template(chat_template) or ChatSettings())
+        chosen |= {"packing_length": packing_length, "settings": settings}
         seen = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
     if as_json:
         print_json(_record(seen))
@@ -149,7 +151,7 @@ def _of_data(
     max_characters: int | None,
     *,
     packing_length: int | None,
-    chats: "ChatSettings",
+    settings: "ProcessorSettings",
     ranks: int,
     overlong: str,
     seed: int,
@@ -170,13 +172,13 @@ def _of_data(
 
     _require(rows, sources)
     with working(f"opening the processor of {model}"):
-        encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS, chats=chats)
+        encoder = open_encoder(model, max_characters=max_characters or MAX_CHARACTERS, settings=settings)
     if packing_length is None:
         for note in (note for source in sources for note in source.notes()):
             warn(note)
         samples = [sample for source in sources for sample in _samples(source, rows, encoder)]
         return Looked(model, samples, (), (), None, {})
-    indices = _indices(sources, model, max_characters, chats)
+    indices = _indices(sources, model, max_characters, settings)
     budget = Budget(packing_length)
     items, counts = Items.build(indices, budget, policy, resolve_cost_model(model))
     plan = Plan(items, Order.epochs(items.sizes, 1, seed=seed), budget, ranks, seed=seed) if len(items) else None
@@ -185,16 +187,18 @@ def _of_data(
 
 def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -> "Looked":
     """What a training would see: its own sources, order, budget and costs."""
-    from headway.data.chat_settings import ChatSettings
+    from headway.data.processor_settings import ProcessorSettings
+    from headway.models import load_config as load_architecture
     from headway.models import load_processor
     from headway.models.load import load_model
+    from headway.models.new_rows import embedding_rows
     from headway.packing.items import Items
     from headway.packing.order import Order
     from headway.packing.plan import Plan
     from headway.tracing import trace
-    from headway.train.data import budget_of, open_stages
+    from headway.train.data import budget_of, open_stages, overlong_of
     from headway.train.opened import make_encoder
-    from headway.train.optim import adapt, freeze
+    from headway.train.optim import adapt, freeze, rows_of
 
     data = config.data
     if data.stream is not None:
@@ -202,22 +206,22 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     sources, stages = open_stages(data)
     _require(rows, sources)
     with working(f"tracing {config.model.path}"):
-        shell = load_model(config.model.path, random_init=True, device="meta")
+        shell = load_model(config.model.path, random_init=True, device="meta", rows=rows_of(config.model))
         costs = adapt(shell, freeze(shell, trace(shell), config.model.freeze), config.model)
-    chats = ChatSettings.of(**config.model.of_chats())
+    settings = ProcessorSettings.of(**config.of_processor())
     processor = load_processor(config.model.path)
-    chats.write_into(processor)
+    settings.write_into(processor, embedding_rows(load_architecture(config.model.path)))
     encoder = make_encoder(
         processor,
         shell,
         max_image_pixels=data.max_image_pixels,
         max_characters=data.max_characters,
-        learns_empty_thinking=chats.learns_empty_thinking,
+        learns_empty_thinking=settings.chats.learns_empty_thinking,
     )
-    indices = _indices(sources, config.model.path, data.max_characters, chats)
+    indices = _indices(sources, config.model.path, data.max_characters, settings)
     budget = budget_of(data)
     dropout = config.model.drawing.dropout(config.run.seed)
-    items, counts = Items.build(indices, budget, data.overlong, costs, dropout)
+    items, counts = Items.build(indices, budget, overlong_of(data), costs, dropout)
     plan = Plan(
         items,
         Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None),
@@ -267,11 +271,11 @@ def _samples(
 
 
 def _indices(
-    sources: "Sequence[Source]", model: str, max_characters: int | None, chats: "ChatSettings | None" = None
+    sources: "Sequence[Source]", model: str, max_characters: int | None, settings: "ProcessorSettings | None" = None
 ) -> "Mapping[str, LengthIndex]":
     if len({source.name for source in sources}) < len(sources):
         raise UsageError(f"Two datasets have one name: {', '.join(source.name for source in sources)}. Rename a file.")
-    found = build_indices(sources, model, max_characters, chats=chats)
+    found = build_indices(sources, model, max_characters, settings=settings)
     return {source.name: index for source, index in zip(sources, found, strict=True)}
 
 

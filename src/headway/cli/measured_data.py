@@ -23,13 +23,13 @@ def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
         HeadwayError: no such model or data, or no row that can be used.
     """
     with needs_extra("indexing"):
-        from headway.data.chat_settings import ChatSettings
+        from headway.data.processor_settings import ProcessorSettings
         from headway.data.sources import open_source
         from headway.data.sources.opening import own_names
 
     sources = [open_source(path, name=name) for path, name in zip(data, own_names(data), strict=True)]
-    chats = ChatSettings.of(**config.model.of_chats())
-    indices = build_indices(sources, config.model.path, config.data.max_characters, chats=chats)
+    settings = ProcessorSettings.of(**config.of_processor())
+    indices = build_indices(sources, config.model.path, config.data.max_characters, settings=settings)
     with needs_extra("encoding samples"):
         from headway.data.encoders import open_encoder
         from headway.hub import located
@@ -38,7 +38,7 @@ def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
     lengths = joined(indices)
     if not len(lengths.tokens):
         raise DataError(f"--data {', '.join(data)}: no row can be used; `headway index` says why.")
-    encoder = open_encoder(located(config.model.path), max_characters=config.data.max_characters, chats=chats)
+    encoder = open_encoder(located(config.model.path), max_characters=config.data.max_characters, settings=settings)
     return MeasuredData(", ".join(source.name for source in sources), lengths, making_s(sources, indices, encoder))
 
 
@@ -55,15 +55,15 @@ def lengths_of_data(config: "TrainConfig") -> "tuple[str, LengthTable] | None":
         return None
     try:
         with needs_extra("measuring data.train"):
-            from headway.data.chat_settings import ChatSettings
+            from headway.data.processor_settings import ProcessorSettings
             from headway.train.data import open_stages
             from headway.train.measured_data import joined
 
         if any("://" in (part.path or "") for stage in config.data.played for part in stage.parts):
             raise DataError("they lie behind a URL.")
         sources, _ = open_stages(config.data)
-        chats = ChatSettings.of(**config.model.of_chats())
-        lengths = joined(build_indices(sources, config.model.path, config.data.max_characters, chats=chats))
+        settings = ProcessorSettings.of(**config.of_processor())
+        lengths = joined(build_indices(sources, config.model.path, config.data.max_characters, settings=settings))
     except HeadwayError as error:
         warn(f"The lengths of data.train are not measured, so that no packs are planned from them: {error}")
         return None

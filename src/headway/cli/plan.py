@@ -17,7 +17,7 @@ from headway.cli.measured_data import lengths_of_data, measured_data
 from headway.cli.options import ImagesOption, JsonOption, SegmentsOption, VideosOption
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.plan_text import WholeRun, as_record, as_text
-from headway.cli.resolve import in_patches, resolve_cost_model
+from headway.cli.resolve import in_patches, resolve_cost_model, resolve_ledger
 from headway.cli.train import SetOption
 from headway.cli.workload import samples_in_turn
 from headway.errors import PlanError, UsageError
@@ -311,7 +311,7 @@ def named_recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, Tr
 
     if Path(recipe).suffix in (".yaml", ".yml"):
         config = load_config(Path(recipe), settings)
-        return resolve_cost_model(config.model.path), config
+        return resolve_ledger(config.model), config
     cost_model = resolve_cost_model(recipe)
     mix = "images" if cost_model.has_vision else "chats"
     raw = {

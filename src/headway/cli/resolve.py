@@ -12,6 +12,7 @@ from headway.log.working import working
 if TYPE_CHECKING:
     from headway.conventions import Architecture
     from headway.count import CostModel
+    from headway.train.config.model import ModelConfig
 
 
 _PIXELS = re.compile(r"(\d{1,6})[xX](\d{1,6})px")
@@ -44,6 +45,24 @@ def resolve_cost_model(name: str) -> "CostModel":
         from headway.tracing import trace
 
         return trace(resolve_config(name))
+
+
+def resolve_ledger(settings: "ModelConfig") -> "CostModel":
+    """The cost model of a recipe's model, with the rows of its new tokens and before anything is frozen or adapted.
+
+    Args:
+        settings: the recipe's section.
+
+    Raises:
+        HeadwayError: as `resolve_cost_model`, or a token that cannot be added.
+    """
+    if not settings.adds_tokens:
+        return resolve_cost_model(settings.path)
+    with needs_extra("adding tokens to a model"), working(f"tracing {settings.path}"):
+        from headway.tracing import trace
+        from headway.train.saved import with_new_rows
+
+        return trace(with_new_rows(resolve_config(settings.path), settings))
 
 
 def in_patches(model: str | None, images: str | None) -> str | None:

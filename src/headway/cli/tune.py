@@ -11,7 +11,7 @@ from headway.cli.measured_data import lengths_of_data, measured_data
 from headway.cli.options import JsonOption
 from headway.cli.output import print_json, say
 from headway.cli.plan import named_recipe, speeds_of
-from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.resolve import resolve_architecture, resolve_ledger
 from headway.cli.train import SetOption, find_inputs
 from headway.cli.tune_text import Tuned, as_record, as_text, note_on_tokens
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
@@ -216,7 +216,7 @@ def search_of(
     count, name = config.plan.devices or 1, config.plan.device
     found = named_device(name) if name is not None else None
     room = _room(memory, found)
-    cost_model = resolve_cost_model(config.model.path)
+    cost_model = resolve_ledger(config.model)
     architecture = resolve_architecture(config.model.path, cost_model)
     learning = learning_model(config, cost_model)
     wanted, tolerance = (None, TOLERANCE) if tokens_per_step is None else parse_step_tokens(tokens_per_step)

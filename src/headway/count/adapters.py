@@ -7,14 +7,19 @@ from dataclasses import replace
 from headway.count.rows import ALWAYS, Gradient, Parameter, Row
 from headway.errors import CostModelError, UsageError
 
+NEW_ROWS = "new_rows"
+"""Name of the rows of new tokens that learn beside a frozen embedding or head, within its module."""
+
 
 def is_adapter(name: str) -> bool:
     """Whether a module or parameter is of a LoRA adapter, by the names that peft gives and the counted ones have.
 
+    Rows of new tokens that learn beside frozen ones are too.
+
     >>> [is_adapter(f"layers.0.q_proj.{name}") for name in ("lora_A", "lora_B.default.weight", "base_layer.weight")]
     [True, True, False]
     """
-    return any(part.startswith("lora_") for part in name.split("."))
+    return any(part.startswith("lora_") or part == NEW_ROWS for part in name.split("."))
 
 
 def targets_of(rows: Sequence[Row], targets: Sequence[str] | None, name: str) -> set[str]:

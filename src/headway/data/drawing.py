@@ -28,6 +28,7 @@ from headway.data.drawn_pack import DrawnPack
 from headway.data.encode import EncodedSample, Encoder, tokenizer_settings
 from headway.data.making import charged_to
 from headway.data.media.images import MAX_IMAGE_PIXELS, Picture, check_limit
+from headway.data.media.opened import MediaReader
 from headway.data.media.placeholders import MAX_CHARACTERS
 from headway.data.samples import NOTHING, Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart
 from headway.errors import ConfigError, DataError
@@ -87,6 +88,7 @@ class DrawingEncoder(Encoder):
         self.config = config
         self.rope_index = None
         self.max_image_pixels = check_limit(max_image_pixels)
+        self.media, self._resized = MediaReader(tokenizer, max_image_pixels), {}
         self.max_characters = max_characters
         vocabulary = tokenizer.get_vocab()
         if lacking := [token for pair in AROUND.values() for token in pair if token not in vocabulary]:

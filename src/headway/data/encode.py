@@ -25,6 +25,7 @@ from headway.data.media.joining import Joinable, joined, joined_sounds
 from headway.data.media.opened import MediaReader, OpenedMedia
 from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
 from headway.data.media.processed import SMALLEST_TRIED
+from headway.data.media.sizes import MediaSizes
 from headway.data.samples import NOTHING, Chat, Document, Grid, Origin, Sample, SampleLengths
 from headway.errors import DataError
 from headway.models.load import Processor, RopeIndex
@@ -161,10 +162,11 @@ class EncodedSample:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A sample whose media are open and whose tokens are known."""
+    """A sample whose media are open, by the reader that opened them, and whose tokens are known."""
 
     tokens: SampleTokens
     media: OpenedMedia
+    reader: MediaReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +212,7 @@ class Encoder:
         self.max_characters = max_characters
         multimodal = not isinstance(processor, PreTrainedTokenizerBase)
         self.media = MediaReader(processor, self.max_image_pixels, patch_size)
+        self._resized: dict[MediaSizes, MediaReader] = {}
         self.tokeniser = Tokeniser(processor, num_embeddings, max_characters, self.media.processed)
         self.tokenizer: Any = self.tokeniser.tokenizer
         self.template = ChatTemplate(processor, multimodal, learns_empty_thinking=learns_empty_thinking)
@@ -218,6 +221,18 @@ class Encoder:
     def pixel_scale(self) -> Scale | None:
         """(scale_D, shift_D): the model reads bytes * scale + shift; None where patches are what the model reads."""
         return None if self.media.images is None else self.media.images.scale
+
+    def reader_of(self, sizes: MediaSizes) -> MediaReader:
+        """The reader of media that are bounded so, where the run's bounds do not hold.
+
+        Raises:
+            ConfigError: the model's processor has no such bounds.
+        """
+        if not sizes:
+            return self.media
+        if sizes not in self._resized:
+            self._resized[sizes] = self.media.resized(sizes)
+        return self._resized[sizes]
 
     def encode(self, sample: Sample) -> EncodedSample:
         """Encode a sample for training.
@@ -283,7 +298,7 @@ class Encoder:
         media = OpenedMedia(image_grids=lengths.grids, processed=tensors)
         written = {"image": list(lengths.written)}
         tokens = self.tokeniser.chat(self.tokeniser.words["image"], [], written, "a blank image")
-        return self._tensors(_BLANK, _Planned(tokens, media))
+        return self._tensors(_BLANK, _Planned(tokens, media, self.media))
 
     def fingerprint(self) -> str:
         """A key that changes when tokenizer, chat template, processor settings or their versions do."""
@@ -333,7 +348,7 @@ class Encoder:
                 raise DataError(
                     f"{sample.where}: the document is empty or a single token, so there is nothing to learn."
                 )
-            yield _Planned(tokens, OpenedMedia())
+            yield _Planned(tokens, OpenedMedia(), self.media)
             return
         assert view.shown is not None
         with self._opened(sample, view.shown.text, view.shown.spans, decodes) as planned:
@@ -356,10 +371,11 @@ class Encoder:
     def _opened(self, sample: Chat, text: str, spans: list[Span], decodes: bool) -> Iterator[_Planned]:
         with ExitStack() as stack:
             with charged_to("decode"):
-                media = self.media.open(sample, stack, decodes)
+                reader = self.reader_of(sample.sizes)
+                media = reader.open(sample, stack, decodes)
             with charged_to("tokenise"):
                 tokens = self.tokeniser.chat(text, spans, media.written, sample.where)
-            yield _Planned(tokens, media)
+            yield _Planned(tokens, media, reader)
 
     def _tensors(self, sample: Sample, planned: _Planned) -> EncodedSample:
         tokens, media = planned.tokens, planned.media
@@ -373,8 +389,8 @@ class Encoder:
             if self.media.processed.types_answers:
                 types_S = (torch.from_numpy(tokens.supervised_S).cumsum(0) > 0).int()
         with charged_to("decode"):
-            pixels_PD, video_pixels_PD = self.media.pixels(media)
-            features_AMF = self.media.features(media)
+            pixels_PD, video_pixels_PD = planned.reader.pixels(media)
+            features_AMF = planned.reader.features(media)
         return EncodedSample(
             input_ids_S=ids_S,
             labels_S=torch.from_numpy(np.where(tokens.supervised_S, tokens.ids_S, IGNORED)),

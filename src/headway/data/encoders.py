@@ -6,15 +6,16 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from headway.architectures import BagelConfig
-from headway.data.chat_settings import ChatSettings
 from headway.data.collate import Collator
 from headway.data.drawing import DrawingCollator, DrawingEncoder
 from headway.data.encode import Encoder
 from headway.data.media.images import MAX_IMAGE_PIXELS
 from headway.data.media.placeholders import MAX_CHARACTERS
 from headway.data.media.processed import reads_processed_images
+from headway.data.processor_settings import ProcessorSettings
 from headway.hub import located
 from headway.models.load import load_config, load_processor
+from headway.models.new_rows import embedding_rows
 from headway.models.vision import patch_size_of
 
 
@@ -23,7 +24,7 @@ def open_encoder(
     *,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     max_characters: int = MAX_CHARACTERS,
-    chats: ChatSettings | None = None,
+    settings: ProcessorSettings | None = None,
 ) -> Encoder:
     """Open the encoder that measures samples for a model, without the model's weights.
 
@@ -33,25 +34,26 @@ def open_encoder(
         model: a model folder, or a name on the Hugging Face Hub.
         max_image_pixels: larger images are refused [pixels].
         max_characters: longer texts are refused [characters].
-        chats: how chats become text; as the model's folder says when None.
+        settings: changes of the processor; it is as the model's folder says when None.
 
     Raises:
         UnknownModelError: nothing of that name.
         CheckpointError: its tokenizer or processor cannot be read.
+        ConfigError: settings that the processor has no place for.
     """
     processor, config = load_processor(model), _config(model)
-    chats = chats or ChatSettings()
-    chats.write_into(processor)
+    settings = settings or ProcessorSettings()
+    rows = settings.write_into(processor, None if config is None else embedding_rows(config))
     if isinstance(processor, PreTrainedTokenizerBase) and isinstance(config, BagelConfig):
         return DrawingEncoder(processor, config, max_image_pixels=max_image_pixels, max_characters=max_characters)
     patch_size = patch_size_of(load_config(model)) if reads_processed_images(processor) else None
     return Encoder(
         processor,
-        num_embeddings=None if config is None else getattr(config.get_text_config(), "vocab_size", None),
+        num_embeddings=rows,
         max_image_pixels=max_image_pixels,
         max_characters=max_characters,
         patch_size=patch_size,
-        learns_empty_thinking=chats.learns_empty_thinking,
+        learns_empty_thinking=settings.chats.learns_empty_thinking,
     )
 
 

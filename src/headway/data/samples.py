@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, cast
 import fsspec
 
 from headway.data.making import charged_to
+from headway.data.media.sizes import MediaSizes
 from headway.errors import DataError
 from headway.packing.budget import Size
 from headway.packing.pieces import Run
@@ -160,12 +161,14 @@ class Chat:
         origin: where it came from.
         tools: JSON schemas of the functions that the assistant may call.
         template_kwargs: variables of the chat template that this chat sets, such as enable_thinking.
+        sizes: bounds on what is read of its media, of its source; those of the run where there are none.
     """
 
     messages: tuple[Message, ...]
     origin: Origin
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    sizes: MediaSizes = field(default_factory=MediaSizes)
 
     @property
     def where(self) -> str:

@@ -34,6 +34,7 @@ from headway.models.attention import register, use_attention
 from headway.models.experts import use_experts
 from headway.models.foreign import check_config, check_tokenizer, first_line, reraise_own
 from headway.models.init_weights import init_weights
+from headway.models.new_rows import grow, resize
 from headway.models.recurrent import separate_segments
 from headway.models.video import video_processor
 from headway.models.waits import answer_ahead
@@ -104,6 +105,8 @@ def load_model(
     device: torch.device | str = "cpu",
     attention: str = "headway_flash",
     random_init: bool = False,
+    rows: int = 0,
+    seed: int = 0,
 ) -> PreTrainedModel:
     """Build a causal or multimodal model that writes text, from weights or at random.
 
@@ -114,6 +117,8 @@ def load_model(
             complete, once the model is sharded.
         attention: name of the attention backend; "headway_flash" for packed data, "eager" or "sdpa" for reference.
         random_init: initialise from the configuration alone, drawing from torch's global generator.
+        rows: of the vocabulary, where tokens were added to it; fewer than the model has change nothing [tokens].
+        seed: of the first values of added rows.
 
     Raises:
         UnknownModelError: nothing of that name, or a kind of model that does not write text, one token after another.
@@ -130,6 +135,7 @@ def load_model(
             model: PreTrainedModel = model_class.from_config(
                 config, dtype=dtype, attn_implementation="eager", **_NO_CODE
             )
+            resize(model, rows)
         if torch.device(device).type != "meta":
             init_weights(model, device)
     else:
@@ -141,6 +147,7 @@ def load_model(
         if Path(spec).is_dir():
             check_weights(Path(spec))
         model = _with_weights(model_class, str(spec), config, dtype)
+        grow(model, rows, seed)
         model.to(device)  # type: ignore[arg-type]  # transformers narrows `to` to its own overloads
     _refuse_bidirectional(model)
     use_attention(model, attention)

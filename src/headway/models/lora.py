@@ -20,13 +20,15 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from headway.count import CostModel
-from headway.count.adapters import is_adapter, targets_of
+from headway.count.adapters import NEW_ROWS, is_adapter, targets_of
 from headway.errors import CheckpointError, ConfigError, UsageError
+from headway.models.new_rows import add_new_rows, initialise_new_rows, new_rows, resize, without_new_rows
 from headway.models.parallel import fill
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # peft's name for an adapter that is alone
 _BASE = ".base_layer."
+_PEFT_ROWS = ".token_adapter.trainable_tokens_delta"  # peft's name for rows of tokens, which are values and no changes
 
 
 def adapter_modules(cost_model: CostModel, targets: Sequence[str] | None) -> list[str]:
@@ -58,7 +60,14 @@ def adapter_modules(cost_model: CostModel, targets: Sequence[str] | None) -> lis
 
 
 def add_adapters(
-    model: PreTrainedModel, modules: Sequence[str], *, rank: int, alpha: float, dropout: float, base: str
+    model: PreTrainedModel,
+    modules: Sequence[str],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    base: str,
+    new_ids: Sequence[int] = (),
 ) -> None:
     """Put adapters into a model, in place and on the meta device; everything else stops learning.
 
@@ -69,6 +78,7 @@ def add_adapters(
         alpha: an adapter's output is scaled by alpha / rank.
         dropout: share of an adapter's inputs that are zeroed in training.
         base: path or Hub name of the model, which a folder of adapters refers to.
+        new_ids: tokens whose rows of the embedding and the head learn too, one after the other.
 
     Raises:
         ConfigError: peft is not installed.
@@ -86,6 +96,7 @@ def add_adapters(
             base_model_name_or_path=base,
             task_type="CAUSAL_LM",
             fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in modules),
+            trainable_token_indices={name: list(new_ids) for name in _holders(model)} if new_ids else None,
         ),
     )
 
@@ -95,8 +106,14 @@ def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
 
     Raises:
         ConfigError: peft is not installed.
+        CheckpointError: rows of tokens that are not at the end of a vocabulary, one after the other.
     """
-    _inject(model, _peft().LoraConfig.from_pretrained(str(folder)))
+    config = _peft().LoraConfig.from_pretrained(str(folder))
+    if config.trainable_token_indices is not None:
+        ids = _saved_ids(model, config.trainable_token_indices, folder)
+        resize(model, ids[-1] + 1)
+        config.trainable_token_indices = dict.fromkeys(_holders(model), ids)
+    _inject(model, config)
 
 
 def write_adapter_config(model: PreTrainedModel, folder: Path) -> None:
@@ -113,6 +130,12 @@ def has_adapters(model: nn.Module) -> bool:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Take the adapters out for a while: the model has its plain modules and names, the same tensors."""
+    with without_new_rows(model), _without_layers(model):
+        yield
+
+
+@contextmanager
+def _without_layers(model: nn.Module) -> Iterator[None]:
     layers = [
         (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], layer) for name, layer in _layers(model)
     ]
@@ -128,6 +151,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str) -> None:
     """Give adapters, if there are any, their first weights: A at random and B zero, so the model starts as it was.
+
+    Rows of new tokens get those of the embedding and the head that they stand for.
 
     The numbers depend on the seed and the module's name alone, not on how many processes hold them.
 
@@ -148,6 +173,7 @@ def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         fill(down.weight, whole)
         up.weight.zero_()
+    initialise_new_rows(model, device)
 
 
 def base_name(name: str) -> str:
@@ -156,7 +182,8 @@ def base_name(name: str) -> str:
     >>> base_name("layers.0.q_proj.base_layer.weight"), base_name("layers.0.q_proj.lora_A.default.weight")
     ('layers.0.q_proj.weight', 'layers.0.q_proj.weight')
     """
-    return name.replace(_BASE, ".").replace(f".lora_A.{_NAME}", "").replace(f".lora_B.{_NAME}", "")
+    plain = name.replace(_BASE, ".").replace(f".lora_A.{_NAME}", "").replace(f".lora_B.{_NAME}", "")
+    return plain.replace(f".{NEW_ROWS}.", ".")
 
 
 def merged(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -178,13 +205,18 @@ def merged(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[
         weight = tensors[f"{name}{_BASE}weight"]
         added = added.T if isinstance(layer.base_layer, Conv1D) else added
         whole[f"{name}.weight"] = (weight.float() + added).to(weight.dtype)
+    for name, _, rows in new_rows(model):
+        if f"{name}.{NEW_ROWS}.weight" in tensors:
+            weight = whole[f"{name}.weight"].clone()
+            weight[rows.first : rows.first + rows.num_embeddings] = tensors[f"{name}.{NEW_ROWS}.weight"]
+            whole[f"{name}.weight"] = weight
     return whole
 
 
 def adapters_alone(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The adapters among a model's tensors, under the names of peft's files."""
     return {
-        f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": tensor
+        f"base_model.model.{name.replace(f'.{_NAME}.', '.').replace(f'.{NEW_ROWS}.weight', _PEFT_ROWS)}": tensor
         for name, tensor in tensors.items()
         if is_adapter(name)
     }
@@ -219,6 +251,7 @@ def read_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _inject(model: PreTrainedModel, config: Any) -> None:
+    rows, config.trainable_token_indices = config.trainable_token_indices, None  # peft's layer makes whole gradients
     with warnings.catch_warnings():
         # peft asks transformers for a name that is going away; nobody but peft can change that
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
@@ -227,6 +260,35 @@ def _inject(model: PreTrainedModel, config: Any) -> None:
     for _, layer in _layers(model):
         for part in (layer.lora_A, layer.lora_B):
             part.to(layer.base_layer.weight.dtype)
+    if rows is not None:
+        add_new_rows(model, next(iter(rows.values())))
+        config.trainable_token_indices = rows  # which is what the model has noted
+
+
+def _holders(model: Any) -> list[str]:
+    """Names of the embedding and, unless it is tied to that, the head."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    parts = [embedding] if head is None or head.weight is embedding.weight else [embedding, head]
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(part)] for part in parts]
+
+
+def _saved_ids(model: PreTrainedModel, saved: Any, folder: Path) -> list[int]:
+    """Ids of the tokens whose rows a folder of adapters holds."""
+    lists = list(saved.values()) if isinstance(saved, dict) else [saved]
+    ids = sorted(lists[0]) if lists and all(isinstance(each, list) for each in lists) else []
+    whole: Any = model
+    if not ids or any(sorted(each) != ids for each in lists) or ids != list(range(ids[0], ids[0] + len(ids))):
+        raise CheckpointError(
+            f"The {ADAPTER_CONFIG} in {folder} has rows of tokens {str(saved)[:80]}; only rows that are the same "
+            "for embedding and head and stand one after the other are read. Merge the adapters with peft first."
+        )
+    if ids[0] > len(whole.get_input_embeddings().weight):
+        raise CheckpointError(
+            f"The {ADAPTER_CONFIG} in {folder} has rows of tokens from {ids[0]} on, and the model ends at "
+            f"{len(whole.get_input_embeddings().weight)}. Give the model that they were trained on with --base MODEL."
+        )
+    return ids
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

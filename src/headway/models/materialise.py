@@ -6,6 +6,7 @@ projection, is made whole, kept in slices and forgotten, one after the other. So
 """
 
 import copy
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -30,12 +31,18 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from headway.hub import located
 from headway.models.init_weights import to_memory
-from headway.models.load import check_weights, load_model, weights_of
+from headway.models.load import check_weights, load_config, load_model, weights_of
+from headway.models.new_rows import embedding_rows, grown, vocabulary_names
 from headway.models.parallel import fill, local, own_classes
 
 
 def read_weights(
-    model: PreTrainedModel, name: str | Path, device: torch.device | str, *, keep_on: torch.device | str | None = None
+    model: PreTrainedModel,
+    name: str | Path,
+    device: torch.device | str,
+    *,
+    keep_on: torch.device | str | None = None,
+    seed: int = 0,
 ) -> None:
     """Give a model that was built on the meta device its saved weights, in slices where it is sharded.
 
@@ -44,6 +51,7 @@ def read_weights(
         name: a model folder or Hub name.
         device: where buffers live.
         keep_on: where parameters live, for those that are offloaded; `device` if not given.
+        seed: of the first values of rows that the model's vocabulary has beyond the saved ones.
 
     Raises:
         UnknownModelError: nothing of that name, on this machine or on the Hub.
@@ -64,8 +72,11 @@ def read_weights(
         plan = LoadStateDictConfig(
             pretrained_model_name_or_path=str(name), device_map={"": place}, dtype=model.dtype, weight_mapping=rules
         )
-        sliced, whole = _sorted_out(stored, model, plan)
-        done = _read_whole(whole, model, plan)
+        config = load_config(name)
+        grows = embedding_rows(config) < embedding_rows(model.config)
+        growing = vocabulary_names(model) if grows else {}
+        sliced, whole = _sorted_out(stored, model, plan, growing)
+        done = _read_whole(whole, model, plan, config if grows else model.config, growing, seed)
         info = _read_slices(sliced, model, plan)
         for key in done:
             model.get_parameter(key)._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark
@@ -97,7 +108,7 @@ def allocate(model: PreTrainedModel, device: torch.device | str, *, keep_on: tor
 
 
 def _sorted_out(
-    stored: dict[str, Any], model: PreTrainedModel, plan: LoadStateDictConfig
+    stored: dict[str, Any], model: PreTrainedModel, plan: LoadStateDictConfig, growing: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Tensors of the files that are read in slices, and those, by the parameter they make, that must be read whole.
 
@@ -114,7 +125,9 @@ def _sorted_out(
     for key, rows in stored.items():
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
         parameter = names.get(target)
-        if pattern is None or not isinstance(parameter, DTensor) or _cuts_alike(by_pattern[pattern], parameter):
+        if target in growing:  # rows that the files do not have come from all that they have
+            whole.setdefault(target, {})[key] = rows
+        elif pattern is None or not isinstance(parameter, DTensor) or _cuts_alike(by_pattern[pattern], parameter):
             sliced[key] = rows
         else:
             whole.setdefault(target, {})[key] = rows
@@ -151,21 +164,40 @@ def _cuts_alike(rule: WeightConverter, parameter: DTensor) -> bool:
 
 
 @torch.no_grad()
-def _read_whole(whole: dict[str, dict[str, Any]], model: PreTrainedModel, plan: LoadStateDictConfig) -> set[str]:
-    """Make parameters whole, one group after the other, and keep this process's slices."""
+def _read_whole(
+    whole: dict[str, dict[str, Any]],
+    model: PreTrainedModel,
+    plan: LoadStateDictConfig,
+    config: PreTrainedConfig,
+    growing: Mapping[str, str],
+    seed: int,
+) -> set[str]:
+    """Make parameters whole, one group after the other, and keep this process's slices.
+
+    Args:
+        whole: stored tensors, by the parameter that they make.
+        model: whose parameters are filled.
+        plan: how stored tensors become parameters.
+        config: of the stored model, whose vocabulary may be smaller.
+        growing: parameters that have more rows than the stored ones, by each of their names the first.
+        seed: of the first values of rows beyond the stored ones.
+    """
     if not whole:
         return set()
-    twin = load_model(copy.deepcopy(model.config), dtype=model.dtype, device="meta", random_init=True)
+    twin = load_model(copy.deepcopy(config), dtype=model.dtype, device="meta", random_init=True)
     names: set[str] = set()
     for rows in whole.values():
         convert_and_load_state_dict_in_model(twin, rows, plan)
         made = {name: value for name, value in twin.named_parameters() if not value.is_meta}
-        for name, value in made.items():
+        for name, stored in made.items():
             parameter: Any = model.get_parameter(name)
+            value: torch.Tensor = stored
+            if name in growing:
+                value = grown(model, growing[name], stored, len(parameter), seed).to(stored.device)
             if value.shape != parameter.shape:
                 raise RuntimeError(f"{name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}.")
             fill(parameter, value)
             home, _, own = name.rpartition(".")
-            twin.get_submodule(home)._parameters[own] = nn.Parameter(value.to("meta"), requires_grad=False)
+            twin.get_submodule(home)._parameters[own] = nn.Parameter(stored.to("meta"), requires_grad=False)
         names |= made.keys()
     return names

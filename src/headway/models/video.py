@@ -105,6 +105,35 @@ class VideoProcessor(VideoSettings):
         self.image_mean, self.image_std = merged["image_mean"], merged["image_std"]
         self.min_pixels, self.max_pixels = int(size["shortest_edge"]), int(size["longest_edge"])
 
+    def with_settings(
+        self,
+        *,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        fps: float | None = None,
+        max_frames: int | None = None,
+    ) -> "VideoProcessor":
+        """The same rules with other bounds; a rate takes the place of a number of frames.
+
+        Args:
+            min_pixels: least of each frame, or of the whole video, as the rules count [pixels].
+            max_pixels: most, likewise [pixels].
+            fps: frames read of a second [1/s].
+            max_frames: most frames read.
+        """
+        size = {
+            "shortest_edge": self.min_pixels if min_pixels is None else min_pixels,
+            "longest_edge": self.max_pixels if max_pixels is None else max_pixels,
+        }
+        settings = self.settings | {"size": size}
+        if fps is not None:
+            settings |= {"fps": fps, "num_frames": None}
+        if max_frames is not None:
+            settings |= {"max_frames": max_frames}
+            if settings["num_frames"] is not None:
+                settings["num_frames"] = min(settings["num_frames"], max_frames)
+        return VideoProcessor(settings, settings["video_processor_type"])
+
     def sample(self, num_frames: int, fps: float) -> list[int]:
         """The places of the frames that the model reads, in order; at least `temporal_patch_size` of them.
 

@@ -78,9 +78,9 @@ def over_budget(what: str, size: Size, budget: Budget) -> str:
     limit = f"{budget.tokens} tokens" + (f" and {budget.patches} patches" if budget.patches is not None else "")
     return (
         f"{what} has {size.tokens} tokens and {size.patches} vision patches, more than a pack's budget of {limit}. "
-        "Raise the budget, shrink the images, or choose what to do with over-long samples (data.overlong, --overlong): "
-        '"drop" leaves them out, "truncate" cuts their text, "split" makes several of a long text; all are counted and '
-        "reported."
+        "Raise the budget, shrink the images, or choose what to do with over-long samples (data.overlong, overlong of "
+        'a source, or --overlong): "drop" leaves them out, "truncate" cuts their text, "split" makes several of a long '
+        "text; all are counted and reported."
     )
 
 

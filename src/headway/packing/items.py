@@ -18,6 +18,9 @@ Overlong = Literal["error", "drop", "truncate", "split"]
 """What happens to a sample that is longer than a pack: an error, or it is left out, cut, or cut in pieces."""
 
 OVERLONG: tuple[Overlong, ...] = ("error", "drop", "truncate", "split")
+Policies = Overlong | Mapping[str, Overlong]
+"""One policy for all sources, or the policy of each by its name."""
+
 Numbers = NDArray[Any]
 
 
@@ -167,7 +170,7 @@ class Items:
         cls,
         sources: Mapping[str, Lengths],
         budget: Budget,
-        overlong: Overlong = "error",
+        overlong: Policies = "error",
         cost_model: CostModel | None = None,
         dropout: Dropout | None = None,
     ) -> tuple["Items", dict[str, OverlongCounts]]:
@@ -179,7 +182,7 @@ class Items:
             overlong: "error" stops; "drop" leaves such samples out; "truncate" keeps their beginning, or leaves them
                 out if that would cut media, their patches exceed the budget or no target would be left; "split" makes
                 several items of those without media, one for each pack's worth of which something is learnt, and leaves
-                the others out.
+                the others out. One for all sources, or by name for each.
             cost_model: the trained model's costs; None plans by tokens.
             dropout: of conditions, which sources with `parts` and `part_costs`, as a length index's, have.
 
@@ -190,9 +193,11 @@ class Items:
             DataError: a sample exceeds a pack under the policy "error"; the message names source and row.
             ConfigError: an unknown policy.
         """
-        if overlong not in OVERLONG:
-            raise ConfigError(f"Unknown policy for over-long samples {overlong!r}. Allowed: {', '.join(OVERLONG)}.")
-        parts = [_items_of(name, lengths, budget, overlong, cost_model) for name, lengths in sources.items()]
+        policies = dict.fromkeys(sources, overlong) if isinstance(overlong, str) else overlong
+        for policy in policies.values():
+            if policy not in OVERLONG:
+                raise ConfigError(f"Unknown policy for over-long samples {policy!r}. Allowed: {', '.join(OVERLONG)}.")
+        parts = [_items_of(name, lengths, budget, policies[name], cost_model) for name, lengths in sources.items()]
         offsets = np.cumsum([0, *(len(part.tokens) for part in parts)])
         counts = {name: part.counts for name, part in zip(sources, parts, strict=True)}
         same = all(part.rows is None for part in parts)

@@ -29,7 +29,7 @@ from headway.tracing import trace
 from headway.train.checkpoint import Checkpoint, refuse_half_written
 from headway.train.config import TrainConfig
 from headway.train.device import Precision
-from headway.train.optim import adapt, freeze
+from headway.train.optim import adapt, freeze, rows_of
 from headway.train.speed import chosen_recompute, compiles, put_in_kernels
 
 
@@ -123,7 +123,8 @@ def build_model(
         _refuse_another_model(config, checkpoint)
     # A checkpoint's weights come later, when there is an optimizer too; until then any will do.
     random_init = config.model.random_init or checkpoint is not None or device.type == "meta"
-    return load_model(config.model.path, dtype=dtype, device=device, random_init=random_init)
+    rows, seed = rows_of(config.model), config.run.seed
+    return load_model(config.model.path, dtype=dtype, device=device, random_init=random_init, rows=rows, seed=seed)
 
 
 def distribute(
@@ -160,11 +161,12 @@ def distribute(
         elif config.model.random_init:
             init_weights(model, device, keep_on=keep_on)
         else:
-            read_weights(model, config.model.path, device, keep_on=keep_on)
+            read_weights(model, config.model.path, device, keep_on=keep_on, seed=config.run.seed)
 
 
 def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
-    wanted, found = _architecture(config.model.path), _architecture(str(checkpoint.model_folder))
+    wanted = _architecture(config.model.path, rows_of(config.model))
+    found = _architecture(str(checkpoint.model_folder))
     if wanted != found:
         keys = [key for key in sorted(wanted.keys() | found.keys()) if wanted.get(key) != found.get(key)]
         raise CheckpointError(
@@ -173,8 +175,8 @@ def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _architecture(path: str) -> dict[str, Any]:
-    """Configuration of a model without the keys that saving adds."""
+def _architecture(path: str, rows: int = 0) -> dict[str, Any]:
+    """Configuration of a model without the keys that saving adds, with so many rows of its vocabulary or more."""
     volatile = ("transformers_version", "_name_or_path", "dtype", "architectures")
 
     def clean(node: Any) -> Any:
@@ -182,5 +184,8 @@ def _architecture(path: str) -> dict[str, Any]:
             return {key: clean(value) for key, value in node.items() if key not in volatile}
         return node
 
-    cleaned: dict[str, Any] = clean(load_config(path).to_dict())
+    architecture = load_config(path)
+    text = architecture.get_text_config()
+    text.vocab_size = max(text.vocab_size, rows)
+    cleaned: dict[str, Any] = clean(architecture.to_dict())
     return cleaned

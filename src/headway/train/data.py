@@ -18,6 +18,7 @@ from headway.data.encode import Encoder
 from headway.data.encoders import collator_of
 from headway.data.feed import FILES, Feed, IndexedFeed, PackMaker, Share, StreamFeed, Streaming
 from headway.data.index import LengthIndex, build_index
+from headway.data.media.sizes import MediaSizes
 from headway.data.sources import Source, open_source
 from headway.data.sources.identity import Identities, changes_since, identify, is_small, refusal, with_hashes
 from headway.data.sources.opening import own_names
@@ -25,11 +26,11 @@ from headway.errors import CheckpointError, ConfigError
 from headway.log.working import measuring_rows, working
 from headway.models.vision import vision_geometry
 from headway.packing.budget import Budget
-from headway.packing.items import Items
+from headway.packing.items import Items, Policies
 from headway.packing.order import Order, Stage, StageSource
 from headway.packing.plan import Plan
 from headway.train.config import TrainConfig
-from headway.train.config.data import DataConfig, DatasetConfig, MixPart
+from headway.train.config.data import DataConfig, DatasetConfig, MixPart, SourceConfig
 from headway.train.ranks import Ranks
 
 QUARANTINE = "bad_samples.jsonl"
@@ -87,7 +88,7 @@ def open_feed(
             stages,
             budget_of(data),
             strategy=data.strategy,
-            overlong=data.overlong,
+            overlong=overlong_of(data),
             lanes=data.stream.lanes,
             shuffle=data.stream.shuffle,
             open_packs=data.stream.open_packs,
@@ -96,7 +97,7 @@ def open_feed(
         )
         return StreamFeed(streaming, share, bad, files=files)
     indices = _indices(sources, encoder, data.workers, bad, ranks)
-    items, planned = Items.build(indices, budget_of(data), data.overlong, cost_model, dropout)
+    items, planned = Items.build(indices, budget_of(data), overlong_of(data), cost_model, dropout)
     order = Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None)
     plan = Plan(
         items,
@@ -188,10 +189,8 @@ def open_stages(data: DataConfig, epochs: float | None = None) -> tuple[tuple[So
         ConfigError: two sources of one name.
         DataError: a source cannot be found.
     """
-    parts = [part for stage in data.played for part in stage.parts]
-    own = own_names([part.path or "" for part in parts], [part.name for part in parts])
-    names = dict(zip(map(_identity, parts), own, strict=True))
-    opened: dict[str, tuple[DatasetConfig, Source]] = {}
+    names = {_identity(part): name for name, part in _named_parts(data)}
+    opened: dict[str, tuple[SourceConfig, Source]] = {}
     stages = []
     for stage in data.played:
         plays = []
@@ -211,6 +210,19 @@ def open_stages(data: DataConfig, epochs: float | None = None) -> tuple[tuple[So
         times = epochs if len(data.played) == 1 or stage.is_endless else None
         stages.append(Stage(tuple(plays), stage.samples, times, data.epoch_of or "longest"))
     return tuple(source for _, source in opened.values()), tuple(stages)
+
+
+def overlong_of(data: DataConfig) -> Policies:
+    """Policy for samples that exceed a pack: the run's, or where a source has its own, that of each by its name."""
+    named = {name: part.overlong or data.overlong for name, part in _named_parts(data)}
+    return named if set(named.values()) - {data.overlong} else data.overlong
+
+
+def _named_parts(data: DataConfig) -> list[tuple[str, SourceConfig]]:
+    """Every source as often as it plays, by its name in the run."""
+    parts = [part for stage in data.played for part in stage.parts]
+    own = own_names([part.path or "" for part in parts], [part.name for part in parts])
+    return list(zip(own, parts, strict=True))
 
 
 def open_dataset(part: DatasetConfig, name: str | None = None) -> Source:
@@ -234,9 +246,11 @@ def open_dataset(part: DatasetConfig, name: str | None = None) -> Source:
         token_dtype=part.token_dtype,
         end_token=part.end_token,
         storage_options=part.storage_options,
+        sizes=MediaSizes.of(part),
     )
 
 
-def _identity(part: DatasetConfig) -> str:
+def _identity(part: SourceConfig) -> str:
     """What makes two sources one: everything that decides its samples."""
-    return json.dumps({name: getattr(part, name) for name in DatasetConfig.model_fields}, default=str, sort_keys=True)
+    names = [*DatasetConfig.model_fields, "overlong"]
+    return json.dumps({name: getattr(part, name) for name in names}, default=str, sort_keys=True)

@@ -17,7 +17,7 @@ from headway.count.rows import ParamCount
 from headway.devices import Device
 from headway.errors import ConfigError
 from headway.packing import Budget, Items, Order, OverlongCounts, Plan, PlanReport
-from headway.packing.budget import segments_within, square_grid
+from headway.packing.budget import segments_within
 from headway.packing.lengths import LengthTable
 from headway.packing.measure import report_on
 from headway.plan.memory import MemoryPlan, Sharing, State, plan_memory
@@ -26,7 +26,7 @@ from headway.plan.moments import BFLOAT16, FLOAT32
 from headway.plan.recompute import least_within
 from headway.train.config import TrainConfig
 from headway.train.fitting import Way, ways_to_fit
-from headway.train.planned_lengths import lengths_of
+from headway.train.planned_lengths import fullest_pack, lengths_of, most_patches, one_picture
 
 SCHEMA_VERSION = 1
 USABLE = 0.9
@@ -153,7 +153,7 @@ def dry_run(
     packs = plan_packs(config, learning, shape, recompute_of(config, learning, saved, shape), lengths)
     if packs is None:
         notes.append("no lengths: with data.train here, plan.mix or plan.lengths, packs and FLOPs are planned too")
-        tokens, patches = config.data.tokens_per_pack, _most_patches(config, learning)
+        tokens, patches = config.data.tokens_per_pack, most_patches(config, learning)
     else:
         tokens, patches = packs.most_tokens, packs.most_patches
     if learning.has_vision and not patches:
@@ -171,6 +171,10 @@ def dry_run(
 
 def learning_model(config: TrainConfig, cost_model: CostModel) -> CostModel:
     """Freeze what a recipe freezes, and put its adapters in place."""
+    if config.model.adds_tokens:
+        from headway.train.saved import learning_with_tokens  # whose tokenizer says how many rows they take
+
+        return learning_with_tokens(config.model)
     learning = cost_model.freeze(config.model.freeze)
     lora = config.model.lora
     return learning if lora is None else learning.lora(lora.rank, lora.targets)
@@ -266,19 +270,6 @@ def recompute_of(
     return least_within(cost_model, of_forward, pack, size, fused=fused, sequence=shape.sequence)
 
 
-def fullest_pack(config: TrainConfig, cost_model: CostModel) -> Workload:
-    """The largest pack that fits the budget: one segment, with a picture of as many patches as there may be."""
-    images = one_picture(_most_patches(config, cost_model), cost_model)
-    return Workload([config.data.tokens_per_pack], images=images)
-
-
-def _most_patches(config: TrainConfig, cost_model: CostModel) -> int:
-    """Patches that a pack may hold: its budget, or as many as its tokens can stand for."""
-    if not cost_model.has_vision:
-        return 0
-    return config.data.patches_per_pack or config.data.tokens_per_pack * cost_model.merge_group
-
-
 def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State:
     """Dtypes and bytes of what a recipe holds, and how its forward computes."""
     weight = BFLOAT16 if config.run.dtype == "bfloat16-params" else FLOAT32
@@ -332,7 +323,7 @@ def plan_packs(
 
     Raises:
         ConfigError: none of the lengths fits a pack, or too many samples would have to be planned.
-        DataError: a sample exceeds a pack and `data.overlong` is "error".
+        DataError: a sample exceeds a pack and the policy for those is "error".
     """
     found = lengths or lengths_of(config, cost_model, shape)
     if found is None:
@@ -341,7 +332,7 @@ def plan_packs(
     data, accumulation = config.data, config.optim.accumulation
     budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
     ranks = shape.data_ranks
-    items, counts = Items.build({"planned": table}, budget, data.overlong, cost_model)
+    items, counts = Items.build({"planned": table}, budget, data.overlong_of_all, cost_model)
     if not len(items):
         raise ConfigError(f"of the lengths {name} none fits a pack of {budget.tokens} tokens; raise it.")
     order = Order.epochs(items.sizes, 1, seed=data.seed)
@@ -369,11 +360,6 @@ def plan_packs(
     segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
     epoch = int(items.tokens.sum())
     return Packs(name, report, counts["planned"], segments, most[0], most[1], patches, count, epoch)
-
-
-def one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:
-    """Make the grid of one picture with so many patches; saved activations depend on their number alone."""
-    return [square_grid(patches, int(cost_model.merge_group**0.5))] if patches else []
 
 
 def _flops_json(count: FlopCount) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from headway.plan.mesh import MeshShape
 from headway.plan.speeds import Speeds
 from headway.plan.step_time import StepForecast, StepTimes, StepWork
 from headway.train.config import TrainConfig
-from headway.train.dry_run import Packs, Precision, one_picture, precision_of, recompute_of, sharing_of, state_of
+from headway.train.dry_run import Packs, Precision, precision_of, recompute_of, sharing_of, state_of
+from headway.train.planned_lengths import one_picture
 
 
 class Forecaster:

@@ -15,8 +15,9 @@ import torch
 from headway.count.activations import SavedByPrecision
 from headway.errors import HeadwayError
 from headway.train.config import TrainConfig
-from headway.train.dry_run import fullest_pack, memory_plan
+from headway.train.dry_run import memory_plan
 from headway.train.memory_error import held_bytes
+from headway.train.planned_lengths import fullest_pack
 from headway.train.prepare import Run
 from headway.train.record import write_json
 from headway.train.saved import saved_as_trained

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.count import CostModel
+from headway.count import CostModel, Workload
 from headway.errors import ConfigError
 from headway.packing.budget import square_grid
 from headway.packing.lengths import MIXES, LengthTable, Numbers, read_lengths
@@ -131,3 +131,21 @@ def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
     before = np.cumsum(counts) - counts
     joined: Numbers = np.arange(int(counts.sum())) - np.repeat(before - starts, counts)
     return joined
+
+
+def fullest_pack(config: TrainConfig, cost_model: CostModel) -> Workload:
+    """The largest pack that fits the budget: one segment, with a picture of as many patches as there may be."""
+    images = one_picture(most_patches(config, cost_model), cost_model)
+    return Workload([config.data.tokens_per_pack], images=images)
+
+
+def most_patches(config: TrainConfig, cost_model: CostModel) -> int:
+    """Patches that a pack may hold: its budget, or as many as its tokens can stand for."""
+    if not cost_model.has_vision:
+        return 0
+    return config.data.patches_per_pack or config.data.tokens_per_pack * cost_model.merge_group
+
+
+def one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:
+    """Make the grid of one picture with so many patches; saved activations depend on their number alone."""
+    return [square_grid(patches, int(cost_model.merge_group**0.5))] if patches else []

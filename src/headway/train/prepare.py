@@ -19,14 +19,16 @@ from headway.data import Encoder
 from headway.data.chat import stop_ids_of
 from headway.data.chat_settings import ChatSettings
 from headway.data.feed import FILES, Feed
+from headway.data.processor_settings import ProcessorSettings
 from headway.data.sources.opening import samples_of
 from headway.data.stops import with_stops
 from headway.devices import peak_for
 from headway.errors import ConfigError, RunCompleteError
 from headway.meter import Meter
 from headway.meter.environment import bandwidth_of
-from headway.models.load import Processor, load_processor
+from headway.models.load import Processor, load_config, load_processor
 from headway.models.lora import write_adapter_config
+from headway.models.new_rows import embedding_rows
 from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
@@ -374,14 +376,15 @@ def _facts(run: Run) -> dict[str, Any]:
 
 def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint | None) -> Encoder:
     """The encoder of a run, by its chat template: the one that it began with."""
-    chats = ChatSettings.of(**config.model.of_chats())
+    settings = ProcessorSettings.of(**config.of_processor())
+    chats = settings.chats
     if chats != ChatSettings() and getattr(model, "draws", False):
         raise ConfigError(
             "model.chat_template, model.chat_template_kwargs and model.learn_empty_thinking have no effect on a model "
             "that draws: its texts stand between tokens of its own. Leave them out."
         )
     processor = load_processor(config.model.path)
-    chats.write_into(processor)
+    settings.write_into(processor, embedding_rows(load_config(config.model.path)))
     if checkpoint is not None:
         _check_same_template(processor, checkpoint.model_folder)
     return make_encoder(

@@ -19,6 +19,7 @@ from headway.packing.lengths import MIXES
 from headway.synthetic.small_data import vocabulary_texts, write_small_data
 from headway.synthetic.small_model import EXPERTS, write_small_model
 from headway.train.config import TrainConfig, changed_config
+from headway.train.config.data import MediaConfig
 from headway.train.device import choose_device
 from headway.train.ranks import join_ranks
 from headway.train.run_folder import refuse_existing_run
@@ -88,6 +89,7 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
         "bucket_tokens": _bucket(config.data.bucket_tokens, tokens),
         "bucket_patches": _bucket(config.data.bucket_patches, 4 * tokens),
         "workers": min(1, config.data.workers),
+        **dict.fromkeys(MediaConfig.model_fields),  # made-up pictures have sizes of their own
     }
     raw["optim"] |= {
         "steps": STEPS,

@@ -16,7 +16,7 @@ from headway.plan.recompute import least_within
 from headway.tracing.block_activations import saved_by_block, saved_of_config
 from headway.train.config import SpeedConfig, TrainConfig
 from headway.train.device import Precision
-from headway.train.dry_run import fullest_pack
+from headway.train.planned_lengths import fullest_pack
 
 
 def compiles(speed: SpeedConfig, model: PreTrainedModel, device: torch.device) -> tuple[bool, tuple[str, ...]]:

@@ -127,6 +127,7 @@ def suggest(
     has_weights: bool,
     columns: Mapping[str, str] | None = None,
     chat_template: str | None = None,
+    new_tokens: Mapping[str, Sequence[str]] | None = None,
 ) -> Suggestion:
     """Write a configuration.
 
@@ -140,6 +141,7 @@ def suggest(
         has_weights: whether the model has weights to begin with.
         columns: the datasets' own names of columns, as in `data.train`.
         chat_template: file of a template in place of the model's own, as in `model.chat_template`.
+        new_tokens: tokens to add, by the settings that do.
 
     Raises:
         DataError: no sample can be used.
@@ -147,10 +149,12 @@ def suggest(
     """
     lengths = MeasuredLengths.of(list(data.values()))
     pack = pack_length(lengths)
+    added = {setting: list(tokens) for setting, tokens in (new_tokens or {}).items() if tokens}
     raw: dict[str, Any] = {
         "model": {"path": model}
         | ({} if has_weights else {"random_init": True})
-        | ({} if chat_template is None else {"chat_template": chat_template}),
+        | ({} if chat_template is None else {"chat_template": chat_template})
+        | added,
         "data": {"train": _train(data, columns or {}), "tokens_per_pack": pack},
         "optim": {"steps": 1, "lr": _learning_rate(cost_model, adapters=False)},
         "run": {"folder": run_folder},
@@ -302,6 +306,8 @@ def _comments(
         "model.path": "folder, config.json or Hub id",
         "model.random_init": "the folder has no weights: they are drawn with run.seed",
         "model.chat_template": "in place of the model's own; exports hold it",
+        "model.new_tokens": "the tokenizer has these, and the model gets rows for them",
+        "model.new_special_tokens": "the tokenizer has these, and the model gets rows for them",
         "model.lora": f"all weights would not fit {planned.device.title}" if planned and planned.device else "adapters",
         "data": f"{lengths}.",
         "data.train": "each row becomes a sample; docs/data.md has the forms",

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headway.data.sources import open_source
 from headway.data.sources.opening import samples_of
+from headway.errors import DataError
 from headway.models.losses import IGNORED
 from headway.packing.budget import Budget
 from headway.packing.order import Stage, StageSource
@@ -79,6 +80,39 @@ def test_every_planned_piece_encodes_and_every_learnt_token_is_learnt_once_or_le
             else:
                 assert counts["used"].tokens + counts["dropped"].tokens + counts["truncated"].tokens == total
                 assert counts["used"].samples + counts["dropped"].samples == len(wholes)
+
+
+@pytest.mark.parametrize("kind", ["indexed", "stream"])
+def test_samples_of_each_source_that_exceed_a_pack_follow_its_own_policy(text_encoder, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    policies, most = {"cut": "truncate", "pieces": "split", "left": "drop"}, 40
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(map(json.dumps, [SHORT, row([(3, 30, True)])])))
+    sources = [open_source(file, name=name) for name in policies]
+    wanted = Counter()
+    for source, policy in zip(sources, policies.values(), strict=True):
+        for place in range(len(source)):
+            whole = text_encoder.encode(source[place])
+            ids, labels = whole.input_ids_S.tolist(), whole.labels_S.tolist()
+            for piece in pieces_by_hand(labels, policy, most):
+                wanted[source.name, whole.origin.place, tuple(ids[piece.start : piece.stop])] += 1
+    stages = (Stage(tuple(StageSource(name, epochs=1) for name in policies)),)
+    together = Data(sources, text_encoder, stages, budget=Budget(most), overlong=policies, lanes=2).ranks(kind, 1)
+    batches = [batch for step in together.steps() for batches in step for batch in batches]
+    pieces = Counter(
+        (origin.source, place, ids)
+        for batch in batches
+        for origin, (place, ids) in zip(batch.origins, pieces_of(batch), strict=True)
+    )
+    assert pieces == wanted
+    counts = together.counts().samples
+    cut = {name: (counts[name]["truncated"].samples, counts[name]["split"].samples) for name in policies}
+    assert cut == {"cut": (1, 0), "pieces": (0, 1), "left": (0, 0)}
+    strict = Data(sources, text_encoder, stages, budget=Budget(most), overlong=policies | {"left": "error"}, lanes=1)
+    with pytest.raises(
+        DataError, match="left.*more than a pack's budget of 40 tokens" if kind == "indexed" else "more"
+    ):
+        list(strict.ranks(kind, 1).steps())
 
 
 @pytest.mark.parametrize("kind", ["indexed", "stream"])

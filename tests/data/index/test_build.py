@@ -227,7 +227,7 @@ class DeadlySource:
     """A source one of whose rows ends the process that reads it, as a crashing decoder does."""
 
     def __init__(self, source, row):
-        self.source, self.row, self.name = source, row, source.name
+        self.source, self.row, self.name, self.sizes = source, row, source.name, source.sizes
 
     def __len__(self):
         return len(self.source)

@@ -3,7 +3,7 @@
 import json
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -112,7 +112,7 @@ class Feed(ABC):
         share: which packs are made here, and how.
         bad: policy for samples that cannot be used.
         work: function that the workers run.
-        splits: whether over-long samples are split, so that pieces of them are not truncated ones.
+        splits: sources whose over-long samples are split, so that pieces of them are not truncated ones.
         keyed: whether tasks belong to one worker each, as for `Pool`.
         planned: `OverlongCounts` of each source, for the report.
         files: identity of every file, where more is known than can be seen without reading them.
@@ -132,7 +132,7 @@ class Feed(ABC):
         bad: BadSamples,
         work: Any,
         *,
-        splits: bool,
+        splits: Set[str],
         keyed: bool,
         planned: dict[str, dict[str, int]] | None = None,
         files: Identities | None = None,
@@ -295,7 +295,7 @@ class Feed(ABC):
         pieces = zip(batch.origins, batch.sample_tokens, made.pieces, made.whole_tokens, strict=True)
         for origin, tokens, piece, whole in pieces:
             first = int(piece.is_first)  # of the pieces of a sample, the one that it is counted with
-            cut = self._splits and tokens < whole
+            cut = origin.source in self._splits and tokens < whole
             counts.count(origin.source, "read", first, tokens if cut else whole * first)
             counts.count(origin.source, "used", first, tokens)
             if cut:

@@ -45,7 +45,7 @@ class IndexedFeed(Feed):
         files: Identities | None = None,
     ) -> None:
         counts = {name: count.to_dict() for name, count in (planned or {}).items()}
-        splits = any(count["split"] for count in counts.values())
+        splits = {name for name, count in counts.items() if count["split"]}
         super().__init__(maker, plan.budget, share, bad, maker, splits=splits, keyed=False, planned=counts, files=files)
         self.plan = plan
         self._place: dict[str, Any] | None = None

@@ -20,7 +20,7 @@ from headway.data.making import charged_to
 from headway.data.samples import Sample, SampleError, SampleLengths
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.packing.budget import Budget, Size, over_budget, segments_within
-from headway.packing.items import Overlong
+from headway.packing.items import Overlong, Policies
 from headway.packing.online import OnlinePacker
 from headway.packing.order import Stage, key_of
 from headway.packing.parts import workload_of
@@ -39,7 +39,7 @@ class Streaming:
         stages: the curriculum, as for a plan.
         budget: limits of a pack.
         strategy: strategy of the online packer.
-        overlong: policy for samples that exceed a pack.
+        overlong: policy for samples that exceed a pack, of all sources or by name of each.
         lanes: number of lanes.
         shuffle: samples that wait to be drawn at random, in each lane; 1 keeps the order of the files [samples].
         open_packs: packs that are open at a time, in each lane [packs].
@@ -54,7 +54,7 @@ class Streaming:
     stages: tuple[Stage, ...]
     budget: Budget
     strategy: Strategy = "balanced"
-    overlong: Overlong = "error"
+    overlong: Policies = "error"
     lanes: int = 16
     shuffle: int = 128
     open_packs: int = 8
@@ -74,6 +74,10 @@ class Streaming:
                         f"The source {source.name!r} plays {source.epochs} epochs, but a stream is read in whole ones. "
                         "Give a whole number, or use an index."
                     )
+
+    def overlong_of(self, source: str) -> Overlong:
+        """The policy for samples of a source that exceed a pack."""
+        return self.overlong if isinstance(self.overlong, str) else self.overlong[source]
 
     def cost_of(self, lengths: SampleLengths, start: int, stop: int) -> float:
         """Useful FLOPs of training on tokens start .. stop - 1 of a sample, with all of its media."""
@@ -283,13 +287,14 @@ class Lane:
             return
         lengths = lengths_without(whole, origin, dropout, buffered.position.epoch)
         most, fits = budget.tokens, budget.holds(Size(1, whole.patches))
+        overlong = streaming.overlong_of(origin.source)
         if budget.holds(whole.size):  # as in a plan, which knows samples before their epochs
             spans = [(0, lengths.tokens, True)]
-        elif streaming.overlong == "error":
+        elif overlong == "error":
             raise DataError(over_budget(f"{buffered.sample.where}: the sample", whole.size, budget))
-        elif streaming.overlong == "truncate" and fits and lengths.media_end <= most and lengths.first_target < most:
+        elif overlong == "truncate" and fits and lengths.media_end <= most and lengths.first_target < most:
             spans = [(0, most, True)]
-        elif streaming.overlong == "split" and fits and lengths.media_end == 0:
+        elif overlong == "split" and fits and lengths.media_end == 0:
             spans = split_sample(lengths.tokens, lengths.targets, most)
             unused = lengths.tokens - sum(stop - start for start, stop, _ in spans)
             if spans and unused:

@@ -57,7 +57,8 @@ class StreamFeed(Feed):
         files: as for `Feed`.
 
     Raises:
-        ConfigError: the lanes cannot be shared evenly among the ranks.
+        ConfigError: the lanes cannot be shared evenly among the ranks, or a source has bounds on media that the model's
+            processor has not.
         DataError: while iterating, as `Feed`.
     """
 
@@ -67,13 +68,16 @@ class StreamFeed(Feed):
                 f"A stream of {streaming.lanes} lanes cannot be shared by {share.ranks} ranks; set data.stream.lanes "
                 "to a multiple of the number of ranks."
             )
+        for source in streaming.maker.sources:
+            streaming.maker.encoder.reader_of(source.sizes)
+        names = [source.name for source in streaming.maker.sources]
         super().__init__(
             streaming.maker,
             streaming.budget,
             share,
             bad,
             _LaneWork(streaming),
-            splits=streaming.overlong == "split",
+            splits={name for name in names if streaming.overlong_of(name) == "split"},
             keyed=True,
             files=files,
         )

@@ -132,12 +132,13 @@ def build_index(
     Raises:
         DataError: no rows; rows that cannot be used, by the policy; a full disk; a unit that kills its workers;
             files that are gone or were changed since the source was opened.
-        ConfigError: a negative number of workers.
+        ConfigError: a negative number of workers, or bounds on media that the model's processor has not.
     """
     if workers is not None and workers < 0:
         raise ConfigError(f"Indexing got workers={workers}. Give a number of processes of 0 or more.")
     if not len(source):
         raise DataError(f"The dataset {source.name} holds no rows, so there is nothing to index. Check its path.")
+    encoder.reader_of(source.sizes)  # bounds that the model's processor has not are told before anything is measured
     job = IndexJob(source, encoder, index_folder(source, encoder, cache))
     if refresh:
         shutil.rmtree(job.folder, ignore_errors=True)  # not there, most of the time

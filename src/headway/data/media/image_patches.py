@@ -3,6 +3,7 @@
 Tensor letters: P patches, D values per patch, C channels, H and W pixels.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,12 @@ class ImagePatches:
             scale = pixel_scale(image_processor)
             if self._agrees(scale):
                 self.scale = scale
+
+    def resized(self, image_processor: Any) -> "ImagePatches":
+        """The same for a processor that differs in the bounds of its sizes alone."""
+        changed = copy.copy(self)
+        changed.processor, changed._grids = image_processor, {}
+        return changed
 
     def grid(self, height: int, width: int) -> Grid:
         """(t, h, w) of an image of this size [patches].

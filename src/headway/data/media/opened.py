@@ -1,5 +1,6 @@
 """A chat's media, opened for one model: sizes and placeholders from headers, pixels and features when asked for."""
 
+import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from headway.data.media.image_patches import ImagePatches
 from headway.data.media.images import Picture, decode_all
 from headway.data.media.joining import Joinable
 from headway.data.media.processed import REFUSALS, ProcessedImages, reads_processed_images
+from headway.data.media.sizes import MediaSizes
 from headway.data.media.videos import SampledClip, VideoPatches, clip_of
 from headway.data.samples import Chat, Grid, Media
 from headway.errors import ConfigError, DataError
@@ -86,6 +88,21 @@ class MediaReader:
             self.videos = VideoPatches(rules, None if self.images is None else self.images.scale)
         if SoundFeatures.can_read(processor):
             self.sounds = SoundFeatures(processor)
+
+    def resized(self, sizes: MediaSizes) -> "MediaReader":
+        """The reader of samples that have bounds of their own on what is read of their media.
+
+        Raises:
+            ConfigError: the model's processor has no such bounds.
+        """
+        processor = sizes.written_into(self._processor)
+        changed = copy.copy(self)
+        changed._processor = processor
+        if self.images is not None:
+            changed.images = self.images.resized(processor.image_processor)
+        if self.videos is not None:
+            changed.videos = self.videos.resized(processor.video_processor)
+        return changed
 
     def open(self, sample: Chat, stack: ExitStack, decodes: bool) -> OpenedMedia:
         """Read the headers of a chat's media; files stay open until the stack is closed.

@@ -163,16 +163,22 @@ class Tokeniser:
                 )
         return np.asarray(ids, np.int64)
 
+    @property
+    def missing_tokens(self) -> list[str]:
+        """The tokens that were added to the tokenizer and not to the model, in the order of their ids."""
+        ids = range(self._num_ids, self._num_ids + self.missing_rows)
+        names: list[str] = self.tokenizer.convert_ids_to_tokens(list(ids))
+        return names
+
     def added_tokens(self) -> str:
         """Say which tokens were added to the tokenizer and not to the model, and how the model gets them."""
-        known = self._num_ids + self.missing_rows
-        names = self.tokenizer.convert_ids_to_tokens(list(range(self._num_ids, known))[:_SHOWN_TOKENS])
+        known, names = self._num_ids + self.missing_rows, self.missing_tokens[:_SHOWN_TOKENS]
         shown = ", ".join(repr(name) for name in names) + (", ..." if self.missing_rows > len(names) else "")
         ids = f"id {known - 1}" if self.missing_rows == 1 else f"ids {self._num_ids} to {known - 1}"
         return (
             f"The tokenizer has tokens that were added to it and not to the model: {shown}, {ids}, while the model's "
-            f"embedding has {self._num_ids} rows. Add rows with transformers, model.resize_token_embeddings({known}), "
-            "save model and tokenizer into a new folder, and give that one."
+            f"embedding has {self._num_ids} rows. List them in model.new_tokens, or model.new_special_tokens where the "
+            "tokenizer calls them special, and training adds rows; `headway init` writes the list."
         )
 
     def _encode(self, text: str, adds_special: bool, where: str) -> Any:

@@ -3,6 +3,7 @@
 Tensor letters: F frames, C channels, H and W pixels, P patches, D values per patch.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -252,6 +253,12 @@ class VideoPatches:
         self._in_bytes = image_scale is not None and all(
             torch.equal(ours, theirs) for ours, theirs in zip(self._scale, image_scale, strict=True)
         )
+
+    def resized(self, rules: VideoProcessor) -> "VideoPatches":
+        """The same by rules that differ in their bounds alone."""
+        changed = copy.copy(self)
+        changed.rules = rules
+        return changed
 
     def sample(self, clip: Clip | PictureClip) -> SampledClip:
         """Choose the frames that the model reads.

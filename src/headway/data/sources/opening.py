@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Document, Sample
 from headway.data.sources.delimited import Delimited
 from headway.data.sources.documents import SampleBy, Text, TokenFile
@@ -68,6 +69,7 @@ def open_source(
     token_dtype: str | None = None,
     end_token: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    sizes: MediaSizes | None = None,
 ) -> Source:
     """Open a dataset.
 
@@ -85,6 +87,7 @@ def open_source(
         token_dtype: of files of bare token ids, one of `documents.DTYPES`.
         end_token: the id that ends a document in files of token ids.
         storage_options: passed to fsspec's file system, such as credentials.
+        sizes: bounds of its own on what is read of its media; those of the run where None.
 
     Raises:
         ConfigError: an unknown format, schema or setting, or one that no file takes.
@@ -106,7 +109,9 @@ def open_source(
         taken = {setting: settings[setting] for setting in _SETTINGS.get(found, ()) if setting in settings}
         column = "text" if found == "text" else text_column
         names_files = without_query(file.url).rpartition("/")[2].lower() in _METADATA_FILES
-        normaliser = Normaliser(schema, column, file.folder, rules, dict(columns or {}), names_files)
+        normaliser = Normaliser(
+            schema, column, file.folder, rules, dict(columns or {}), names_files, sizes or MediaSizes()
+        )
         shards.append(Shard(called, FORMATS[found](file, **taken), normaliser))
     return Source(called, tuple(shards))
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Chat, Document, Message, Origin, Part, Sample, TextPart
 from headway.data.sources.json_rows import shortened, words_of
 from headway.data.sources.marks import check_columns_of, check_words
@@ -64,6 +65,7 @@ class Normaliser:
         columns: the dataset's own names of columns, by the names that schemas read.
         names_files: whether the column `file_name` names a row's picture, video or sound, as in the Hub's folders of
             pictures with a file metadata.csv, metadata.jsonl or metadata.parquet.
+        sizes: bounds of the source's own on what is read of its media.
 
     Raises:
         ConfigError: there is no such schema or name of a column.
@@ -75,6 +77,7 @@ class Normaliser:
     rules: MediaRules
     columns: Mapping[str, str] = field(default_factory=dict, repr=False)
     names_files: bool = False
+    sizes: MediaSizes = field(default_factory=MediaSizes, repr=False)
 
     def __post_init__(self) -> None:
         check_columns(self.columns)
@@ -105,7 +108,7 @@ class Normaliser:
         else:
             messages = self._messages(schema, fields, media)
             check_words(fields, messages)
-            sample = Chat(messages, origin, read_tools(fields.get("tools")), _template_kwargs(fields))
+            sample = Chat(messages, origin, read_tools(fields.get("tools")), _template_kwargs(fields), self.sizes)
         media.finish()
         return sample
 

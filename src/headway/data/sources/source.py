@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 
 from headway.data.media.images import Picture
+from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Chat, Origin, Sample, SampleError
 from headway.data.sources.marks import unread_keys
 from headway.data.sources.reader import Raw, Reader
@@ -134,6 +135,11 @@ class Source:
         self._starts: list[int] | None = None
 
     @property
+    def sizes(self) -> MediaSizes:
+        """Bounds of its own on what is read of its media."""
+        return self.shards[0].normaliser.sizes if self.shards else MediaSizes()
+
+    @property
     def starts(self) -> list[int]:
         """Rows before each shard, and of all in the end.
 
@@ -197,6 +203,8 @@ class Source:
             digest.update(repr((shard.reader, shard.normaliser)).encode())
             if shard.normaliser.columns:
                 digest.update(repr(sorted(shard.normaliser.columns.items())).encode())
+            if shard.normaliser.sizes:
+                digest.update(repr(shard.normaliser.sizes).encode())
         return digest.hexdigest()[:32]
 
     def schema_fingerprint(self) -> str:
@@ -205,5 +213,6 @@ class Source:
         for shard in self.shards:
             settings = {name: value for name, value in shard.reader.__getstate__().items() if name != "file"}
             columns = sorted(shard.normaliser.columns.items())
-            forms.add(repr((type(shard.reader).__name__, settings, replace(shard.normaliser, folder=""), columns)))
+            form = (type(shard.reader).__name__, settings, replace(shard.normaliser, folder=""), columns)
+            forms.add(repr(form + (shard.normaliser.sizes,) * bool(shard.normaliser.sizes)))
         return hashlib.sha256(repr(sorted(forms)).encode()).hexdigest()[:32]

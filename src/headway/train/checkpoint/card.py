@@ -21,12 +21,22 @@ from headway.report import Column, format_count, format_duration, format_rate, f
 from headway.report.markdown import markdown_code, markdown_text
 from headway.train.checkpoint.folder import Checkpoint
 from headway.train.config import TrainConfig, load_config
+from headway.train.config.data import MediaConfig
 from headway.train.config.sections import changed
 from headway.train.record import CONFIG, METRICS, RUN, LossTally
 
 FILE_NAME = "README.md"
 _ON_HUB = "hf://datasets/"  # as fsspec names a dataset of the Hub, with OWNER/NAME[@REVISION]/FILE behind it
-_OF_DATA = ("tokens_per_pack", "patches_per_pack", "samples_per_pack", "strategy", "overlong", "seed")
+_OF_MODEL = ("freeze", "lora", "new_tokens", "new_special_tokens")
+_OF_DATA = (
+    "tokens_per_pack",
+    "patches_per_pack",
+    "samples_per_pack",
+    "strategy",
+    "overlong",
+    "seed",
+    *MediaConfig.model_fields,
+)
 _OF_OPTIM = ("name", "lr", "schedule", "warmup_steps", "weight_decay", "betas", "clip", "accumulation", "steps")
 _FACTS = (Column("", "left"), Column("", "left"))
 
@@ -132,6 +142,7 @@ def _card(
         f"{what} {markdown_code(model)}, trained {markdown_text(start)} by Headway {software.get('headway', '')} on "
         f"{format_count(sums.tokens)} tokens.",
         *([_stop_sentence(stops)] if stops else []),
+        *([_ROWS_SENTENCE] if adapters and config.model.adds_tokens else []),
         "## Training",
         markdown_table(_FACTS, _facts(machine, sums), None),
         "## Data",
@@ -140,6 +151,13 @@ def _card(
         f"````yaml\n{yaml.safe_dump(_hyperparameters(config), sort_keys=False).strip()}\n````",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+_ROWS_SENTENCE = (
+    "The tokenizer here has tokens that the model beneath lacks. Give that model as many rows first, where it has "
+    "fewer: `model.resize_token_embeddings(len(tokenizer))`, and then `PeftModel.from_pretrained`, which has their "
+    "values."
+)
 
 
 def _stop_sentence(stops: list[str]) -> str:
@@ -205,7 +223,7 @@ def _hyperparameters(config: TrainConfig) -> dict[str, Any]:
     """Settings that say how it was trained; none of them is a path."""
     raw, optim = config.as_dict(), config.optim
     shown = {
-        "model": {name: raw["model"][name] for name in ("freeze", "lora") if raw["model"].get(name)},
+        "model": {name: raw["model"][name] for name in _OF_MODEL if raw["model"].get(name)},
         "data": {name: raw["data"][name] for name in _OF_DATA if raw["data"].get(name) is not None},
         "optim": {name: value for name, value in raw["optim"].items() if name in changed(optim) or name in _OF_OPTIM},
         "speed": {name: raw["speed"][name] for name in changed(config.speed)},

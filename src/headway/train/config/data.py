@@ -7,11 +7,42 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from headway.train.config.sections import Positive, Section, Share, Slots, changed
 
+Overlong = Literal["error", "drop", "truncate", "split"]
+Pixels = Annotated[int, Field(ge=1, le=2**40)]
 Formats = Literal["auto", "jsonl", "json", "csv", "parquet", "arrow", "webdataset", "text", "tokens"]
 
 
-class DatasetConfig(Section):
-    """One dataset, and how its rows become samples."""
+class MediaConfig(Section):
+    """How large images and videos are read, and how many frames; a source's value comes before the run's."""
+
+    min_pixels: Pixels | None = Field(
+        default=None,
+        description="Least that the model reads of an image, which is enlarged to it; null for what the run says, or "
+        "the model's folder [pixels]",
+    )
+    max_pixels: Pixels | None = Field(
+        default=None,
+        description="Most that the model reads of an image, which is shrunk to it; null likewise. Models that bound "
+        "edges, tiles or tokens instead refuse both [pixels]",
+    )
+    video_min_pixels: Pixels | None = Field(
+        default=None,
+        description="Least that is read of a video, of each frame or of all of them as the model counts; null likewise "
+        "[pixels]",
+    )
+    video_max_pixels: Pixels | None = Field(
+        default=None, description="Most that is read of a video, likewise; null likewise [pixels]"
+    )
+    fps: float | None = Field(
+        default=None, gt=0, le=1000, description="Frames that are read of a second of a video; null likewise [1/s]"
+    )
+    max_frames: int | None = Field(
+        default=None, ge=2, le=10**6, description="Most frames that are read of a video; null likewise [frames]"
+    )
+
+
+class RowsConfig(Section):
+    """Where rows are, and how they become samples."""
 
     path: str | None = Field(default=None, description="File, folder, glob or URL of samples in any format it knows")
     name: str | None = Field(
@@ -46,6 +77,10 @@ class DatasetConfig(Section):
     )
 
 
+class DatasetConfig(MediaConfig, RowsConfig):  # in the order of the last, as pydantic collects fields
+    """One dataset, and how its rows become samples."""
+
+
 class SourceConfig(DatasetConfig):
     """A dataset to train on, and how often it plays."""
 
@@ -56,6 +91,9 @@ class SourceConfig(DatasetConfig):
         description="Passes over it; null to play on until the run's end, or as often as optim.epochs says [passes]",
     )
     limit: Positive | None = Field(default=None, description="Only so many of its samples [samples]")
+    overlong: Overlong | None = Field(
+        default=None, description="What becomes of its samples that are longer than a pack; null for data.overlong"
+    )
 
 
 def _listed(value: Any) -> Any:
@@ -170,8 +208,8 @@ class StreamConfig(Section):
     open_packs: Positive = Field(default=8, le=2**16, description="Packs that are open at a time in each lane [packs]")
 
 
-class DataConfig(Section):
-    """Sources, packing and feeding."""
+class SourcesConfig(Section):
+    """What is trained on and what is held out."""
 
     train: Annotated[
         tuple[TrainSource, ...],
@@ -188,6 +226,11 @@ class DataConfig(Section):
     eval: Annotated[
         DatasetConfig | None, BeforeValidator(_dataset, json_schema_input_type=str | DatasetConfig | None)
     ] = Field(default=None, description="Held-out samples, for eval.every and eval.at_end: a path, or a dataset")
+
+
+class DataConfig(MediaConfig, SourcesConfig):
+    """Sources, packing and feeding."""
+
     tokens_per_pack: Slots = Field(description="Token budget of a pack, one micro-batch [tokens]")
     patches_per_pack: Slots | None = Field(default=None, description="Vision patch budget of a pack [patches]")
     samples_per_pack: Slots | None = Field(default=None, description="Most samples in a pack [samples]")
@@ -199,8 +242,9 @@ class DataConfig(Section):
         le=2**26,
         description="Samples that are packed together; null for the plan's choice [samples]",
     )
-    overlong: Literal["error", "drop", "truncate", "split"] = Field(
-        default="error", description="What becomes of samples longer than a pack; only text is cut"
+    overlong: Overlong = Field(
+        default="error",
+        description="What becomes of samples longer than a pack, where their source does not say; only text is cut",
     )
     bad: BadSamplesConfig = BadSamplesConfig()
     bucket_tokens: Slots | None = Field(
@@ -247,6 +291,12 @@ class DataConfig(Section):
         names = MixPart.model_fields
         mix = [MixPart.model_validate({name: getattr(one, name) for name in names}) for one in self.train]
         return (StageConfig(mix=tuple(mix)),)
+
+    @property
+    def overlong_of_all(self) -> Overlong:
+        """What becomes of long samples of which nobody knows the source: what all sources say, else the run's."""
+        policies = {part.overlong or self.overlong for stage in self.played for part in stage.parts}
+        return policies.pop() if len(policies) == 1 else self.overlong
 
     @model_validator(mode="after")
     def _sources_play_together_or_one_after_the_other(self) -> Self:

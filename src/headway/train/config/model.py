@@ -84,8 +84,34 @@ class ModelConfig(Section):
         description="Learn the empty block of thoughts, <think></think>, with which some templates begin an answer "
         "that has none; false shows it without learning it",
     )
+    new_tokens: tuple[str, ...] = Field(
+        default=(),
+        description="Tokens that are added to the tokenizer and the model, such as [<point>]; beside adapters their "
+        "rows of the embedding and the head learn too",
+    )
+    new_special_tokens: tuple[str, ...] = Field(
+        default=(),
+        description="Likewise, of tokens that are markup, such as [<|call|>], and are left out of answers in words",
+    )
     lora: LoraConfig | None = Field(default=None, description="Train adapters instead of the weights; null for none")
     drawing: DrawingConfig = DrawingConfig()
+
+    @model_validator(mode="after")
+    def _tokens_are_new_to_each_other(self) -> Self:
+        named = (*self.new_tokens, *self.new_special_tokens)
+        for token in named:
+            if not token.strip():
+                raise ValueError(f"new_tokens names {token!r}, which has no letters; take it out")
+            if named.count(token) > 1:
+                raise ValueError(
+                    f"new_tokens names {token!r} {named.count(token)} times; take it out where it is too many"
+                )
+        return self
+
+    @property
+    def adds_tokens(self) -> bool:
+        """Whether there are tokens to add."""
+        return bool(self.new_tokens or self.new_special_tokens)
 
     def of_chats(self) -> dict[str, Any]:
         """The settings of how chats become text, as `headway.data.chat_settings.ChatSettings.of` takes them."""

@@ -15,7 +15,22 @@ _SAME: dict[str, str] = {
     "freeze_language_model freeze_llm freeze_backbone": "`model.freeze=[language]`",
     "freeze_parameters freeze_multi_modal_projector freeze_aligner freeze_projector unfrozen_parameters "
     "trainable_parameters": "`model.freeze`, which takes patterns over the names of parameters",
+    "add_tokens add_new_tokens extra_tokens tokens_to_add": "`model.new_tokens`",
+    "add_special_tokens additional_special_tokens extra_special_tokens special_tokens": "`model.new_special_tokens`",
+    "resize_vocab resize_token_embeddings resize_embeddings resize_token_embeddings_to_32x embedding_resize": (
+        "`model.new_tokens`, which get rows in the embedding and the head"
+    ),
+    "trainable_token_indices lora_modules_to_save modules_to_save additional_target": (
+        "`model.new_tokens`, whose rows learn beside adapters; the other rows and whole modules do not"
+    ),
     # data
+    "image_max_pixels image_resolution": "`data.max_pixels`, or `data.train.N.max_pixels` of a source",
+    "image_min_pixels": "`data.min_pixels`, or `data.train.N.min_pixels` of a source",
+    "video_fps video_sample_fps sample_fps": "`data.fps`, or `data.train.N.fps` of a source",
+    "video_maxlen fps_max_frames max_num_frames video_max_frames": (
+        "`data.max_frames`, or `data.train.N.max_frames` of a source"
+    ),
+    "video_total_pixels": "`data.video_max_pixels`, for models that bound a whole video",
     "dataset datasets train_dataset train_file train_files dataset_name dataset_path data_path": "`data.train`",
     "eval_dataset val_dataset val_datasets validation_file test_datasets": "`data.eval`",
     "val_size val_set_size split_dataset_ratio eval_split": "`data.eval`, a file of held-out samples",
@@ -29,7 +44,7 @@ _SAME: dict[str, str] = {
     "packing sample_packing neat_packing multipack padding_free group_by_length": (
         "`data.strategy`, as samples are always packed; none for one sample in a pack"
     ),
-    "truncation_strategy excess_length_strategy truncation": "`data.overlong`",
+    "truncation_strategy excess_length_strategy truncation": "`data.overlong`, or `data.train.N.overlong` of a source",
     "streaming": "`data.stream`",
     "dataloader_num_workers num_workers preprocessing_num_workers dataset_num_proc": "`data.workers`",
     "media_dir image_folder image_root": "`data.train.N.root`",

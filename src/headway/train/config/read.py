@@ -64,6 +64,10 @@ class TrainConfig(Section):
     plan: PlanConfig = PlanConfig()
     run: RunConfig
 
+    def of_processor(self) -> dict[str, Any]:
+        """What is changed of the model's processor, as `headway.data.processor_settings.ProcessorSettings.of` reads."""
+        return {"chats": self.model.of_chats(), "sizes": self.data, "tokens": self.model}
+
     @model_validator(mode="after")
     def _evaluation_has_samples(self) -> Self:
         if self.eval.evaluates and self.data.eval is None:

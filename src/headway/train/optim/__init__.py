@@ -6,7 +6,7 @@ held; `ema.py` the average of the weights.
 """
 
 from headway.train.optim.ema import WeightAverage
-from headway.train.optim.groups import adapt, freeze, parameter_groups
+from headway.train.optim.groups import adapt, freeze, parameter_groups, rows_of
 from headway.train.optim.optimizer import Optimizer, make_optimizer, set_learning_rate, take_step
 from headway.train.optim.schedule import learning_rate
 
@@ -18,6 +18,7 @@ __all__ = [
     "learning_rate",
     "make_optimizer",
     "parameter_groups",
+    "rows_of",
     "set_learning_rate",
     "take_step",
 ]

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from headway.count import CostModel
 from headway.count.rows import hidden_matrices
+from headway.data.new_tokens import NewIds, NewTokens, new_ids
 from headway.errors import ConfigError, UsageError
 from headway.models.lora import adapter_modules, add_adapters
 from headway.tracing import trace
@@ -56,17 +57,39 @@ def adapt(model: PreTrainedModel, cost_model: CostModel, settings: ModelConfig) 
         The cost model of the model as it trains now.
 
     Raises:
-        ConfigError: a target names no module that can take an adapter, or peft is not installed.
+        ConfigError: a target names no module that can take an adapter, peft is not installed, or tokens are added and
+            their rows would not learn.
     """
     lora = settings.lora
+    embedding: Any = model.get_input_embeddings()
+    if settings.adds_tokens and lora is None and not embedding.weight.requires_grad:
+        raise ConfigError(
+            "model.new_tokens get rows in the embedding, and model.freeze holds it, so they would not learn. Take it "
+            "out of model.freeze, or train adapters (model.lora), beside which new rows learn."
+        )
     if lora is None:
         return cost_model
     modules = adapter_modules(cost_model, lora.targets)
     alpha = lora.rank if lora.alpha is None else lora.alpha
     base = Path(settings.path)
     name = str(base.resolve()) if base.exists() else settings.path  # a Hub name stays one
-    add_adapters(model, modules, rank=lora.rank, alpha=alpha, dropout=lora.dropout, base=name)
+    ids = new_ids_of(settings).ids if settings.adds_tokens else ()
+    add_adapters(model, modules, rank=lora.rank, alpha=alpha, dropout=lora.dropout, base=name, new_ids=ids)
     return trace(model)
+
+
+def new_ids_of(settings: ModelConfig) -> NewIds:
+    """Where the tokens that a run adds are in its model's vocabulary.
+
+    Raises:
+        ConfigError: one cannot be added.
+    """
+    return new_ids(settings.path, NewTokens(settings.new_tokens, settings.new_special_tokens))
+
+
+def rows_of(settings: ModelConfig) -> int:
+    """Rows that the embedding of a run's model needs for the tokens that are added; 0 without any [tokens]."""
+    return new_ids_of(settings).rows if settings.adds_tokens else 0
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> list[dict[str, Any]]:

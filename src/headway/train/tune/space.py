@@ -137,7 +137,7 @@ class Space:
             packs = devices // sequence * accumulation
             exact = self.step_tokens / packs
             tokens = own if abs(own / exact - 1) < 2**-_KEPT_BITS else _rounded(exact)
-            if tokens < _FEWEST_TOKENS or (config.data.overlong == "error" and tokens < longest):
+            if tokens < _FEWEST_TOKENS or (config.data.overlong_of_all == "error" and tokens < longest):
                 continue
             for patches in self._patches(config, tokens, lengths):
                 yield {

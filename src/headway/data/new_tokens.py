@@ -1,0 +1,122 @@
+"""Tokens that a run adds to its model's tokenizer, and the rows that they take in the model's embedding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from headway.errors import ConfigError
+
+_SHOWN = 3  # tokens that an error names
+
+
+class NewIds(NamedTuple):
+    """Where new tokens are.
+
+    Attributes:
+        ids: of the tokens, one after the other.
+        rows: that the embedding needs [tokens].
+    """
+
+    ids: tuple[int, ...]
+    rows: int
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens to add, in this order.
+
+    Attributes:
+        words: such as <point>, which answers show.
+        special: such as <|call|>, which are markup and left out where special tokens are.
+    """
+
+    words: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.words or self.special)
+
+    def add_to(self, processor: Any, rows: int) -> NewIds:
+        """Add the tokens to a tokenizer, which keeps them whole wherever they stand, and saves them.
+
+        Tokens that the tokenizer has and the model has no row for are new to the model.
+
+        Args:
+            processor: of the model, or its tokenizer.
+            rows: of the model's embedding [tokens].
+
+        Raises:
+            ConfigError: a token that the model has already, or one that the model lacks and that is not named.
+        """
+        tokenizer: Any = getattr(processor, "tokenizer", processor)
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        named = (*self.words, *self.special)
+        lacking = sorted((token for token, place in vocabulary.items() if place >= rows), key=vocabulary.__getitem__)
+        if unnamed := [token for token in lacking if token not in named]:
+            raise ConfigError(
+                f"model.new_tokens: the tokenizer has {_listed(unnamed)} too, which the model has no row for. Name "
+                "all such tokens, in model.new_tokens or model.new_special_tokens."
+            )
+        for token in named:
+            if token not in lacking and self._is_known(tokenizer, token):
+                raise ConfigError(
+                    f"model.new_tokens: {token!r} is a token of the model already, so it cannot be added. Take it out."
+                )
+        is_special = {str(each): each.special for each in tokenizer.added_tokens_decoder.values()}
+        for tokens, special in ((self.words, False), (self.special, True)):
+            for token in tokens:
+                if is_special.get(token, special) is not special:
+                    right = "model.new_special_tokens" if is_special[token] else "model.new_tokens"
+                    raise ConfigError(f"model.new_tokens: the tokenizer has {token!r} already: name it in {right}.")
+            tokenizer.add_tokens([_added(token, special) for token in tokens if token not in vocabulary], special)
+        ids = tuple(sorted(tokenizer.convert_tokens_to_ids(token) for token in named))
+        for token in named:
+            if tokenizer.encode(token, add_special_tokens=False) != [tokenizer.convert_tokens_to_ids(token)]:
+                raise ConfigError(
+                    f"model.new_tokens: the tokenizer does not keep {token!r} as one token. Give one without white "
+                    "space around it and without another token in it."
+                )
+        if ids != tuple(range(ids[0], ids[0] + len(ids))):
+            raise ConfigError(
+                f"model.new_tokens: the tokenizer gives {_listed(named)} the ids {ids}, which are not one after the "
+                "other, so they cannot be rows at the end of an embedding. Add them to a copy of the model's folder."
+            )
+        return NewIds(ids, max(rows, ids[-1] + 1))
+
+    @staticmethod
+    def _is_known(tokenizer: Any, token: str) -> bool:
+        if token in tokenizer.get_vocab():
+            return True
+        ids = tokenizer.encode(token, add_special_tokens=False)
+        return len(ids) == 1 and ids[0] != tokenizer.unk_token_id
+
+
+def _added(token: str, special: bool) -> Any:
+    from transformers import AddedToken
+
+    return AddedToken(token, special=special, normalized=False)  # found as it is written, whatever else is folded
+
+
+def _listed(tokens: Sequence[str]) -> str:
+    return ", ".join(map(repr, tokens[:_SHOWN])) + (f" and {len(tokens) - _SHOWN} more" * (len(tokens) > _SHOWN))
+
+
+def new_ids(model: str, tokens: NewTokens) -> NewIds:
+    """Where new tokens are in the vocabulary of a model.
+
+    Args:
+        model: a model folder, or a name on the Hub.
+        tokens: at least one.
+
+    Raises:
+        ConfigError: as `NewTokens.add_to`, or a model that draws.
+        UnknownModelError, CheckpointError: the model cannot be opened.
+    """
+    from headway.architectures import BagelConfig
+    from headway.models.load import load_config, load_processor
+    from headway.models.new_rows import embedding_rows
+
+    config = load_config(model)
+    if isinstance(config, BagelConfig):
+        raise ConfigError("model.new_tokens cannot be added to a model that draws images. Leave them out.")
+    return tokens.add_to(load_processor(model), embedding_rows(config))

@@ -1,0 +1,216 @@
+"""Rows of the embedding and the head for tokens that a model did not have.
+
+They are initialised as transformers' `resize_token_embeddings` does: from a normal distribution with the mean of the
+old rows and a billionth of their covariance (Hewitt 2021, nlp.stanford.edu/~johnhew/vocab-expansion.html). The numbers
+depend on the seed and the parameter's name alone, not on how many processes hold it.
+
+Beside adapters the old rows are frozen, and the new ones are a small matrix of their own, which is looked up, and
+multiplied, in their place. peft's layer for this (`trainable_token_indices`) writes the new rows into a copy of the
+whole matrix in each forward, so that backward makes the gradient of all of it, for the head a product as large as that
+of the logits; here there are no more gradients than rows that learn. Files are peft's all the same.
+
+Tensor letters: V rows of the vocabulary, N new ones, H hidden size.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from headway.count.adapters import NEW_ROWS
+from headway.errors import ConfigError
+from headway.models.parallel import fill
+
+
+def resize(model: PreTrainedModel, rows: int) -> None:
+    """Give a model's embedding and head more rows, which have no values yet, and its configuration their number.
+
+    Args:
+        model: on any device.
+        rows: of the vocabulary from now on; a model that has as many stays as it is.
+
+    Raises:
+        ConfigError: transformers cannot resize this model.
+    """
+    if rows <= len(model.get_input_embeddings().weight):  # type: ignore[arg-type]  # transformers leaves it untyped
+        return
+    try:
+        model.resize_token_embeddings(rows, mean_resizing=False)
+    except Exception as error:  # models forbid it in ways of their own
+        raise ConfigError(
+            f"model.new_tokens need more rows in the embedding, and transformers cannot resize that of "
+            f"{type(model).__name__}: {str(error) or type(error).__name__}. Leave model.new_tokens out."
+        ) from error
+
+
+@torch.no_grad()
+def grow(model: PreTrainedModel, rows: int, seed: int) -> None:
+    """Give a model that holds its weights more rows of the vocabulary, with first values.
+
+    Args:
+        model: changed in place.
+        rows: of the vocabulary from now on.
+        seed: of the run.
+
+    Raises:
+        ConfigError: as `resize`.
+    """
+    old_rows = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]  # transformers leaves it untyped
+    if rows <= old_rows:
+        return
+    resize(model, rows)
+    for name in set(vocabulary_names(model).values()):
+        parameter = model.get_parameter(name)
+        parameter.copy_(grown(model, name, parameter[:old_rows], rows, seed))
+
+
+def embedding_rows(config: PreTrainedConfig) -> int:
+    """Rows of a model's embedding, by its configuration [tokens]."""
+    return int(config.get_text_config().vocab_size)
+
+
+def vocabulary_names(model: PreTrainedModel) -> dict[str, str]:
+    """Parameters of the embedding and the head, which have a row for each token: by each of its names the first."""
+    whole: Any = model  # transformers leaves these untyped
+    parts = [part for part in (whole.get_input_embeddings(), whole.get_output_embeddings()) if part is not None]
+    first = {id(each): "" for part in parts for each in part.parameters(recurse=False)}
+    names = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            first[id(parameter)] = names[name] = first[id(parameter)] or name
+    return names
+
+
+@torch.no_grad()
+def grown(model: PreTrainedModel, name: str, old: torch.Tensor, rows: int, seed: int) -> torch.Tensor:
+    """A matrix of the vocabulary, or a bias, with more rows, on the CPU.
+
+    Args:
+        model: whose it is.
+        name: of the parameter.
+        old: its values so far, (V, H) or (V,).
+        rows: that it is to have.
+        seed: of the run.
+
+    Source: transformers 5.23, modeling_utils.py, `_init_added_embeddings_weights_with_mean`, by which it is done.
+    """
+    old, added = old.cpu(), rows - len(old)
+    if added <= 0:
+        return old
+    if old.ndim == 1:
+        return torch.cat([old, old.float().mean().to(old.dtype).expand(added)])
+    shells = [nn.Embedding(length, old.shape[1], dtype=old.dtype, device="meta") for length in (len(old), rows)]
+    shells[0].weight = nn.Parameter(old, requires_grad=False)
+    shells[1].weight = nn.Parameter(torch.empty(rows, old.shape[1], dtype=old.dtype), requires_grad=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+        initialise: Any = model._init_added_embeddings_weights_with_mean  # transformers leaves it untyped
+        initialise(*shells, len(old), added)
+    shells[1].weight[: len(old)] = old
+    return shells[1].weight.detach()
+
+
+class NewRows(nn.Embedding):
+    """Rows of new tokens that stand beside a frozen embedding or head.
+
+    Args:
+        first: id of the first token.
+        *args: of `nn.Embedding`.
+        **kwargs: likewise.
+    """
+
+    def __init__(self, first: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.first = first
+
+
+def add_new_rows(model: PreTrainedModel, ids: Sequence[int]) -> None:
+    """Have the rows of some tokens learn beside frozen ones; they have no values yet.
+
+    Args:
+        model: changed in place; its embedding and head keep their class and parameters, beside which the rows stand.
+        ids: of the tokens, one after the other.
+    """
+    whole: Any = model
+    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    first, count = ids[0], len(ids)
+    tied = head is not None and head.weight is embedding.weight
+    _attach(embedding, _rows_of(embedding.weight, first, count))
+    if head is not None:
+        _attach(head, getattr(embedding, NEW_ROWS) if tied else _rows_of(head.weight, first, count))
+
+
+def _rows_of(weight_VH: torch.Tensor, first: int, count: int) -> NewRows:
+    return NewRows(first, count, weight_VH.shape[1], device="meta", dtype=weight_VH.dtype)
+
+
+def _attach(module: Any, rows: NewRows) -> None:
+    setattr(module, NEW_ROWS, rows)
+    module.forward = _Forward(module, type(module))
+
+
+class _Forward:
+    """The forward of an embedding or a head some of whose rows stand beside it."""
+
+    def __init__(self, module: nn.Module, kind: Any) -> None:
+        self.module, self.kind = module, kind
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        rows: NewRows = getattr(self.module, NEW_ROWS)
+        rows_NH, first, last = rows.weight, rows.first, rows.first + rows.num_embeddings
+        frozen: torch.Tensor = self.kind.forward(self.module, given)
+        if given.is_floating_point():  # hidden states, of which logits are made
+            bias: torch.Tensor | None = getattr(self.module, "bias", None)
+            fresh = F.linear(given, rows_NH, None if bias is None else bias[first:last])
+            return torch.cat([frozen[..., :first], fresh.to(frozen.dtype), frozen[..., last:]], -1)
+        places = (given - first).clamp(0, last - first - 1)
+        fresh = F.embedding(places, rows_NH)
+        scale: torch.Tensor | None = getattr(self.module, "embed_scale", None)  # as Gemma's
+        if scale is not None:
+            fresh = fresh * scale.to(fresh.dtype)
+        is_new = (given >= first) & (given < last)
+        return torch.where(is_new[..., None], fresh.to(frozen.dtype), frozen)
+
+
+def new_rows(model: nn.Module) -> Iterator[tuple[str, Any, NewRows]]:
+    """Yield each module beside which new rows stand: its name, itself, and the rows; tied rows once."""
+    seen = set()
+    for name, module in model.named_modules():
+        rows = getattr(module, NEW_ROWS, None)
+        if rows is not None and id(rows) not in seen:
+            seen.add(id(rows))
+            yield name, module, rows
+
+
+@contextmanager
+def without_new_rows(model: nn.Module) -> Iterator[None]:
+    """Take the rows away for a while, so that what gives weights to a model does not see them."""
+    holders = [(module, getattr(module, NEW_ROWS)) for module in model.modules() if hasattr(module, NEW_ROWS)]
+    for module, _ in holders:
+        delattr(module, NEW_ROWS)
+    try:
+        yield
+    finally:
+        for module, rows in holders:
+            setattr(module, NEW_ROWS, rows)
+
+
+@torch.no_grad()
+def initialise_new_rows(model: nn.Module, device: torch.device | str) -> None:
+    """Give new rows that stand beside frozen ones their first values: those of the rows that they stand for.
+
+    Args:
+        model: with weights; sharded or not.
+        device: where rows go that are on the meta device.
+    """
+    for _, module, rows in new_rows(model):
+        if rows.weight.is_meta:
+            rows.to_empty(device=device)
+        weight_VH = module.weight.full_tensor() if isinstance(module.weight, DTensor) else module.weight
+        fill(rows.weight, weight_VH[rows.first : rows.first + rows.num_embeddings].to(rows.weight.device))

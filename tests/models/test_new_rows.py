@@ -1,0 +1,67 @@
+"""Rows of new tokens, on models of many families: as a resized model has them, and beside frozen ones the same."""
+
+import copy
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from headway.errors import ConfigError
+from headway.models.load import load_model
+from headway.models.new_rows import NEW_ROWS, add_new_rows, embedding_rows, grow, initialise_new_rows, resize
+from helpers.vlm_folders import VLM_FOLDERS, write_vlm
+
+
+def built(kind, tmp_path):
+    torch.manual_seed(3)
+    return load_model(str(write_vlm(tmp_path, kind, weights=True)), attention="eager")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+@pytest.mark.parametrize("kind", [kind for kind in VLM_FOLDERS if kind != "qwen2_5_omni_thinker"])
+def test_rows_beside_frozen_ones_compute_and_learn_as_rows_of_a_resized_model(kind, tmp_path):
+    model = built(kind, tmp_path)
+    rows = embedding_rows(model.config)
+    grow(model, rows + 2, seed=1)
+    assert embedding_rows(model.config) == rows + 2
+    # the saved configuration alone builds a model of the same shapes
+    again = load_model(copy.deepcopy(model.config), random_init=True, device="meta")
+    shapes = {name: parameter.shape for name, parameter in again.named_parameters()}
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == shapes
+
+    beside = copy.deepcopy(model)
+    beside.requires_grad_(False)
+    add_new_rows(beside, [rows, rows + 1])
+    initialise_new_rows(beside, "cpu")
+    learning = [parameter for parameter in beside.parameters() if parameter.requires_grad]
+    assert sum(map(len, learning)) in (2, 4)  # of the embedding, and of a head that is not tied to it
+
+    ids = torch.tensor([[10, rows, 11, rows + 1, 12, rows]])
+    plain, own = (each(input_ids=ids, use_cache=False).logits for each in (model, beside))
+    torch.testing.assert_close(own, plain, rtol=1e-5, atol=1e-5)
+    weights = torch.randn_like(plain)
+    (plain * weights).sum().backward()
+    (own * weights).sum().backward()
+    for get in (PreTrainedModel.get_input_embeddings, PreTrainedModel.get_output_embeddings):
+        whole, part = get(model).weight.grad, getattr(get(beside), NEW_ROWS).weight.grad
+        torch.testing.assert_close(part, whole[rows:], rtol=1e-3, atol=1e-3)
+        assert get(beside).weight.grad is None
+
+
+def test_a_model_with_as_many_rows_already_stays_as_it_is(tmp_path):
+    model = built("qwen3_vl", tmp_path)
+    before = model.get_input_embeddings().weight.detach().clone()
+    for rows in (0, len(before) - 3, len(before)):
+        grow(model, rows, seed=1)
+        assert torch.equal(model.get_input_embeddings().weight, before)
+
+
+def test_a_model_that_transformers_cannot_resize_is_refused_by_name(tmp_path, monkeypatch):
+    model = built("qwen3_vl", tmp_path)
+
+    def refuse(*_, **__):
+        raise NotImplementedError("not here")
+
+    monkeypatch.setattr(model, "resize_token_embeddings", refuse)
+    with pytest.raises(ConfigError, match=r"transformers cannot resize that of Qwen3VL.*: not here"):
+        resize(model, 10_000)
