@@ -3,19 +3,14 @@
 import json
 import os
 import random
-import re
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
-from headway.cli.app import main
 from helpers.hostile import FILES, damaged, mutated, write_files
 from helpers.written_traces import sidecar, two_kernels_a_step
 
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
 # Every command that reads something of a stranger's: FILE is a file of theirs, FOLDER has files of those names.
 COMMANDS = {
     "explain": "explain FILE", "explain a run": "explain FOLDER", "report": "report FOLDER -o OUT",
@@ -36,28 +31,6 @@ NAMES = (
     "tokenizer_config.json", "model.safetensors", "resumes.jsonl", "llm_config.json", "vit_config.json",
 )  # fmt: skip
 WITHOUT_INPUT = {"ceiling", "config", "demo", "devices", "mfu", "models"}
-
-
-@pytest.fixture
-def run(monkeypatch, capsys, tmp_path):
-    """Run a command; gives its exit code and what it said, and fails at anything but the conventional end."""
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
-    nothing = Path(os.devnull).open()  # noqa: SIM115 - open until the test has ended
-    monkeypatch.setattr("sys.stdin", nothing)
-
-    def run(arguments):
-        monkeypatch.setattr(sys, "argv", ["headway", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        code = ended.value.code or 0
-        assert code in (0, 1, 2), (arguments, err)
-        assert code == 0 or "Error: " in err or "Usage: " in err, (arguments, err)
-        assert not CONTROL.search(out + err), (arguments, CONTROL.search(out + err))
-        return code
-
-    yield run
-    nothing.close()
 
 
 def _walk(run, tmp_path, kinds):
