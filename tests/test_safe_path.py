@@ -65,7 +65,6 @@ def test_the_hostile_folder_of_these_tests_is_hostile(hostile_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_a_command_with_workers_runs_no_code_of_the_folder_one_stands_in(hostile_folder, model):
     _run(["headway", "index", "rows.jsonl", "--model", str(model)], hostile_folder)
 

@@ -4,12 +4,14 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
+import pytest
 import torch
 
 from headway.data import Chat, Message, Origin, TextPart
 from headway.data.pool import Job, Pool
 
 
+@pytest.mark.slow
 def test_threads_that_encode_at_once_learn_the_same_tokens(text_encoder):
     """Hundreds of turns make a rendering long enough for threads to meet in it."""
     turns = [(("user", "assistant")[n % 2], f"Turn {n}. " * (1 + n % 5)) for n in range(300)]
