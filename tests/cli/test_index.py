@@ -3,8 +3,13 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from headway.data.media.sizes import MediaSizes
+from headway.models import load_processor
+from headway.synthetic.digits import write_reader
 from headway.synthetic.processor import write_processor
 
 QUESTION = {"role": "user", "content": "Which digits do you see?"}
@@ -141,3 +146,36 @@ def test_keys_that_nobody_looks_at_are_told_once(headway, model, tmp_path):
         result = headway(command[0], file, "--model", model, *command[1:])
         assert result.code == 0
         assert result.err.count("messages: mark, mood are not looked at") == 1
+
+
+@pytest.mark.parametrize("command", ["index", "look", "pack"])
+def test_bounds_on_media_are_those_of_a_run(headway, tmp_path, command):
+    model = write_reader(tmp_path / "reader")
+    Image.new("RGB", (300, 200)).save(tmp_path / "a.png")
+    question = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Which?"}]}
+    file = tmp_path / "seen.jsonl"
+    file.write_text(json.dumps({"messages": [question, {"role": "assistant", "content": "One."}]}))
+    asked = (command, file, "--model", model, *(("--packing-length", 4000) if command != "index" else ()), "--json")
+    plain, bounded = (headway(*asked, *media) for media in ((), ("--media", "max_pixels=4k")))
+    assert (plain.code, bounded.code) == (0, 0), bounded.err
+    assert plain.out != bounded.out
+    images = MediaSizes(max_pixels=4000).written_into(load_processor(model)).image_processor
+    patches = int(np.prod(images(images=[Image.new("RGB", (300, 200))])["image_grid_thw"]))
+    assert patches * images.patch_size**2 <= 4000
+    if command != "pack":  # which prints tokens alone
+        assert f'"patches": {patches}' in bounded.out
+
+
+@pytest.mark.parametrize(
+    ("media", "message"),
+    [
+        ("max_pixel=9", r"--media unknown key 'max_pixel'"),
+        ("max_pixels", r"--media 'max_pixels' is not SETTING=N, such as max_pixels=1003520"),
+        ("max_pixels=0", r"--media max_pixels = 0: must be at least 1"),
+        ("fps=fast", r"--media fps = 'fast': give"),
+    ],
+)
+def test_bounds_on_media_that_are_none_are_refused(headway, chats, model, media, message):
+    result = headway("index", chats, "--model", model, "--media", media)
+    assert result.code == 2
+    assert message in " ".join(result.err.split())

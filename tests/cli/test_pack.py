@@ -147,6 +147,8 @@ def test_data_need_a_model_and_lengths_no_data(headway, tmp_path):
     bounded = headway("pack", "--lengths", table, "--packing-length", 10, "--max-characters", 9)
     assert bounded.code == 2
     assert "cannot take effect with --lengths" in " ".join(bounded.err.split())
+    shrunk = headway("pack", "--lengths", table, "--packing-length", 10, "--media", "fps=1")
+    assert (shrunk.code, "--media fps=1 bounds what is read of DATA" in " ".join(shrunk.err.split())) == (2, True)
 
 
 TABLE = "tokens\n5\n25\n"

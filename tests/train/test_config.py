@@ -156,7 +156,10 @@ def test_no_wrong_value_is_told_in_the_words_of_the_library_that_checks_it(name)
             assert name.partition(".")[0] in clauses or "datetime" in clauses
 
 
-LISTS = ["run.trackers", "model.freeze", "model.lora.targets", "run.profile.ranks"]
+LISTS = [
+    *("run.trackers", "model.freeze", "model.lora.targets", "run.profile.ranks"),
+    *("model.new_tokens", "model.new_special_tokens"),
+]
 
 
 def test_all_lists_of_any_length_are_known():
@@ -245,6 +248,12 @@ def test_words_of_other_tools_are_understood_at_every_level(section, minimal):
         ("load-in-4bit", "nearest: `run.dtype=bfloat16-params`"),
         ("gradient_checkpointing", "`speed.recompute=full`"),
         ("sample_packing", "`data.strategy`"),
+        ("image_max_pixels", "`data.max_pixels`, or `data.train.N.max_pixels`"),
+        ("video_fps", "`data.fps`, or `data.train.N.fps`"),
+        ("fps_max_frames", "`data.max_frames`"),
+        ("truncation_strategy", "`data.overlong`, or `data.train.N.overlong`"),
+        ("resize_vocab", "`model.new_tokens`"),
+        ("add_special_tokens", "`model.new_special_tokens`"),
         ("stage", "without DPO"),
     ]:
         with pytest.raises(ConfigError) as caught:

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, MaxCharactersOption, columns_of
+from headway.cli.options import (
+    ChatTemplateOption,
+    ColumnOption,
+    JsonOption,
+    MaxCharactersOption,
+    MediaOption,
+    columns_of,
+    sizes_of,
+)
 from headway.cli.output import needs_extra, print_json, warn
 from headway.errors import UsageError
 from headway.log.working import measuring_rows, working
@@ -59,6 +67,7 @@ def index(
     ] = False,
     max_characters: MaxCharactersOption = None,
     chat_template: ChatTemplateOption = None,
+    media: MediaOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure tokens, patches and grids of every sample, exactly, without decoding pixels.
@@ -88,7 +97,7 @@ def index(
     sources = [open_source(path, name=name, **options) for path, name in zip(data, names, strict=True)]
     measuring: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     with errors_in_words_of("options"):
-        settings = ProcessorSettings(ChatSettings.of(chat_template))
+        settings = ProcessorSettings(ChatSettings.of(chat_template), sizes_of(media))
         found = build_indices(sources, model, max_characters, policy, settings=settings, **measuring)
     indices = dict(zip(data, found, strict=True))
     if as_json:

@@ -72,6 +72,7 @@ def look(
     ] = None,
     max_characters: options.MaxCharactersOption = None,
     chat_template: options.ChatTemplateOption = None,
+    media: options.MediaOption = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page with the pictures, all tokens and packs instead.")
     ] = None,
@@ -93,7 +94,7 @@ def look(
     planned = {"--packs": packs, "--ranks": ranks, "--overlong": overlong, "--seed": seed}
     if len(data) == 1 and Path(data[0]).suffix in (".yaml", ".yml"):
         said = {"--model": model, "--packing-length": packing_length, "--max-characters": max_characters}
-        own = {**said, "--overlong": overlong, "--seed": seed, "--chat-template": chat_template}
+        own = {**said, "--overlong": overlong, "--seed": seed, "--chat-template": chat_template, "--media": media}
         _refuse(own, f"{data[0]} says it. Leave it out, or give the datasets themselves")
         config = load_config(Path(data[0]))
     elif model is None:
@@ -111,8 +112,8 @@ def look(
     if config is not None:
         seen = _of_config(config, rows, num_packs, ranks or 1)
     else:
+        settings = ProcessorSettings(read_template(chat_template) or ChatSettings(), options.sizes_of(media))
         chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
-        settings = ProcessorSettings(read_template(chat_template) or ChatSettings())
         chosen |= {"packing_length": packing_length, "settings": settings}
         seen = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
     if as_json:

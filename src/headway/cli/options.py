@@ -1,10 +1,13 @@
 """Options that several commands share, each documented once with its unit."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headway.errors import UsageError
+
+if TYPE_CHECKING:
+    from headway.data.media.sizes import MediaSizes
 
 ModelArgument = Annotated[
     str,
@@ -154,6 +157,39 @@ ChatTemplateOption = Annotated[
         help="Jinja chat template in place of the model's own, as model.chat_template of the run.",
     ),
 ]
+
+MediaOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--media",
+        metavar="SETTING=N",
+        help="Bound on what is read of images and videos, as max_pixels=1003520 or fps=1 in the data section of the "
+        "run. Repeatable.",
+    ),
+]
+
+
+def sizes_of(given: list[str] | None) -> "MediaSizes":
+    """Read `--media`: bounds on what is read of media, by the names and with the limits of a run's settings.
+
+    Raises:
+        UsageError: one is not SETTING=N, or no such setting or value.
+    """
+    from pydantic import ValidationError
+
+    from headway.data.media.sizes import MediaSizes
+    from headway.train.config.data import MediaConfig
+    from headway.train.config.mistakes import describe_all
+
+    pairs = [one.partition("=") for one in given or []]
+    for name, equals, value in pairs:
+        if not (name and equals and value):
+            raise UsageError(f"--media {name + equals + value!r} is not SETTING=N, such as max_pixels=1003520.")
+    try:
+        return MediaSizes.of(MediaConfig.model_validate({name: value for name, _, value in pairs}))
+    except ValidationError as error:
+        raise UsageError(f"--media {'; '.join(describe_all(error.errors(), MediaConfig))}.") from error
+
 
 MaxCharactersOption = Annotated[
     int | None,

@@ -86,6 +86,7 @@ def pack(
     seed: Annotated[int, typer.Option(metavar="S", help="Of the shuffle and of the plan.")] = 0,
     column: options.ColumnOption = None,
     max_characters: options.MaxCharactersOption = None,
+    media: options.MediaOption = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw lengths and the fill of packs as an SVG file.")
     ] = None,
@@ -106,7 +107,7 @@ def pack(
     if plot is not None:
         _check_plot_path(plot)
     budget = Budget(packing_length, patches, items)
-    sources = _lengths(data, lengths, model, max_characters, options.columns_of(column))
+    sources = _lengths(data, lengths, model, max_characters, options.columns_of(column), media)
     seen = any(source.patches.any() for source in sources.values())
     name = model or (IMAGE_MODEL if seen else TEXT_MODEL)
     planned, counts = Items.build(sources, budget, policy, resolve_cost_model(name))
@@ -155,6 +156,7 @@ def _lengths(
     model: str | None,
     max_characters: int | None,
     columns: dict[str, str],
+    media: list[str] | None,
 ) -> "Mapping[str, Lengths]":
     """Read a table of lengths, or measure datasets and count their bad rows."""
     from headway.packing.lengths import read_lengths
@@ -175,16 +177,25 @@ def _lengths(
                 f"--column {next(iter(columns))} names a column of DATA, and cannot take effect with --lengths. Leave "
                 "it out."
             )
+        if media:
+            raise UsageError(
+                f"--media {media[0]} bounds what is read of DATA, and cannot take effect with --lengths. Leave it out."
+            )
         return {lengths.stem: read_lengths(lengths)}
-    return _measured(data or [], model, max_characters, columns)
+    return _measured(data or [], model, max_characters, columns, media)
 
 
 def _measured(
-    data: list[str], model: str | None, max_characters: int | None, columns: dict[str, str]
+    data: list[str],
+    model: str | None,
+    max_characters: int | None,
+    columns: dict[str, str],
+    media: list[str] | None = None,
 ) -> "Mapping[str, LengthIndex]":
     if model is None:
         raise UsageError("DATA needs --model, whose tokenizer and processor measure its samples: a folder or a Hub id.")
     with needs_extra("indexing"):
+        from headway.data.processor_settings import ProcessorSettings
         from headway.data.sources import open_source
         from headway.data.sources.opening import own_names
         from headway.data.wording import errors_in_words_of
@@ -192,7 +203,8 @@ def _measured(
     named = zip(data, own_names(data), strict=True)
     found = [open_source(path, name=name, columns=columns) for path, name in named]
     with errors_in_words_of("options"):
-        indices = build_indices(found, model, max_characters)
+        settings = ProcessorSettings(sizes=options.sizes_of(media))
+        indices = build_indices(found, model, max_characters, settings=settings)
     return {source.name: index for source, index in zip(found, indices, strict=True)}
 
 
