@@ -69,19 +69,19 @@ def _shown(name: str | None) -> "Iterator[tuple[Setting, str]]":
     from headway.train.config import TrainConfig
     from headway.train.config.tree import inside, settings_of
 
-    told: dict[tuple[str, str], str] = {}  # of each last part of a name and meaning, where it was told
+    told: dict[tuple[str, str], list[str]] = {}  # of each last part of a name and meaning, where it was told
 
     def below(section: Any, prefix: str) -> "Iterator[tuple[Setting, str]]":
         settings = settings_of(section, prefix)
         for one in settings:
-            told.setdefault((one.name.rpartition(".")[2], one.meaning), prefix)
+            told.setdefault((one.name.rpartition(".")[2], one.meaning), []).append(prefix)
         for one in settings:
             if one.section is None:
                 yield one, ""
                 continue
-            places = {told.get((each.name, each.meaning)) for each in settings_of(one.section)}
-            if len(places) == 1 and (place := places.pop()) is not None:
-                yield one, f"its settings: as {place}*"
+            places = [told.get((each.name, each.meaning), []) for each in settings_of(one.section)]
+            if common := [place for place in places[0] if all(place in each for each in places)]:
+                yield one, f"its settings: as {common[0]}*"
                 continue
             yield one, ""
             yield from below(one.section, inside(one))

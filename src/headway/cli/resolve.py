@@ -60,7 +60,7 @@ def resolve_ledger(settings: "ModelConfig") -> "CostModel":
         return resolve_cost_model(settings.path)
     with needs_extra("adding tokens to a model"), working(f"tracing {settings.path}"):
         from headway.tracing import trace
-        from headway.train.saved import with_new_rows
+        from headway.train.optim import with_new_rows
 
         return trace(with_new_rows(resolve_config(settings.path), settings))
 

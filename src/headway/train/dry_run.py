@@ -172,7 +172,7 @@ def dry_run(
 def learning_model(config: TrainConfig, cost_model: CostModel) -> CostModel:
     """Freeze what a recipe freezes, and put its adapters in place."""
     if config.model.adds_tokens:
-        from headway.train.saved import learning_with_tokens  # whose tokenizer says how many rows they take
+        from headway.train.optim import learning_with_tokens  # whose tokenizer says how many rows they take
 
         return learning_with_tokens(config.model)
     learning = cost_model.freeze(config.model.freeze)

@@ -4,12 +4,10 @@ The input of a frozen layer is not saved for its weight's gradient, and an adapt
 traced with the model. A model that learns whole is read from the shipped file where it ships.
 """
 
-import copy
 from typing import Any
 
 import torch
 
-from headway.count import CostModel
 from headway.count.activations import SavedActivations
 from headway.models.load import named_config
 from headway.tracing import trace
@@ -17,7 +15,7 @@ from headway.tracing.block_activations import saved_by_block
 from headway.tracing.build import model_on_shapes
 from headway.train.config import TrainConfig
 from headway.train.config.model import ModelConfig
-from headway.train.optim import adapt, freeze, rows_of
+from headway.train.optim import adapt, freeze, with_new_rows
 from headway.train.speed import saved_of
 
 
@@ -35,26 +33,6 @@ def saved_as_trained(config: TrainConfig, precision: str) -> SavedActivations:
     if not config.model.freeze and config.model.lora is None and not config.model.adds_tokens:
         return saved_of(config.model.path, precision)
     return saved_of_partly_trained(named_config(config.model.path), config.model, precision)
-
-
-def with_new_rows(architecture: Any, learns: ModelConfig) -> Any:
-    """A transformers configuration with the rows of the vocabulary that a run's new tokens need."""
-    if not learns.adds_tokens:
-        return architecture
-    architecture = copy.deepcopy(architecture)
-    text = architecture.get_text_config()
-    text.vocab_size = max(text.vocab_size, rows_of(learns))
-    return architecture
-
-
-def learning_with_tokens(learns: ModelConfig) -> CostModel:
-    """The ledger of a recipe's model with new tokens, as it learns.
-
-    Args:
-        learns: the model, what of it is frozen, and its adapters.
-    """
-    model: Any = model_on_shapes(with_new_rows(named_config(learns.path), learns))
-    return adapt(model, freeze(model, trace(model), learns.freeze), learns)
 
 
 def saved_of_partly_trained(architecture: Any, learns: ModelConfig, precision: str) -> SavedActivations:

@@ -6,7 +6,7 @@ held; `ema.py` the average of the weights.
 """
 
 from headway.train.optim.ema import WeightAverage
-from headway.train.optim.groups import adapt, freeze, parameter_groups, rows_of
+from headway.train.optim.groups import adapt, freeze, learning_with_tokens, parameter_groups, rows_of, with_new_rows
 from headway.train.optim.optimizer import Optimizer, make_optimizer, set_learning_rate, take_step
 from headway.train.optim.schedule import learning_rate
 
@@ -16,9 +16,11 @@ __all__ = [
     "adapt",
     "freeze",
     "learning_rate",
+    "learning_with_tokens",
     "make_optimizer",
     "parameter_groups",
     "rows_of",
     "set_learning_rate",
     "take_step",
+    "with_new_rows",
 ]

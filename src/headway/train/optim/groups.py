@@ -1,5 +1,6 @@
 """Which parameters learn, frozen parts and adapters aside, and which are updated together: rule, rate and decay."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -11,8 +12,10 @@ from headway.count import CostModel
 from headway.count.rows import hidden_matrices
 from headway.data.new_tokens import NewIds, NewTokens, new_ids
 from headway.errors import ConfigError, UsageError
+from headway.models.load import named_config
 from headway.models.lora import adapter_modules, add_adapters
 from headway.tracing import trace
+from headway.tracing.build import model_on_shapes
 from headway.train.config import ModelConfig, OptimConfig
 from headway.train.config.optim import factor_of
 
@@ -90,6 +93,26 @@ def new_ids_of(settings: ModelConfig) -> NewIds:
 def rows_of(settings: ModelConfig) -> int:
     """Rows that the embedding of a run's model needs for the tokens that are added; 0 without any [tokens]."""
     return new_ids_of(settings).rows if settings.adds_tokens else 0
+
+
+def with_new_rows(architecture: Any, learns: ModelConfig) -> Any:
+    """A transformers configuration with the rows of the vocabulary that a run's new tokens need."""
+    if not learns.adds_tokens:
+        return architecture
+    architecture = copy.deepcopy(architecture)
+    text = architecture.get_text_config()
+    text.vocab_size = max(text.vocab_size, rows_of(learns))
+    return architecture
+
+
+def learning_with_tokens(learns: ModelConfig) -> CostModel:
+    """The ledger of a recipe's model with new tokens, as it learns.
+
+    Args:
+        learns: the model, what of it is frozen, and its adapters.
+    """
+    model: Any = model_on_shapes(with_new_rows(named_config(learns.path), learns))
+    return adapt(model, freeze(model, trace(model), learns.freeze), learns)
 
 
 def parameter_groups(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> list[dict[str, Any]]:
