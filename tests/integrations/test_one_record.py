@@ -8,7 +8,7 @@ import torch
 from headway.log.jsonl import read_jsonl
 from headway.meter import Meter
 from headway.meter.window import SCHEMA_VERSION
-from helpers.lagging_loops import COST_MODEL, hugging_face, in_accelerate, in_lightning, in_megatron, track_a_meter
+from helpers.lagging_loops import COST_MODEL, hugging_face, in_accelerate, in_lightning, in_megatron
 from helpers.one_step import PEAK, ROWS, loader, tiny
 from helpers.pretended import Device
 
@@ -49,7 +49,7 @@ def names_of(loop, folder):
     return names
 
 
-@pytest.mark.parametrize("loop", [hugging_face, in_accelerate, in_lightning, in_megatron, track_a_meter])
+@pytest.mark.parametrize("loop", [hugging_face, in_accelerate, in_lightning, in_megatron])
 def test_every_integration_writes_the_record_of_a_plain_loop(tmp_path, loop, plain_names):
     assert names_of(loop, tmp_path) == plain_names
 
