@@ -121,23 +121,27 @@ class ChatTemplate:
     def _answer(self, turns: _Turns, number: int, sample: Chat) -> tuple[str, list[Span]]:
         """The chat up to one answer, and where that answer stands; it ends with the token that stops generation."""
         chat = turns[: number + 1]
+        message = sample.messages[number]
         marks = bool(_MARKS_GENERATION.search(self.sources[self._name(bool(sample.tools))]))
         shown, marked = self._rendered(chat, sample)
         asked = self._render(chat[:-1], sample, opened=True) if number else self._opening(shown, chat, sample)
-        # Behind the words that both share the template may open thoughts that this answer does not have.
-        differs = (place for place, pair in enumerate(zip(shown, asked, strict=False)) if pair[0] != pair[1])
-        start = next(differs, min(len(shown), len(asked)))
-        start = start if start == len(asked) else self._special.around(shown, start)
-        if start < len(asked) and number and start < len(self._render(chat[:-1], sample).rstrip()):
-            raise DataError(
-                f"{sample.where}: the model's chat template renders the turns before turn {number + 1} differently "
-                "when it asks for that turn and when it shows it, so what the assistant wrote cannot be told apart. "
-                "Give another template with model.chat_template."
-            )
-        _check_answer(shown[start:], sample.messages[number], sample, number + 1)
+        start = _shared(shown, asked)
+        before = self._render(chat[:-1], sample) if number and start < len(asked) else ""
+        if start < len(before.rstrip()):  # the turns before look otherwise once this one follows
+            shown, moved = self._as_asked(shown, asked, before, message, sample, number + 1)
+            start = len(asked)
+            marked = [(first + moved, last + moved) for first, last in marked]
+        elif start < len(asked):
+            # Behind the words that both share the template opens thoughts that this answer does not have; the answer
+            # may begin with the letter with which they do.
+            start = self._special.around(shown, start)
+            for words in (message.reasoning.strip(), message.text.strip()):
+                place = shown.rfind(words, max(0, start - len(words) + 1), start + len(words)) if words else -1
+                start = place if place >= 0 else start
+        _check_answer(shown[start:], message, sample, number + 1)
         spans = [(start, len(shown.rstrip()))]
         if marks:
-            spans = [(int(first), int(last)) for first, last in marked if last > start]
+            spans = _joined([(int(first), int(last)) for first, last in marked if last > start])
             if not spans:
                 raise DataError(
                     f"{sample.where}: the model's chat template marks nothing of turn {number + 1} with "
@@ -146,6 +150,28 @@ class ChatTemplate:
         if not self.learns_empty_thinking:
             spans[0] = (_after_empty_thinking(shown, spans[0]), spans[0][1])
         return self._ended(shown, spans, sample, bool(chat[-1].get("tool_calls")))
+
+    def _as_asked(
+        self, shown: str, asked: str, before: str, message: Message, sample: Chat, number: int
+    ) -> tuple[str, int]:
+        """The text that asks for an answer, and the answer as it is shown; and how far its places have moved.
+
+        What opens the answer in the one is looked for in the other.
+        """
+        opening = asked[_shared(asked, before) :].strip()
+        place = shown.rfind(opening) + len(opening) if opening and opening in shown else len(shown)
+        words = message.text.strip() or "".join(str(call["function"]["name"]) for call in message.tool_calls[:1])
+        # A template that joins turns of one role opens them once: what stands there then begins with the turn before.
+        earlier = sample.messages[number - 2].text.strip() or "\0"
+        joins = shown.count(earlier, place) > (message.text + message.reasoning).count(earlier)
+        if joins or not words or words not in shown[place:]:
+            raise DataError(
+                f"{sample.where}: the model's chat template renders the turns before turn {number} differently "
+                "when it asks for that turn and when it shows it, so what the assistant wrote cannot be told apart. "
+                "Give another template with model.chat_template."
+            )
+        place += len(shown[place:]) - len(shown[place:].removeprefix(asked[len(asked.rstrip()) :]))
+        return asked + shown[place:], len(asked) - place
 
     def _ended(self, shown: str, spans: list[Span], sample: Chat, calls: bool) -> tuple[str, list[Span]]:
         """Make the last span end with a token that stops generation: one that is there, or one that is put there."""
@@ -159,9 +185,11 @@ class ChatTemplate:
                 "(model.chat_template)."
             )
         last = max(first, len(shown[:last].rstrip()))
-        end = stops.end_in(shown[first:last], self._special)
+        begin = spans[0][0]  # the stop may lie between words that a template marks one by one
+        end = stops.end_in(shown[begin:last], self._special)
         if end is not None:
-            last = first + end
+            spans = [span for span in spans if span[0] < begin + end]
+            first, last = spans[-1][0], begin + end
         else:
             stop = stops.call if calls and stops.call is not None else stops.plain
             if stop is None:
@@ -180,9 +208,15 @@ class ChatTemplate:
         return shown, [*spans[:-1], (first, last)]
 
     def _opening(self, whole: str, chat: _Turns, sample: Chat) -> str:
-        """The template's text before an assistant turn that begins the chat: all up to its generation prompt."""
+        """The template's text before an assistant turn that begins the chat: all up to its generation prompt.
+
+        A template that opens no turn behind an answer shows it up to the answer's words.
+        """
         header = self._render(chat[:1], sample, opened=True)[len(whole) :]
-        return whole[: whole.find(header) + len(header)] if header and header in whole else ""
+        if header and header in whole:
+            return whole[: whole.find(header) + len(header)]
+        words = sample.messages[0].reasoning.strip() or sample.messages[0].text.strip()
+        return whole[: max(0, whole.find(words))] if words else ""
 
     def _trial(self, turns: Sequence[Message], tools: tuple[dict[str, Any], ...]) -> str:
         """A made-up chat as text."""
@@ -229,6 +263,23 @@ class ChatTemplate:
                 turn["name"] = message.name
             turns.append(turn)
         return turns
+
+
+def _shared(one: str, other: str) -> int:
+    """Length of what two texts begin with alike."""
+    differs = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    return next(differs, min(len(one), len(other)))
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Spans of which none begins where another one ends."""
+    joined: list[Span] = []
+    for first, last in spans:
+        if joined and joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], last)
+        else:
+            joined.append((first, last))
+    return joined
 
 
 def stop_ids_of(processor: Any) -> set[int]:
