@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import trl
+from PIL import Image
 from transformers import Qwen3Config
 
-from headway.data import Chat, Message, Origin, TextPart
+from headway.data import Chat, ImagePart, Media, Message, Origin, TextPart
 from headway.synthetic.small_model import write_small_model
 from headway.train.config import parse_config
 from headway.train.generate import Decoding, Generator
 from headway.train.loop import train
 from headway.train.opened import find_model, open_model
+from helpers.vlm_family import SIDE
 from helpers.vlm_folders import VLM_FOLDERS, write_vlm
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -42,6 +44,12 @@ new = model.generate(**inputs, max_new_tokens=limit, do_sample=False)[0, inputs[
 text = tokenizer.decode(new, skip_special_tokens=True).strip()
 print(json.dumps({"tokens": len(new), "text": text, "headway": "headway" in sys.modules}))
 """
+# With a picture, as model cards write it: the processor fills the template in, and opens the file.
+SEEING = (
+    PLAIN.replace("tokenizer.apply_chat_template(", "processor.apply_chat_template(")
+    .replace("inputs = ", "processor = transformers.AutoProcessor.from_pretrained(folder)\ninputs = ")
+    .replace("return_dict=True)", "return_dict=True, tokenize=True)")
+)
 
 
 def text_folder(root, template, *, special=(), base=False):
@@ -66,9 +74,9 @@ def text_folder(root, template, *, special=(), base=False):
     return folder
 
 
-def trained(root, folder, **model):
+def trained(root, folder, question=QUESTION, **model):
     """The export of a run that has learnt one answer by heart."""
-    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": ANSWER}]
     (root / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     raw = {
         "model": {"path": str(folder), "random_init": True, **model},
@@ -82,15 +90,16 @@ def trained(root, folder, **model):
     return export
 
 
-def answers_alike(folder, question):
+def answers_alike(folder, question, image=None):
     """Make sure that plain transformers gives the answer that this package gives, and stops where it does."""
-    command = [sys.executable, "-c", PLAIN, folder, json.dumps(question), str(LIMIT)]
+    command = [sys.executable, "-c", PLAIN if image is None else SEEING, folder, json.dumps(question), str(LIMIT)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     plain = json.loads(run.stdout.splitlines()[-1])
     cpu = torch.device("cpu")
     opened = open_model(find_model(str(folder)), dtype=torch.float32, device=cpu, for_generation=True)
-    asked = Chat((Message("user", (TextPart(QUESTION),)),), Origin("", "a question", 0, "it"))
+    pictures = () if image is None else (ImagePart(Media(str(image))),)
+    asked = Chat((Message("user", (*pictures, TextPart(QUESTION))),), Origin("", "a question", 0, "it"))
     (ours,) = Generator(opened, cpu).answer([asked], Decoding(max_new_tokens=LIMIT))
     assert not plain["headway"]
     assert ours.is_whole
@@ -117,8 +126,22 @@ def test_an_export_stops_in_plain_transformers_with_the_answer_it_gives_here(tem
     assert "Generation stops at" in (folder / "README.md").read_text()
 
 
+NEEDS_IMAGE = ("paligemma2",)  # whose processor takes no text without one
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("family", [family for family in VLM_FOLDERS if family != "paligemma2"])  # which needs an image
+@pytest.mark.parametrize("family", [family for family in VLM_FOLDERS if family not in NEEDS_IMAGE])
 def test_an_export_of_every_family_stops_in_plain_transformers(family, tmp_path):
     folder = trained(tmp_path, write_vlm(tmp_path / "model", family))
     assert answers_alike(folder, [{"type": "text", "text": QUESTION}]) == ANSWER
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [*NEEDS_IMAGE, "llava", "gemma3", "idefics3"])
+def test_an_export_stops_in_plain_transformers_behind_a_picture(family, tmp_path):
+    image = tmp_path / "a.png"
+    Image.new("RGB", (SIDE, SIDE), "red").save(image)
+    words = {"type": "text", "text": QUESTION}
+    rows = [{"type": "image", "image": "a.png"}, words]
+    folder = trained(tmp_path, write_vlm(tmp_path / "model", family), rows)
+    assert answers_alike(folder, [{"type": "image", "path": str(image)}, words], image) == ANSWER

@@ -7,7 +7,7 @@ is learnt in the view that the model has when it is asked for that answer.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -51,13 +51,21 @@ class ChatTemplate:
         processor: the model's processor or tokenizer.
         as_parts: whether messages are handed over as parts, media among them, or as strings.
         learns_empty_thinking: whether an empty block of thoughts before an answer is learnt.
+        processed: gives a prompt with what the model's processor adds to it; None where that is nothing.
 
     Attributes:
         sources: the template's text by its name: "default", and "tool_use" where chats with tools have their own.
     """
 
-    def __init__(self, processor: Any, as_parts: bool, *, learns_empty_thinking: bool = True) -> None:
-        self._as_parts = as_parts
+    def __init__(
+        self,
+        processor: Any,
+        as_parts: bool,
+        *,
+        learns_empty_thinking: bool = True,
+        processed: Callable[[str], str] | None = None,
+    ) -> None:
+        self._as_parts, self._processed = as_parts, processed
         self.learns_empty_thinking = learns_empty_thinking
         tokenizer = getattr(processor, "tokenizer", processor)
         template = getattr(processor, "chat_template", None) or tokenizer.chat_template or {}
@@ -68,13 +76,18 @@ class ChatTemplate:
         self._stops: dict[str, Stops] = {}
 
     def prompt(self, sample: Chat) -> str:
-        """A chat as text, opened for the assistant to answer.
+        """A chat as text, opened for the assistant to answer, as the template writes it.
 
         Raises:
             ConfigError: there is no chat template.
             DataError: the template refuses the chat.
         """
         return self._render(self._turns(sample.messages), sample, opened=True)
+
+    def processed_prompt(self, sample: Chat) -> str:
+        """A chat opened for an answer as `prompt`, with the words that the model's processor adds to it."""
+        prompt = self.prompt(sample)
+        return prompt if self._processed is None else self._processed(prompt)
 
     def views(self, sample: Chat) -> list[View]:
         """The texts in which the chat's answers are learnt, and where the assistant's own words stand in them.
@@ -149,15 +162,35 @@ class ChatTemplate:
                 )
         if not self.learns_empty_thinking:
             spans[0] = (_after_empty_thinking(shown, spans[0]), spans[0][1])
+        if self._processed is not None:
+            prompt = self._processed(shown[:start])
+            shown, moved = prompt + shown[start:], len(prompt) - start
+            spans = [(first + moved, last + moved) for first, last in spans]
         return self._ended(shown, spans, sample, bool(chat[-1].get("tool_calls")))
 
     def _as_asked(
         self, shown: str, asked: str, before: str, message: Message, sample: Chat, number: int
     ) -> tuple[str, int]:
-        """The text that asks for an answer, and the answer as it is shown; and how far its places have moved.
+        """Put an answer as the template shows it behind the prompt that asks for it.
 
-        What opens the answer in the one is looked for in the other.
+        Templates such as Gemma 4's rewrite earlier turns once another answer follows, so that the shown chat does not
+        begin with the prompt. The model is trained on the prompt that it will be given.
+
+        Args:
+            shown: the chat up to the answer, the answer with it.
+            asked: the chat before the answer, opened for it.
+            before: the chat before the answer, not opened.
+            message: the answer.
+            sample: the chat.
+            number: the answer's turn, from 1.
+
+        Returns:
+            The prompt with the answer behind it, and how many characters later than in `shown` the answer stands.
+
+        Raises:
+            DataError: the answer cannot be told from the turns before it.
         """
+        # The answer begins behind the words that open a turn, the same in `asked` and in `shown`.
         opening = asked[_shared(asked, before) :].strip()
         place = shown.rfind(opening) + len(opening) if opening and opening in shown else len(shown)
         words = message.text.strip() or "".join(str(call["function"]["name"]) for call in message.tool_calls[:1])
@@ -170,6 +203,7 @@ class ChatTemplate:
                 "when it asks for that turn and when it shows it, so what the assistant wrote cannot be told apart. "
                 "Give another template with model.chat_template."
             )
+        # White space at the prompt's end is not written twice.
         place += len(shown[place:]) - len(shown[place:].removeprefix(asked[len(asked.rstrip()) :]))
         return asked + shown[place:], len(asked) - place
 

@@ -215,7 +215,13 @@ class Encoder:
         self._resized: dict[MediaSizes, MediaReader] = {}
         self.tokeniser = Tokeniser(processor, num_embeddings, max_characters, self.media.processed)
         self.tokenizer: Any = self.tokeniser.tokenizer
-        self.template = ChatTemplate(processor, multimodal, learns_empty_thinking=learns_empty_thinking)
+        processed = self.media.processed
+        self.template = ChatTemplate(
+            processor,
+            multimodal,
+            learns_empty_thinking=learns_empty_thinking,
+            processed=processed.prompt if processed is not None and processed.rewrites_prompts else None,
+        )
 
     @property
     def pixel_scale(self) -> Scale | None:
@@ -287,7 +293,7 @@ class Encoder:
         if not messages:
             raise DataError(f"{sample.where}: the chat begins with its only answer, so there is no prompt to answer.")
         shown = replace(sample, messages=messages)
-        with self._opened(shown, self.template.prompt(shown), [], decodes=True) as planned:
+        with self._opened(shown, self.template.processed_prompt(shown), [], decodes=True) as planned:
             return self._tensors(shown, planned)
 
     def blank_image(self) -> EncodedSample | None:
@@ -320,6 +326,8 @@ class Encoder:
         }
         if self.media.processed is not None:
             key["patch_size"] = self.media.processed.patch
+            if self.media.processed.rewrites_prompts:
+                key["rewrites_prompts"] = True
         if self.tokeniser.missing_rows:  # rows that hold such tokens cannot be used, until the model has them too
             key["missing_rows"] = self.tokeniser.missing_rows
         return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()

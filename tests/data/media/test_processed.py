@@ -121,7 +121,9 @@ def test_a_pack_joins_tensors_as_the_processor_joins_samples(encoder_of, chats, 
     encoder = encoder_of(family)
     batch = Collator()([encoder.encode(sample) for sample in chats.values()])
     inputs = batch.model_inputs()
-    messages = [turn for chat in CHATS.values() for turn in chat]
+    # PaliGemma's processor rewrites each prompt, so that each answer is learnt in a view with pictures of its own.
+    views = {name: encoder.template.views(sample) for name, sample in chats.items()}
+    messages = [turn for name, chat in CHATS.items() for view in views[name] for turn in chat[: view.messages]]
     theirs = _processed(encoder.processor, messages, tmp_path)
     if family == "llava_onevision":  # whose images of one sample depend on each other
         words = encoder.processor.image_token
@@ -164,16 +166,33 @@ def test_a_model_without_token_types_gets_none(encoder_of, chats):
         assert not {"mm_token_type_ids", "token_type_ids"} & inputs.keys()
 
 
+def test_a_prompt_has_what_the_processor_adds_to_it(encoder_of, chats, tmp_path):
+    """PaliGemma's writes the beginning of text behind the last image, and ends the line before the answer."""
+    processor = encoder_of("paligemma2").processor
+    encoder = Encoder(processor, patch_size=8)
+    for sample in (chats["one"], chats["turns"]):
+        images = [[Image.open(media.path) for media in sample.images]]
+        text = encoder.template.prompt(replace(sample, messages=sample.messages[: sample.answers[-1]]))
+        theirs = processor(text=[text], images=images, return_tensors="pt")["input_ids"][0].tolist()
+        encoded = encoder.encode(sample)
+        assert encoder.encode_prompt(sample).input_ids_S.tolist() == theirs
+        last = encoded.input_ids_S[-encoded.segments[-1] if encoded.segments else 0 :].tolist()
+        assert last[: len(theirs)] == theirs
+        assert encoded.lengths == encoder.measure(sample)
+
+
 def test_a_prefix_ends_where_the_first_answer_begins(encoder_of, chats, tmp_path):
     encoder = encoder_of("paligemma2")
     processor = copy.copy(encoder.processor)
     processor.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}"
-        "{% for p in m.content if p.type == 'image' %}<image>{% endfor %}<bos>"
-        "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}{{ '\\n' }}"
+        "{% for p in m.content if p.type == 'image' %}<image>{% endfor %}"
+        "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}"
         "{% else %}{% generation %}{{ m.content[0].text }}<eos>{% endgeneration %}{% endif %}{% endfor %}"
     )
-    encoded = Encoder(processor, patch_size=8).encode(chats["one"])
+    encoder = Encoder(processor, patch_size=8)
+    encoded = encoder.encode(chats["one"])
+    prompt = encoder.encode_prompt(chats["one"])
     theirs = processor(
         text="<image>Which?", images=[Image.open(tmp_path / "a.png")], suffix="Two.", return_tensors="pt"
     )
@@ -181,6 +200,8 @@ def test_a_prefix_ends_where_the_first_answer_begins(encoder_of, chats, tmp_path
     inputs = Collator()([encoded]).model_inputs()
     assert torch.equal(inputs["token_type_ids"].long(), theirs["token_type_ids"])
     assert torch.equal(encoded.labels_S, theirs["labels"][0])
+    asked = processor(text="<image>Which?", images=[Image.open(tmp_path / "a.png")], return_tensors="pt")
+    assert prompt.input_ids_S.tolist() == asked["input_ids"][0].tolist()
 
 
 def test_no_token_of_an_image_is_learnt_and_none_is_cut(encoder_of, chats):

@@ -72,6 +72,8 @@ class ProcessedImages:
         placeholder_ids: tokens that count as image in `types_name`.
         types_name: argument of the model that tells image from text, 1 on placeholders; None where it takes none.
         types_answers: whether that argument is 1 from the first answer on instead (PaliGemma).
+        rewrites_prompts: whether the processor adds to a prompt more than images (PaliGemma: the beginning of text
+            behind the last image, and a line's end).
 
     Raises:
         ConfigError: the processor cannot be run on pictures, or its tensors join by no rule.
@@ -90,6 +92,8 @@ class ProcessedImages:
             alone = [self._run([[picture]]) for picture in tried]
             one_text, own_texts = self._run([tried]), self._run([[picture] for picture in tried])
             self.types_name, self.types_answers = self._types(tried[0])
+            question = f"{processor.image_token}Qx7?"
+            self.rewrites_prompts = self._run([tried[:1]], text=[question]).text != (question,)
         except REFUSALS as error:
             raise ConfigError(
                 f"The processor {type(processor).__name__} could not be run on a picture, so images of this model "
@@ -150,6 +154,14 @@ class ProcessedImages:
         self._known[key] = found
         return found
 
+    def prompt(self, text: str) -> str:
+        """A prompt with all that the processor adds to it, but for what stands in place of its images."""
+        images = text.count(self.processor.image_token)
+        if not self.rewrites_prompts or not images:
+            return text
+        (rewritten,) = self._run([[Pillow.new("RGB", SMALLEST_TRIED)] * images], text=[text]).text
+        return rewritten
+
     def grids_of(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Grid, ...]:
         """(frames, rows, columns) of patches that the vision tower computes, by the tensors that tell them.
 
@@ -191,21 +203,33 @@ class ProcessedImages:
         except REFUSALS:
             return False
 
-    def _run(self, samples: list[list[Pillow.Image]], **options: Any) -> "_Run":
-        """Run the processor on texts that are placeholders alone, and note what it would write in their place."""
+    def _run(self, samples: list[list[Pillow.Image]], text: list[str] | None = None, **options: Any) -> "_Run":
+        """Run the processor, and note what it would write in place of placeholders.
+
+        Args:
+            samples: pictures of each text.
+            text: texts with a placeholder for each; placeholders alone if None.
+            **options: of the processor.
+        """
         written: list[str] = []
+        prompts: list[str] = []
 
         def note(text: list[str], images_replacements: Sequence[str] = (), *_: Any, **__: Any) -> Any:
             written.extend(images_replacements)
+            prompts.extend(text)
             return text, [[] for _ in text]
 
         noting = copy.copy(self.processor)
         noting.get_text_with_replacements = note
-        text = [" ".join([noting.image_token] * len(sample)) for sample in samples]
+        text = text or [" ".join([noting.image_token] * len(sample)) for sample in samples]
         out = noting(text=text, images=samples, return_tensors="pt", **options)
         if len(written) != sum(map(len, samples)):
             raise ValueError(f"it writes {len(written)} texts in place of {sum(map(len, samples))} pictures")
-        return _Run(tuple(written), {name: _as_tensor(value) for name, value in out.items() if name not in _OF_TEXT})
+        return _Run(
+            tuple(written),
+            tuple(prompts),
+            {name: _as_tensor(value) for name, value in out.items() if name not in _OF_TEXT},
+        )
 
     def _types(self, picture: Pillow.Image) -> tuple[str | None, bool]:
         """Name of the argument that tells image from text, and whether it marks answers instead."""
@@ -227,9 +251,10 @@ def _as_tensor(value: Any) -> torch.Tensor:
 
 
 class _Run(NamedTuple):
-    """What a processor wrote in place of each picture, and the tensors that it made."""
+    """What a processor wrote in place of each picture, its texts before that, and the tensors that it made."""
 
     written: tuple[str, ...]
+    text: tuple[str, ...]
     tensors: dict[str, torch.Tensor]
 
 
