@@ -141,17 +141,29 @@ def test_a_signal_in_any_moment_leaves_a_run_that_goes_on_to_the_same_weights(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_to_torchrun_itself_loses_nothing(recipe, peace, tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "options", "code"),
+    [
+        *((number, (), 1) for number in ("SIGTERM", "SIGINT", "SIGHUP")),
+        # as docs/multi-node.md has it
+        ("SIGUSR1", ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"), 1),
+        ("SIGUSR1", (), -signal.SIGUSR1),
+        ("SIGKILL", (), -signal.SIGKILL),
+    ],
+)
+def test_a_signal_to_torchrun_itself_loses_nothing(recipe, peace, tmp_path, number, options, code):
     """torchrun hands some signals on to its ranks; by the others it dies, and the ranks go on without it."""
     folder, log = tmp_path / "run", tmp_path / "log"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "--no-python"]
-    command += map(str, arguments(recipe, folder))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *options]
+    command += ["--no-python", *map(str, arguments(recipe, folder))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("w") as file:
         agent = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
     interrupt([agent], moment("step", folder, 5), getattr(signal, number))
-    agent.wait(timeout=300)
+    assert agent.wait(timeout=300) == code
+    if code == 1:  # handed on: the ranks have stopped
+        assert recorded(folder) < STEPS
+        assert f"stopped by {number if number != 'SIGINT' else 'Ctrl-C'} after step" in log.read_text()
     # Ranks that outlive their torchrun hold the run's folder to their end.
     deadline_s = time.monotonic() + 300
     while (again := run_processes(arguments(recipe, folder), 3, check=False)) and again[0].returncode:
