@@ -48,6 +48,28 @@ def test_rows_beside_frozen_ones_compute_and_learn_as_rows_of_a_resized_model(ki
         assert get(beside).weight.grad is None
 
 
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+def test_rows_that_the_embedding_has_to_spare_learn_where_they_are(kind, tmp_path):
+    """As Qwen's, whose embedding is longer than the tokenizer: the tokens' ids are not the last."""
+    model = built(kind, tmp_path)
+    ids = [embedding_rows(model.config) - 5, embedding_rows(model.config) - 4]
+    given = torch.tensor([[10, ids[0], 11, ids[1], ids[1] + 1, ids[0] - 1]])
+    plain = model(input_ids=given, use_cache=False).logits
+    beside = copy.deepcopy(model).requires_grad_(False)
+    add_new_rows(beside, ids)
+    initialise_new_rows(beside, "cpu")
+    torch.testing.assert_close(beside(input_ids=given, use_cache=False).logits, plain, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        getattr(beside.get_input_embeddings(), NEW_ROWS).weight.add_(1.0)
+        model.get_input_embeddings().weight[ids] += 1.0
+        if beside.get_output_embeddings().weight is not beside.get_input_embeddings().weight:
+            getattr(beside.get_output_embeddings(), NEW_ROWS).weight.add_(1.0)
+            model.get_output_embeddings().weight[ids] += 1.0
+    changed = model(input_ids=given, use_cache=False).logits
+    torch.testing.assert_close(beside(input_ids=given, use_cache=False).logits, changed, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(changed, plain)
+
+
 def test_a_model_with_as_many_rows_already_stays_as_it_is(tmp_path):
     model = built("qwen3_vl", tmp_path)
     before = model.get_input_embeddings().weight.detach().clone()

@@ -377,8 +377,7 @@ def _facts(run: Run) -> dict[str, Any]:
 def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint | None) -> Encoder:
     """The encoder of a run, by its chat template: the one that it began with."""
     settings = ProcessorSettings.of(**config.of_processor())
-    chats = settings.chats
-    if chats != ChatSettings() and getattr(model, "draws", False):
+    if settings.chats != ChatSettings() and getattr(model, "draws", False):
         raise ConfigError(
             "model.chat_template, model.chat_template_kwargs and model.learn_empty_thinking have no effect on a model "
             "that draws: its texts stand between tokens of its own. Leave them out."
@@ -392,7 +391,7 @@ def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint
         model,
         max_image_pixels=config.data.max_image_pixels,
         max_characters=config.data.max_characters,
-        learns_empty_thinking=chats.learns_empty_thinking,
+        learns_empty_thinking=settings.chats.learns_empty_thinking,
     )
 
 
