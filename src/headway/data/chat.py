@@ -6,6 +6,7 @@ is learnt in the view that the model has when it is asked for that answer.
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -102,7 +103,7 @@ class ChatTemplate:
         """
         turns = self._turns(sample.messages)
         views: list[View] = []
-        learnt = [i for i, said in enumerate(sample.messages) if said.role == "assistant" and said.learnt]
+        learnt = [i for i, turn in enumerate(sample.messages) if turn.role == "assistant" and turn.learnt]
         for number in reversed(learnt):
             text, spans = self._answer(turns, number, sample)
             if views and views[-1].text.startswith(text[: spans[-1][1]]):
@@ -128,8 +129,8 @@ class ChatTemplate:
 
     def stop_ids(self) -> set[int]:
         """Ids of all tokens that end an answer; none without a template."""
-        found = [self.stops(has_tools) for has_tools in (False, True)] if self.sources else []
-        return {self._special.ids[token] for stops in found for token in stops.tokens}
+        by_template = [self.stops(has_tools) for has_tools in (False, True)] if self.sources else []
+        return {self._special.ids[token] for stops in by_template for token in stops.tokens}
 
     def _answer(self, turns: _Turns, number: int, sample: Chat) -> tuple[str, list[Span]]:
         """The chat up to one answer, and where that answer stands; it ends with the token that stops generation."""
@@ -137,14 +138,14 @@ class ChatTemplate:
         message = sample.messages[number]
         marks = bool(_MARKS_GENERATION.search(self.sources[self._name(bool(sample.tools))]))
         shown, marked = self._rendered(chat, sample)
-        asked = self._render(chat[:-1], sample, opened=True) if number else self._opening(shown, chat, sample)
-        start = _shared(shown, asked)
-        before = self._render(chat[:-1], sample) if number and start < len(asked) else ""
+        prompt = self._render(chat[:-1], sample, opened=True) if number else self._opening(shown, chat, sample)
+        start = _shared(shown, prompt)
+        before = self._render(chat[:-1], sample) if number and start < len(prompt) else ""
         if start < len(before.rstrip()):  # the turns before look otherwise once this one follows
-            shown, moved = self._as_asked(shown, asked, before, message, sample, number + 1)
-            start = len(asked)
+            shown, moved = self._as_asked(shown, prompt, before, message, sample, number + 1)
+            start = len(prompt)
             marked = [(first + moved, last + moved) for first, last in marked]
-        elif start < len(asked):
+        elif start < len(prompt):
             # Behind the words that both share the template opens thoughts that this answer does not have; the answer
             # may begin with the letter with which they do.
             start = self._special.around(shown, start)
@@ -163,13 +164,13 @@ class ChatTemplate:
         if not self.learns_empty_thinking:
             spans[0] = (_after_empty_thinking(shown, spans[0]), spans[0][1])
         if self._processed is not None:
-            prompt = self._processed(shown[:start])
-            shown, moved = prompt + shown[start:], len(prompt) - start
+            full = self._processed(shown[:start])
+            shown, moved = full + shown[start:], len(full) - start
             spans = [(first + moved, last + moved) for first, last in spans]
         return self._ended(shown, spans, sample, bool(chat[-1].get("tool_calls")))
 
     def _as_asked(
-        self, shown: str, asked: str, before: str, message: Message, sample: Chat, number: int
+        self, shown: str, prompt: str, before: str, message: Message, sample: Chat, number: int
     ) -> tuple[str, int]:
         """Put an answer as the template shows it behind the prompt that asks for it.
 
@@ -178,7 +179,7 @@ class ChatTemplate:
 
         Args:
             shown: the chat up to the answer, the answer with it.
-            asked: the chat before the answer, opened for it.
+            prompt: the chat before the answer, opened for it.
             before: the chat before the answer, not opened.
             message: the answer.
             sample: the chat.
@@ -190,8 +191,8 @@ class ChatTemplate:
         Raises:
             DataError: the answer cannot be told from the turns before it.
         """
-        # The answer begins behind the words that open a turn, the same in `asked` and in `shown`.
-        opening = asked[_shared(asked, before) :].strip()
+        # The answer begins behind the words that open a turn, the same in `prompt` and in `shown`.
+        opening = prompt[_shared(prompt, before) :].strip()
         place = shown.rfind(opening) + len(opening) if opening and opening in shown else len(shown)
         words = message.text.strip() or "".join(str(call["function"]["name"]) for call in message.tool_calls[:1])
         # A template that joins turns of one role opens them once: what stands there then begins with the turn before.
@@ -204,8 +205,8 @@ class ChatTemplate:
                 "Give another template with model.chat_template."
             )
         # White space at the prompt's end is not written twice.
-        place += len(shown[place:]) - len(shown[place:].removeprefix(asked[len(asked.rstrip()) :]))
-        return asked + shown[place:], len(asked) - place
+        place += len(shown[place:]) - len(shown[place:].removeprefix(prompt[len(prompt.rstrip()) :]))
+        return prompt + shown[place:], len(prompt) - place
 
     def _ended(self, shown: str, spans: list[Span], sample: Chat, calls: bool) -> tuple[str, list[Span]]:
         """Make the last span end with a token that stops generation: one that is there, or one that is put there."""
@@ -232,25 +233,25 @@ class ChatTemplate:
                     "no end-of-text token, so a model could not learn to stop. Give a template that ends answers with "
                     "a special token (model.chat_template), or the tokenizer an eos_token."
                 )
-            behind = shown[last:]
-            written = next((token for token in stops.tokens if behind.lstrip().startswith(token)), None)
+            rest = shown[last:]
+            written = next((token for token in stops.tokens if rest.lstrip().startswith(token)), None)
             if written is not None:  # behind the words that the template marks
-                last += len(behind) - len(behind.lstrip()) + len(written)
+                last += len(rest) - len(rest.lstrip()) + len(written)
             else:
                 shown = shown[:last] + stop.before + stop.token
                 last = len(shown)
         return shown, [*spans[:-1], (first, last)]
 
-    def _opening(self, whole: str, chat: _Turns, sample: Chat) -> str:
+    def _opening(self, text: str, chat: _Turns, sample: Chat) -> str:
         """The template's text before an assistant turn that begins the chat: all up to its generation prompt.
 
         A template that opens no turn behind an answer shows it up to the answer's words.
         """
-        header = self._render(chat[:1], sample, opened=True)[len(whole) :]
-        if header and header in whole:
-            return whole[: whole.find(header) + len(header)]
+        header = self._render(chat[:1], sample, opened=True)[len(text) :]
+        if header and header in text:
+            return text[: text.find(header) + len(header)]
         words = sample.messages[0].reasoning.strip() or sample.messages[0].text.strip()
-        return whole[: max(0, whole.find(words))] if words else ""
+        return text[: max(0, text.find(words))] if words else ""
 
     def _trial(self, turns: Sequence[Message], tools: tuple[dict[str, Any], ...]) -> str:
         """A made-up chat as text."""
@@ -299,10 +300,9 @@ class ChatTemplate:
         return turns
 
 
-def _shared(one: str, other: str) -> int:
+def _shared(text: str, other: str) -> int:
     """Length of what two texts begin with alike."""
-    differs = (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
-    return next(differs, min(len(one), len(other)))
+    return len(os.path.commonprefix([text, other]))  # noqa: RUF071 -- characters are meant, not parts of a path
 
 
 def _joined(spans: list[Span]) -> list[Span]:
