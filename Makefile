@@ -26,14 +26,14 @@ demo: $(SETUP)
 check: lint types fast-tests
 
 test: $(SETUP)
-	HEADWAY_TEST_PROFILE=quick $(BIN)/python -m pytest -q --dist=loadgroup --numprocesses=$(WORKERS) -m "not long and (core or not slow and not dist)"
+	HEADWAY_TEST_PROFILE=quick $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long and (core or not slow and not dist)"
 
 test-all: $(SETUP)
-	$(BIN)/python -m pytest -q --dist=loadgroup --numprocesses=$(WORKERS) -m "not long"
+	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long"
 
 test-long: $(SETUP)
-	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --dist=loadgroup --numprocesses=$(WORKERS) -m "slow or dist or long"
-	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --dist=loadgroup --numprocesses=$(WORKERS) -m "not slow and not gpu and not dist"
+	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "slow or dist or long"
+	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not slow and not gpu and not dist"
 
 lint: $(SETUP)
 	$(BIN)/ruff check $(SOURCES)
@@ -48,7 +48,7 @@ FASTEST := tests/test_house.py tests/test_readme.py tests/test_cache.py \
 	$(addprefix tests/,audit cli conventions data/sources devices importing log packing plan report)
 
 fast-tests: $(SETUP)
-	$(BIN)/python -m pytest -q --dist=loadgroup --numprocesses=auto -m "not slow and not long and not gpu and not dist" $(FASTEST)
+	$(BIN)/python -m pytest -q --numprocesses=auto -m "not slow and not long and not gpu and not dist" $(FASTEST)
 
 # What the versions of torch, transformers, peft and numpy are likeliest to break: counting, the meter, models, training,
 # commands. Left out for time: a hundred more families of models, data formats, plans, and packages that the engine does not
@@ -71,7 +71,7 @@ OLDEST_SLOW := tests/train/test_ranks.py::test_two_ranks_have_the_losses_of_one_
 	tests/meter/test_meter.py::test_two_ranks_add_up_to_the_flop
 
 test-oldest: $(OLDEST)/.set-up
-	$(OLDEST)/bin/python -m pytest -q --dist=loadgroup --numprocesses=$(OLDEST_WORKERS) -m "not slow and not gpu and not dist" $(OLDEST_CORE)
+	$(OLDEST)/bin/python -m pytest -q --numprocesses=$(OLDEST_WORKERS) -m "not slow and not gpu and not dist" $(OLDEST_CORE)
 	$(OLDEST)/bin/python -m pytest -q $(OLDEST_SLOW)
 
 $(OLDEST)/.set-up: pyproject.toml constraints-oldest.txt

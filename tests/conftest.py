@@ -84,6 +84,9 @@ def pytest_collection_modifyitems(items):
 
 # Modules whose tests share what took long to run or read: xdist gives each to one worker, the largest first.
 SHARED_RUNS = {
+    "test_card.py",
+    "test_draw_demo.py",
+    "test_drawing.py",
     "test_evaluate.py",
     "test_house.py",
     "test_laws_engine.py",

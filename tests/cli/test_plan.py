@@ -164,7 +164,9 @@ def test_exchanges_of_processes_on_this_machine_are_not_in_a_plan_which_says_so(
     assert "communication.transfer" not in keys
 
 
-@pytest.mark.parametrize("setting", ["model.freeze=[language.mlp]", "model.lora={rank: 8}"])
+@pytest.mark.parametrize(
+    "setting", ["model.freeze=[language.mlp]", pytest.param("model.lora={rank: 8}", marks=pytest.mark.slow)]
+)
 def test_plan_tune_and_a_dry_run_expect_the_same_memory_of_a_model_that_learns_in_part(headway, setting):
     few = ("--set", "data.tokens_per_pack=8192", "--set", setting, "--device", "H200", "--devices", 2, "--json")
     planned = json.loads(headway("plan", RECIPE, *few).out)
@@ -194,6 +196,7 @@ def test_a_plan_that_does_not_fit_names_settings_with_which_it_does(headway):
         assert again.code == 0, again.out
 
 
+@pytest.mark.slow
 def test_one_device_is_told_several_settings_where_none_is_enough_alone(headway):
     lora = ("plan", "qwen3-8b", "--device", "4090", "--set", "model.lora.rank=16")
     ways = json.loads(headway(*lora, "--json").out)["ways"]

@@ -61,6 +61,7 @@ def test_choices_pay_for_exchanges_over_the_links_that_are_given(tune):
     assert slow["step_s"] > 2 * printed["step_s"]
 
 
+@pytest.mark.slow
 def test_meshes_are_varied_where_that_is_asked_for(tune):
     own, every = (json.loads(tune("--json", *more).out) for more in ((), ("--meshes",)))
     assert own["tried"] < every["tried"]

@@ -15,11 +15,11 @@ CASES = {
     "adapters": ("little text", 2, "model.lora={rank: 8}"),
     "more processes than key heads": ("little text", 4, "parallel.sequence=4"),
     "shared images": ("little image", 4, "parallel.sequence=2", "speed.recompute=full"),
-    "drawings": ("drawing", 2),
     "shared drawings": ("drawing", 4, "parallel.sequence=2", "speed.recompute=full"),
     "experts": ("experts", 4, "parallel.expert=2", "speed.recompute=full"),
 }
 SLOW = {
+    "drawings": ("drawing", 2),
     "tied, uneven slices": ("tied", 48),
     "fewer rows than processes": ("image", 2048),
     "frozen language": ("little image", 2, "model.freeze=[language]"),

@@ -20,9 +20,6 @@ def headway(*arguments, cwd):
     return done
 
 
-pytestmark = pytest.mark.xdist_group("draw demo")  # half a minute of training, once
-
-
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     """A demo of a few steps, which draws nothing that anyone could read."""

@@ -30,7 +30,7 @@ WORDS, SPECIAL = ["<point>", "<far>"], ["<|call|>"]
 LORA = {"rank": 2, "targets": ["q_proj", "down_proj"]}
 
 
-@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(params=[pytest.param(True, id="tied", marks=pytest.mark.slow), pytest.param(False, id="untied")])
 def base(digits, tmp_path, request):
     """A model folder with weights, whose head is the embedding or not."""
     folder = tmp_path / "base"
