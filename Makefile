@@ -62,9 +62,12 @@ OLDEST_CORE := \
 	$(addprefix tests/models/test_,attention.py blocks.py compiling.py experts.py head.py kernels.py load.py lora.py \
 		products.py recompute.py router.py segments.py split_attention.py varlen.py) tests/models/parallel/test_experts.py \
 	tests/architectures/test_bagel.py tests/importing/test_bagel.py \
-	$(addprefix tests/train/test_,checkpoint.py config.py device.py drawing.py loop.py recompute.py record.py speed.py) \
+	tests/config/test_read.py tests/checkpoint/test_checkpoint.py tests/models/test_precision.py tests/predict/test_speed.py \
+	$(addprefix tests/train/test_,drawing.py loop.py recompute.py record.py) \
 	tests/explain/findings $(addprefix tests/explain/test_,attribute.py compare.py gemms.py given.py logs.py operands.py owners.py \
-		ranks.py records.py text.py timeline.py trace.py traffic.py waterfall.py) tests/packing tests/plan \
+		ranks.py records.py text.py timeline.py trace.py traffic.py waterfall.py) tests/packing \
+	$(addprefix tests/predict/test_,blocks.py collectives.py communication.py exchanges.py failures.py memory.py moments.py \
+		recompute.py slices.py solve.py speeds.py step_time.py) \
 	$(addprefix tests/cli/test_,app.py config.py devices.py explain.py explain_sources.py flops.py index.py \
 		mfu.py pack.py parse.py resolve.py train.py verify.py) tests/fake_cuda
 OLDEST_SLOW := tests/train/test_ranks.py::test_two_ranks_have_the_losses_of_one_with_twice_the_accumulation \

@@ -26,6 +26,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+from headway.config import SpeedConfig
 from headway.count import Workload
 from headway.data import EncodedSample
 from headway.data.collate import Collator
@@ -35,7 +36,6 @@ from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.head import model_with_loss
 from headway.models.kernels import use_kernels
 from headway.models.vision import vision_geometry
-from headway.train.config import SpeedConfig
 from mixes import Mix
 
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0

@@ -32,10 +32,10 @@ from headway.devices.ceilings import matmul_ceiling
 from headway.meter import Meter, Window
 from headway.models import load_model
 from headway.models.parallel import clip_
+from headway.models.precision import choose_device, choose_precision
+from headway.optim import learning_rate, make_optimizer, set_learning_rate
 from headway.tracing import trace
 from headway.train.build import build_trained
-from headway.train.device import choose_device, choose_precision
-from headway.train.optim import learning_rate, make_optimizer, set_learning_rate
 from record import environment
 
 OTHERS = ("lmms-engine", "torchtitan", "torchtitan-2025-12-vlm")  # what these would have printed for the same run

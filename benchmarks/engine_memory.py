@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from engine_setups import Setup, without_data
+from headway.config import TrainConfig
 from headway.count import CostModel
 from headway.count.activations import SavedActivations, shipped_activations
 from headway.count.models import load_cost_model
 from headway.data.collate import Batch
-from headway.plan.memory import MemoryPlan
+from headway.predict.dry_run import USABLE, dry_run, precision_of
+from headway.predict.memory import MemoryPlan
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
-from headway.train.config import TrainConfig
-from headway.train.dry_run import USABLE, dry_run, precision_of
 
 
 class Memory:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from headway.config import TrainConfig, load_config
 from headway.data.collate import Batch, Collator
 from headway.data.encode import EncodedSample
 from headway.data.samples import Origin
@@ -19,7 +20,6 @@ from headway.models.vision import vision_geometry
 from headway.packing.lengths import MIXES
 from headway.synthetic.small_model import small_config
 from headway.tracing.build import preset_config
-from headway.train.config import TrainConfig, load_config
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 VIDEO_FRAME = 28  # height and width of a pair of video frames [patches]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.train.config.optim import MuonConfig
-from headway.train.optim import Optimizer
+from headway.config.optim import MuonConfig
+from headway.optim import Optimizer
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
 # rule, type of the parameters, how moments are held

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from headway.cli.tune import search_of
+from headway.config import load_config
 from headway.errors import HeadwayError
+from headway.predict.tune import Candidate
+from headway.predict.tune.space import Space
 from headway.report.charts import DrawnLine, lines_chart
 from headway.report.page import svg_file
-from headway.train.config import load_config
-from headway.train.tune import Candidate
-from headway.train.tune.space import Space
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 RECIPES = (

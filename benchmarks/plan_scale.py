@@ -22,11 +22,11 @@ from headway.cli.dry_run import saved_of_recipe
 from headway.cli.plan import named_recipe
 from headway.devices import Device, named_device
 from headway.packing import Budget, Items, Order, Plan, measure
-from headway.plan.collectives import Links
-from headway.plan.failures import Reliability
-from headway.plan.speeds import Speeds
-from headway.train.dry_run import learning_model
-from headway.train.scale import Scaling, enough_lengths, sized
+from headway.predict.collectives import Links
+from headway.predict.dry_run import learning_model
+from headway.predict.failures import Reliability
+from headway.predict.scale import Scaling, enough_lengths, sized
+from headway.predict.speeds import Speeds
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 SIZES = (8, 64, 512, 4096, 16384)

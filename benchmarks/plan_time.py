@@ -30,22 +30,22 @@ from scipy.stats import spearmanr
 from headway.cli.dry_run import saved_activations
 from headway.cli.index import build_indices
 from headway.cli.resolve import resolve_architecture, resolve_config, resolve_cost_model
+from headway.config import TrainConfig, parse_config
 from headway.count.activations import SavedByPrecision
 from headway.data.sources import open_source
 from headway.devices.ceilings import matmul_ceiling
 from headway.devices.model_rates import model_rates
 from headway.models.attention import attend
-from headway.plan.blocks import with_blocks
-from headway.plan.speeds import Speeds
-from headway.plan.step_time import StepForecast, shapes_of
+from headway.optim import Optimizer
+from headway.predict.block_times import timed_blocks
+from headway.predict.blocks import with_blocks
+from headway.predict.dry_run import learning_model, plan_packs
+from headway.predict.forecast import Forecaster
+from headway.predict.measured_data import joined
+from headway.predict.speeds import Speeds
+from headway.predict.step_time import StepForecast, shapes_of
 from headway.synthetic.digits import write_digits, write_reader
-from headway.train.block_times import timed_blocks
-from headway.train.config import TrainConfig, parse_config
-from headway.train.dry_run import learning_model, plan_packs
-from headway.train.forecast import Forecaster
 from headway.train.loop import train
-from headway.train.measured_data import joined
-from headway.train.optim import Optimizer
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 WARM, STEPS = 3, 8

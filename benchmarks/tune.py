@@ -21,12 +21,12 @@ from unittest.mock import patch
 import torch
 
 from headway.cli.tune import search_of
+from headway.config import TrainConfig, parse_config
 from headway.data.sources import open_source
 from headway.packing.lengths import LengthTable
+from headway.predict.tune.space import Space, changed_config
 from headway.synthetic.new_model import write_new_model
-from headway.train.config import TrainConfig, parse_config
 from headway.train.loop import train
-from headway.train.tune.space import Space, changed_config
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 STEP_TOKENS, TOLERANCE = 4096, 0.1

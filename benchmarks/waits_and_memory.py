@@ -24,14 +24,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from fake_cuda.steps import RECIPES, model_of, recipe, run_step
+from headway.config import TrainConfig
 from headway.count import load_cost_model
 from headway.count.activations import shipped_activations
 from headway.count.models import shipped_name
+from headway.predict.dry_run import dry_run, precision_of
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_by_block
 from headway.tracing.build import model_on_shapes
-from headway.train.config import TrainConfig
-from headway.train.dry_run import dry_run, precision_of
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 SHALLOW = 4  # blocks of each tower where waits are counted: three layers of Qwen3-VL take features of the tower

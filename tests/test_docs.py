@@ -134,7 +134,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("page", "settings"), SETTINGS, ids=[page for page, _ in SETTINGS])
 def test_settings_on_a_page_exist(page, settings):
-    from headway.train.config import TrainConfig
+    from headway.config import TrainConfig
 
     written = yaml.safe_load(settings)
     written.pop("extends", None)
@@ -142,7 +142,7 @@ def test_settings_on_a_page_exist(page, settings):
 
 
 def test_a_setting_that_does_not_exist_is_found():
-    from headway.train.config import TrainConfig
+    from headway.config import TrainConfig
 
     assert unknown_keys([TrainConfig], {"optim": {"lr": 1.0, "stepz": 3}}) == ["optim.stepz"]
     assert unknown_keys([TrainConfig], {"data": {"train": [{"path": "a", "rowz": 1}]}}) == ["data.train.rowz"]

@@ -12,10 +12,10 @@ from tools.house import circles, duplicated_classes, opaque_names, read_package,
 
 ROOT = Path(__file__).parents[1]
 BASE = ["version", "report", "errors", "cache", "quiet", "hub", "safe_path", "files"]
-CORE = ["count", "devices", "architectures", "tracing", "conventions", "plan", "packing", "log", "meter", "models"]
-CORE += ["data", "synthetic", "explain"]
+CORE = ["count", "devices", "architectures", "tracing", "conventions", "packing", "log", "config", "meter", "models"]
+CORE += ["data", "synthetic", "explain", "optim", "checkpoint", "predict", "answer", "train"]
 EDGES = ["integrations", "compat", "audit", "importing"]
-ORDER = [*BASE, *CORE, "train", *EDGES, "cli", "headway", "__main__"]  # each imports only what stands before it
+ORDER = [*BASE, *CORE, *EDGES, "cli", "headway", "__main__"]  # each imports only what stands before it
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +65,9 @@ def test_a_public_class_name_means_one_thing(files):
 # may be, so that there are only ever fewer.
 OPAQUE_ON_PURPOSE = {"explain.findings.finding": 1, "packing.items": 1, "packing.parts": 1}
 OPAQUE_STILL = {
-    "cli": 294, "data": 176, "train": 166, "tracing": 158, "models": 109, "plan": 88, "meter": 44, "report": 40,
-    "count": 39, "devices": 34, "importing": 25, "architectures": 16, "synthetic": 11, "log": 10, "integrations": 9,
-    "hub": 3, "cache": 1,
+    "cli": 294, "data": 172, "tracing": 158, "predict": 131, "models": 109, "meter": 44, "train": 43, "count": 42,
+    "report": 40, "devices": 34, "importing": 25, "optim": 24, "config": 22, "architectures": 16, "checkpoint": 16,
+    "answer": 15, "synthetic": 11, "log": 10, "integrations": 9, "hub": 3, "cache": 1,
 }  # fmt: skip
 
 

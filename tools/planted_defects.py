@@ -106,10 +106,10 @@ DEFECTS = (
     ),
     Defect(
         "a damaged checkpoint is opened",
-        "train/checkpoint/folder.py",
+        "checkpoint/folder.py",
         "if _sha256(path) != entry.sha256:",
         "if not entry.sha256:",
-        ("tests/train/test_checkpoint_manifest.py", "tests/train/test_checkpoint.py"),
+        ("tests/checkpoint/test_manifest.py", "tests/checkpoint/test_checkpoint.py"),
     ),
     Defect(
         "a rank without samples is the slowest",
@@ -120,12 +120,12 @@ DEFECTS = (
     ),
     Defect(
         "a step with nothing to learn from updates the weights",
-        "train/optim/optimizer.py",
+        "optim/optimizer.py",
         "    if not learns:\n",
         "    if not learns and skips:\n",
         (
             "tests/train/test_laws_ranks.py",
-            "tests/train/optim",
+            "tests/optim",
         ),
     ),
     Defect(
@@ -179,8 +179,8 @@ DEFECTS = (
         "ids += sorted(stop_ids - {*ids})",
         "ids += sorted(set() - stop_ids)",
         (
-            "tests/train/test_export_stops.py",
-            "tests/train/test_export.py",
+            "tests/checkpoint/test_export_stops.py",
+            "tests/checkpoint/test_export.py",
         ),
     ),
     Defect(
@@ -230,7 +230,7 @@ DEFECTS = (
     ),
     Defect(
         "an export that a kill cut off stays",
-        "train/checkpoint/folder.py",
+        "checkpoint/folder.py",
         'root.glob(".step-*")',
         'root.glob(".step-*") if root.name == "checkpoints" else []',
         ("tests/train/test_salvage.py",),

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.train.config import OptimConfig, TrainConfig
-from headway.train.config.tree import walk
+from headway.config import OptimConfig, TrainConfig
+from headway.config.tree import walk
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,7 +2,7 @@ import json
 
 import yaml
 
-from headway.train.config import load_config
+from headway.config import load_config
 
 CONFIG = """
 dataset_config: {packing: true, packing_length: 4096, dataset_format: jsonl, dataset_path: a.jsonl, fps: 2}

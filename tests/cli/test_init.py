@@ -10,9 +10,9 @@ import yaml
 from PIL import Image
 from transformers import AutoTokenizer
 
+from headway.config import load_config
 from headway.models import load_model
-from headway.train.config import load_config
-from headway.train.suggest import MeasuredLengths, pack_length
+from headway.predict.suggest import MeasuredLengths, pack_length
 
 
 @pytest.fixture

@@ -130,13 +130,13 @@ def test_of_a_training_its_own_packs_are_shown(model, data, headway, tmp_path):
     """Those that the run's feed hands to its first step."""
     import torch
 
+    from headway.answer.model_folder import make_encoder
+    from headway.config import load_config
+    from headway.models.parallel.ranks import Ranks
+    from headway.optim import adapt, freeze
     from headway.tracing import trace
     from headway.train.build import build_model
-    from headway.train.config import load_config
     from headway.train.data import open_feed
-    from headway.train.opened import make_encoder
-    from headway.train.optim import adapt, freeze
-    from headway.train.ranks import Ranks
 
     rows = data.read_text().splitlines()
     data.write_text("\n".join([rows[0], rows[1], rows[3]] * 5))

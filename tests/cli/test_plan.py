@@ -9,7 +9,7 @@ import torch
 from headway.devices import named_device
 from headway.devices.measure import TimeBudget
 from headway.devices.model_rates import ModelRates
-from headway.plan.speeds import Speeds
+from headway.predict.speeds import Speeds
 from headway.synthetic.digits import write_reader
 from helpers.processes import ROOT
 from helpers.talking import QUESTIONS
@@ -74,7 +74,7 @@ def test_data_are_measured_and_their_making_is_timed(headway, monkeypatch, tmp_p
     found = json.loads(headway("plan", tmp_path / "model", *few, "--json").out)
     index = json.loads(headway("index", data, "--model", tmp_path / "model", "--json").out)
     assert found["run"]["tokens"] == 3 * index["indices"][0]["tokens"]
-    monkeypatch.setattr("headway.train.measured_data.making_s", lambda *_: 1.0)
+    monkeypatch.setattr("headway.predict.measured_data.making_s", lambda *_: 1.0)
     slow = json.loads(headway("plan", tmp_path / "model", *few, "--set", "data.workers=2", "--json").out)
     tokens = 64 * slow["packs"]["fill"]
     assert slow["time"]["step_s"] == pytest.approx([tokens / 2] * 3)  # two workers, a second a token
@@ -133,10 +133,10 @@ def test_settings_change_the_plan(headway):
 def test_this_processor_is_measured_at_the_models_sizes_and_kept(headway, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("headway.devices.model_rates._LENGTHS", {"cpu": (16,)})
-    monkeypatch.setattr("headway.train.block_times._SLOTS", {"cpu": (8, 16)})
-    monkeypatch.setattr("headway.train.block_times._BUDGET", TimeBudget(0.0, 60.0, 1))
+    monkeypatch.setattr("headway.predict.block_times._SLOTS", {"cpu": (8, 16)})
+    monkeypatch.setattr("headway.predict.block_times._BUDGET", TimeBudget(0.0, 60.0, 1))
     monkeypatch.setattr("headway.devices.ceilings._SIZES", {"cpu": (2**16,)})
-    monkeypatch.setattr("headway.plan.step_time.shapes_of", lambda _: [(8, 4, 2), (16, 4, 2)])
+    monkeypatch.setattr("headway.predict.step_time.shapes_of", lambda _: [(8, 4, 2), (16, 4, 2)])
     measured = headway("ceiling", "--model", "qwen3-0.6b", "--device", "cpu", "--dtype", "fp32")
     assert measured.code == 0, measured.err
     assert " ".join(measured.out.split()).count("fp32 product 8x4x2") == 1

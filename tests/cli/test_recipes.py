@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
+from headway.config import load_config
 from headway.count import load_cost_model
+from headway.predict.dry_run import precision_of
 from headway.tracing.build import model_on_shapes, preset_config
-from headway.train.config import load_config
-from headway.train.dry_run import precision_of
 from helpers.processes import ROOT, run_processes
 
 RECIPES = ROOT / "recipes"

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from headway.train.config import load_config
-from headway.train.tune import Trial
+from headway.config import load_config
+from headway.predict.tune import Trial
 from helpers.processes import ROOT
 
 RECIPE = ROOT / "recipes/qwen2.5-7b-text-81920.yaml"
@@ -70,7 +70,7 @@ def test_meshes_are_varied_where_that_is_asked_for(tune):
 
 def test_what_was_measured_is_shown_and_ranks_again(tune, monkeypatch, tmp_path):
     runs = iter([Trial("out of memory", reason="it burst"), Trial("measured", 4e14, 2.0), Trial("measured", 5e14, 1.6)])
-    monkeypatch.setattr("headway.train.tune.measure", lambda *_, **_more: next(runs))
+    monkeypatch.setattr("headway.predict.tune.measure", lambda *_, **_more: next(runs))
     monkeypatch.setattr("headway.cli.tune.find_inputs", print)
     result = tune("--measure", 3, "--write", tmp_path / "best.yaml")
     assert result.code == 0, result.err

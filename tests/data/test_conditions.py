@@ -3,16 +3,16 @@
 import pytest
 import torch
 
+from headway.config import parse_config
 from headway.data import read_samples
 from headway.data.conditions import lengths_without, sample_without
 from headway.data.drawing import DrawingEncoder
 from headway.data.encoders import collator_of
 from headway.models.load import load_model, load_processor
+from headway.models.parallel.ranks import Ranks
 from headway.packing.parts import Dropout
 from headway.tracing import trace
-from headway.train.config import parse_config
 from headway.train.data import open_feed
-from headway.train.ranks import Ranks
 from helpers.drawing_data import write_data, write_model
 from helpers.engine_runs import configuration
 

@@ -16,16 +16,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fake_cuda import moments, shared, steps
+from headway.config import TrainConfig
 from headway.count.activations import SavedByPrecision
 from headway.models.parallel import exchange as split_exchange
 from headway.models.parallel import experts, reduce_gradients
-from headway.plan.communication import Exchanges
-from headway.plan.exchanges import exchanges_of
+from headway.models.precision import Precision
+from headway.predict.communication import Exchanges
+from headway.predict.dry_run import learning_model, sharing_of, state_of
+from headway.predict.exchanges import exchanges_of
 from headway.tracing.block_activations import saved_of_config
 from headway.train.build import build_trained
-from headway.train.config import TrainConfig
-from headway.train.device import Precision
-from headway.train.dry_run import learning_model, sharing_of, state_of
 
 KINDS = {
     "_allgather_base_": "all-gather",

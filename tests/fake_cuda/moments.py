@@ -21,6 +21,7 @@ from fake_cuda.device import pretend_cuda
 from fake_cuda.watch import Watch
 from headway.architectures import BagelConfig, register_architectures
 from headway.architectures.bagel.layout import SamplePart, lay_out
+from headway.config import TrainConfig
 from headway.count import CostModel
 from headway.count.activations import SavedByPrecision
 from headway.data.collate import Batch, Collator
@@ -33,16 +34,15 @@ from headway.models.parallel import local, reduce_gradients
 from headway.models.parallel.clip import clip_
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
-from headway.plan.memory import MemoryPlan
+from headway.optim import make_optimizer
+from headway.optim.ema import WeightAverage
+from headway.optim.optimizer import Optimizer, set_learning_rate, take_step
+from headway.predict.dry_run import memory_plan
+from headway.predict.memory import MemoryPlan
+from headway.predict.saved_activations import saved_of_partly_trained
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
 from headway.tracing.build import model_on_shapes
-from headway.train.config import TrainConfig
-from headway.train.dry_run import memory_plan
-from headway.train.optim import make_optimizer
-from headway.train.optim.ema import WeightAverage
-from headway.train.optim.optimizer import Optimizer, set_learning_rate, take_step
-from headway.train.saved import saved_of_partly_trained
 
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
 """When memory is looked at; the last three are of the second step, in which moments are there from the start."""
@@ -217,13 +217,13 @@ def _drawn(config: BagelConfig, number: int) -> EncodedSample:
 
 def run_moments(kind: str, config: TrainConfig, *, detail: bool = False) -> tuple[Moments, MemoryPlan]:
     """Train two steps on the pretended device; what was held, and what the plan says."""
-    from headway.train.device import choose_precision
+    from headway.models.precision import choose_precision
 
     with (
         pretend_cuda() as device,
         steps._environment(ahead=True),
         patch("headway.train.build.initialise_adapters", lambda *_: None),  # there are no numbers to draw
-        patch("headway.train.optim.moments.code_table", lambda **_: torch.empty(256, device=device)),
+        patch("headway.optim.moments.code_table", lambda **_: torch.empty(256, device=device)),
         patch.object(Optimizer, "_noise_of", lambda *_, **__: None),  # nor a generator of the device
     ):
         precision = choose_precision(config.run, device)

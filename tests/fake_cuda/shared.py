@@ -25,12 +25,12 @@ from transformers import PreTrainedModel
 
 from fake_cuda import moments, steps
 from fake_cuda.watch import ROUND
+from headway.config import TrainConfig
 from headway.models.load import load_model
 from headway.models.parallel import Mesh, build_mesh
-from headway.plan.memory import MemoryPlan
+from headway.models.precision import Precision
+from headway.predict.memory import MemoryPlan
 from headway.train.build import build_trained
-from headway.train.config import TrainConfig
-from headway.train.device import Precision
 
 CPU = torch.device("cpu")
 _FREED: Any = torch.UntypedStorage.resize_  # FSDP2 empties the storage of what it gathered, and fills it again

@@ -24,23 +24,23 @@ from transformers import AutoConfig, masking_utils
 from fake_cuda.backward import backward
 from fake_cuda.device import pretend_cuda
 from fake_cuda.watch import Wait, Watch
+from headway.config import TrainConfig, load_config
 from headway.count import CostModel
 from headway.count.models import shipped_name
 from headway.data import EncodedSample, Origin
 from headway.data.collate import Batch, Collator
 from headway.models.load import load_model, rope_index
 from headway.models.parallel.clip import clip_
+from headway.models.precision import choose_precision
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
+from headway.optim import make_optimizer
+from headway.optim.optimizer import set_learning_rate, take_step
 from headway.packing import Budget, Items, Order, Plan
 from headway.packing.lengths import MIXES
 from headway.synthetic.digits import write_reader
 from headway.tracing.build import preset_config
 from headway.train.build import Trained, build_trained
-from headway.train.config import TrainConfig, load_config
-from headway.train.device import choose_precision
-from headway.train.optim import make_optimizer
-from headway.train.optim.optimizer import set_learning_rate, take_step
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

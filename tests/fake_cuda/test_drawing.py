@@ -17,8 +17,8 @@ from headway.data import read_samples
 from headway.data.drawing import DrawingEncoder
 from headway.data.encoders import collator_of
 from headway.models.load import load_processor
+from headway.models.precision import choose_precision
 from headway.tracing.build import preset_config, with_layers
-from headway.train.device import choose_precision
 from helpers.drawing_data import chat, image, write_model
 from helpers.tiny_bagel import VAE
 

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import headway
+from headway.config import parse_config
 from headway.data.media.images import Picture
 from headway.data.sources import Source
 from headway.devices import Peak
@@ -30,7 +31,6 @@ from headway.meter import Meter
 from headway.models.recompute import recompute_blocks
 from headway.synthetic.digits import write_digits, write_reader
 from headway.tracing import trace
-from headway.train.config import parse_config
 from headway.train.loop import train
 from helpers.processes import run_processes
 

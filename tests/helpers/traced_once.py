@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from headway.count import CostModel
+from headway.optim import groups
 from headway.tracing import trace
 from headway.train import build
-from headway.train.optim import groups
 from helpers.tiny_models import tiny_config
 
 FOLDER = "HEADWAY_TEST_LEDGERS"  # the environment variable that names the folder of the ledgers

@@ -15,10 +15,10 @@ from torch import distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from headway.config import load_config
 from headway.meter import Meter
-from headway.train.config import load_config
+from headway.optim import Optimizer
 from headway.train.loop import train
-from headway.train.optim import Optimizer
 from helpers.pretended import Device
 
 

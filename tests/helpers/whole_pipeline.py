@@ -14,15 +14,15 @@ import torch
 import webdataset
 from PIL import Image
 
+from headway.config import parse_config
 from headway.data import Encoder
 from headway.data.feed import FeedReport
 from headway.data.sources import open_source
 from headway.models import load_model, load_processor, rope_index
+from headway.models.parallel.ranks import Ranks
 from headway.synthetic.processor import SPECIAL_TOKENS, write_processor
 from headway.tracing import trace
-from headway.train.config import parse_config
 from headway.train.data import open_feed
-from headway.train.ranks import Ranks
 from helpers.fed_data import RememberingEncoder
 from helpers.media_files import video
 from helpers.tiny_models import PATCH, tiny_config

@@ -6,10 +6,10 @@ import pytest
 import transformers
 import yaml
 
+from headway.config import parse_config
 from headway.errors import ConfigError
 from headway.importing import import_config
 from headway.importing.keys import RULES
-from headway.train.config import parse_config
 
 # The key settings of its MFU reference, as printed there.
 TEXT_PAGE = """

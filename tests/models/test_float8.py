@@ -6,13 +6,13 @@ import pytest
 import torch
 import transformers
 
+from headway.config import RunConfig
 from headway.errors import ConfigError
 from headway.models.float8 import check_float8, use_float8
 from headway.models.head import model_with_loss
 from headway.models.load import load_model
+from headway.models.precision import choose_precision
 from headway.tracing import trace
-from headway.train.config import RunConfig
-from headway.train.device import choose_precision
 from helpers.tiny_models import tiny_config
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import yaml
 
-from headway.train.config import load_config
+from headway.config import load_config
 from helpers.processes import ROOT, run_processes
 
 RECIPE = ROOT / "recipes" / "digits.yaml"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from headway.config import load_config
 from headway.synthetic.digits import load_scans
 from headway.synthetic.drawn_digits import classify
-from headway.train.config import load_config
 from helpers.processes import ROOT, run_processes
 
 RECIPE = ROOT / "recipes" / "draw.yaml"

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from headway.cli.check import check
+from headway.config import parse_config
 from headway.errors import LogError
 from headway.train.check import check_run
-from headway.train.config import parse_config
 from headway.train.loop import train
 from headway.train.record import MetricsLog
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headway.train.config import parse_config
+from headway.config import parse_config
 from headway.train.loop import train
 from helpers.run_records import read_metrics
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headway.config import parse_config
+from headway.config.data import DataConfig
 from headway.data.media.sizes import MediaSizes
 from headway.errors import ConfigError
-from headway.train.config import parse_config
-from headway.train.config.data import DataConfig
 from headway.train.data import open_stages, overlong_of
 from headway.train.loop import train
 from helpers.run_records import read_metrics

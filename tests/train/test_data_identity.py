@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
+from headway.checkpoint import latest_checkpoint
+from headway.config import parse_config, with_overrides
 from headway.errors import CheckpointError
 from headway.train import data as train_data
-from headway.train.checkpoint import latest_checkpoint
-from headway.train.config import parse_config, with_overrides
 from headway.train.loop import train
 
 

@@ -5,15 +5,15 @@ from contextlib import contextmanager
 
 import pytest
 
+from headway.answer.evaluate import EvalSet
+from headway.checkpoint.saver import CheckpointSaver
+from headway.config import parse_config
 from headway.data.feed import Feed
+from headway.log import run_files
 from headway.meter.goodput_report import read_goodput
 from headway.models.head import ModelWithLoss
-from headway.train import record
-from headway.train.checkpoint.saver import CheckpointSaver
-from headway.train.config import parse_config
-from headway.train.evaluate import EvalSet
+from headway.optim import Optimizer
 from headway.train.loop import train
-from headway.train.optim import Optimizer
 from helpers.pretended import Device, HostMark, check_time
 
 HOST_S, DEVICE_S, EVALUATION_S, SAVING_S = 0.010, 0.050, 0.4, 0.2
@@ -105,7 +105,7 @@ def test_a_resumed_run_has_all_of_its_time(busy):
     first, _, _, first_s = trained(busy)
     busy_again = busy | {"optim": busy["optim"] | {"steps": 16}}
     folder = parse_config(busy).run.folder
-    written = folder / record.CONFIG
+    written = folder / run_files.CONFIG
     written.write_text(written.read_text().replace("steps: 8", "steps: 16"))
     device = Device()
     device.host_ns = device.free_ns = first.host_ns

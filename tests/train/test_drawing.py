@@ -10,17 +10,17 @@ import pytest
 import torch
 import yaml
 
+from headway.config import parse_config
 from headway.data import read_samples
 from headway.data.drawing import DrawingEncoder
 from headway.data.encoders import collator_of
 from headway.errors import ConfigError, DataError
 from headway.models.load import load_config, load_model, load_processor
+from headway.models.parallel.ranks import Ranks
 from headway.tracing import trace
-from headway.train.config import parse_config
 from headway.train.data import open_feed
 from headway.train.loop import train
 from headway.train.prepare import _check_drawing
-from headway.train.ranks import Ranks
 from helpers.drawing_data import chat, image, write_data, write_model
 from helpers.engine_runs import configuration
 from helpers.processes import HELPERS, run_processes

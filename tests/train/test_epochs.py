@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
+from headway.checkpoint import latest_checkpoint
+from headway.config import parse_config, with_overrides
 from headway.errors import ConfigError, RunCompleteError
 from headway.train import loop
-from headway.train.checkpoint import latest_checkpoint
-from headway.train.config import parse_config, with_overrides
 from headway.train.loop import train
 from helpers.run_records import read_metrics
 

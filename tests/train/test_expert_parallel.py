@@ -5,7 +5,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from headway.train.config import load_config
+from headway.config import load_config
 from headway.train.loop import train
 from helpers.processes import TRAIN, run_processes
 from helpers.run_records import read_metrics

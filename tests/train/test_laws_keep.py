@@ -15,12 +15,12 @@ import time
 import pytest
 import yaml
 
+from headway.checkpoint import find_checkpoint
+from headway.config import load_config
 from headway.meter.goodput_report import read_goodput
+from headway.models.parallel.ranks import Ranks
 from headway.train.check import check_run
-from headway.train.checkpoint import find_checkpoint
-from headway.train.config import load_config
 from headway.train.loop import train
-from headway.train.ranks import Ranks
 from helpers.effort import IS_QUICK
 from helpers.ports import free_port
 from helpers.processes import ROOT, TRAIN, run_processes, start_processes
@@ -142,7 +142,7 @@ def test_a_killed_rank_ends_the_others_and_fewer_processes_go_on_with_the_same_l
 KILLED_WHILE_SAVING = """
 import os, signal, sys
 from headway.cli.app import main
-from headway.train.checkpoint import saver
+from headway.checkpoint import saver
 stage, rank = sys.argv.pop(1), sys.argv.pop(1)
 original, calls = getattr(saver, stage), []
 def die(*arguments):

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from headway.checkpoint import latest_checkpoint
+from headway.config import load_config
 from headway.train.check import check_run
-from headway.train.checkpoint import latest_checkpoint
-from headway.train.config import load_config
 from headway.train.loop import train
 from helpers.processes import TRAIN, run_processes, start_processes
 from helpers.run_records import read_metrics

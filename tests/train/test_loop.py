@@ -9,16 +9,16 @@ import sys
 import pytest
 import torch
 
+from headway.checkpoint import latest_checkpoint
+from headway.config import parse_config
 from headway.data import Encoder, read_samples
 from headway.errors import CheckpointError, ConfigError, DataError, RunCompleteError, TrainingError
 from headway.models.load import load_model, load_processor, rope_index
+from headway.models.parallel.ranks import Ranks
 from headway.models.pixel_patches import normalised
 from headway.tracing import trace
-from headway.train.checkpoint import latest_checkpoint
-from headway.train.config import parse_config
 from headway.train.data import open_feed
 from headway.train.loop import train
-from headway.train.ranks import Ranks
 from helpers.run_records import read_metrics
 
 

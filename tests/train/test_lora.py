@@ -12,9 +12,9 @@ from transformers import AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 from headway.cli.app import app
+from headway.config import load_config, parse_config
 from headway.errors import ConfigError
 from headway.models.load import load_model
-from headway.train.config import load_config, parse_config
 from headway.train.loop import train
 from helpers.processes import TRAIN, run_processes
 from helpers.run_records import read_metrics

@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 
+from headway.config import parse_config
+from headway.config.optim import EmaConfig
 from headway.count import Workload, load_cost_model
 from headway.models.load import load_model
+from headway.optim import WeightAverage
 from headway.train import memory_error
-from headway.train.config import parse_config
-from headway.train.config.optim import EmaConfig
 from headway.train.memory_error import Explanation, asked_bytes, held_bytes, possible_savings
-from headway.train.optim import WeightAverage
 from headway.train.watch import LoopPhase
 from helpers.tiny_models import tiny_config
 

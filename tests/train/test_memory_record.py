@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from headway.config import parse_config
 from headway.count import load_cost_model
 from headway.train import memory_record
-from headway.train.config import parse_config
 from headway.train.memory_record import FILE_NAME, last_residual, record_memory
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from headway.train.config import parse_config
+from headway.config import parse_config
 from headway.train.loop import train
 from helpers.run_records import read_metrics
 

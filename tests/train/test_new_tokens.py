@@ -13,16 +13,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 from typer.testing import CliRunner
 
+from headway.answer.model_folder import find_model, open_model
 from headway.cli.app import app
+from headway.config import load_config, parse_config
 from headway.data.new_tokens import NewTokens, new_ids
 from headway.errors import ConfigError
 from headway.models.load import load_config as load_architecture
 from headway.models.load import load_model, load_processor
 from headway.models.new_rows import NEW_ROWS, embedding_rows
-from headway.train.config import load_config, parse_config
-from headway.train.dry_run import learning_model
+from headway.predict.dry_run import learning_model
 from headway.train.loop import train
-from headway.train.opened import find_model, open_model
 from helpers.processes import TRAIN, run_processes
 from helpers.run_records import read_metrics
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
+from headway.checkpoint import latest_checkpoint, training_tensors
+from headway.checkpoint.restore import read_tensors, saved_tensors
+from headway.config import OptimConfig, parse_config
+from headway.config.optim import MuonConfig
 from headway.errors import ConfigError, TrainingError
+from headway.optim import Optimizer
+from headway.optim.optimizer import take_step
 from headway.train import loop
-from headway.train.checkpoint import latest_checkpoint, training_tensors
-from headway.train.checkpoint.restore import read_tensors, saved_tensors
-from headway.train.config import OptimConfig, parse_config
-from headway.train.config.optim import MuonConfig
-from headway.train.optim import Optimizer
-from headway.train.optim.optimizer import take_step
 from helpers.run_records import read_metrics
 
 

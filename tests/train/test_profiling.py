@@ -11,12 +11,12 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from headway.config import parse_config
 from headway.errors import ConfigError
 from headway.explain.breakdown import attributed_share, break_down
 from headway.explain.records import explain_records
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from headway.train.config import parse_config
 from headway.train.loop import train
 from helpers.processes import TRAIN, run_processes
 from helpers.run_records import read_metrics

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from headway.config import parse_config
 from headway.count import Workload
 from headway.errors import ConfigError, PlanError
 from headway.models.blocks import blocks
 from headway.models.recompute import checkpointed_but_attention, is_recomputed
-from headway.train.config import parse_config
 from headway.train.prepare import prepare
 from headway.train.run_folder import RunFolder
 from headway.train.watch import LoopPhase

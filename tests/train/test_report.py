@@ -14,8 +14,8 @@ import yaml
 
 from headway.cli.report_compare import compared_markdown, compared_page
 from headway.cli.report_page import read_run, report_page
+from headway.config import parse_config
 from headway.data.feed import make
-from headway.train.config import parse_config
 from headway.train.loop import train
 from helpers.browser import Browser
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from headway.checkpoint import latest_checkpoint
+from headway.config import load_config
 from headway.meter.goodput_report import read_goodput
-from headway.train.checkpoint import latest_checkpoint
-from headway.train.config import load_config
 from headway.train.loop import train
 from helpers.processes import start_processes
 from helpers.run_records import read_metrics
@@ -44,7 +44,7 @@ main()
 KILL_WHILE_SAVING = """
 import os, signal
 from headway.cli.app import main
-from headway.train.checkpoint import saver
+from headway.checkpoint import saver
 saved = []
 def seal_or_die(folder, facts, files, seal=saver.seal):
     saved.append(facts["step"])
@@ -151,7 +151,7 @@ def test_a_run_stopped_by_ctrl_c_goes_on(recipe, whole, tmp_path):
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(raw):
-    from headway.train.config import parse_config
+    from headway.config import parse_config
 
     config = parse_config(raw)
     train(config)

@@ -2,7 +2,7 @@
 
 import torch
 
-from headway.train.config import parse_config
+from headway.config import parse_config
 from headway.train.loop import train
 from headway.train.prepare import prepare
 from headway.train.run_folder import RunFolder

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from headway.checkpoint import saver
+from headway.config import parse_config
 from headway.errors import ConfigError
 from headway.log.jsonl import LineFile, lock
+from headway.log.run_files import METRICS, RUN
 from headway.train import loop
-from headway.train.checkpoint import saver
-from headway.train.config import parse_config
-from headway.train.record import METRICS, RUN
 from headway.train.run_folder import LOCK, RunFolder
 from helpers.refusing_disk import a_full_disk
 

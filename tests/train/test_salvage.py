@@ -7,6 +7,8 @@ import sys
 import pytest
 import yaml
 
+from headway.checkpoint import latest_checkpoint
+from headway.config import parse_config
 from headway.errors import DataError, HeadwayError, NotFiniteError, OutOfMemoryError
 from headway.log import sinks
 from headway.log.sink import Sink
@@ -14,8 +16,6 @@ from headway.meter import meter as meter_module
 from headway.meter.goodput_report import read_goodput
 from headway.meter.profile import ProfiledSteps
 from headway.train import loop, recorder
-from headway.train.checkpoint import latest_checkpoint
-from headway.train.config import parse_config
 from headway.train.loop import train
 from headway.train.record import MetricsLog
 from helpers.processes import run_processes
@@ -209,7 +209,7 @@ def test_the_hidden_folder_of_a_killed_export_goes_with_the_next_run(raw):
 KILLED_AFTER_PUBLISHING = """
 import os, signal
 from headway.cli.app import main
-from headway.train.checkpoint import saver
+from headway.checkpoint import saver
 publish = saver.publish
 def publish_and_die(temporary, folder, keep):
     publish(temporary, folder, keep)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from headway.train.config import parse_config
+from headway.config import parse_config
 from headway.train.loop import train
 from headway.train.progress import Progress
 from headway.train.warnings import RunWarnings

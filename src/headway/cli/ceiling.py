@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headway.devices import Ceiling, Device
     from headway.devices.measure import Measurement
     from headway.devices.model_rates import ModelRates
-    from headway.plan.blocks import TimedBlocks
+    from headway.predict.blocks import TimedBlocks
 
 
 _KINDS = ("cpu", "cuda", "mps")
@@ -107,8 +107,8 @@ def local_rates(
     """
     from headway.devices.model_rates import model_rates
     from headway.models.attention import attend
-    from headway.plan.step_time import shapes_of
-    from headway.train.block_times import timed_blocks
+    from headway.predict.block_times import timed_blocks
+    from headway.predict.step_time import shapes_of
 
     numbers = resolve_architecture(model, cost_model)
     heads = (numbers.heads, numbers.qk_dim)

@@ -13,9 +13,9 @@ from headway.errors import ConfigError, DataError
 from headway.report import printable
 
 if TYPE_CHECKING:
+    from headway.answer.generate import Decoding
+    from headway.answer.generate_packed import AnyGenerator
     from headway.data import Message, Sample
-    from headway.train.generate import Decoding
-    from headway.train.generate_packed import AnyGenerator
 
 HELP = (
     "/image FILE, /video FILE, /audio FILE  show it with the next question\n"
@@ -49,7 +49,7 @@ def chat(
     Example: headway chat runs/mine
     """
     with needs_extra("chatting"):
-        from headway.train.generate import Decoding
+        from headway.answer.generate import Decoding
 
     decoding = Decoding(max_new_tokens, temperature, top_p, top_k, seed)
     is_watched = sys.stdin.isatty()

@@ -14,7 +14,7 @@ from headway.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from headway.train.config.tree import Setting
+    from headway.config.tree import Setting
 
 _HEAD = """# Configuration
 
@@ -66,8 +66,8 @@ def config(
 
 def _shown(name: str | None) -> "Iterator[tuple[Setting, str]]":
     """The settings at and below a name, each with what is to be said of those in it: "" if they follow."""
-    from headway.train.config import TrainConfig
-    from headway.train.config.tree import inside, settings_of
+    from headway.config import TrainConfig
+    from headway.config.tree import inside, settings_of
 
     told: dict[tuple[str, str], list[str]] = {}  # of each last part of a name and meaning, where it was told
 
@@ -92,7 +92,7 @@ def _shown(name: str | None) -> "Iterator[tuple[Setting, str]]":
         wanted = _general(name)
         found = [(one, note) for one, note in found if f"{one.name}.".startswith(f"{wanted}.")]
         if not found:  # told elsewhere, as the same settings occur there
-            from headway.train.config.tree import walk
+            from headway.config.tree import walk
 
             found = [(one, "") for one in walk(TrainConfig) if f"{one.name}.".startswith(f"{wanted}.")]
     yield from found
@@ -104,9 +104,9 @@ def _general(name: str) -> str:
 
 
 def _check_name(name: str) -> None:
-    from headway.train.config import TrainConfig
-    from headway.train.config.mistakes import hint_for
-    from headway.train.config.tree import walk
+    from headway.config import TrainConfig
+    from headway.config.mistakes import hint_for
+    from headway.config.tree import walk
 
     names = [one.name for one in walk(TrainConfig)]
     general = _general(name)
@@ -163,8 +163,8 @@ def _page() -> str:
 
 def _schema(name: str | None) -> dict[str, Any]:
     """JSON Schema of a whole file or one section; `headway train`, which sees `extends`, tells what is missing."""
-    from headway.train.config import TrainConfig
-    from headway.train.config.tree import walk
+    from headway.config import TrainConfig
+    from headway.config.tree import walk
 
     if name is not None:
         _check_name(name)

@@ -52,7 +52,7 @@ def demo(
     `headway train recipes/digits.yaml` does, or recipes/draw.yaml. Of a model that draws, it has what it drew read by a
     classifier of the real digits, and by the model itself.
     """
-    from headway.train.config import load_config
+    from headway.config import load_config
 
     draws = what is Demo.draw
     folder = folder or Path("runs", "draw" if draws else "digits")

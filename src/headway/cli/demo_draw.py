@@ -13,7 +13,7 @@ from headway.report import format_share
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from headway.train.config import TrainConfig
+    from headway.config import TrainConfig
 
 DRAWN = "drawn"
 """Name of the picture and the JSON file that a run folder then has."""
@@ -32,9 +32,9 @@ def judge_drawings(config: "TrainConfig") -> dict[str, Any]:
     """
     import torch
 
+    from headway.answer.draw import Drawer
+    from headway.answer.model_folder import find_model, open_model
     from headway.synthetic.drawn_digits import FREE, NAMES, SIDE, classify, request
-    from headway.train.draw import Drawer
-    from headway.train.opened import find_model, open_model
 
     found = find_model(str(config.run.folder))
     opened = open_model(found, dtype=torch.float32, device=torch.device("cpu"), for_generation=False)
@@ -69,14 +69,14 @@ def _num_read(opened: Any, pictures: "list[Image]", name: str) -> int:
     """Count the pictures of a digit that the model itself reads as that digit, by exact match as in an evaluation."""
     import torch
 
+    from headway.answer.evaluate import EvalSet
+    from headway.answer.model_folder import make_encoder
     from headway.data import Chat
     from headway.data.samples import ImagePart, Media, Message, Origin, TextPart
     from headway.models.head import model_with_loss
+    from headway.models.parallel.ranks import Ranks
     from headway.packing.budget import Budget
     from headway.synthetic.drawn_digits import QUESTION
-    from headway.train.evaluate import EvalSet
-    from headway.train.opened import make_encoder
-    from headway.train.ranks import Ranks
 
     chats = []
     for number, picture in enumerate(pictures):

@@ -28,12 +28,12 @@ from headway.report.terminal import coloured
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headway.config import TrainConfig
+    from headway.config.model import ModelConfig
     from headway.count.activations import SavedActivations, SavedByPrecision
     from headway.devices import Device
-    from headway.train.config import TrainConfig
-    from headway.train.config.model import ModelConfig
-    from headway.train.dry_run import DryRun, Packs
-    from headway.train.fitting import Way
+    from headway.predict.dry_run import DryRun, Packs
+    from headway.predict.fitting import Way
 
 NO_ROOM = "DOES NOT FIT"
 LABELS = {"casts": "weights, cast", "gathered": "weights, gathered", "reducing": "gradients, summing", "passing":
@@ -54,7 +54,7 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
         typer.Exit: the run does not fit the device; exit code 1.
     """
     from headway.devices import named_device
-    from headway.train.dry_run import dry_run
+    from headway.predict.dry_run import dry_run
 
     count = devices or config.plan.devices or 1
     name = device or config.plan.device
@@ -94,7 +94,7 @@ def saved_as_learning(model: "ModelConfig", precision: str) -> "SavedActivations
     """Read what ships of a model that learns whole; trace one that is partly frozen or adapted, if torch is there."""
     if model.freeze or model.lora or model.adds_tokens:
         try:
-            from headway.train.saved import saved_of_partly_trained
+            from headway.predict.saved_activations import saved_of_partly_trained
         except ModuleNotFoundError:  # the shipped figures are those of a model that learns whole, which saves more
             return saved_activations(model.path, precision)
         return saved_of_partly_trained(resolve_config(model.path), model, precision)
@@ -149,7 +149,7 @@ def _residual(config: "TrainConfig", planned: "DryRun") -> dict[str, Any] | None
 
 
 def _memory_table(planned: "DryRun", residual: dict[str, Any] | None = None) -> str:
-    from headway.plan.moments import PARTS
+    from headway.predict.moments import PARTS
 
     memory = planned.memory
     fullest = memory.fullest
@@ -175,7 +175,7 @@ def _in_words(moment: str) -> str:
 
 
 def _left_out(config: "TrainConfig", planned: "DryRun") -> str:
-    from headway.plan.allowance import allowances
+    from headway.predict.allowance import allowances
 
     shape = planned.shape
     groups = sum(size > 1 for size in (shape.fsdp, shape.replicate, shape.sequence, shape.expert))
@@ -189,7 +189,7 @@ def _left_out(config: "TrainConfig", planned: "DryRun") -> str:
 
 def verdict(planned: "DryRun") -> str:
     """Say whether a run fits its device, and by what share of its memory."""
-    from headway.train.dry_run import USABLE
+    from headway.predict.dry_run import USABLE
 
     device = planned.device
     if device is None or device.memory_bytes is None:
@@ -201,7 +201,7 @@ def verdict(planned: "DryRun") -> str:
 
 def ways_text(device: "Device | None", ways: "Sequence[Way]") -> str:
     """Say which settings, or how many devices, make a run fit a device, as `--set` takes them."""
-    from headway.train.dry_run import USABLE
+    from headway.predict.dry_run import USABLE
 
     assert device is not None
     assert device.memory_bytes is not None

@@ -15,10 +15,10 @@ from headway.report import Column, format_count, format_share, render_pairs, ren
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headway.answer.answers import Answer
+    from headway.answer.evaluate import Evaluation
+    from headway.config import TrainConfig
     from headway.data import Budget, Encoder, Sample
-    from headway.train.answers import Answer
-    from headway.train.config import TrainConfig
-    from headway.train.evaluate import Evaluation
 
 _OPTIONS = {"eval.generate": "--generate", "eval.max_new_tokens": "--max-new-tokens"}
 _OPTIONS |= {"data.tokens_per_pack": "--packing-length", "data.eval": "DATA"}
@@ -62,15 +62,15 @@ def evaluate(
 
         for path in data or ():
             open_source(path)  # a typo is told before torch is imported
+        from headway.answer.answers import GenerationEval
+        from headway.answer.evaluate import EvalSet, Evaluation, eval_collator
+        from headway.answer.model_folder import find_model, make_encoder, open_model
+        from headway.config import RunConfig, load_config
+        from headway.config.model import SpeedConfig
+        from headway.log.run_files import CONFIG
         from headway.models.head import model_with_loss
+        from headway.models.parallel.ranks import join_ranks
         from headway.models.vision import vision_geometry
-        from headway.train.answers import GenerationEval
-        from headway.train.config import RunConfig, load_config
-        from headway.train.config.model import SpeedConfig
-        from headway.train.evaluate import EvalSet, Evaluation, eval_collator
-        from headway.train.opened import find_model, make_encoder, open_model
-        from headway.train.ranks import join_ranks
-        from headway.train.record import CONFIG
 
     chats = opened.read_template(chat_template)
     found = find_model(model, base)
@@ -163,7 +163,7 @@ def _render(
     total: "Evaluation",
     answers: "dict[str, list[Answer]]",
 ) -> str:
-    from headway.train.answers import answer_line
+    from headway.answer.answers import answer_line
 
     columns = [Column("data", "left"), Column("samples"), Column("tokens"), Column("loss"), Column("perplexity")]
     columns.append(Column("exact match"))

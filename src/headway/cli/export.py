@@ -51,10 +51,10 @@ def export(
     with needs_extra("exporting"):
         import torch
 
+        from headway.checkpoint.card import FILE_NAME as CARD
+        from headway.checkpoint.export import export as write
+        from headway.checkpoint.export import find_checkpoint_in
         from headway.models.load import processor_note
-        from headway.train.checkpoint.card import FILE_NAME as CARD
-        from headway.train.checkpoint.export import export as write
-        from headway.train.checkpoint.export import find_checkpoint_in
 
     checkpoint = find_checkpoint_in(source)
     chosen = None if dtype is None else getattr(torch, dtype.value)

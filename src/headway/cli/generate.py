@@ -18,9 +18,9 @@ from headway.files import is_taken, open_output
 from headway.log.working import working
 
 if TYPE_CHECKING:
+    from headway.answer.generate import Generated
+    from headway.answer.generate_packed import AnyGenerator
     from headway.data import Chat, Sample
-    from headway.train.generate import Generated
-    from headway.train.generate_packed import AnyGenerator
 
 Asked = tuple["Sample", str | None]
 """A prompt, and the answer that the data give to it, if any."""
@@ -82,7 +82,7 @@ def generate(
             from headway.data.sources import open_source
 
             open_source(source)  # a typo is told before torch is imported
-        from headway.train.generate import Decoding
+        from headway.answer.generate import Decoding
 
     decoding = Decoding(max_new_tokens, temperature, top_p, top_k, seed)
     asked = [(_prompt(prompt, image or ()), None)] if prompt is not None else read_prompts(source or "")
@@ -118,9 +118,9 @@ def read_prompts(source: str) -> "list[Asked]":
     Raises:
         DataError: the file is missing or empty, or a row cannot be used.
     """
+    from headway.answer.generate import question_of
     from headway.data import Chat, read_samples
     from headway.errors import DataError
-    from headway.train.generate import question_of
 
     path = Path(source)
     if path.suffix == ".txt":

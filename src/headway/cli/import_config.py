@@ -48,8 +48,8 @@ def import_config(
     Every key is translated, or named with the reason why it is not needed, or what is to be done by hand; a key that
     is not known, or asks for what Headway cannot do, is an error. What became of each key goes to stderr.
     """
+    from headway.config import parse_config
     from headway.importing import import_config as translate
-    from headway.train.config import parse_config
 
     given: dict[str, Any] = {}
     if model is not None:

@@ -19,8 +19,8 @@ from headway.log.working import working
 from headway.report import format_bytes, format_count, render_pairs
 
 if TYPE_CHECKING:
+    from headway.config.model import ModelConfig
     from headway.data.processor_settings import ProcessorSettings
-    from headway.train.config.model import ModelConfig
 
 ModelOption = Annotated[
     str, typer.Option("--model", metavar="M", help="What is trained: a model folder, config.json or Hub id.")
@@ -73,14 +73,14 @@ def init(
 
     processing = ProcessorSettings(read_template(chat_template) or ChatSettings())
     indices = build_indices(sources, path, None, settings=processing)
-    from headway.train.config.model import ModelConfig
+    from headway.config.model import ModelConfig
 
     learns = ModelConfig(path=path)
     if any(index.bad for index in indices) and (added := _added_tokens(path, processing)):
         learns = ModelConfig.model_validate({"path": path, **added})
         processing = _with_tokens(processing, learns)
         indices = build_indices(sources, path, None, settings=processing)
-    from headway.train.suggest import suggest
+    from headway.predict.suggest import suggest
 
     with working("planning a run"):
         made = suggest(

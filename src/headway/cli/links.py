@@ -9,7 +9,7 @@ from headway.errors import PlanError, UsageError
 
 if TYPE_CHECKING:
     from headway.devices import Device
-    from headway.plan.collectives import Links
+    from headway.predict.collectives import Links
 
 LinkOption = Annotated[
     float | None,
@@ -36,7 +36,7 @@ class GivenLinks:
         Raises:
             UsageError: links are given, and no device.
         """
-        from headway.plan.collectives import Links
+        from headway.predict.collectives import Links
 
         if device is None:
             if self._are_given:

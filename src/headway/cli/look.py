@@ -22,6 +22,7 @@ from headway.report import format_count
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from headway.config import TrainConfig
     from headway.data import Budget, Encoder
     from headway.data.index import LengthIndex
     from headway.data.look import Looked, ShownSample
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from headway.data.sources import Source
     from headway.packing import OverlongCounts
     from headway.packing.plan import Plan
-    from headway.train.config import TrainConfig
 
 
 def look(
@@ -87,9 +87,9 @@ def look(
     Example: headway look chats.jsonl --model Qwen/Qwen2.5-VL-7B-Instruct -n 2
     """
     with needs_extra("looking at samples"):
+        from headway.config import load_config
         from headway.data.chat_settings import ChatSettings
         from headway.data.processor_settings import ProcessorSettings
-        from headway.train.config import load_config
     config = None
     planned = {"--packs": packs, "--ranks": ranks, "--overlong": overlong, "--seed": seed}
     if len(data) == 1 and Path(data[0]).suffix in (".yaml", ".yml"):
@@ -188,18 +188,18 @@ def _of_data(
 
 def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -> "Looked":
     """What a training would see: its own sources, order, budget and costs."""
+    from headway.answer.model_folder import make_encoder
     from headway.data.processor_settings import ProcessorSettings
     from headway.models import load_config as load_architecture
     from headway.models import load_processor
     from headway.models.load import load_model
     from headway.models.new_rows import embedding_rows
+    from headway.optim import adapt, freeze, rows_of
     from headway.packing.items import Items
     from headway.packing.order import Order
     from headway.packing.plan import Plan
     from headway.tracing import trace
     from headway.train.data import budget_of, open_stages, overlong_of
-    from headway.train.opened import make_encoder
-    from headway.train.optim import adapt, freeze, rows_of
 
     data = config.data
     if data.stream is not None:

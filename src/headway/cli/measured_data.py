@@ -7,9 +7,9 @@ from headway.cli.output import needs_extra, warn
 from headway.errors import DataError, HeadwayError
 
 if TYPE_CHECKING:
+    from headway.config import TrainConfig
     from headway.packing.lengths import LengthTable
-    from headway.train.config import TrainConfig
-    from headway.train.measured_data import MeasuredData
+    from headway.predict.measured_data import MeasuredData
 
 
 def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
@@ -33,7 +33,7 @@ def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
     with needs_extra("encoding samples"):
         from headway.data.encoders import open_encoder
         from headway.hub import located
-        from headway.train.measured_data import MeasuredData, joined, making_s
+        from headway.predict.measured_data import MeasuredData, joined, making_s
 
     lengths = joined(indices)
     if not len(lengths.tokens):
@@ -56,8 +56,8 @@ def lengths_of_data(config: "TrainConfig") -> "tuple[str, LengthTable] | None":
     try:
         with needs_extra("measuring data.train"):
             from headway.data.processor_settings import ProcessorSettings
+            from headway.predict.measured_data import joined
             from headway.train.data import open_stages
-            from headway.train.measured_data import joined
 
         if any("://" in (part.path or "") for stage in config.data.played for part in stage.parts):
             raise DataError("they lie behind a URL.")

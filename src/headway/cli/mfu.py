@@ -13,7 +13,7 @@ from headway.errors import UsageError
 from headway.report import format_count, format_duration, format_flops, format_rate, format_share, render_pairs
 
 if TYPE_CHECKING:
-    from headway.plan import Solution
+    from headway.predict import Solution
 
 _SECONDS_PER_DAY = 86400
 
@@ -66,7 +66,7 @@ def mfu(
 
     Example: headway mfu llama-3.1-8b --seq-len 8192 --device H100 --chips 256 --mfu 0.4 --total-tokens 1e12 --price 2.5
     """
-    from headway.plan import solve
+    from headway.predict import solve
 
     given = {
         "tokens_per_step": tokens_per_step,
@@ -137,7 +137,7 @@ def _work(
 
 
 def _render(plan: "Solution") -> str:
-    from headway.plan import QUANTITIES
+    from headway.predict import QUANTITIES
 
     pairs = []
     for quantity in QUANTITIES:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from headway.answer.generate_packed import AnyGenerator
+    from headway.answer.model_folder import OpenedModel
+    from headway.config import RunConfig
     from headway.data.chat_settings import ChatSettings
-    from headway.train.config import RunConfig
-    from headway.train.device import Precision
-    from headway.train.generate_packed import AnyGenerator
-    from headway.train.opened import OpenedModel
+    from headway.models.precision import Precision
 
 
 class WeightDtype(StrEnum):
@@ -75,8 +75,8 @@ def open_generator(
         chat_template: file of a template in place of the model's own.
     """
     with working(f"opening {model}"):
-        from headway.train.generate import Generator
-        from headway.train.generate_packed import PackedGenerator
+        from headway.answer.generate import Generator
+        from headway.answer.generate_packed import PackedGenerator
 
         found, where = open_where(model, base, device, dtype, for_generation=True, chat_template=chat_template)
         return (PackedGenerator if getattr(found.model, "draws", False) else Generator)(found, where)
@@ -95,8 +95,8 @@ def open_where(
     with working(f"opening {model}"):
         import torch
 
-        from headway.train.config import RunConfig
-        from headway.train.opened import find_model, open_model
+        from headway.answer.model_folder import find_model, open_model
+        from headway.config import RunConfig
 
         chats = read_template(chat_template)
         found = find_model(model, base)
@@ -126,7 +126,7 @@ def chosen_device(run: "RunConfig") -> "tuple[torch.device, Precision]":
     """
     from transformers.utils import logging
 
-    from headway.train.device import choose_device, choose_precision
+    from headway.models.precision import choose_device, choose_precision
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of reading weights
     with in_words_of_options({"run.device=": "--device ", "run.device": "--device"}):

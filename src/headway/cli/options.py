@@ -177,9 +177,9 @@ def sizes_of(given: list[str] | None) -> "MediaSizes":
     """
     from pydantic import ValidationError
 
+    from headway.config.data import MediaConfig
+    from headway.config.mistakes import describe_all
     from headway.data.media.sizes import MediaSizes
-    from headway.train.config.data import MediaConfig
-    from headway.train.config.mistakes import describe_all
 
     pairs = [one.partition("=") for one in given or []]
     for name, equals, value in pairs:

@@ -25,15 +25,15 @@ from headway.log.working import working
 from headway.report.terminal import coloured
 
 if TYPE_CHECKING:
+    from headway.config import TrainConfig
     from headway.count import CostModel
     from headway.count.activations import SavedActivations
     from headway.devices import Device
     from headway.packing.lengths import LengthTable
-    from headway.plan.failures import Reliability
-    from headway.plan.speeds import Speeds
-    from headway.train.config import TrainConfig
-    from headway.train.dry_run import Packs
-    from headway.train.scale import Scaling, SizedRun
+    from headway.predict.dry_run import Packs
+    from headway.predict.failures import Reliability
+    from headway.predict.scale import Scaling, SizedRun
+    from headway.predict.speeds import Speeds
 
 _PACK = 8192  # tokens of a pack, where MODEL alone is named
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfloat16-autocast": "bf16"}
@@ -108,9 +108,9 @@ def plan(
     """
     from headway.devices import named_device
     from headway.packing.lengths import read_lengths
-    from headway.train.dry_run import dry_run, learning_model
-    from headway.train.forecast import Forecaster
-    from headway.train.planned_lengths import NO_LENGTHS, lengths_in_turn
+    from headway.predict.dry_run import dry_run, learning_model
+    from headway.predict.forecast import Forecaster
+    from headway.predict.planned_lengths import NO_LENGTHS, lengths_in_turn
 
     ends = RunLength(tokens, epochs, samples)
     _refuse_halves(ends, price, lengths, data, segments)
@@ -226,7 +226,7 @@ def _reliability(
     scale: str | None, mtbf: float | None, save: float | None, restart: float | None
 ) -> "Reliability | None":
     """How often devices fail, as the options say; None where they do not."""
-    from headway.plan.failures import Reliability
+    from headway.predict.failures import Reliability
 
     for name, value, needed, given in (
         ("--mtbf", mtbf, "--scale", scale),
@@ -253,8 +253,8 @@ def _sizes(
     pattern: "tuple[str, LengthTable] | None",
 ) -> "tuple[Scaling, list[SizedRun]]":
     """Plan each number of devices that --scale names."""
-    from headway.train.dry_run import learning_model
-    from headway.train.scale import Scaling, sizes_of
+    from headway.predict.dry_run import learning_model
+    from headway.predict.scale import Scaling, sizes_of
 
     sizes = sizes_of(scale)
     if device is None:
@@ -306,8 +306,8 @@ def named_recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, Tr
         recipe: a YAML file; or a model, which is trained by AdamW on packs of 8,192 tokens of typical samples.
         settings: assignments that change the configuration, as `--set` takes them.
     """
-    from headway.train.config import load_config
-    from headway.train.config.read import with_overrides
+    from headway.config import load_config
+    from headway.config.read import with_overrides
 
     if Path(recipe).suffix in (".yaml", ".yml"):
         config = load_config(Path(recipe), settings)
@@ -336,9 +336,9 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
     Raises:
         PlanError: the device's peak or bandwidth is not known; or none is named, and the run is not for this machine.
     """
-    from headway.plan.blocks import with_blocks
-    from headway.plan.speeds import Speeds
-    from headway.train.dry_run import precision_of
+    from headway.predict.blocks import with_blocks
+    from headway.predict.dry_run import precision_of
+    from headway.predict.speeds import Speeds
 
     dtype = _DTYPES[precision_of(config, devices)]
     if device is not None:

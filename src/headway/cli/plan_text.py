@@ -18,11 +18,11 @@ from headway.report import (
 )
 
 if TYPE_CHECKING:
-    from headway.plan.collectives import Links
-    from headway.plan.speeds import Cases, Speeds
-    from headway.plan.step_time import StepForecast
-    from headway.train.config import TrainConfig
-    from headway.train.dry_run import DryRun
+    from headway.config import TrainConfig
+    from headway.predict.collectives import Links
+    from headway.predict.dry_run import DryRun
+    from headway.predict.speeds import Cases, Speeds
+    from headway.predict.step_time import StepForecast
 
 
 @dataclass(frozen=True)

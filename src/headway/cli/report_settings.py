@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 
 from headway.cli.report_section import ReportSection
+from headway.config import TrainConfig
+from headway.config.tree import ITEM, Setting, walk
 from headway.log.jsonl import as_object
 from headway.report.secrets import HIDDEN
-from headway.train.config import TrainConfig
-from headway.train.config.tree import ITEM, Setting, walk
 
 _LONGEST = 120  # of a value [characters]
 _UNSAID = "not set"

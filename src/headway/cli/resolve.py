@@ -10,9 +10,9 @@ from headway.errors import UnknownModelError, WorkloadError
 from headway.log.working import working
 
 if TYPE_CHECKING:
+    from headway.config.model import ModelConfig
     from headway.conventions import Architecture
     from headway.count import CostModel
-    from headway.train.config.model import ModelConfig
 
 
 _PIXELS = re.compile(r"(\d{1,6})[xX](\d{1,6})px")
@@ -59,8 +59,8 @@ def resolve_ledger(settings: "ModelConfig") -> "CostModel":
     if not settings.adds_tokens:
         return resolve_cost_model(settings.path)
     with needs_extra("adding tokens to a model"), working(f"tracing {settings.path}"):
+        from headway.optim import with_new_rows
         from headway.tracing import trace
-        from headway.train.optim import with_new_rows
 
         return trace(with_new_rows(resolve_config(settings.path), settings))
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headway.cli.plan_text import WholeRun
-    from headway.train.config import TrainConfig
-    from headway.train.scale import Scaling, SizedRun
+    from headway.config import TrainConfig
+    from headway.predict.scale import Scaling, SizedRun
 
 SCHEMA_VERSION = 1
 MUCH_PADDING = 1.1

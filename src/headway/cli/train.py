@@ -16,7 +16,7 @@ from headway.cli.output import needs_extra, say
 from headway.errors import RunCompleteError, UsageError
 
 if TYPE_CHECKING:
-    from headway.train.config import TrainConfig
+    from headway.config import TrainConfig
     from headway.train.summary import RunSummary
 
 INTERRUPTED = 130
@@ -105,8 +105,8 @@ def train(
         raise UsageError(
             "--smoke takes the first steps of a new run; leave out --resume, --resume-if-any, --dry-run, --scale-down."
         )
-    from headway.train.config import load_config
-    from headway.train.config.smoke import smoke_of
+    from headway.config import load_config
+    from headway.config.smoke import smoke_of
 
     overrides: tuple[str, ...] = tuple(settings or ())
     later: tuple[str, ...] = ()
@@ -179,7 +179,7 @@ def print_summary(summary: "RunSummary", *, as_json: bool) -> None:
     Raises:
         typer.Exit: Ctrl-C stopped the run before its end.
     """
-    from headway.train.ranks import own_rank
+    from headway.models.parallel.ranks import own_rank
 
     if own_rank() == 0:  # of all processes of a run, the first one speaks
         print(json.dumps(summary.as_json()) if as_json else summary.as_table())

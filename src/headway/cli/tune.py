@@ -22,12 +22,12 @@ from headway.report.quantity import SIZE_UNITS, bytes_in
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from headway.config import TrainConfig
     from headway.devices import Device
     from headway.packing.lengths import LengthTable
-    from headway.plan.collectives import Links
-    from headway.plan.speeds import Speeds
-    from headway.train.config import TrainConfig
-    from headway.train.tune import Candidate, Search, Trial
+    from headway.predict.collectives import Links
+    from headway.predict.speeds import Speeds
+    from headway.predict.tune import Candidate, Search, Trial
 
 _SHOWN = 5
 
@@ -120,7 +120,7 @@ def _planned_for(
     config: "TrainConfig", devices: int | None, device: str | None, lengths: Path | None, *, measured: bool
 ) -> "TrainConfig":
     """The recipe with what the command line says of devices and lengths."""
-    from headway.train.config import parse_config
+    from headway.config import parse_config
 
     if lengths is not None and measured:
         raise UsageError("--lengths and --data are two places for lengths; give one of them.")
@@ -144,8 +144,8 @@ def _tuned(
     steps: int | None,
 ) -> Tuned:
     """Search, and measure the best where that is asked for."""
-    from headway.train.dry_run import precision_of
-    from headway.train.tune import corrected, distinct, front
+    from headway.predict.dry_run import precision_of
+    from headway.predict.tune import corrected, distinct, front
 
     with working("searching packing lengths, recomputation and sharding"):
         found = search.run()
@@ -207,11 +207,11 @@ def search_of(
         HeadwayError: a size or device that is not known, or nothing that says how long samples are.
     """
     from headway.devices import named_device
-    from headway.train.dry_run import learning_model
-    from headway.train.forecast import Forecaster
-    from headway.train.planned_lengths import lengths_of
-    from headway.train.tune import Search, Space, parse_step_tokens
-    from headway.train.tune.space import TOLERANCE
+    from headway.predict.dry_run import learning_model
+    from headway.predict.forecast import Forecaster
+    from headway.predict.planned_lengths import lengths_of
+    from headway.predict.tune import Search, Space, parse_step_tokens
+    from headway.predict.tune.space import TOLERANCE
 
     count, name = config.plan.devices or 1, config.plan.device
     found = named_device(name) if name is not None else None
@@ -251,7 +251,7 @@ def search_of(
 
 def _room(memory: str | None, device: "Device | None") -> int | None:
     """What each device may hold [bytes]; None where nothing says so."""
-    from headway.train.dry_run import USABLE
+    from headway.predict.dry_run import USABLE
 
     whole = None if device is None else device.memory_bytes
     if memory is None:
@@ -272,7 +272,7 @@ def _room(memory: str | None, device: "Device | None") -> int | None:
 
 def _of_size(config: "TrainConfig", step_tokens: int) -> "TrainConfig":
     """The recipe with steps at least as large as those asked for, so that enough samples are drawn."""
-    from headway.train.tune.space import changed_config
+    from headway.predict.tune.space import changed_config
 
     shape = config.parallel.mesh_shape(config.plan.devices or 1)
     packs = shape.world_size // shape.sequence * config.data.tokens_per_pack
@@ -304,8 +304,8 @@ def _check_target(write: Path, recipe: str) -> None:
 
 
 def _run(best: "Sequence[Candidate]", devices: int, steps: int | None) -> "dict[Candidate, Trial]":
-    from headway.train.tune import measure
-    from headway.train.tune.measure import STEPS
+    from headway.predict.tune import measure
+    from headway.predict.tune.measure import STEPS
 
     seen = {}
     for number, one in enumerate(best, start=1):
@@ -316,7 +316,7 @@ def _run(best: "Sequence[Candidate]", devices: int, steps: int | None) -> "dict[
 
 def _write(path: Path, recipe: Path, tuned: Tuned) -> None:
     """Write the best, by what was measured where that was asked for."""
-    from headway.train.tune import recipe_text
+    from headway.predict.tune import recipe_text
 
     best = tuned.again[0][0] if tuned.again else tuned.best[0]
     where = "this machine" if tuned.device is None else tuned.device.title

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headway.devices import Device
-    from headway.train.tune import Candidate, Found, Trial
+    from headway.predict.tune import Candidate, Found, Trial
 
 T = TypeVar("T")
 _GIB, _MIB = 2**30, 2**20

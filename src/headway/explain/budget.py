@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.plan.lines import NAMES
+from headway.report.step_lines import NAMES
 
 SCHEMA_VERSION = 1
 NO_COMPONENT = "other modules"

@@ -20,9 +20,9 @@ from headway.explain.unprofiled import NO_PROFILE_NOTE, unprofiled
 from headway.explain.waterfall import JobExplanation, StepWaterfall
 from headway.files import open_plain
 from headway.log.jsonl import as_object, sharing_decoder
-from headway.plan.lines import NAMES
 from headway.report import format_duration
 from headway.report.numbers import finite, integer, quantity
+from headway.report.step_lines import NAMES
 
 METRICS = "metrics.jsonl"
 UNFINISHED_NOTE = "the run has not ended, or was killed"  # how the note on it begins

@@ -23,7 +23,7 @@ from headway.explain.stated_work import StatedWork, check_rates, note_on_product
 from headway.explain.trace import Trace
 from headway.explain.trace_facts import TraceFacts, gather_facts
 from headway.explain.traffic import OperandTraffic, operand_traffic
-from headway.plan.lines import NAMES, SLOW
+from headway.report.step_lines import NAMES, SLOW
 
 SCHEMA_VERSION = 1
 

@@ -1,4 +1,5 @@
-"""Training: one loop on packed data, its typed configuration, its checkpoints and its records.
+"""Training: one loop on packed data, its preparation and its records.
 
-Read `loop.py` from top to bottom; `config.py` says what can be set; `checkpoint.py` what a killed run resumes from.
+Read `loop.py` from top to bottom; `headway.config` says what can be set, `headway.checkpoint` what a killed run resumes
+from.
 """

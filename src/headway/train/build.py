@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from headway.checkpoint import Checkpoint, refuse_half_written
+from headway.config import TrainConfig
 from headway.count import CostModel
 from headway.errors import CheckpointError
 from headway.models.compiling import CompileWatch, compile_blocks
@@ -22,15 +24,13 @@ from headway.models.materialise import allocate, read_weights
 from headway.models.parallel import Mesh, shard_model
 from headway.models.parallel.experts import spread_experts
 from headway.models.parallel.sequence import share_packs
+from headway.models.precision import Precision
 from headway.models.products import align_widths
 from headway.models.recompute import recompute_blocks
 from headway.models.vision import tower_of_all
+from headway.optim import adapt, freeze, rows_of
+from headway.predict.speed import chosen_recompute, compiles, put_in_kernels
 from headway.tracing import trace
-from headway.train.checkpoint import Checkpoint, refuse_half_written
-from headway.train.config import TrainConfig
-from headway.train.device import Precision
-from headway.train.optim import adapt, freeze, rows_of
-from headway.train.speed import chosen_recompute, compiles, put_in_kernels
 
 
 @dataclass(frozen=True)

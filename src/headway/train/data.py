@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from headway.config import TrainConfig
+from headway.config.data import DataConfig, DatasetConfig, MixPart, SourceConfig
 from headway.count import CostModel
 from headway.data.bad_rows import BadSamples
 from headway.data.collate import Collator
@@ -24,14 +26,12 @@ from headway.data.sources.identity import Identities, changes_since, identify, i
 from headway.data.sources.opening import own_names
 from headway.errors import CheckpointError, ConfigError
 from headway.log.working import measuring_rows, working
+from headway.models.parallel.ranks import Ranks
 from headway.models.vision import vision_geometry
 from headway.packing.budget import Budget
 from headway.packing.items import Items, Policies
 from headway.packing.order import Order, Stage, StageSource
 from headway.packing.plan import Plan
-from headway.train.config import TrainConfig
-from headway.train.config.data import DataConfig, DatasetConfig, MixPart, SourceConfig
-from headway.train.ranks import Ranks
 
 QUARANTINE = "bad_samples.jsonl"
 

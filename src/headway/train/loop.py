@@ -18,29 +18,30 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from headway.answer.answers import answer_line, answers_record
+from headway.answer.evaluate import EvalSet, Evaluation
+from headway.checkpoint.export import find_checkpoint_in
+from headway.config import TrainConfig
 from headway.data import Batch
 from headway.data.feed import FeedReport, on_device
 from headway.data.wording import errors_in_words_of
 from headway.errors import RunCompleteError, TrainingError
+from headway.log.run_files import METRICS, RESUMES, SAMPLES, SUMMARY, write_json
 from headway.log.working import working
 from headway.meter import Goodput, clock
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.meter.goodput_report import Bucket
 from headway.meter.window import SCHEMA_VERSION
 from headway.models.parallel import clip_, reduce_gradients
-from headway.train.answers import answer_line, answers_record
+from headway.models.parallel.ranks import own_rank
+from headway.optim import learning_rate, set_learning_rate, take_step
 from headway.train.billed import billed_by_conventions
-from headway.train.checkpoint.export import find_checkpoint_in
-from headway.train.config import TrainConfig
-from headway.train.evaluate import EvalSet, Evaluation
 from headway.train.memory_error import Explanation
 from headway.train.memory_record import record_memory
-from headway.train.optim import learning_rate, set_learning_rate, take_step
 from headway.train.prepare import Run, exports_of, prepare
 from headway.train.profiling import ProfileWindow
 from headway.train.progress import Progress, evaluation_line
-from headway.train.ranks import own_rank
-from headway.train.record import METRICS, RESUMES, SAMPLES, SUMMARY, MetricsLog, write_json
+from headway.train.record import MetricsLog
 from headway.train.recorder import LaunchedStep, StepRecorder
 from headway.train.run_folder import RunFolder
 from headway.train.salvage import LastStep

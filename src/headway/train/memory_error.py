@@ -8,19 +8,19 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from headway.config import SpeedConfig, TrainConfig
 from headway.count.activations import SavedByPrecision
 from headway.errors import ConfigError, HeadwayError
 from headway.meter.environment import used_memory
 from headway.models.blocks import blocks
 from headway.models.parallel import local
-from headway.plan.memory import MemoryPlan
-from headway.plan.moments import PARTS
+from headway.predict.dry_run import USABLE, memory_plan
+from headway.predict.fitting import ways_to_fit
+from headway.predict.memory import MemoryPlan
+from headway.predict.moments import PARTS
+from headway.predict.saved_activations import saved_as_trained
 from headway.report import format_bytes, format_count
-from headway.train.config import SpeedConfig, TrainConfig
-from headway.train.dry_run import USABLE, memory_plan
-from headway.train.fitting import ways_to_fit
 from headway.train.prepare import Run
-from headway.train.saved import saved_as_trained
 from headway.train.watch import LoopPhase
 
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)

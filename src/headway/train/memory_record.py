@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
+from headway.config import TrainConfig
 from headway.count.activations import SavedByPrecision
 from headway.errors import HeadwayError
-from headway.train.config import TrainConfig
-from headway.train.dry_run import memory_plan
+from headway.log.run_files import write_json
+from headway.predict.dry_run import memory_plan
+from headway.predict.planned_lengths import fullest_pack
+from headway.predict.saved_activations import saved_as_trained
 from headway.train.memory_error import held_bytes
-from headway.train.planned_lengths import fullest_pack
 from headway.train.prepare import Run
-from headway.train.record import write_json
-from headway.train.saved import saved_as_trained
 
 FILE_NAME = "memory.json"
 SCHEMA_VERSION = 1

@@ -15,28 +15,10 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
-from headway.data import Encoder
-from headway.data.chat import stop_ids_of
-from headway.data.chat_settings import ChatSettings
-from headway.data.feed import FILES, Feed
-from headway.data.processor_settings import ProcessorSettings
-from headway.data.sources.opening import samples_of
-from headway.data.stops import with_stops
-from headway.devices import peak_for
-from headway.errors import ConfigError, RunCompleteError
-from headway.meter import Meter
-from headway.meter.environment import bandwidth_of
-from headway.models.load import Processor, load_config, load_processor
-from headway.models.lora import write_adapter_config
-from headway.models.new_rows import embedding_rows
-from headway.models.parallel import Mesh, build_mesh, model_name
-from headway.models.router import RouterLoad
-from headway.models.vision import vision_geometry
-from headway.plan.mesh import MeshShape
-from headway.report import format_count
-from headway.train.answers import GenerationEval
-from headway.train.build import Trained, build_trained
-from headway.train.checkpoint import (
+from headway.answer.answers import GenerationEval
+from headway.answer.evaluate import EvalSet
+from headway.answer.model_folder import make_encoder
+from headway.checkpoint import (
     Checkpoint,
     CheckpointSaver,
     Contents,
@@ -47,17 +29,36 @@ from headway.train.checkpoint import (
     restore_random_state,
     training_tensors,
 )
-from headway.train.checkpoint.export import Exports
-from headway.train.config import ParallelConfig, TrainConfig
-from headway.train.config.advice import warnings
-from headway.train.config.sections import changed
+from headway.checkpoint.export import Exports
+from headway.config import ParallelConfig, TrainConfig
+from headway.config.advice import warnings
+from headway.config.sections import changed
+from headway.data import Encoder
+from headway.data.chat import stop_ids_of
+from headway.data.chat_settings import ChatSettings
+from headway.data.feed import FILES, Feed
+from headway.data.processor_settings import ProcessorSettings
+from headway.data.sources.opening import samples_of
+from headway.data.stops import with_stops
+from headway.devices import peak_for
+from headway.errors import ConfigError, RunCompleteError
+from headway.log.run_files import CHECKPOINTS, EXPORTS, RUN, write_json
+from headway.meter import Meter
+from headway.meter.environment import bandwidth_of
+from headway.models.load import Processor, load_config, load_processor
+from headway.models.lora import write_adapter_config
+from headway.models.new_rows import embedding_rows
+from headway.models.parallel import Mesh, build_mesh, model_name
+from headway.models.parallel.ranks import Ranks, join_ranks
+from headway.models.precision import Precision, choose_device, choose_precision
+from headway.models.router import RouterLoad
+from headway.models.vision import vision_geometry
+from headway.optim import Optimizer, WeightAverage, make_optimizer
+from headway.packing.mesh import MeshShape
+from headway.report import format_count
+from headway.train.build import Trained, build_trained
 from headway.train.data import budget_of, make_collator, open_dataset, open_feed
-from headway.train.device import Precision, choose_device, choose_precision
-from headway.train.evaluate import EvalSet
-from headway.train.opened import make_encoder
-from headway.train.optim import Optimizer, WeightAverage, make_optimizer
-from headway.train.ranks import Ranks, join_ranks
-from headway.train.record import CHECKPOINTS, EXPORTS, RUN, describe_software, write_json
+from headway.train.record import describe_software
 from headway.train.run_folder import RunFolder, from_weights_of
 from headway.train.watch import LoopPhase
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from headway.config.run import ProfileConfig
 from headway.data.feed import Feed
 from headway.errors import ConfigError
 from headway.meter import Meter
 from headway.meter.pending import PendingStep
 from headway.meter.profile import ProfiledSteps
-from headway.train.config.run import ProfileConfig
 from headway.train.recorder import StepRecorder
 
 if TYPE_CHECKING:

@@ -1,17 +1,4 @@
-"""The run folder's files: the resolved configuration, the software and device, and a record per step.
-
-config.yaml     the configuration as it was resolved
-run.json        versions, device, git commit, peak and convention
-metrics.jsonl   one record per step and per evaluation
-resumes.jsonl   one line per continuation, with what the steps that were lost had trained on
-samples.jsonl   answers in words, if `eval.generate` asks for them
-profile/        traces of the steps that `run.profile` names
-explain.json    what `headway explain` says of the run, once it was asked
-summary.json    the run in one object, written at the end
-memory.json     memory as predicted and as measured, by part; on CUDA
-checkpoints/    see `checkpoint/`
-export/         model folders made of checkpoints, one for each exported step
-"""
+"""Records of a run as it writes them: metrics.jsonl, a line per step and evaluation; and the software it ran with."""
 
 import json
 import os
@@ -19,20 +6,18 @@ import platform
 import subprocess
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from headway import hub
-from headway.cache import write_whole
 from headway.errors import TrainingError
 from headway.log.boundary import ErrorBoundary
 from headway.log.jsonl import LineFile, append_whole
+from headway.log.run_files import LossTally
 from headway.log.sinks import Sinks
 from headway.meter.window import known
 from headway.version import __version__
@@ -40,15 +25,8 @@ from headway.version import __version__
 if TYPE_CHECKING:
     from io import FileIO
 
-CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
-CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", hub.EXPORTS, "samples.jsonl", "resumes.jsonl"
 _MOST_WAITING = 10_000  # records of about 2 kB that wait in memory for a disk that takes none
 _WAITING = "They wait in memory, and are written once that succeeds; training goes on."
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON object so that it is there whole or not at all."""
-    write_whole(path, lambda file: file.write(json.dumps(content, indent=1).encode() + b"\n"))
 
 
 def describe_software() -> dict[str, Any]:
@@ -61,63 +39,6 @@ def describe_software() -> dict[str, Any]:
         "platform": platform.platform(),
         "git_commit": _git_commit(),
     }
-
-
-@dataclass
-class LossTally:
-    """First and last losses of a run's steps, taken down as the records pass, so that none is read again at the end.
-
-    Attributes:
-        steps: step records seen.
-        skipped: those whose update was left out because their numbers were not finite; they have no loss.
-        empty: those with nothing to learn from, which have no loss either.
-        first: the first loss [nats per supervised token]; None before it.
-    """
-
-    steps: int = 0
-    skipped: int = 0
-    empty: int = 0
-    first: float | None = None
-    _recent: deque[float] = field(default_factory=lambda: deque(maxlen=100))
-    _flow: deque[float] = field(default_factory=lambda: deque(maxlen=100))
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Take down a record, if it is one of a step."""
-        if record.get("kind") != "step":
-            return
-        self.steps += 1
-        loss, flow = record.get("loss"), record.get("flow_loss")
-        if flow is not None:
-            self._flow.append(flow)
-        if loss is not None:
-            self.first = loss if self.first is None else self.first
-            self._recent.append(loss)
-        elif record.get("empty"):
-            self.empty += 1
-        elif flow is None:
-            self.skipped += 1
-
-    @property
-    def last(self) -> float | None:
-        """Mean of the last tenth of the losses, at most 100 and at least one of them; None without any.
-
-        >>> tally = LossTally()
-        >>> for loss in [9.0] * 18 + [1.0, 3.0]:
-        ...     tally.add({"kind": "step", "loss": loss})
-        >>> tally.last
-        2.0
-        """
-        return self._mean_of_last(self._recent)
-
-    @property
-    def last_flow(self) -> float | None:
-        """The same of drawn images; None of a model that does not draw."""
-        return self._mean_of_last(self._flow)
-
-    def _mean_of_last(self, losses: Iterable[float]) -> float | None:
-        count = min(100, max(1, (self.steps - self.skipped - self.empty) // 10))
-        last = list(losses)[-count:]
-        return sum(last) / len(last) if last else None
 
 
 class MetricsLog:

@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from headway.checkpoint.folder import CHAIN, DIGEST, RESUMES, SKIPPED
 from headway.data import Batch
 from headway.errors import NotFiniteError
 from headway.log.boundary import ErrorBoundary
+from headway.log.run_files import write_json
 from headway.meter import Window
 from headway.meter.clock import HostCopy
 from headway.models.compiling import Compilations
 from headway.models.router import RouterSummary
 from headway.train.check import chained
-from headway.train.checkpoint.folder import CHAIN, DIGEST, RESUMES, SKIPPED
-from headway.train.record import MetricsLog, write_json
+from headway.train.record import MetricsLog
 from headway.train.share import DIGESTS, StepShare
 
 

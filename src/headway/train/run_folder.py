@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 
 from headway.cache import write_whole
+from headway.checkpoint.folder import clear_unfinished
+from headway.checkpoint.saver import writers
+from headway.config import TrainConfig, parse_config
 from headway.errors import ConfigError
 from headway.log.jsonl import lock
+from headway.log.run_files import CHECKPOINTS, CONFIG, EXPORTS, METRICS
 from headway.log.sink import flatten
-from headway.train.checkpoint.folder import clear_unfinished
-from headway.train.checkpoint.saver import writers
-from headway.train.config import TrainConfig, parse_config
-from headway.train.record import CHECKPOINTS, CONFIG, EXPORTS, METRICS
 
 if TYPE_CHECKING:
     from io import FileIO

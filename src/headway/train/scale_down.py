@@ -14,14 +14,14 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from headway.architectures import BagelConfig
+from headway.config import TrainConfig, changed_config
+from headway.config.data import MediaConfig
 from headway.models.load import named_config
+from headway.models.parallel.ranks import join_ranks
+from headway.models.precision import choose_device
 from headway.packing.lengths import MIXES
 from headway.synthetic.small_data import vocabulary_texts, write_small_data
 from headway.synthetic.small_model import EXPERTS, write_small_model
-from headway.train.config import TrainConfig, changed_config
-from headway.train.config.data import MediaConfig
-from headway.train.device import choose_device
-from headway.train.ranks import join_ranks
 from headway.train.run_folder import refuse_existing_run
 
 STEPS = 30

@@ -8,7 +8,7 @@ from headway.count import Workload
 from headway.data import Batch
 from headway.data.blank_media import Modalities
 from headway.data.feed import Feed
-from headway.train.ranks import Ranks
+from headway.models.parallel.ranks import Ranks
 
 DIGESTS = 2**64
 

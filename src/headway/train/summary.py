@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headway.answer.evaluate import Evaluation
 from headway.data.bad_rows import OUTCOMES
 from headway.data.feed import FeedReport
 from headway.meter import Window
@@ -19,7 +20,6 @@ from headway.report import (
     format_share,
     render_pairs,
 )
-from headway.train.evaluate import Evaluation
 
 SCHEMA_VERSION = 1
 

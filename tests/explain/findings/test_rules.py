@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from headway.config import TrainConfig
+from headway.config.tree import walk
 from headway.explain.findings import rules
 from headway.explain.findings.rules import MOST, RULES, find
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import StepWaterfall, WaterfallLine, explain
-from headway.train.config import TrainConfig
-from headway.train.config.tree import walk
 from helpers.written_traces import two_kernels_a_step
 
 

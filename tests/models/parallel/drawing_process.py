@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from headway.answer.evaluate import judge
 from headway.data import read_samples
 from headway.data.blank_media import Modalities, with_blanks
 from headway.data.drawing import DrawingEncoder
@@ -24,7 +25,6 @@ from headway.models.head import model_with_loss
 from headway.models.load import load_config, load_processor
 from headway.models.parallel.exchange import shares
 from headway.models.parallel.sequence import share_packs
-from headway.train.evaluate import judge
 
 TOLERANCE = 1e-5  # float32, relative
 FIVE_HEADS = {"text": {"num_attention_heads": 5, "num_key_value_heads": 1}, "vision": {"num_attention_heads": 3}}

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from headway.answer.evaluate import judge
 from headway.data import EncodedSample
 from headway.data.collate import Collator
 from headway.data.samples import Origin
@@ -21,7 +22,6 @@ from headway.models import load_model
 from headway.models.head import model_with_loss
 from headway.models.parallel.sequence import local_slots, share_packs
 from headway.models.vision import vision_geometry
-from headway.train.evaluate import judge
 from helpers.tiny_models import SPECIAL_TOKENS, VISION_FAMILIES, tiny_config
 
 TOLERANCE = 1e-5  # float32, relative

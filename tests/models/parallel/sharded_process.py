@@ -12,7 +12,7 @@ from headway.models.load import load_model
 from headway.models.materialise import read_weights
 from headway.models.parallel import Mesh, build_mesh, clip_, reduce_gradients, shard_model
 from headway.models.vision import vision_tower
-from headway.plan.mesh import MeshShape
+from headway.packing.mesh import MeshShape
 from helpers.tiny_models import tiny_config
 
 

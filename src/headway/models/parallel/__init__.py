@@ -1,6 +1,6 @@
 """Models over several processes: the mesh they form (`mesh`) and FSDP2 over it (`shard`).
 
-`headway.plan.mesh` says how many processes each kind of parallelism takes, `build_mesh` makes the groups,
+`headway.packing.mesh` says how many processes each kind of parallelism takes, `build_mesh` makes the groups,
 `shard_model` lays the parameters over them, and `clip_` is the gradient norm that is right for parameters on any of
 these meshes.
 """

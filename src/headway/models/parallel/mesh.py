@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from headway.plan.mesh import MeshShape
+from headway.packing.mesh import MeshShape
 from headway.tracing.unwrap import local
 
 

@@ -1,0 +1,183 @@
+"""Exact match of greedy answers, without generating them.
+
+Greedy decoding emits the gold answer exactly if, after every gold prefix of it, the most likely next token is the gold
+one, the closing token included: as long as it has been right so far, its own prefix is the gold prefix. One packed
+forward pass over the gold answers therefore decides exact match, with neither a cache nor a token-by-token loop. In a
+conversation of several assistant turns each turn follows the gold turns before it, and all must match.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from headway.data import Batch, Budget, Encoder, Sample
+from headway.data.blank_media import Modalities, with_blanks
+from headway.data.collate import Collator
+from headway.data.encoders import collator_of
+from headway.errors import DataError
+from headway.models.head import ModelWithLoss
+from headway.models.parallel.ranks import Ranks
+from headway.models.vision import VisionGeometry
+from headway.packing.bins import pack
+from headway.packing.budget import over_budget
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of an evaluation.
+
+    Attributes:
+        samples: samples judged.
+        exact: samples whose whole greedy answer is the gold one.
+        loss: mean cross-entropy over the supervised tokens [nats].
+        tokens: supervised tokens [tokens].
+    """
+
+    samples: int
+    exact: int
+    loss: float
+    tokens: int
+
+    @property
+    def exact_match(self) -> float:
+        """Fraction of samples answered exactly."""
+        return self.exact / self.samples
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss): the number of tokens, all equally likely, that would have the same loss."""
+        return math.exp(min(self.loss, 700.0))  # e**710 is no float any more
+
+    @classmethod
+    def total(cls, parts: "Sequence[Evaluation]") -> "Evaluation":
+        """Several evaluations as one, every supervised token counting the same; at least one."""
+        tokens = sum(part.tokens for part in parts)
+        loss = sum(part.loss * part.tokens for part in parts) / tokens
+        return cls(sum(part.samples for part in parts), sum(part.exact for part in parts), loss, tokens)
+
+    def as_record(self) -> dict[str, float]:
+        """Flatten into JSON-ready values."""
+        return {"samples": self.samples, "exact": self.exact, "exact_match": self.exact_match, "loss": self.loss}
+
+
+class EvalSet:
+    """Held-out samples, encoded and packed once; the packs stay in memory on the CPU.
+
+    Args:
+        samples: what to judge.
+        encoder: turns samples into tokens and patches.
+        budget: of a pack.
+        ranks: each takes its share of the packs.
+        geometry: the model's vision geometry, for blank images where other ranks' packs have some.
+        group: the processes that compute each pack together; None where each pack is one process's.
+
+    Raises:
+        DataError: there is no sample, or one exceeds a pack or has nothing to answer.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        encoder: Encoder,
+        budget: Budget,
+        ranks: Ranks,
+        geometry: VisionGeometry | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        encoded = [encoder.encode(sample) for sample in samples]
+        if not encoded:
+            raise DataError("there is no held-out sample to evaluate; data.eval must hold at least one.")
+        for one in encoded:
+            if not budget.holds(one.size):
+                raise DataError(over_budget(f"{one.where}: the held-out sample", one.size, budget))
+        plan = pack([one.size for one in encoded], budget)
+        plan += [[]] * (-len(plan) % ranks.num_data_ranks)  # all ranks run equally often
+        collator = eval_collator(encoder, geometry, ranks)
+        self._packs = []
+        for start in range(0, len(plan), ranks.num_data_ranks):
+            together = [collator([encoded[i] for i in row]) for row in plan[start : start + ranks.num_data_ranks]]
+            needed = Modalities.union([Modalities.of(batch) for batch in together])
+            batch = with_blanks(together[ranks.data_rank], needed, collator)
+            self._packs.append(batch.noised(seed=0, step=0).dealt(group))  # the same at every evaluation
+        self._ranks = ranks
+        self._group = group
+
+    @torch.no_grad()
+    def evaluate(
+        self, model_with_loss: ModelWithLoss, device: torch.device, autocast: Autocast = nullcontext
+    ) -> Evaluation:
+        """Judge every sample with the model's present weights.
+
+        Args:
+            model_with_loss: its model is put into evaluation mode for the time being.
+            device: where it lives.
+            autocast: context of the forward pass.
+        """
+        model = model_with_loss.model
+        was_training = model.training
+        model.train(False)
+        # samples, exact answers, summed cross-entropy, supervised tokens
+        totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
+        for batch in self._packs:
+            totals_4 += judge(model_with_loss, batch.to(device), autocast, self._group)
+        model.train(was_training)
+        self._ranks.sum_(totals_4)
+        samples, exact, loss, tokens = totals_4.tolist()
+        return Evaluation(int(samples), int(exact), loss / max(tokens, 1), int(tokens))
+
+
+def eval_collator(encoder: Encoder, geometry: VisionGeometry | None, ranks: Ranks) -> Collator:
+    """Lay held-out samples into packs that are padded no more than the processes that share them need."""
+    rows = 1 if encoder.rope_index is None else 3
+    return collator_of(
+        encoder,
+        geometry=geometry,
+        pixel_scale=encoder.pixel_scale,
+        position_rows=rows,
+        blank=encoder.blank_image(),
+        bucket_tokens=ranks.sequence,
+    )
+
+
+def judge(
+    model_with_loss: ModelWithLoss, batch: Batch, autocast: Autocast, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Evaluate a pack: this process's summands of the totals; L are its slots.
+
+    Args:
+        model_with_loss: of a model in evaluation mode.
+        batch: on the model's device.
+        autocast: context of the forward pass.
+        group: the processes that compute the pack together. What only all of them know, whether an answer is right
+            from beginning to end, the first one counts.
+
+    Returns:
+        Samples, exact answers, summed cross-entropy [nats] and supervised tokens, shape (4,).
+    """
+    local = batch.local_slots(group)
+    labels_L = batch.labels_1T[0, local]
+    with autocast():
+        pack_loss = model_with_loss(batch.model_inputs(), labels_L, judge=True)
+    assert pack_loss.right_T is not None
+    loss, supervised_L = pack_loss.loss_T.sum(), labels_L >= 0
+    wrong_T = torch.zeros(batch.slots, dtype=torch.long, device=loss.device)
+    wrong_T[local] = (supervised_L & ~pack_loss.right_T).long()
+    # Mistakes in each sample: differences of the running count at the samples' boundaries; padding comes behind them.
+    running_T1 = F.pad(wrong_T.cumsum(0), (1, 0))
+    boundaries_N1 = torch.tensor([0, *accumulate(batch.sample_tokens)], device=running_T1.device)
+    mistakes_N = running_T1[boundaries_N1[1:]] - running_T1[boundaries_N1[:-1]]
+    samples = batch.num_samples
+    if group is not None:
+        dist.all_reduce(mistakes_N, group=group)
+        samples = samples if dist.get_rank(group) == 0 else 0
+    exact = (mistakes_N[:samples] == 0).sum()  # which the first process alone counts
+    return torch.stack([torch.full_like(loss, samples), exact.to(loss), loss, supervised_L.sum().to(loss)]).double()

@@ -1,0 +1,198 @@
+"""A trained model by its path, ready to be talked to or judged: an export, adapters, a checkpoint or a run folder."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from headway.architectures import BagelConfig
+from headway.checkpoint import Checkpoint, restore
+from headway.checkpoint.export import find_checkpoint_in, holds_adapters
+from headway.checkpoint.folder import MANIFEST, step_folders
+from headway.data.chat_settings import ChatSettings
+from headway.data.drawing import DrawingEncoder
+from headway.data.encode import Encoder
+from headway.data.media.images import MAX_IMAGE_PIXELS
+from headway.data.media.placeholders import MAX_CHARACTERS
+from headway.errors import CheckpointError, ConfigError
+from headway.log.run_files import CHECKPOINTS, CONFIG, EXPORTS
+from headway.models.attention import use_attention
+from headway.models.load import Processor, load_model, load_processor, rope_index
+from headway.models.lora import ADAPTER_CONFIG, add_saved_adapters, initialise_adapters, read_adapters, without_adapters
+from headway.models.materialise import allocate
+from headway.models.vision import patch_size_of
+
+Kind = Literal["model", "adapters", "checkpoint"]
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """Where a model is, and in which form.
+
+    Attributes:
+        path: folder, or a name on the Hub.
+        kind: a "model" that from_pretrained opens, "adapters" for one, or a "checkpoint" of a run.
+        base: the model that adapters belong to, a folder or a name on the Hub; None for the other kinds.
+        run: folder of the run that it came from; None where no run was named.
+    """
+
+    path: str
+    kind: Kind
+    base: str | None = None
+    run: Path | None = None
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model with its weights, and what turns text and media into its inputs.
+
+    Attributes:
+        found: where it was.
+        model: in evaluation mode.
+        processor: its processor, or the tokenizer of a text-only model.
+    """
+
+    found: FoundModel
+    model: PreTrainedModel
+    processor: Processor
+
+
+def find_model(name: str, base: str | None = None) -> FoundModel:
+    """Find out what a path or name stands for, without reading weights.
+
+    Args:
+        name: a model folder, a folder of adapters, a checkpoint, a run folder, for its newest export or checkpoint, or
+            a model's name on the Hugging Face Hub.
+        base: the model that adapters belong to, where it is elsewhere than their folder says.
+
+    Raises:
+        UsageError: a run folder with neither.
+        ConfigError: a base without adapters that it could belong to.
+        CheckpointError: adapters whose base is not there.
+    """
+    path = Path(name)
+    run = path if (path / CONFIG).is_file() and not (path / MANIFEST).is_file() else None
+    if run is not None:
+        path = _newest_of(run)
+    if (path / MANIFEST).is_file():
+        found = FoundModel(str(path), "checkpoint", run=run)
+    elif (path / ADAPTER_CONFIG).is_file():
+        return FoundModel(str(path), "adapters", base or _base_of(path), run)
+    else:
+        found = FoundModel(str(path) if path.exists() else name, "model", run=run)
+    if base is not None:
+        raise ConfigError(f"--base {base} has no effect: {found.path} is a whole {found.kind}. Leave it out.")
+    return found
+
+
+def _newest_of(run: Path) -> Path:
+    """A run's newest model folder, or its newest checkpoint if that is newer."""
+    exports, checkpoints = step_folders(run / EXPORTS), step_folders(run / CHECKPOINTS)
+    if exports and (not checkpoints or int(exports[-1].name[5:]) >= int(checkpoints[-1].name[5:])):
+        return exports[-1]
+    return find_checkpoint_in(run).folder
+
+
+def _base_of(folder: Path) -> str:
+    path = folder / ADAPTER_CONFIG
+    try:
+        base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Export the adapters again.") from error
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(f"{path} does not name the model that the adapters belong to. Give it with --base MODEL.")
+    if not Path(base).exists() and (Path(base).is_absolute() or base.startswith(".") or base.count("/") > 1):
+        raise CheckpointError(
+            f"The adapters in {folder} belong to the model {base}, which is not there any more. Put it back, or give "
+            "its folder with --base MODEL."
+        )
+    return base
+
+
+def open_model(
+    found: FoundModel,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    for_generation: bool,
+    chats: ChatSettings | None = None,
+) -> OpenedModel:
+    """Read a model's weights.
+
+    Args:
+        found: by `find_model`.
+        dtype: the parameters' floating-point type.
+        device: where the model will compute.
+        for_generation: with the attention that transformers' generation is made for, else with that for packs.
+        chats: how chats become text; as the model's folder says when None.
+
+    Raises:
+        UnknownModelError: nothing of that name, on this machine or on the Hub.
+        CheckpointError: files that are damaged, incomplete or of another model.
+    """
+    folder: str | Path = found.path
+    if found.kind == "checkpoint":
+        checkpoint = find_checkpoint_in(Path(found.path))
+        folder = checkpoint.model_folder
+        model = _of_checkpoint(checkpoint, device, dtype)
+    elif found.kind == "adapters":
+        assert found.base is not None
+        model = load_model(found.base, dtype=dtype, device=device)
+        add_saved_adapters(model, Path(found.path))
+        initialise_adapters(model, 0, device)
+        read_adapters(model, Path(found.path))
+        folder = found.path if any(Path(found.path).glob("tokenizer*")) else found.base
+    else:
+        model = load_model(found.path, dtype=dtype, device=device)
+    if for_generation and not getattr(model, "draws", False):  # whose prompts are packs
+        parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+        use_attention(model, "sdpa" if all(part._supports_sdpa for part in parts) else "eager")
+    model.train(False)
+    processor = load_processor(folder)
+    if chats is not None:
+        chats.write_into(processor)
+    return OpenedModel(found, model, processor)
+
+
+def _of_checkpoint(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    model = load_model(checkpoint.model_folder, dtype=dtype, random_init=True, device="meta")
+    if holds_adapters(checkpoint):
+        add_saved_adapters(model, checkpoint.model_folder)
+    with without_adapters(model):
+        allocate(model, device)
+    initialise_adapters(model, 0, device)
+    restore(checkpoint, model)
+    return model
+
+
+def make_encoder(
+    processor: Processor,
+    model: PreTrainedModel,
+    *,
+    max_image_pixels: int = MAX_IMAGE_PIXELS,
+    max_characters: int = MAX_CHARACTERS,
+    learns_empty_thinking: bool = True,
+) -> Encoder:
+    """The encoder of a model's samples, in training and whenever the model is judged.
+
+    Args:
+        processor: the model's processor or tokenizer.
+        model: with or without weights.
+        max_image_pixels: largest image [pixels].
+        max_characters: longest text of a sample [characters].
+        learns_empty_thinking: whether an empty block of thoughts before an answer is learnt.
+    """
+    if isinstance(model.config, BagelConfig):
+        return DrawingEncoder(processor, model.config, max_image_pixels=max_image_pixels, max_characters=max_characters)
+    return Encoder(
+        processor,
+        rope_index(model),
+        num_embeddings=model.get_input_embeddings().get_parameter("weight").shape[0],
+        max_image_pixels=max_image_pixels,
+        max_characters=max_characters,
+        patch_size=patch_size_of(model.config),
+        learns_empty_thinking=learns_empty_thinking,
+    )

@@ -1,0 +1,243 @@
+"""Make a Hugging Face folder of a checkpoint, layer by layer: no more of the model is in memory than one weight file.
+
+The model is built without weights, for its names and for transformers' own rules of how its files name and cut the
+tensors (some models join on loading what their files keep apart, the experts of a layer above all).
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from headway.checkpoint.card import write_card
+from headway.checkpoint.folder import (
+    MANIFEST,
+    MODEL,
+    Checkpoint,
+    latest_checkpoint,
+    open_checkpoint,
+    step_folders,
+)
+from headway.checkpoint.restore import check_architecture, read_tensors, saved_tensors
+from headway.checkpoint.state import AVERAGE, WEIGHTS
+from headway.errors import CheckpointError, UsageError
+from headway.models.load import load_model
+from headway.models.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapters_alone,
+    add_saved_adapters,
+    base_name,
+    merged,
+)
+
+MAX_FILE_BYTES = 5 * 10**9
+WHOLE, ADAPTERS = "model", Path(ADAPTER_WEIGHTS).stem
+_LAYER = re.compile(r"(.*?\.\d+)\.")  # as far as the first number: model.layers.7
+
+
+@dataclass(frozen=True)
+class Exports:
+    """The model folders of a run.
+
+    Attributes:
+        root: where they are, one for each step.
+        when: "never", at the "end", or with "every" checkpoint.
+        keep: newest folders that stay.
+        dtype: of the weights; None for that of training.
+        average: whether the weights' moving average is exported in their place.
+        merge_adapters: whether adapters, if there are any, are added into the weights, or exported alone.
+    """
+
+    root: Path
+    when: Literal["never", "end", "every"]
+    keep: int
+    dtype: torch.dtype | None = None
+    average: bool = False
+    merge_adapters: bool = False
+
+    def folder(self, checkpoint: Checkpoint) -> Path | None:
+        """Where a checkpoint's model folder is; None if there is to be none."""
+        return None if self.when == "never" else self.root / checkpoint.folder.name
+
+    def make(self, checkpoint: Checkpoint) -> None:
+        """Export a checkpoint and delete the oldest folders beyond `keep`; one that is there already stays."""
+        folder = self.folder(checkpoint)
+        if folder is not None and not folder.exists():
+            merge = self.merge_adapters and holds_adapters(checkpoint)
+            export(checkpoint, folder, dtype=self.dtype, average=self.average, merge_adapters=merge)
+        for old in step_folders(self.root)[: -self.keep]:
+            shutil.rmtree(old)
+
+
+def export(
+    checkpoint: Checkpoint,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    average: bool = False,
+    merge_adapters: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Write a folder that `from_pretrained` opens, whole or not at all; of a model with adapters, one that peft opens.
+
+    Args:
+        checkpoint: of any layout, checked or not; what is read of it is compared with the model's shapes.
+        folder: must not exist.
+        dtype: of the floating-point weights; None for that of training.
+        average: whether the weights' moving average is exported in their place.
+        merge_adapters: whether adapters are added into the weights and all of the model is written, not they alone.
+        max_file_bytes: largest weight file; a single larger tensor has a file of its own [bytes].
+
+    Raises:
+        UsageError: the folder exists, there is no moving average, or there are no adapters to merge.
+        CheckpointError: the checkpoint cannot be read or holds a link, or the disk refuses.
+    """
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; give another folder, or delete it first.")
+    checkpoint.refuse_links()
+    saved = saved_tensors(checkpoint.folder)
+    if average and not any(name.startswith(AVERAGE) for name in saved):
+        raise UsageError(
+            f"the checkpoint {checkpoint.folder} holds no moving average of the weights; train with optim.ema, or "
+            "export the weights themselves."
+        )
+    plain = load_model(checkpoint.model_folder, random_init=True, device="meta")
+    model = plain
+    if adapts := holds_adapters(checkpoint):
+        model = load_model(checkpoint.model_folder, random_init=True, device="meta")
+        add_saved_adapters(model, checkpoint.model_folder)
+    elif merge_adapters:
+        raise UsageError(f"the checkpoint {checkpoint.folder} holds no adapters to merge; leave --merge-lora out.")
+    check_architecture(checkpoint, {name: tensor.shape for name, tensor in saved.items()}, model)
+    temporary = folder.with_name(f".{folder.name}.writing")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        kind = dtype or next(t.dtype for name, t in saved.items() if name.startswith(WEIGHTS) and t.is_floating_point())
+        files = _WeightFiles(temporary, max_file_bytes, ADAPTERS if adapts and not merge_adapters else WHOLE)
+        _write_described(checkpoint, temporary, plain, kind, adapters=adapts and not merge_adapters)
+        for part in _parts(checkpoint, saved, model, average=average):
+            cast = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in part.items()}
+            if not adapts:
+                files.add(revert_weight_conversion(plain, cast))
+            elif merge_adapters:
+                files.add(revert_weight_conversion(plain, merged(model, cast)))
+            else:
+                files.add(adapters_alone(cast))
+        files.close()
+        write_card(checkpoint, temporary, adapters=adapts and not merge_adapters)
+        temporary.rename(folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write the model folder {folder}: {error.strerror or error}. Make room or give another folder."
+        ) from error
+
+
+def holds_adapters(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is of a model with adapters."""
+    return (checkpoint.model_folder / ADAPTER_CONFIG).is_file()
+
+
+def find_checkpoint_in(path: Path) -> Checkpoint:
+    """The checkpoint that a path names, or the newest of the run that it names, every file checked.
+
+    Raises:
+        CheckpointError: it is damaged.
+        UsageError: there is none.
+    """
+    if (path / MANIFEST).is_file() or path.name.startswith("step-"):
+        checkpoint: Checkpoint | None = open_checkpoint(path)
+    else:
+        checkpoint = latest_checkpoint(path / "checkpoints")
+    if checkpoint is None:
+        raise UsageError(f"{path} holds no checkpoint; give a run folder, or one of the folders in its checkpoints/.")
+    checkpoint.check()
+    return checkpoint
+
+
+def _parts(
+    checkpoint: Checkpoint, saved: dict[str, torch.Tensor], model: PreTrainedModel, *, average: bool
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights under the model's names: one part for each layer, and one for each tensor outside of layers."""
+    left_out = model._keys_to_ignore_on_save or ()
+    groups: dict[str, list[str]] = {}
+    for name in (name.removeprefix(WEIGHTS) for name in saved if name.startswith(WEIGHTS)):
+        if name not in left_out:
+            layer = _LAYER.match(name)
+            groups.setdefault(layer[1] if layer else base_name(name), []).append(name)
+    for names in groups.values():
+        sources = {
+            name: AVERAGE + name if average and AVERAGE + name in saved else WEIGHTS + name for name in sorted(names)
+        }
+        read = {source: torch.empty_like(saved[source], device="cpu") for source in sources.values()}
+        read_tensors(checkpoint.folder, read)
+        yield {name: read[source].to(saved[WEIGHTS + name].dtype) for name, source in sources.items()}
+
+
+def _write_described(
+    checkpoint: Checkpoint, folder: Path, model: PreTrainedModel, dtype: torch.dtype, *, adapters: bool
+) -> None:
+    """Write config, generation config and processor; the config names the class and dtype of the weights beside it."""
+    left_out = {"config.json"} if adapters else {"config.json", ADAPTER_CONFIG}
+    for name in (name.removeprefix(f"{MODEL}/") for name in checkpoint.files if name.startswith(f"{MODEL}/")):
+        if name not in left_out:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint.model_folder / name, folder / name)
+    if not adapters:
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = dtype
+        model.config.save_pretrained(folder)
+
+
+class _WeightFiles:
+    """Safetensors files of bounded size, and their index where there are several."""
+
+    def __init__(self, folder: Path, max_bytes: int, stem: str) -> None:
+        self._folder, self._max_bytes, self._stem = folder, max_bytes, stem
+        self._open: dict[str, torch.Tensor] = {}
+        self._open_bytes, self._total_bytes, self._total_numel = 0, 0, 0
+        self._names: list[list[str]] = []
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take tensors in, and write a file whenever one is full."""
+        for name, tensor in tensors.items():
+            if self._open and self._open_bytes + tensor.nbytes > self._max_bytes:
+                self._write()
+            self._open[name] = tensor.clone(memory_format=torch.contiguous_format)  # of a layer, only what is kept
+            self._open_bytes += tensor.nbytes
+            self._total_numel += tensor.numel()
+
+    def close(self) -> None:
+        """Write the last file, and rename all to `model-00001-of-0000N`."""
+        self._write()
+        if len(self._names) == 1:
+            self._path(1).rename(self._folder / f"{self._stem}.safetensors")
+            return
+        where: dict[str, str] = {}
+        for number, names in enumerate(self._names, start=1):
+            file = f"{self._stem}-{number:05d}-of-{len(self._names):05d}.safetensors"
+            self._path(number).rename(self._folder / file)
+            where |= dict.fromkeys(names, file)
+        totals = {"total_parameters": self._total_numel, "total_size": self._total_bytes}
+        index: dict[str, Any] = {"metadata": totals, "weight_map": where}
+        path = self._folder / f"{self._stem}.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def _write(self) -> None:
+        self._names.append(list(self._open))
+        save_file(self._open, self._path(len(self._names)), metadata={"format": "pt"})
+        self._total_bytes += self._open_bytes
+        self._open, self._open_bytes = {}, 0
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f".{number}.safetensors"

@@ -1,0 +1,252 @@
+"""Save checkpoints while training goes on: copy to the host, then write, hash, seal and publish in the background.
+
+One checkpoint is in flight at a time. The processes agree after every stage over a group of their own, so that one
+whose disk is full fails the checkpoint for all of them, and none waits for another in a collective of the training.
+"""
+
+import json
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from headway.checkpoint.folder import (
+    INDEX,
+    MODEL,
+    POSITION,
+    SKIPPED,
+    Checkpoint,
+    Entry,
+    begin,
+    entries,
+    open_checkpoint,
+    publish,
+    rank_file,
+    seal,
+    step_folder,
+)
+from headway.checkpoint.state import HostCopies
+from headway.errors import CheckpointError, RankLostError
+from headway.models.parallel.ranks import Ranks
+
+T = TypeVar("T")
+_SLOWEST_WRITE = timedelta(hours=2)  # until the slowest process has written its part
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Contents of a checkpoint, on this process.
+
+    Attributes:
+        tensors: `training_tensors`, the live ones.
+        random: `random_state` of this process.
+        position: the place in the data, of all processes together, and what the run has behind it.
+        mesh: how the processes share the work, by axis [processes].
+        write_model: writes config and processor to a folder.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    random: dict[str, Any]
+    position: dict[str, Any]
+    mesh: dict[str, int]
+    write_model: Callable[[Path], None]
+
+
+def writers(root: Path) -> list[threading.Thread]:
+    """The threads of this process that are writing a checkpoint below a root, as after an interrupt."""
+    return [thread for thread in threading.enumerate() if thread.name == _thread_name(root)]
+
+
+class CheckpointSaver:
+    """Writes the checkpoints of a run, all processes together. All of them must make one, and call it alike.
+
+    Args:
+        root: folder of all checkpoints of the run.
+        ranks: the processes.
+        keep: newest checkpoints that stay [checkpoints].
+        asynchronous: whether training goes on while the files are written.
+        export: what the first process does with each whole checkpoint, in the background too; None for nothing.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        ranks: Ranks,
+        *,
+        keep: int,
+        asynchronous: bool = True,
+        export: Callable[[Checkpoint], None] | None = None,
+    ) -> None:
+        self._root, self._ranks, self._keep, self._export = root, ranks, keep, export
+        self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE) if ranks.size > 1 else None
+        self._asynchronous = asynchronous
+        self._copies = HostCopies()  # the checkpoint before is written when the next one is copied
+        self._in_flight: futures.Future[Checkpoint] | None = None
+        self._last: Checkpoint | None = None
+
+    def save(self, step: int, contents: Contents, *, goes_on: bool = True) -> None:
+        """Begin to write the checkpoint of a step; wait for the one before, and for this one if not asynchronous.
+
+        Args:
+            step: its number.
+            contents: of the checkpoint.
+            goes_on: whether training goes on and changes the tensors, which are then copied first.
+
+        Raises:
+            CheckpointError: the one before could not be written, or this one.
+        """
+        self._settle()
+        # Said of every save of a lone process; filters belong to the process, so the other thread is not to touch them.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        if self._asynchronous and goes_on:
+            contents = Contents(**{**vars(contents), "tensors": self._copies.take(contents.tensors)})
+        self._in_flight = futures.Future()
+        # A process that has lost the others must be able to end without waiting for what it writes with them.
+        threading.Thread(
+            target=self._write_for, args=(self._in_flight, step, contents), name=_thread_name(self._root), daemon=True
+        ).start()
+        if not self._asynchronous:
+            self._settle()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the checkpoint in flight could not be written; `wait` says why."""
+        done = self._in_flight is not None and self._in_flight.done()
+        return done and self._in_flight is not None and self._in_flight.exception() is not None
+
+    def finished(self, *, wait: bool) -> list[Checkpoint]:
+        """The checkpoint that was in flight, once, if it has become whole since the last call.
+
+        Args:
+            wait: until it is, as where another process has seen it fail.
+
+        Raises:
+            CheckpointError: it could not be written, and `wait` is set.
+        """
+        if self._in_flight is None or not (wait or self._in_flight.done()) or (self.has_failed and not wait):
+            return []
+        return [self.wait()]
+
+    def wait(self) -> Checkpoint:
+        """Wait for the checkpoint in flight, if there is one; the last whole one.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._settle()
+        assert self._last is not None  # something was saved
+        return self._last
+
+    def _settle(self) -> None:
+        if self._in_flight is not None:
+            in_flight, self._in_flight = self._in_flight, None
+            self._last = in_flight.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the checkpoint in flight be finished; an error of its own is told where no other one is on its way.
+
+        Nothing is waited for without the other processes, or when the user interrupts; `writers` are those then left.
+        """
+        if error is None:
+            self._settle()
+        elif self._in_flight is not None and isinstance(error, Exception) and not isinstance(error, RankLostError):
+            futures.wait([self._in_flight])
+
+    def _write_for(self, waiting: futures.Future[Checkpoint], step: int, contents: Contents) -> None:
+        try:
+            waiting.set_result(self._write(step, contents))
+        except BaseException as error:  # noqa: BLE001 - told to who waits
+            waiting.set_exception(error)
+
+    def _write(self, step: int, contents: Contents) -> Checkpoint:
+        folder = step_folder(self._root, step)
+        temporary = folder.with_name(f".{folder.name}.writing")
+        try:
+            self._agree(lambda: begin(self._root, step) if self._ranks.is_first else None)
+            writer = FileSystemWriter(temporary, sync_files=False)  # they are flushed when they are hashed
+            save(contents.tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+            described = self._agree(lambda: self._write_the_rest(temporary, contents))
+            facts = {"step": step, "world_size": self._ranks.size, "mesh": contents.mesh}
+            files = {name: entry for part in described for name, entry in part.items()}
+            self._agree(lambda: self._publish(temporary, folder, facts, files))
+        except (Exception, CheckpointException) as error:
+            if self._ranks.is_first:
+                shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
+            raise CheckpointError(
+                f"cannot write the checkpoint of step {step} to {self._root}: {_reason(error)}. "
+                "Make room or give another run.folder; earlier checkpoints are untouched."
+            ) from error
+        checkpoint = open_checkpoint(folder)
+        export = self._export
+        if export is not None and not contents.position.get(SKIPPED):  # else the weights are those of one before
+            self._agree(lambda: export(checkpoint) if self._ranks.is_first else None)
+        return checkpoint
+
+    def _write_the_rest(self, temporary: Path, contents: Contents) -> dict[str, Entry]:
+        """Write the files other than tensors, and describe every file that this process wrote."""
+        rank = self._ranks.rank
+        own = temporary / rank_file(rank)
+        torch.save(contents.random, own)
+        written = [own, *temporary.glob(f"__{rank}_*")]
+        if self._ranks.is_first:
+            (temporary / POSITION).write_text(json.dumps(contents.position), encoding="utf-8")
+            (temporary / MODEL).mkdir()
+            contents.write_model(temporary / MODEL)
+            written += [temporary / POSITION, temporary / INDEX]
+            written += [path for path in (temporary / MODEL).rglob("*") if path.is_file()]
+        return entries(temporary, written)
+
+    def _publish(self, temporary: Path, folder: Path, facts: dict[str, Any], files: dict[str, Entry]) -> None:
+        if self._ranks.is_first:
+            seal(temporary, facts, files)
+            publish(temporary, folder, self._keep)
+
+    def _agree(self, stage: Callable[[], T]) -> list[T]:
+        """Do a stage on every process, and go on only if all have done it: what each gave, in order."""
+        if self._group is None:
+            return [stage()]
+        outcome: tuple[T | None, str | None]
+        try:
+            outcome = stage(), None
+        except Exception as error:  # noqa: BLE001 - raised below, on all processes
+            outcome = None, _reason(error)
+        outcomes: list[Any] = [None] * self._ranks.size
+        dist.all_gather_object(outcomes, outcome, group=self._group)
+        for rank, (_, reason) in enumerate(outcomes):
+            if reason is not None:
+                raise CheckpointError(f"{reason} (rank {rank})")
+        return [value for value, _ in outcomes]
+
+
+def _thread_name(root: Path) -> str:
+    return f"checkpoint to {root.resolve()}"
+
+
+def _reason(error: BaseException) -> str:
+    """Say in one line why writing failed: the system's error if libraries wrapped one, else the error itself."""
+    if isinstance(error, CheckpointException):
+        rank, (inner, _) = sorted(error.failures.items())[0]
+        return f"{_reason(inner)} (rank {rank})"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause.strerror or str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__

@@ -1,0 +1,330 @@
+"""Configuration of the data: sources and how they mix, packs, and how they are fed."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from headway.config.sections import Positive, Section, Share, Slots, changed
+
+Overlong = Literal["error", "drop", "truncate", "split"]
+Pixels = Annotated[int, Field(ge=1, le=2**40)]
+Formats = Literal["auto", "jsonl", "json", "csv", "parquet", "arrow", "webdataset", "text", "tokens"]
+
+
+class MediaConfig(Section):
+    """How large images and videos are read, and how many frames; a source's value comes before the run's."""
+
+    min_pixels: Pixels | None = Field(
+        default=None,
+        description="Least that the model reads of an image, which is enlarged to it; null for what the run says, or "
+        "the model's folder [pixels]",
+    )
+    max_pixels: Pixels | None = Field(
+        default=None,
+        description="Most that the model reads of an image, which is shrunk to it; null likewise. Models that bound "
+        "edges, tiles or tokens instead refuse both [pixels]",
+    )
+    video_min_pixels: Pixels | None = Field(
+        default=None,
+        description="Least that is read of a video, of each frame or of all of them as the model counts; null likewise "
+        "[pixels]",
+    )
+    video_max_pixels: Pixels | None = Field(
+        default=None, description="Most that is read of a video, likewise; null likewise [pixels]"
+    )
+    fps: float | None = Field(
+        default=None, gt=0, le=1000, description="Frames that are read of a second of a video; null likewise [1/s]"
+    )
+    max_frames: int | None = Field(
+        default=None, ge=2, le=10**6, description="Most frames that are read of a video; null likewise [frames]"
+    )
+
+
+class RowsConfig(Section):
+    """Where rows are, and how they become samples."""
+
+    path: str | None = Field(default=None, description="File, folder, glob or URL of samples in any format it knows")
+    name: str | None = Field(
+        default=None, description="What metrics call it; null for the file's name, with folders where two have one name"
+    )
+    format: Formats = Field(default="auto", description="Format of its files; told by their extensions if not given")
+    schema_name: str = Field(
+        default="auto", alias="schema", description="How rows become samples; told by their keys if not given"
+    )
+    text_column: str = Field(default="text", description="Column that holds the words of documents")
+    columns: dict[str, str] = Field(
+        default={}, description="The dataset's own names of columns, by those that schemas read: {question: Frage}"
+    )
+    root: str | None = Field(
+        default=None,
+        description="Folder or URL that media paths start from and may not leave; null for each file's own folder",
+    )
+    allow_remote: bool = Field(default=False, description="Whether rows may name media by URL")
+    sample_by: Literal["paragraph", "line", "document"] | None = Field(
+        default=None, description="What of a text file is a document; null for paragraph. Text files only"
+    )
+    token_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = Field(
+        default=None, description="Type of the ids in files of bare token ids (.bin), which must name it"
+    )
+    end_token: int | None = Field(
+        default=None, ge=0, le=2**63 - 1, description="Id that ends a document in files of token ids [token id]"
+    )
+    storage_options: dict[str, Any] = Field(
+        default={},
+        description="Options of the file system behind a URL, as fsspec takes them; the run folder keeps what stands "
+        "here, so credentials belong into the environment",
+    )
+
+
+class DatasetConfig(MediaConfig, RowsConfig):  # in the order of the last, as pydantic collects fields
+    """One dataset, and how its rows become samples."""
+
+
+class SourceConfig(DatasetConfig):
+    """A dataset to train on, and how often it plays."""
+
+    epochs: Share | None = Field(
+        default=None,
+        ge=1e-6,
+        le=1e6,
+        description="Passes over it; null to play on until the run's end, or as often as optim.epochs says [passes]",
+    )
+    limit: Positive | None = Field(default=None, description="Only so many of its samples [samples]")
+    overlong: Overlong | None = Field(
+        default=None, description="What becomes of its samples that are longer than a pack; null for data.overlong"
+    )
+
+
+def _listed(value: Any) -> Any:
+    return [_dataset(each) for each in value] if isinstance(value, list | tuple) else [_dataset(value)]
+
+
+def _dataset(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | dict | Section):
+        raise ValueError(f"{value!r} is no dataset; give its path, or its settings, such as {{path: chats.jsonl}}")
+    return {"path": value} if isinstance(value, str) else value
+
+
+class MixPart(SourceConfig):
+    """One of the sources that play together."""
+
+    weight: Share | None = Field(
+        default=None,
+        description="Share of the samples, relative to the others' weights; where none has one, each plays in "
+        "proportion to its size, so that all their samples come equally often",
+    )
+
+    @model_validator(mode="after")
+    def _is_a_source_with_a_share(self) -> Self:
+        if self.path is None:
+            raise ValueError("a part of a mix needs 'path'")
+        if self.weight is not None and self.epochs is not None:
+            raise ValueError(f"{self.path}: give either 'weight' or 'epochs'")
+        return self
+
+
+class StageConfig(SourceConfig):
+    """One stretch of the training data: a source, or a mix of them; stages play one after the other."""
+
+    mix: Annotated[tuple[MixPart, ...], BeforeValidator(_listed, json_schema_input_type=list[str | MixPart])] = Field(
+        default=(), description="Sources that play together, instead of one path"
+    )
+    samples: Positive | None = Field(default=None, description="Length of a mix with weights [samples]")
+
+    @model_validator(mode="after")
+    def _is_one_source_or_a_mix(self) -> Self:
+        if (self.path is None) == (not self.mix):
+            raise ValueError("a source needs 'path', or 'mix' with several of them; not both")
+        if self.mix:
+            given = sorted(changed(self) - {"mix", "samples"})
+            if given:
+                raise ValueError(f"{', '.join(given)} have no effect beside 'mix'; give them in its parts")
+        _check_shares(self.mix)
+        if self.samples is not None and not (self.mix and self.mix[0].epochs is None):
+            raise ValueError("'samples' is the length of a mix with weights; elsewhere 'epochs' say how long it is")
+        return self
+
+    @property
+    def parts(self) -> tuple[SourceConfig, ...]:
+        """The sources that play."""
+        return self.mix or (self,)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it never ends by itself."""
+        return self.samples is None and all(part.epochs is None for part in self.parts)
+
+
+class TrainSource(StageConfig):
+    """An entry of `data.train`: a source, which plays together with the others."""
+
+    weight: Share | None = Field(
+        default=None,
+        description="Share of the samples, relative to the others' weights; where none has one, each plays in "
+        "proportion to its size, so that all their samples come equally often",
+    )
+
+
+def _check_shares(parts: Sequence[MixPart | TrainSource]) -> None:
+    if len({(part.weight is None, part.epochs is None) for part in parts}) > 1:
+        raise ValueError("sources that play together all have a 'weight', or all have 'epochs', or none has either")
+
+
+class BadSamplesConfig(Section):
+    """How samples that cannot be used are handled."""
+
+    policy: Literal["error", "skip"] = Field(
+        default="error", description="'error' ends the run; 'skip' goes on without them and lists them"
+    )
+    limit: int | None = Field(
+        default=1000,
+        ge=0,
+        le=10**12,
+        description="Most that are skipped before the run ends; null for any number [samples]",
+    )
+    fraction: float | None = Field(
+        default=0.05, ge=0.0, le=1.0, description="Largest share of those read that is skipped; null for any"
+    )
+
+    @model_validator(mode="after")
+    def _limits_take_effect(self) -> Self:
+        if self.policy == "error" and changed(self):
+            raise ValueError("limit and fraction have no effect with policy 'error'")
+        return self
+
+
+class StreamConfig(Section):
+    """How data that are not indexed are read and packed as they come."""
+
+    lanes: Positive = Field(
+        default=16, le=2**20, description="Parts that are read side by side; a multiple of the number of ranks [lanes]"
+    )
+    shuffle: Positive = Field(
+        default=128,
+        le=2**24,
+        description="Samples that wait in each lane to be drawn at random; 1 keeps the order [samples]",
+    )
+    open_packs: Positive = Field(default=8, le=2**16, description="Packs that are open at a time in each lane [packs]")
+
+
+class SourcesConfig(Section):
+    """What is trained on and what is held out."""
+
+    train: Annotated[
+        tuple[TrainSource, ...],
+        BeforeValidator(_listed, json_schema_input_type=str | TrainSource | list[str | TrainSource]),
+    ] = Field(default=(), description="What to train on: a path, a source with settings, or a list that plays together")
+    stages: Annotated[
+        tuple[StageConfig, ...], BeforeValidator(_listed, json_schema_input_type=list[str | StageConfig])
+    ] = Field(default=(), description="Instead of data.train: sources or mixes that play one after the other")
+    epoch_of: str | None = Field(
+        default=None,
+        description="What an epoch of a mixture with weights is: longest (null), once through the source that lasts "
+        "longest; a source's name, once through that one; total, as many samples as all sources hold together",
+    )
+    eval: Annotated[
+        DatasetConfig | None, BeforeValidator(_dataset, json_schema_input_type=str | DatasetConfig | None)
+    ] = Field(default=None, description="Held-out samples, for eval.every and eval.at_end: a path, or a dataset")
+
+
+class DataConfig(MediaConfig, SourcesConfig):
+    """Sources, packing and feeding."""
+
+    tokens_per_pack: Slots = Field(description="Token budget of a pack, one micro-batch [tokens]")
+    patches_per_pack: Slots | None = Field(default=None, description="Vision patch budget of a pack [patches]")
+    samples_per_pack: Slots | None = Field(default=None, description="Most samples in a pack [samples]")
+    strategy: Literal["balanced", "best_fit", "first_fit", "next_fit", "none"] = Field(
+        default="balanced", description="How samples are dealt into packs"
+    )
+    window: Positive | None = Field(
+        default=None,
+        le=2**26,
+        description="Samples that are packed together; null for the plan's choice [samples]",
+    )
+    overlong: Overlong = Field(
+        default="error",
+        description="What becomes of samples longer than a pack, where their source does not say; only text is cut",
+    )
+    bad: BadSamplesConfig = BadSamplesConfig()
+    bucket_tokens: Slots | None = Field(
+        default=None, description="Packs are padded to a multiple of this, for compilation; null for none [tokens]"
+    )
+    bucket_patches: Slots | None = Field(
+        default=None, description="Patch buffers are padded to a multiple of this; null for none [patches]"
+    )
+    max_characters: Positive = Field(
+        default=5_000_000,
+        description="Longest text of a sample, as its chat template renders it; a longer one cannot be used, since "
+        "tokenising takes up to 400 bytes of memory per character [characters]",
+    )
+    max_image_pixels: int = Field(
+        default=89_478_485,
+        ge=1,
+        le=178_956_970,
+        description="Largest image of a sample; a larger one cannot be used [pixels]",
+    )
+    verify: Literal["size-and-time", "hash", "size"] = Field(
+        default="size-and-time",
+        description="How a resume makes sure of its files: by sizes and times, and hashes of data of up to 1 GiB; by "
+        "hashes of whatever size; by names and sizes alone, as of copies whose times are others",
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the order in which samples are read")
+    stream: StreamConfig | None = Field(
+        default=None, description="Read without an index, as for data without end or too far away; null to index"
+    )
+    workers: int = Field(
+        default=4,
+        ge=0,
+        le=1024,
+        description="Processes that load and encode, per rank; 0 for a thread of the trainer's own",
+    )
+    prefetch_bytes: int = Field(
+        default=2**30, ge=0, le=2**50, description="Packs made ahead, by their estimated size, per rank [bytes]"
+    )
+
+    @property
+    def played(self) -> tuple[StageConfig, ...]:
+        """The stages of the training data, one after the other; what `train` lists is one."""
+        if self.stages or len(self.train) == 1:
+            return self.stages or self.train
+        names = MixPart.model_fields
+        mix = [MixPart.model_validate({name: getattr(one, name) for name in names}) for one in self.train]
+        return (StageConfig(mix=tuple(mix)),)
+
+    @property
+    def overlong_of_all(self) -> Overlong:
+        """What becomes of long samples of which nobody knows the source: what all sources say, else the run's."""
+        policies = {part.overlong or self.overlong for stage in self.played for part in stage.parts}
+        return policies.pop() if len(policies) == 1 else self.overlong
+
+    @model_validator(mode="after")
+    def _sources_play_together_or_one_after_the_other(self) -> Self:
+        if bool(self.train) == bool(self.stages):
+            raise ValueError(
+                "say what to train on in 'train', a file or a list that plays together; or in 'stages', which play one "
+                "after the other; not in both"
+            )
+        for index, source in enumerate(self.train if len(self.train) > 1 else ()):
+            unclear = [name for name in ("mix", "samples", "epochs") if name in changed(source)]
+            if unclear:
+                raise ValueError(
+                    f"train lists {len(self.train)} sources that play together, and entry {index} has '{unclear[0]}'. "
+                    "For one after the other, write data.stages instead of data.train. Together, give weights, or none "
+                    "for all their samples equally often, and optim.epochs; passes of their own go into data.train: "
+                    "{mix: [{path: ..., epochs: ...}, ...]}"
+                )
+        _check_shares(self.train)
+        return self
+
+    @model_validator(mode="after")
+    def _everything_takes_effect(self) -> Self:
+        for index, stage in enumerate(self.stages[:-1]):
+            if stage.is_endless:
+                raise ValueError(f"stage {index} needs 'epochs', or the stages after it would never be reached")
+        weights = [part.weight for stage in self.played for part in stage.mix]
+        if self.epoch_of is not None and not any(weights):
+            raise ValueError("epoch_of has no effect without weights: an epoch plays every sample once")
+        if self.stream is not None and self.window is not None:
+            raise ValueError("window has no effect on a stream, which is packed as it comes; see stream.open_packs")
+        return self

@@ -1,0 +1,162 @@
+"""What is wrong with a configuration in words of its settings: where, what was given, what is allowed."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+
+from headway.config.other_tools import translated
+from headway.config.sections import unit_of
+from headway.config.tree import bounds_of, walk, words_of
+from headway.report.quantity import examples
+
+_BOUNDS = {
+    "greater_than": "above",
+    "greater_than_equal": "at least",
+    "less_than": "below",
+    "less_than_equal": "at most",
+}
+"""Pydantic's names of limits, in words."""
+_NOUNS = ("whole number", "number", "text", "path", "list", "mapping")
+_UP_TO_ONE = re.compile(r"(at most|below) 1(?![\d,.e])")
+_NEAR = 0.75  # of 1, which is equal letter by letter; below it a guess misleads more often than it helps
+_FAR = 0.85  # likewise, in another section, of names of at least
+_LONG = 5  # letters
+
+
+def describe(error: Mapping[str, Any], root: type[BaseModel]) -> str:
+    """Render an error of pydantic as a clause.
+
+    Args:
+        error: one of `ValidationError.errors()`.
+        root: the class of the whole configuration.
+    """
+    location = tuple(error["loc"])
+    name = ".".join(str(part) for part in location)
+    if error["type"] == "extra_forbidden":
+        allowed = _keys_at(location[:-1], root)
+        hint = hint_for(name, allowed, root) or "allowed here: " + ", ".join(allowed)
+        return f"unknown key {name!r}, {hint}".rstrip(".")
+    if error["type"] == "missing" and isinstance(location[-1], int):
+        location = location[:-1]  # a list that is too short
+    place, annotation, info = _field(location, root)
+    name = ".".join(str(part) for part in place)
+    meaning = f" ({info.description})" if info is not None and info.description else ""
+    if error["type"] == "missing" and place == error["loc"]:
+        return f"{name!r} is required" + meaning
+    value = error.get("input")
+    if error["type"] == "value_error":
+        message = error["msg"].removeprefix("Value error, ")
+        if isinstance(value, dict | list):
+            return f"{name}: {message}" if name else message
+        return f"{name} = {value!r}: {message[:1].lower()}{message[1:]}{meaning}"
+    if error["type"] in _BOUNDS:
+        return f"{name} = {value!r}: must be {_BOUNDS[error['type']]} {next(iter(error['ctx'].values())):,}{meaning}"
+    return f"{name} = {value!r}: give {_values(annotation, info)}{meaning}"
+
+
+def describe_all(errors: Iterable[Mapping[str, Any]], root: type[BaseModel]) -> list[str]:
+    """Render the errors of a configuration as clauses; of the kinds that one setting may have, the first is enough."""
+    clauses: dict[Any, str] = {}
+    for error in errors:
+        place, _, _ = _field(tuple(error["loc"]), root)
+        own = error["loc"] if error["type"] in ("extra_forbidden", "missing", "value_error") else ()
+        clauses.setdefault((place, own, error["msg"] if own else ""), describe(error, root))
+    return list(dict.fromkeys(clauses.values()))
+
+
+def _values(annotation: Any, info: Any) -> str:
+    """What a setting takes, with an example where it is easily written in another way."""
+    section = _section(annotation)
+    if section is not None:
+        keys = list(_fields(section))
+        first = next((key for key, field in _fields(section).items() if field.is_required()), keys[0])
+        return f"its settings, such as {{{first}: ...}}; it has {', '.join(keys)}"
+    values = words_of(annotation, bounds_of(info.metadata) if info is not None else "")
+    *others, last = values.split(" | ")
+    listed = f"{', '.join(others)} or {last}" if others else last
+    listed = f"a {listed}" if listed.startswith(_NOUNS) else listed
+    if "number" not in values:
+        return listed
+    unit = unit_of(info.description or "")[1] if info is not None else ""
+    written = examples(unit, whole="whole number" in values)
+    return f"{listed}, such as {'0.5 or 40%' if _UP_TO_ONE.search(values) else written}"
+
+
+def hint_for(name: str, allowed: Iterable[str], root: type[BaseModel]) -> str | None:
+    """Say which setting an unknown name means: of its own section, of another one, or in another tool's words.
+
+    Args:
+        name: dotted.
+        allowed: the keys of its own section.
+        root: the class of the whole configuration.
+
+    Returns:
+        The end of a sentence; None where nothing is near enough.
+    """
+    key = name.rpartition(".")[2]
+    if answer := translated(name):
+        return answer
+    allowed = list(allowed)
+    everywhere: dict[str, list[str]] = {}
+    for setting in walk(root):
+        everywhere.setdefault(setting.name.rpartition(".")[2], []).append(setting.name)
+    # Of equal names those that lie highest: data.seed and run.seed, but not that of each dataset.
+    highest = {
+        last: [each for each in names if each.count(".") == min(other.count(".") for other in names)]
+        for last, names in everywhere.items()
+    }
+    # From the surest guess to the least sure: words of a name, an equal name elsewhere, equal letters.
+    words = set(key.split("_"))
+    if longer := [each for each in allowed if words < set(each.split("_"))]:
+        return _did_you_mean(longer[:3])
+    if key in highest:
+        return _did_you_mean(highest[key])
+    if close := difflib.get_close_matches(key, allowed, n=1, cutoff=_NEAR):
+        return _did_you_mean(close)
+    if len(key) >= _LONG and (close := difflib.get_close_matches(key, highest, n=1, cutoff=_FAR)):
+        return _did_you_mean(highest[close[0]])
+    return None
+
+
+def _did_you_mean(names: list[str]) -> str:
+    return f"did you mean {' or '.join(map(repr, names))}?"
+
+
+def _field(location: tuple[int | str, ...], root: type[BaseModel]) -> tuple[tuple[int | str, ...], Any, Any]:
+    """The setting at a location, or the nearest above it: its place, annotation and field.
+
+    Pydantic puts the kinds that it tried of several behind the name of the setting; they are left out.
+    """
+    annotation: Any = root
+    info = None
+    for depth, part in enumerate(location):
+        kinds = [kind for kind in (annotation, *get_args(annotation)) if get_args(kind)]
+        section = _section(annotation)
+        if isinstance(part, int) and (lists := [kind for kind in kinds if get_origin(kind) is tuple]):
+            annotation, info = get_args(lists[0])[0], None
+        elif section is not None and part in (fields := _fields(section)):
+            info = fields[part]
+            annotation = info.annotation
+        elif mappings := [kind for kind in kinds if get_origin(kind) is dict]:
+            annotation, info = get_args(mappings[0])[1], None
+        else:
+            return location[:depth], annotation, info
+    return location, annotation, info
+
+
+def _section(annotation: Any) -> Any:
+    choices = (annotation, *get_args(annotation))
+    return next((kind for kind in choices if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _fields(section: type[BaseModel]) -> dict[str, Any]:
+    return {info.alias or name: info for name, info in section.model_fields.items()}
+
+
+def _keys_at(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
+    _, annotation, _ = _field(location, root)
+    section = _section(annotation)
+    return [] if section is None else list(_fields(section))

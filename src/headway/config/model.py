@@ -1,0 +1,240 @@
+"""The model: which one and what of it learns, how processes share it, and what makes its steps faster or smaller."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from headway.config.sections import Fraction, Positive, Section, Share, changed
+from headway.count.recompute import TOWERS, is_for_training
+from headway.packing.mesh import MeshShape
+from headway.packing.parts import Dropout
+from headway.report.quantity import SIZE_UNITS, bytes_in
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: small matrices that learn beside frozen weights."""
+
+    rank: Positive = Field(le=2**16, description="Inner dimension of the adapters")
+    alpha: Share | None = Field(
+        default=None, description="Adapters' outputs are scaled by alpha / rank; null for rank, a scale of 1"
+    )
+    dropout: Fraction = Field(
+        default=0.0, lt=1.0, description="Share of an adapter's inputs that are zeroed in training; drawn per rank"
+    )
+    targets: tuple[str, ...] | None = Field(
+        default=None,
+        description="Linear modules that take one: last parts of their names ('q_proj') or globs over names; null for "
+        "all but the head, as all-linear means in PEFT. Modules that model.freeze names take none",
+    )
+
+    @field_validator("targets")
+    @classmethod
+    def _all_of_them_is_the_default(cls, targets: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if targets in (("all-linear",), ("all",)) else targets
+
+
+class DrawingConfig(Section):
+    """How a model that draws images is trained; a model that draws none refuses these settings."""
+
+    flow_weight: Share = Field(default=1.0, description="Factor on the loss of drawn images, beside that of tokens")
+    timestep_shift: Share | None = Field(
+        default=None,
+        description="Shift of the flow's times towards noise: 1 leaves them as drawn, larger is noisier; null for the "
+        "model's own",
+    )
+    drop_text: Fraction = Field(
+        default=0.0,
+        description="Share of the texts before a drawn image that are left out, anew in each epoch, so that guidance "
+        "has something to lead away from; texts that are learnt stay",
+    )
+    drop_read: Fraction = Field(
+        default=0.0, description="Share of the images before a drawn one that the tower does not read, likewise"
+    )
+    drop_reference: Fraction = Field(
+        default=0.0, description="Share of the images before a drawn one whose clean latents are left out, likewise"
+    )
+
+    def dropout(self, seed: int) -> Dropout | None:
+        """What is left out, by a run's seed; None where nothing is."""
+        shares = (self.drop_text, self.drop_read, self.drop_reference)
+        return Dropout(*shares, seed) if any(shares) else None
+
+
+class ModelConfig(Section):
+    """Which model, and which part of it learns."""
+
+    path: str = Field(description="Folder, Hub id or config.json of a transformers causal or image-text model")
+    random_init: bool = Field(default=False, description="Start from random weights drawn with run.seed")
+    freeze: tuple[str, ...] = Field(
+        default=(),
+        description="What does not learn: components of the ledger ('vision', 'language.mlp') or globs over parameter "
+        "names ('model.language_model.layers.0.*'); each must match something",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="File of a Jinja chat template in place of the model's own, which exports hold; null for its own",
+    )
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default={},
+        description="Variables that the chat template reads, such as {enable_thinking: false}; a row's own "
+        "chat_template_kwargs come before them, and exports hold them",
+    )
+    learn_empty_thinking: bool = Field(
+        default=True,
+        description="Learn the empty block of thoughts, <think></think>, with which some templates begin an answer "
+        "that has none; false shows it without learning it",
+    )
+    new_tokens: tuple[str, ...] = Field(
+        default=(),
+        description="Tokens that are added to the tokenizer and the model, such as [<point>]; beside adapters their "
+        "rows of the embedding and the head learn too",
+    )
+    new_special_tokens: tuple[str, ...] = Field(
+        default=(),
+        description="Likewise, of tokens that are markup, such as [<|call|>], and are left out of answers in words",
+    )
+    lora: LoraConfig | None = Field(default=None, description="Train adapters instead of the weights; null for none")
+    drawing: DrawingConfig = DrawingConfig()
+
+    @model_validator(mode="after")
+    def _tokens_are_new_to_each_other(self) -> Self:
+        named = (*self.new_tokens, *self.new_special_tokens)
+        for token in named:
+            if not token.strip():
+                raise ValueError(f"new_tokens names {token!r}, which has no letters; take it out")
+            if named.count(token) > 1:
+                raise ValueError(
+                    f"new_tokens names {token!r} {named.count(token)} times; take it out where it is too many"
+                )
+        return self
+
+    @property
+    def adds_tokens(self) -> bool:
+        """Whether there are tokens to add."""
+        return bool(self.new_tokens or self.new_special_tokens)
+
+    def of_chats(self) -> dict[str, Any]:
+        """The settings of how chats become text, as `headway.data.chat_settings.ChatSettings.of` takes them."""
+        return {
+            "file": self.chat_template,
+            "variables": self.chat_template_kwargs,
+            "learns_empty_thinking": self.learn_empty_thinking,
+        }
+
+
+class ParallelConfig(Section):
+    """The mesh: replicate x shard x sequence processes; experts are spread over shard x sequence.
+
+    Processes of one sequence group share a pack; every other process has packs of its own.
+    """
+
+    replicate: Positive = Field(default=1, description="Copies of the sharded weights (HSDP) [processes]")
+    shard: Positive | Literal["auto"] = Field(
+        default="auto", description="Processes that share one copy of the weights (FSDP2); auto for all that are left"
+    )
+    sequence: Positive = Field(default=1, description="Processes that share each pack (Ulysses) [processes]")
+    expert: Positive = Field(default=1, description="Processes that the experts of a layer are spread over [processes]")
+    reshard: bool = Field(
+        default=True,
+        description="Free a block's gathered weights after its forward and gather them again for its backward; false "
+        "keeps them, for speed where they fit",
+    )
+    reduce: Literal["pack", "step"] = Field(
+        default="pack",
+        description="Sum gradients over the processes after every pack, or once per step, which sends less and holds "
+        "the whole model's gradients on every process",
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Precision in which gradients are summed over the processes"
+    )
+    offload: bool = Field(
+        default=False, description="Keep weights, gradients and optimizer state in the host's memory; CUDA only"
+    )
+
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        """How so many processes are laid out.
+
+        Raises:
+            ConfigError: they do not fit.
+        """
+        return MeshShape.of(world_size, **self.model_dump(include={"replicate", "shard", "sequence", "expert"}))
+
+
+class SpeedConfig(Section):
+    """Compilation, kernels and recomputation."""
+
+    compile: Literal[True, False, "auto"] = Field(
+        default="auto",
+        description="Compile every block with torch.compile, once for packs of every size: true, false, or auto for "
+        "true on CUDA",
+    )
+    recompiles: Literal["warn", "error"] = Field(
+        default="warn",
+        description="What a compilation after a block's first two forwards is; each is counted and named",
+    )
+    recompute: str = Field(
+        default="none",
+        description="Blocks that keep their input alone and compute the rest again in backward: none, full, every:N "
+        "(every N-th of each tower), or memory:SIZE, such as memory:40GiB, for the least with which what the blocks "
+        "of the largest pack keep fits SIZE on each device. vision:full, language:every:N and audio:full are blocks of "
+        "one tower; more than one choice is joined by commas. ,-attention behind any of them keeps what attention "
+        "computed as well, so that it does not run again (selective activation checkpointing)",
+    )
+
+    kernels: Literal["auto", "torch", "liger"] = Field(
+        default="auto",
+        description="Whose kernels compute norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger "
+        "Kernel's on CUDA; auto is Liger's on CUDA where they are installed, but for the loss",
+    )
+    attention: Literal["auto", "torch", "fa3", "flash-attn"] = Field(
+        default="auto",
+        description="Kernel of attention within segments on CUDA: torch for PyTorch's FlashAttention-2, fa3 for "
+        "FlashAttention-3 in its place (on Hopper, with its package), auto for fa3 where it runs and torch elsewhere, "
+        "flash-attn for a package's own function",
+    )
+    loss_chunk: Positive | None = Field(
+        default=2048,
+        description="Slots whose logits are in memory at a time, Liger's own choice with its kernels; null for the "
+        "logits of a whole pack [slots]",
+    )
+
+    @field_validator("recompute")
+    @classmethod
+    def _recompute_is_understood(cls, recompute: str) -> str:
+        if not is_for_training(recompute) and _size(recompute) is None:
+            raise ValueError(
+                f"{recompute!r} is not none, full, every:N, one of these of a tower ({', '.join(TOWERS)}) as "
+                f"vision:full, any with ,-attention behind it, or memory:SIZE with a size such as 40GiB; units are "
+                f"{', '.join(SIZE_UNITS)}"
+            )
+        return recompute
+
+    @model_validator(mode="after")
+    def _recompiles_are_of_something_compiled(self) -> Self:
+        if self.compile is False and "recompiles" in changed(self):
+            raise ValueError("recompiles has no effect with compile: false")
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_are_ours(self) -> Self:
+        if self.kernels == "liger" and self.loss_chunk is not None and "loss_chunk" in changed(self):
+            raise ValueError("loss_chunk has no effect with kernels 'liger', which choose their own; leave it out")
+        return self
+
+    def is_fused(self, device: str) -> bool:
+        """Whether elementwise operations are fused, so that backward keeps less, as far as settings alone tell.
+
+        Args:
+            device: as in `run.device`; auto is taken for CUDA, as what is planned for has it.
+        """
+        compiled = not device.startswith("cpu") if self.compile == "auto" else self.compile
+        return compiled or self.kernels == "liger"
+
+    @property
+    def recompute_bytes(self) -> int | None:
+        """Limit of `memory:SIZE` for activations kept from forward to backward on each device [bytes]; None without."""
+        return _size(self.recompute)
+
+
+def _size(recompute: str) -> int | None:
+    return bytes_in(recompute.removeprefix("memory:")) if recompute.startswith("memory:") else None

@@ -1,0 +1,171 @@
+"""The optimizer, its schedule and the size of a step."""
+
+import math
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from headway.config.sections import Fraction, Positive, Section, Share, changed
+from headway.report.quantity import parse_number
+
+_FACTOR = re.compile(r"x(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)")
+_USES = {  # settings of the schedule, and the schedules that read them
+    "min_lr_ratio": ("cosine", "linear", "polynomial", "wsd"),
+    "power": ("polynomial",),
+    "decay_share": ("wsd",),
+    "decay_shape": ("wsd",),
+    "timescale": ("inverse_sqrt",),
+}
+
+
+def factor_of(value: float | str, lr: float) -> float:
+    """Turn a learning rate of `lr_of`, absolute or "x0.1" times the common one, into a factor of the common one.
+
+    >>> factor_of("x0.1", 1e-3), factor_of(2e-3, 1e-3)
+    (0.1, 2.0)
+    """
+    if isinstance(value, str):
+        match = _FACTOR.fullmatch(value)
+        assert match is not None  # the configuration has checked it
+        return float(match[1])
+    return value / lr
+
+
+def _rate(value: float | str) -> float | str:
+    if isinstance(value, str) and not _FACTOR.fullmatch(value):
+        number = parse_number(value)  # YAML reads 1e-5 as a text
+        if number is None:
+            raise ValueError("give a learning rate, such as 2.0e-6, or a factor of optim.lr, such as 'x0.1'")
+        value = float(number)
+    if not 0.0 < factor_of(value, 1.0) < math.inf:
+        raise ValueError("a learning rate must be above 0; what is not to learn belongs in model.freeze")
+    return value
+
+
+class MuonConfig(Section):
+    """Muon's own settings."""
+
+    momentum: Fraction = Field(default=0.95, description="Decay rate of Muon's momentum, below 1")
+    nesterov: bool = Field(default=True, description="Nesterov's momentum")
+    iterations: Positive = Field(default=5, le=100, description="Newton-Schulz iterations, each three matrix products")
+    scale: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description="Step size of a matrix of A x B: 0.2 sqrt(max(A, B)) lr, as large as AdamW's so that its lr and "
+        "weight_decay serve both; or sqrt(max(1, A / B)) lr, Muon's first form",
+    )
+    lr: Share | None = Field(
+        default=None, description="Peak learning rate of Muon's matrices; null for optim.lr, as AdamW's"
+    )
+
+    @field_validator("momentum")
+    @classmethod
+    def _below_one(cls, momentum: float) -> float:
+        if momentum >= 1.0:
+            raise ValueError("must be below 1")
+        return momentum
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the weights that learn, in float32."""
+
+    decay: Fraction = Field(description="Weight of the old average at an update, below 1; 0.999 for ~1000 updates")
+    every: Positive = Field(default=1, description="Optimizer steps between updates of the average [steps]")
+    warmup: bool = Field(
+        default=True, description="Begin with a short memory: update n decays by min(decay, (1 + n) / (10 + n))"
+    )
+    evaluate: bool = Field(default=True, description="Evaluate with the averaged weights instead of the last ones")
+
+    @field_validator("decay")
+    @classmethod
+    def _below_one(cls, decay: float) -> float:
+        if decay >= 1.0:
+            raise ValueError("must be below 1, or the average would never move")
+        return decay
+
+
+class OptimConfig(Section):
+    """The optimizer, its schedule and the size of an optimizer step."""
+
+    name: Literal["adamw", "muon"] = Field(
+        default="adamw", description="adamw; or muon on the matrices of hidden layers and AdamW elsewhere"
+    )
+    steps: Positive | None = Field(
+        default=None, description="Optimizer steps of the whole run; null with epochs [steps]"
+    )
+    epochs: Share | None = Field(
+        default=None,
+        ge=1e-6,
+        le=1e6,
+        description="Instead of steps: times through the data of data.train; a fraction ends within one [epochs]",
+    )
+    lr: float = Field(gt=0.0, description="Peak learning rate")
+    lr_of: dict[str, Annotated[float | str, AfterValidator(_rate)]] = Field(
+        default={},
+        description="Peak learning rates of parts: a component of the ledger or a glob over parameter names, as in "
+        "model.freeze, to a learning rate or a factor of lr ('x0.1'); the last pattern that matches a parameter holds",
+    )
+    betas: tuple[Fraction, Fraction] = Field(
+        default=(0.9, 0.95), description="AdamW's decay rates of its moments, below 1"
+    )
+    eps: float = Field(default=1e-8, gt=0.0, description="AdamW's epsilon")
+    weight_decay: float = Field(default=0.1, ge=0.0, description="Decay of matrices; norms and biases have none")
+    muon: MuonConfig = Field(default=MuonConfig(), description="Muon's own settings")
+    state: Literal["auto", "float32", "bfloat16", "8bit"] = Field(
+        default="auto",
+        description="How moments are held: auto in the parameters' own type; float32; bfloat16, rounded "
+        "stochastically; 8bit codes with a scale per block of up to 256 values",
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Linear rise of the learning rate [steps]")
+    schedule: Literal["cosine", "constant", "linear", "polynomial", "wsd", "inverse_sqrt"] = Field(
+        default="cosine", description="The learning rate's course after warm-up; wsd is warm-up, stable, decay"
+    )
+    min_lr_ratio: Fraction = Field(
+        default=0.1, description="Last learning rate as a fraction of lr; of cosine, linear, polynomial and wsd"
+    )
+    power: Share = Field(default=2.0, description="Exponent of the polynomial schedule; 1 is linear")
+    decay_share: Fraction = Field(
+        default=0.2, gt=0.0, description="Fraction of all steps that wsd's decay takes, at the end"
+    )
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = Field(default="1-sqrt", description="Course of wsd's decay")
+    timescale: Positive | None = Field(
+        default=None,
+        description="Step from which inverse_sqrt falls as sqrt(timescale / step); null for warmup_steps [steps]",
+    )
+    on_nonfinite: Literal["error", "skip"] = Field(
+        default="error",
+        description="What a loss or gradient that is not finite does: end the run, or leave the update out, counted",
+    )
+    nonfinite_limit: Positive = Field(
+        default=10, description="Updates in a row that 'skip' may leave out; one more ends the run [steps]"
+    )
+    ema: EmaConfig | None = Field(default=None, description="Moving average of the weights; null for none")
+    clip: float | None = Field(default=1.0, gt=0.0, description="Largest global gradient norm; null for no clipping")
+    accumulation: Positive = Field(default=1, le=2**20, description="Packs per optimizer step and rank [packs]")
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if max(betas) >= 1.0:
+            raise ValueError("both must be below 1")
+        return betas
+
+    @model_validator(mode="after")
+    def _everything_takes_effect(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(
+                "say how long the run is, with 'steps' or with 'epochs'"
+                + ("" if self.steps is None else "; both are given, so set one of them to null")
+            )
+        for setting in changed(self) & _USES.keys():
+            if self.schedule not in (readers := _USES[setting]):
+                raise ValueError(
+                    f"{setting} has no effect with schedule {self.schedule!r}; remove it or use {' or '.join(readers)}"
+                )
+        if self.schedule == "inverse_sqrt" and max(self.timescale or 0, self.warmup_steps) == 0:
+            raise ValueError("schedule 'inverse_sqrt' needs warmup_steps or a timescale to fall from")
+        if self.name != "muon" and self.muon != MuonConfig():
+            raise ValueError(f"optim.muon has no effect with optimizer {self.name!r}; remove it or use name 'muon'")
+        if self.on_nonfinite == "error" and "nonfinite_limit" in changed(self):
+            raise ValueError("nonfinite_limit has no effect with on_nonfinite 'error'; remove it or use 'skip'")
+        return self

@@ -1,0 +1,295 @@
+"""The sections together, read from a YAML file with `--set a.b=c` on top; errors say where and what is allowed."""
+
+import copy
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import PrivateAttr, ValidationError, model_validator
+
+from headway.config.data import DataConfig
+from headway.config.mistakes import describe_all
+from headway.config.model import ModelConfig, ParallelConfig, SpeedConfig
+from headway.config.optim import OptimConfig
+from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
+from headway.config.sections import Section
+from headway.config.yaml_text import load_yaml
+from headway.errors import ConfigError
+
+EXTENDS = "extends"
+_EITHER = {"steps": "epochs", "epochs": "steps", "train": "stages", "stages": "train"}
+"""Settings that say one thing in two ways: whoever gives one over a file that has the other, means it instead."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The file that a configuration was read from; configurations that say the same are equal wherever they are from.
+
+    Attributes:
+        path: of the file; "" for none.
+        overridden: what it says of each setting that was given another value, as `a.b=JSON`; nothing after the equals
+            sign where the file does not name the setting.
+        said: all that it says, as plain types.
+    """
+
+    path: str = field(default="", compare=False)
+    overridden: tuple[str, ...] = field(default=(), compare=False)
+    said: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, path: str, said: Mapping[str, Any], changed: Iterable[str]) -> Self:
+        """The recipe of a file, with what it says of the settings of these names, each once."""
+        return cls(path, tuple(f"{name}={_json_at(said, name)}" for name in dict.fromkeys(changed)), said)
+
+    def as_record(self) -> dict[str, Any]:
+        """What run.json has of it."""
+        return {"path": self.path, "overridden": list(self.overridden)}
+
+
+class TrainConfig(Section):
+    """Everything that a training run can be told."""
+
+    _recipe: Recipe = PrivateAttr(default_factory=Recipe)
+
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
+    parallel: ParallelConfig = ParallelConfig()
+    speed: SpeedConfig = SpeedConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    plan: PlanConfig = PlanConfig()
+    run: RunConfig
+
+    def of_processor(self) -> dict[str, Any]:
+        """What is changed of the model's processor, as `headway.data.processor_settings.ProcessorSettings.of` reads."""
+        return {"chats": self.model.of_chats(), "sizes": self.data, "tokens": self.model}
+
+    @model_validator(mode="after")
+    def _evaluation_has_samples(self) -> Self:
+        if self.eval.evaluates and self.data.eval is None:
+            raise ValueError("eval.every or eval.at_end is set, but data.eval names no file of held-out samples")
+        return self
+
+    @model_validator(mode="after")
+    def _epochs_are_counted_beforehand(self) -> Self:
+        epochs = self.optim.epochs
+        if epochs is not None and self.data.stream is not None:
+            raise ValueError(
+                "optim.epochs needs to know how many samples there are, and data.stream reads without counting them: "
+                "set optim.steps, or leave data.stream out for an index"
+            )
+        if epochs not in (None, 1.0) and len(self.data.stages) > 1:
+            raise ValueError(
+                f"optim.epochs {epochs:g} of several stages: each says itself how long it plays; set optim.epochs to 1 "
+                "for once through all of them, and 'epochs' in the stages"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gradients_are_summed_over_packs(self) -> Self:
+        if self.parallel.reduce == "step" and self.optim.accumulation == 1:
+            raise ValueError("parallel.reduce 'step' has no effect with one pack per step; see optim.accumulation")
+        return self
+
+    @property
+    def recipe(self) -> Recipe:
+        """The file that it was read from, and what that says of settings that were given another value."""
+        return self._recipe
+
+    def as_dict(self) -> dict[str, Any]:
+        """The resolved configuration as plain YAML and JSON types."""
+        return self.model_dump(mode="json", by_alias=True)
+
+
+def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
+    """Read a YAML configuration and lay overrides over it.
+
+    A file may begin with `extends: other.yaml`, a path from its own folder: it then changes and adds to what that file
+    says, section by section and setting by setting; a list replaces the whole list.
+
+    Args:
+        path: the YAML file.
+        overrides: assignments `a.b=value`, the value in YAML; list items by index, as in `data.train.0.epochs=2`.
+
+    Raises:
+        ConfigError: no such file, no YAML, an unknown key, a value that is not allowed, or files that extend each
+            other in a circle.
+    """
+    raw = _read(path, ())
+    said = copy.deepcopy(raw)
+    config = with_overrides(raw, overrides, source=str(path))
+    names = dict.fromkeys(override.partition("=")[0].strip() for override in overrides)
+    changed = [name for name in names if _json_at(said, name) != _json_at(raw, name)]
+    config._recipe = Recipe.of(str(path), said, changed)
+    return config
+
+
+def changed_config(
+    config: TrainConfig, raw: dict[str, Any], overrides: tuple[str, ...] = (), *, source: str = "the configuration"
+) -> TrainConfig:
+    """A configuration that was made of another; what was changed is told beside the recipe of that one.
+
+    Args:
+        config: the other one.
+        raw: what it says, with changes, as plain types; changed in place by the overrides.
+        overrides: as for `load_config`.
+        source: what to call it in errors.
+
+    Raises:
+        ConfigError: as for `load_config`.
+    """
+    changed = with_overrides(raw, overrides, source=source)
+    if config.recipe.path:
+        names = [one.partition("=")[0] for one in config.recipe.overridden]
+        names += _differing(config.as_dict(), changed.as_dict())
+        changed._recipe = Recipe.of(config.recipe.path, config.recipe.said, names)
+    return changed
+
+
+def _differing(before: Any, after: Any, name: str = "") -> list[str]:
+    """Names of the settings whose values differ; that of the whole list where lists are not as long."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        keys: Any = dict.fromkeys([*before, *after])
+        pairs = [(key, before.get(key), after.get(key)) for key in keys]
+    elif isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        pairs = [(number, *both) for number, both in enumerate(zip(before, after, strict=True))]
+    else:
+        return [] if before == after else [name]
+    return [one for key, was, is_now in pairs for one in _differing(was, is_now, f"{name}.{key}" if name else str(key))]
+
+
+def _json_at(raw: Any, name: str) -> str:
+    """The value of a setting as JSON; "" where it is not named."""
+    for key in name.split("."):
+        try:
+            raw = raw[int(key) if isinstance(raw, list) else key]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return ""
+    return json.dumps(raw, default=str)
+
+
+def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.resolve() in extending:  # after reading, which tells of links that lead round in a circle
+            raise ConfigError(f"{path} extends itself, by way of {len(extending) - 1} other files; break the circle.")
+        raw = load_yaml(text)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error.strerror}. Give the path of a YAML file."
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {_what_is_wrong(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {_beyond(error)}.") from error
+    if not isinstance(raw, dict):
+        sections = ", ".join(TrainConfig.model_fields)
+        raise ConfigError(f"{path} holds no configuration; it must be a YAML mapping with the sections {sections}.")
+    base = raw.pop(EXTENDS, None)
+    if base is None:
+        return raw
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: {EXTENDS} = {base!r} is no path; name one YAML file, from the folder of this one.")
+    return _merged(_read(path.parent / base, (*extending, path.resolve())), raw)
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Lay one mapping over another; mappings inside join, all else replaces."""
+    merged = dict(base)
+    for key, value in changes.items():
+        below = merged.get(key)
+        merged[key] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        if value is not None and _EITHER.get(key) not in changes:
+            merged.pop(_EITHER.get(key, ""), None)
+    return merged
+
+
+def with_overrides(
+    raw: dict[str, Any], overrides: tuple[str, ...], *, source: str = "the configuration"
+) -> TrainConfig:
+    """Lay overrides over a configuration given as plain types, which is changed, and check the result.
+
+    Raises:
+        ConfigError: as for `load_config`.
+    """
+    for override in overrides:
+        _assign(raw, override)
+    return parse_config(raw, source=source)
+
+
+def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> TrainConfig:
+    """Check a configuration given as plain types.
+
+    Raises:
+        ConfigError: an unknown key or a value that is not allowed; every mistake in one paragraph.
+    """
+    try:
+        return TrainConfig.model_validate(raw)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        mistakes = "; ".join(describe_all(found, TrainConfig))
+        end = "" if mistakes.endswith("?") else "."
+        sections = {str(item["loc"][0]) for item in found if item["loc"]} & TrainConfig.model_fields.keys()
+        page = f"headway config {sections.pop()}" if len(sections) == 1 else "headway config"
+        raise ConfigError(f"{source}: {mistakes}{end} `{page}` lists what can be set.") from error
+
+
+def _beyond(error: Exception) -> str:
+    """Explain an error of reading YAML that PyYAML does not report as its own."""
+    if isinstance(error, RecursionError):
+        return "its lists or mappings are nested too deeply"
+    return f"a value in it is out of range ({error})"
+
+
+def _what_is_wrong(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    place = f"line {mark.line + 1}, column {mark.column + 1}"
+    if "'\\t'" in str(error):
+        return f"{place} begins with a tab. Indent with spaces."
+    return f"{place}: {getattr(error, 'problem', '')}."
+
+
+def _assign(raw: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {override!r} is no assignment; write section.key=value, such as optim.lr=1e-3.")
+    try:
+        value = load_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"--set {override!r}: the value {text!r} is not YAML ({_what_is_wrong(error).rstrip('.')}); "
+            "quote it if it is a string."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {dotted}: the value cannot be read: {_beyond(error)}.") from error
+    node: Any = raw
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(node, list):
+            if not key.isdecimal() or int(key) >= len(node):
+                where = ".".join(keys[:depth])
+                raise ConfigError(f"--set {override!r}: {where} has items 0 to {len(node) - 1}, and no {key!r}.")
+            if last:
+                node[int(key)] = value
+            else:
+                node = node[int(key)]
+        elif isinstance(node, dict) and not key.isdecimal():
+            node = _assigned(node, key, value, last)
+        else:
+            where = ".".join(keys[:depth])
+            raise ConfigError(f"--set {override!r}: {where} is {node!r}, which has no {key!r} in it.")
+
+
+def _assigned(node: dict[str, Any], key: str, value: Any, last: bool) -> Any:
+    """Set a key, or go below it; what says the same in another way goes."""
+    if value is not None:
+        node.pop(_EITHER.get(key, ""), None)
+    node[key] = value if last else {} if node.get(key) is None else node[key]
+    return node[key]

@@ -1,0 +1,133 @@
+"""Where a run happens, what it leaves behind, how it is judged, and what a dry run assumes about it."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from headway.config.sections import Positive, Section
+from headway.errors import ConfigError
+from headway.log.sinks import check_spec
+from headway.packing.lengths import MIXES
+
+
+class ProfileConfig(Section):
+    """A window of steps under torch.profiler."""
+
+    start: Positive = Field(description="First step recorded; the steps before it warm up [steps]")
+    steps: Positive = Field(default=3, description="Steps recorded [steps]")
+    ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(0,), min_length=1, description="Processes that record, each a trace of its own"
+    )
+    memory: bool = Field(default=False, description="Record what holds the GPU's memory too; CUDA only")
+
+    @property
+    def last(self) -> int:
+        """Last step recorded."""
+        return self.start + self.steps - 1
+
+
+class RunConfig(Section):
+    """Where the run happens and what it leaves behind."""
+
+    folder: Path = Field(description="Run folder: config, versions, metrics.jsonl and checkpoints")
+    seed: int = Field(
+        default=0, ge=0, lt=2**32, description="Seed of weights and of everything random besides the data order"
+    )
+    device: str = Field(default="auto", description="'cpu', 'cuda', 'cuda:1', or 'auto' for CUDA where there is one")
+    dtype: Literal["auto", "float32", "bfloat16-autocast", "bfloat16-params", "float8"] = Field(
+        default="auto",
+        description="float32; bfloat16-autocast (fp32 weights) or bfloat16-params, both on CUDA only; float8, which is "
+        "bfloat16-autocast with the blocks' linear layers in float8, on CUDA 8.9 or newer; auto is bfloat16-autocast "
+        "on CUDA and float32 on CPU",
+    )
+    threads: Positive | None = Field(
+        default=None, le=4096, description="CPU threads of PyTorch; null for its choice [threads]"
+    )
+    log_every: Positive = Field(default=1, description="Steps between printed lines; metrics.jsonl has all [steps]")
+    trackers: tuple[str, ...] = Field(
+        default=(),
+        description="Where records go besides metrics.jsonl: 'tensorboard:FOLDER', 'wandb:PROJECT', 'mlflow:URI', ...; "
+        "docs/trackers.md lists them",
+    )
+    profile: ProfileConfig | None = Field(default=None, description="Steps to profile; null for none")
+    watchdog_s: float | None = Field(
+        default=1800.0,
+        gt=0.0,
+        le=1e8,
+        description="A rank without progress for so long writes where it stands and ends; null for no watch [s]",
+    )
+
+    @field_validator("trackers")
+    @classmethod
+    def _are_places(cls, trackers: tuple[str, ...]) -> tuple[str, ...]:
+        for spec in trackers:
+            try:
+                check_spec(spec)
+            except ConfigError as error:
+                raise ValueError(str(error)) from error
+        return trackers
+
+
+class CheckpointConfig(Section):
+    """When the whole state is saved, and how much of it stays on disk."""
+
+    every: Positive | None = Field(
+        default=None, description="Optimizer steps between checkpoints; the end of the run always has one [steps]"
+    )
+    keep: Positive = Field(default=2, description="Newest checkpoints that stay; older ones are deleted [checkpoints]")
+    asynchronous: bool = Field(
+        default=True, description="Write while training goes on, from a copy of the state in the host's memory"
+    )
+    export: Literal["never", "end", "every"] = Field(
+        default="end",
+        description="Which checkpoints become a folder that from_pretrained opens: none, the last, or every one",
+    )
+
+
+class EvalConfig(Section):
+    """Exact match of greedy answers on held-out samples, and some answers in words."""
+
+    every: Positive | None = Field(default=None, description="Steps between evaluations; null for none [steps]")
+    at_end: bool = Field(default=False, description="Evaluate once more after the last step")
+    max_samples: Positive | None = Field(default=None, description="Only the first so many [samples]")
+    generate: Positive | None = Field(
+        default=None,
+        description="Chats whose answers are written out after each evaluation; null for none [samples]",
+    )
+    max_new_tokens: Positive = Field(default=64, description="Longest answer written out [tokens]")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is any evaluation."""
+        return self.every is not None or self.at_end
+
+
+class PlanConfig(Section):
+    """Devices and lengths that `headway train --dry-run` plans for; training itself reads none of it."""
+
+    devices: Positive | None = Field(
+        default=None, description="Devices of the run, a process each; --devices goes before it [processes]"
+    )
+    device: str | None = Field(
+        default=None, description="Whose memory the run must fit, as `headway devices` names it; --device goes before"
+    )
+    mix: str | None = Field(
+        default=None, description=f"Typical lengths to plan packs over, one of {', '.join(MIXES)}; null with 'lengths'"
+    )
+    lengths: Path | None = Field(
+        default=None, description="Measured lengths instead: CSV or Parquet as `headway pack --lengths` reads"
+    )
+
+    @field_validator("mix")
+    @classmethod
+    def _mix_is_known(cls, mix: str | None) -> str | None:
+        if mix is not None and mix not in MIXES:
+            raise ValueError(f"no such mix of lengths; known are {', '.join(MIXES)}")
+        return mix
+
+    @model_validator(mode="after")
+    def _lengths_come_from_one_place(self) -> Self:
+        if self.mix is not None and self.lengths is not None:
+            raise ValueError("give either 'mix' or 'lengths'")
+        return self

@@ -1,0 +1,180 @@
+"""Which parameters learn, frozen parts and adapters aside, and which are updated together: rule, rate and decay."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from headway.config import ModelConfig, OptimConfig
+from headway.config.optim import factor_of
+from headway.count import CostModel
+from headway.count.rows import hidden_matrices
+from headway.data.new_tokens import NewIds, NewTokens, new_ids
+from headway.errors import ConfigError, UsageError
+from headway.models.load import named_config
+from headway.models.lora import adapter_modules, add_adapters
+from headway.tracing import trace
+from headway.tracing.build import model_on_shapes
+
+Rule = Literal["adamw", "muon"]
+
+
+def freeze(model: nn.Module, cost_model: CostModel, patterns: Sequence[str]) -> CostModel:
+    """Take parameters out of training, in the model and in its ledger by the same rule.
+
+    Args:
+        model: changed in place; what is frozen already stays so.
+        cost_model: traced from this model.
+        patterns: components of the ledger (`vision`, `language.mlp`) or globs over parameter names.
+
+    Returns:
+        The cost model of the model as it trains now.
+
+    Raises:
+        ConfigError: a pattern matches nothing, or nothing is left to train.
+    """
+    try:
+        frozen = cost_model.freeze(patterns)
+    except UsageError as error:
+        raise ConfigError(f"model.freeze: {str(error).removeprefix('--freeze ')}") from error
+    parameters = dict(model.named_parameters())
+    for entry in frozen.parameters:
+        parameters[entry.name].requires_grad_(entry.trainable)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ConfigError("model.freeze leaves no parameter to train; take a pattern out.")
+    return frozen
+
+
+def adapt(model: PreTrainedModel, cost_model: CostModel, settings: ModelConfig) -> CostModel:
+    """Put the adapters of `model.lora` into a model, if it has any; they have no weights yet.
+
+    Args:
+        model: changed in place.
+        cost_model: of this model, with what is frozen; frozen modules take no adapter.
+        settings: rank, scale and targets.
+
+    Returns:
+        The cost model of the model as it trains now.
+
+    Raises:
+        ConfigError: a target names no module that can take an adapter, peft is not installed, or tokens are added and
+            their rows would not learn.
+    """
+    lora = settings.lora
+    embedding: Any = model.get_input_embeddings()
+    if settings.adds_tokens and lora is None and not embedding.weight.requires_grad:
+        raise ConfigError(
+            "model.new_tokens get rows in the embedding, and model.freeze holds it, so they would not learn. Take it "
+            "out of model.freeze, or train adapters (model.lora), beside which new rows learn."
+        )
+    if lora is None:
+        return cost_model
+    modules = adapter_modules(cost_model, lora.targets)
+    alpha = lora.rank if lora.alpha is None else lora.alpha
+    base = Path(settings.path)
+    name = str(base.resolve()) if base.exists() else settings.path  # a Hub name stays one
+    ids = new_ids_of(settings).ids if settings.adds_tokens else ()
+    add_adapters(model, modules, rank=lora.rank, alpha=alpha, dropout=lora.dropout, base=name, new_ids=ids)
+    return trace(model)
+
+
+def new_ids_of(settings: ModelConfig) -> NewIds:
+    """Where the tokens that a run adds are in its model's vocabulary.
+
+    Raises:
+        ConfigError: one cannot be added.
+    """
+    return new_ids(settings.path, NewTokens(settings.new_tokens, settings.new_special_tokens))
+
+
+def rows_of(settings: ModelConfig) -> int:
+    """Rows that the embedding of a run's model needs for the tokens that are added; 0 without any [tokens]."""
+    return new_ids_of(settings).rows if settings.adds_tokens else 0
+
+
+def with_new_rows(architecture: Any, learns: ModelConfig) -> Any:
+    """A transformers configuration with the rows of the vocabulary that a run's new tokens need."""
+    if not learns.adds_tokens:
+        return architecture
+    architecture = copy.deepcopy(architecture)
+    text = architecture.get_text_config()
+    text.vocab_size = max(text.vocab_size, rows_of(learns))
+    return architecture
+
+
+def learning_with_tokens(learns: ModelConfig) -> CostModel:
+    """The ledger of a recipe's model with new tokens, as it learns.
+
+    Args:
+        learns: the model, what of it is frozen, and its adapters.
+    """
+    model: Any = model_on_shapes(with_new_rows(named_config(learns.path), learns))
+    return adapt(model, freeze(model, trace(model), learns.freeze), learns)
+
+
+def parameter_groups(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> list[dict[str, Any]]:
+    """Sort the parameters that learn into the groups of an optimizer.
+
+    Matrices decay, vectors (norms, biases, scalars) do not.
+
+    Args:
+        model: its parameters with `requires_grad`.
+        optim: rules, learning rates and decay.
+        cost_model: of this model, for the parts that `optim.lr_of` names.
+
+    Returns:
+        Groups with `params`, `rule`, `lr_factor` (of `optim.lr`) and `weight_decay`.
+
+    Raises:
+        ConfigError: a pattern of `optim.lr_of` matches nothing, nothing that learns, or nothing that no later pattern
+            matches; or Muon finds no matrix.
+    """
+    by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if optim.name == "muon" else frozenset()
+    rates = _rates(model, optim, cost_model)
+    groups: dict[tuple[Rule, float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        rule: Rule = "muon" if name in by_muon else "adamw"
+        own = optim.muon.lr if rule == "muon" else None
+        rate = rates.get(name)
+        factor = 1.0 if own is None else own / optim.lr
+        if rate is not None:
+            factor = factor_of(rate, optim.lr) * (factor if isinstance(rate, str) else 1.0)
+        decay = optim.weight_decay if parameter.ndim >= 2 else 0.0
+        groups.setdefault((rule, factor, decay), []).append(parameter)
+    if optim.name == "muon" and not any(rule == "muon" for rule, _, _ in groups):
+        raise ConfigError(
+            f"optim.name is 'muon', but no matrix of a hidden layer of {cost_model.name} learns; use 'adamw'."
+        )
+    return [
+        {"params": params, "rule": rule, "lr_factor": factor, "weight_decay": decay}
+        for (rule, factor, decay), params in groups.items()
+    ]
+
+
+def _rates(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> dict[str, float | str]:
+    """Learning rate that `optim.lr_of` gives each parameter it matches; of several patterns the last one holds."""
+    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    last: dict[str, str] = {}
+    for pattern in optim.lr_of:
+        try:
+            named = {cost_model.parameters[i].name for i in cost_model.matching(pattern)}
+        except UsageError as error:
+            raise ConfigError(f"optim.lr_of: {error}") from error
+        if not named & learning:
+            raise ConfigError(
+                f"optim.lr_of: {pattern} matches {len(named)} parameters of {cost_model.name}, and none of them "
+                "learns. Take it out, or take them out of model.freeze."
+            )
+        last |= dict.fromkeys(named & learning, pattern)
+    for pattern in optim.lr_of:
+        if pattern not in last.values():
+            raise ConfigError(
+                f"optim.lr_of: {pattern} has no effect, since later patterns match all that it does and the last one "
+                "holds. Put it after them, or take it out."
+            )
+    return {name: optim.lr_of[pattern] for name, pattern in last.items()}

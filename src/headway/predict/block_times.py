@@ -1,0 +1,133 @@
+"""Time that a model's own blocks take on this very device, forward and backward, as the engine computes them.
+
+What products and attention leave of it is elementwise operations and the host's own time, of which a plan learns so
+(`headway.predict.blocks`). The blocks are the first ones, with random weights, on packs of text.
+"""
+
+import copy
+import hashlib
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from headway.devices.ceilings import TORCH_NAMES, cached_ceiling
+from headway.devices.measure import Measurement, TimeBudget, sweep
+from headway.devices.model_rates import Run, Shape, pack_of
+from headway.models.init_weights import init_weights
+from headway.models.load import load_model, rope_index
+from headway.predict.blocks import TimedBlocks
+from headway.predict.moments import BFLOAT16
+from headway.tracing import trace
+from headway.tracing.block_activations import saved_of_config
+from headway.tracing.build import model_on_shapes, with_layers
+
+LAYERS = 2
+_BUDGET = TimeBudget(shape_s=1.0, total_s=40.0, min_repeats=3)
+_SLOTS = {"cpu": (64, 512, 2048), "cuda": (512, 2048, 8192), "mps": (512, 2048, 8192)}
+_SEGMENT = {"cpu": 64, "cuda": 512, "mps": 256}  # mean length, at which attention's rate is measured too
+
+
+def timed_blocks(
+    config: Any,
+    device: torch.device,
+    dtype_name: str,
+    *,
+    refresh: bool = False,
+    warn: Callable[[str], None] = warnings.warn,
+) -> TimedBlocks | None:
+    """Time a model's first blocks over packs of several sizes, or take the times from the cache.
+
+    Args:
+        config: a transformers configuration.
+        device: where they run.
+        dtype_name: "fp32", "bf16" or "fp16".
+        refresh: measure even if the cache has them.
+        warn: told why a model's blocks cannot run alone, and what is wrong with the cache.
+
+    Returns:
+        The times; None where the blocks cannot run alone.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+    shallow = with_layers(config, LAYERS)
+    dtype = getattr(torch, TORCH_NAMES.get(dtype_name, "float32"))
+    cost_model = trace(model_on_shapes(shallow))
+    digest = hashlib.sha256(shallow.to_json_string(use_diff=False).encode()).hexdigest()[:12]
+
+    def measure() -> list[Measurement]:
+        needed = 2 * cost_model.params.total * dtype.itemsize  # weights and their gradients
+        if needed > _room(device):
+            raise MemoryError(f"they and their gradients take {needed / 2**30:.1f} GiB, too much of this memory")
+        make = partial(_pass, _shallow_model(shallow, device, dtype))
+        shapes = [(slots, _SEGMENT[device.type]) for slots in _SLOTS[device.type]]
+        return sweep(device, shapes, make, _BUDGET)
+
+    try:
+        found = cached_ceiling(device, f"blocks-{dtype_name}-{digest}", measure, refresh=refresh, warn=warn)
+    except Exception as error:  # noqa: BLE001 - whatever a model's code does with such inputs
+        warn(
+            f"The blocks of this {config.model_type} cannot run alone ({error}), so elementwise operations go by the "
+            "memory's bandwidth."
+        )
+        return None
+    saved = saved_of_config(shallow, "bfloat16" if dtype.itemsize == BFLOAT16 else "float32")
+    rows = (row for row in cost_model.rows if row.block and not row.component.startswith("vision."))
+    return TimedBlocks(
+        replace(cost_model, rows=tuple(rows)),
+        replace(saved, blocks={name: block for name, block in saved.blocks.items() if name}),
+        dtype.itemsize,
+        {tuple(pack_of(*one.shape)): min(one.durations_s) for one in found.measurements},
+        found.measured_at,
+        found.is_cached,
+    )
+
+
+def _room(device: torch.device) -> int:
+    """Half of what a device has free, or of all the memory of a host [bytes]."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free // 2
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _shallow_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Build a model with random weights, and without those of words, which the blocks alone do not need."""
+    model: Any = load_model(copy.deepcopy(config), dtype=dtype, device="meta", random_init=True)  # which changes it
+    for ends in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if ends is not None:
+            ends.weight, ends.padding_idx = nn.Parameter(ends.weight[:1]), None
+    init_weights(model, device)
+    return model.train()
+
+
+def _pass(model: Any, shape: Shape) -> tuple[Run, int]:
+    """Forward and backward of a pack through a model without its head."""
+    segments = pack_of(*shape)
+    slots, (device, dtype) = sum(segments), (model.device, model.dtype)
+    width = model.get_input_embeddings().weight.shape[1]
+    hidden_1TC = torch.randn(1, slots, width, device=device, dtype=dtype, requires_grad=True)
+    positions_1T = torch.cat([torch.arange(one, device=device) for one in segments])[None]
+    inputs = {
+        "inputs_embeds": hidden_1TC,
+        "position_ids": positions_1T if rope_index(model) is None else positions_1T.expand(3, 1, -1),
+        "pack_cu_seqlens": torch.tensor([0, *accumulate(segments)], dtype=torch.int32, device=device),
+        "pack_max_seqlen": max(segments),
+        "use_cache": False,
+    }
+    learn = [hidden_1TC, *(one for one in model.parameters() if one.requires_grad)]
+    slopes_1TC = torch.randn_like(hidden_1TC)
+
+    def run() -> object:
+        with torch.inference_mode(mode=False):
+            out_1TC = model.base_model(**inputs)[0]
+            return torch.autograd.grad(out_1TC, learn, slopes_1TC, allow_unused=True)
+
+    return run, slots

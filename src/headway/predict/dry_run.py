@@ -1,0 +1,367 @@
+"""Needs of a run, from its recipe alone: parameters, memory of each device, FLOPs of a step, and packs.
+
+Nothing is trained, and no weights are read; lengths come from the recipe's `plan` section or from who calls. For models
+whose ledger ships, torch is not needed either.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from headway.config import TrainConfig
+from headway.count import CostModel, FlopCount, Workload
+from headway.count.activations import SavedActivations
+from headway.count.rows import ParamCount
+from headway.devices import Device
+from headway.errors import ConfigError
+from headway.packing import Budget, Items, Order, OverlongCounts, Plan, PlanReport
+from headway.packing.budget import segments_within
+from headway.packing.lengths import LengthTable
+from headway.packing.measure import report_on
+from headway.packing.mesh import MeshShape
+from headway.predict.fitting import Way, ways_to_fit
+from headway.predict.memory import MemoryPlan, Sharing, State, plan_memory
+from headway.predict.moments import BFLOAT16, FLOAT32
+from headway.predict.planned_lengths import fullest_pack, lengths_of, most_patches, one_picture
+from headway.predict.recompute import least_within
+
+SCHEMA_VERSION = 1
+USABLE = 0.9
+"""Share of a device's memory that a plan may fill; the rest is for what it does not count."""
+
+Precision = Literal["bfloat16", "bfloat16-autocast", "float32"]
+
+
+@dataclass(frozen=True)
+class Packs:
+    """Packs planned over typical lengths.
+
+    Attributes:
+        lengths: where the lengths are from.
+        report: fill, balance and mixing.
+        counts: what became of over-long samples.
+        samples_per_pack: mean number of segments in a pack.
+        most_tokens: of the fullest pack [tokens].
+        most_patches: of the pack with the most [patches].
+        mean_patches: of a pack on average [patches].
+        flops: of a mean step, all devices together, by component.
+        epoch_tokens: of all samples once, those that are left out not among them.
+    """
+
+    lengths: str
+    report: PlanReport
+    counts: OverlongCounts
+    samples_per_pack: float
+    most_tokens: int
+    most_patches: int
+    mean_patches: float
+    flops: FlopCount
+    epoch_tokens: int
+
+    @property
+    def tokens_per_sample(self) -> float:
+        """Tokens that are trained on for each sample of the data, those that are left out among the samples."""
+        return self.epoch_tokens / self.counts.read
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        names = ("lengths", "samples_per_pack", "most_tokens", "most_patches", "mean_patches")
+        one = {name: getattr(self, name) for name in names}
+        return {**one, **self.report.to_dict(), "overlong": self.counts.to_dict()}
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Everything that a dry run finds.
+
+    Attributes:
+        model: name of the ledger.
+        shape: how the devices share the work.
+        device: whose memory it must fit; None if none was named.
+        params: numbers of parameters.
+        memory: of each device.
+        packs: None without lengths to plan over.
+        ways: settings that make it fit, where it does not, or all of them together, if they are not enough.
+        notes: what the numbers leave open.
+    """
+
+    model: str
+    shape: MeshShape
+    device: Device | None
+    params: ParamCount
+    memory: MemoryPlan
+    packs: Packs | None
+    ways: tuple[Way, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the run fits `USABLE` of the device's memory; None without a device."""
+        room = room_of(self.device)
+        return None if room is None else self.memory.peak <= room
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        shape, params, device = self.shape, self.params, self.device
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": self.model,
+            "devices": shape.world_size,
+            "mesh": asdict(shape),
+            "device": None if device is None else {"name": device.title, "memory_bytes": device.memory_bytes},
+            "params": {"total": params.total, "trainable": params.trainable, "active": params.active},
+            "memory": self.memory.as_json(),
+            "fits": self.fits,
+            "ways": [way.as_json() for way in self.ways],
+            "flops": None if self.packs is None else _flops_json(self.packs.flops),
+            "packs": None if self.packs is None else self.packs.as_json(),
+            "notes": list(self.notes),
+        }
+
+
+def dry_run(
+    config: TrainConfig,
+    cost_model: CostModel,
+    saved: Mapping[str, SavedActivations],
+    *,
+    devices: int,
+    device: Device | None,
+    lengths: tuple[str, LengthTable] | None = None,
+) -> DryRun:
+    """Plan a run.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, as it ships or was traced.
+        saved: what autograd saves of the model, by precision; looked up are `precision_of`, and, where the run does
+            not fit, that of the ways in which it would.
+        devices: processes, a device each.
+        device: whose memory it must fit.
+        lengths: name and table of the samples' lengths; those of the recipe's plan section when None.
+
+    Raises:
+        ConfigError: a mesh that the devices do not fit, or lengths of which none fits a pack.
+        UsageError: a pattern that matches nothing.
+    """
+    shape = config.parallel.mesh_shape(devices)
+    learning = learning_model(config, cost_model)
+    left_out = saved[precision_of(config, devices)].left_out
+    notes = []
+    packs = plan_packs(config, learning, shape, recompute_of(config, learning, saved, shape), lengths)
+    if packs is None:
+        notes.append("no lengths: with data.train here, plan.mix or plan.lengths, packs and FLOPs are planned too")
+        tokens, patches = config.data.tokens_per_pack, most_patches(config, learning)
+    else:
+        tokens, patches = packs.most_tokens, packs.most_patches
+    if learning.has_vision and not patches:
+        notes.append("no pictures are in the lengths, so the vision tower holds no activations")
+    if config.speed.kernels == "liger" and config.speed.compile is False:
+        notes.append("activations are those of fused kernels, which Liger has for most elementwise operations, not all")
+    if config.run.dtype == "float8":
+        notes.append("float8 copies of weights and activations are not counted")
+
+    planned, ways = memory_and_ways(config, learning, saved, devices, device, (tokens, patches))
+    if left_out:
+        notes.append(f"activations of {', '.join(left_out[:3])} are not explained, and missing")
+    return DryRun(cost_model.name, shape, device, learning.params, planned, packs, ways, tuple(notes))
+
+
+def learning_model(config: TrainConfig, cost_model: CostModel) -> CostModel:
+    """Freeze what a recipe freezes, and put its adapters in place."""
+    if config.model.adds_tokens:
+        from headway.optim import learning_with_tokens  # whose tokenizer says how many rows they take
+
+        return learning_with_tokens(config.model)
+    learning = cost_model.freeze(config.model.freeze)
+    lora = config.model.lora
+    return learning if lora is None else learning.lora(lora.rank, lora.targets)
+
+
+def memory_plan(
+    config: TrainConfig,
+    cost_model: CostModel,
+    saved: Mapping[str, SavedActivations],
+    devices: int,
+    tokens: int,
+    patches: int,
+) -> MemoryPlan:
+    """Plan the memory of each device of a run.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of the model, by precision.
+        devices: processes, a device each.
+        tokens: of the largest pack.
+        patches: of the pack with the most.
+
+    Raises:
+        ConfigError: a mesh that the devices do not fit, or a setting that has no effect on one device.
+    """
+    shape = config.parallel.mesh_shape(devices)
+    if devices == 1 and config.parallel.offload:
+        raise ConfigError("parallel.offload has no effect on one process, which keeps its model whole.")
+    bucket = config.data.bucket_tokens or 1
+    slots = -(-tokens // bucket) * bucket
+    pack = Workload([tokens], images=one_picture(patches, cost_model), slots=slots)
+    precision = precision_of(config, devices)
+    state = state_of(config, precision, recompute_of(config, cost_model, saved, shape))
+    return plan_memory(cost_model, saved[precision], pack, state, sharing_of(config, shape))
+
+
+def memory_and_ways(
+    config: TrainConfig,
+    cost_model: CostModel,
+    saved: Mapping[str, SavedActivations],
+    devices: int,
+    device: Device | None,
+    largest: tuple[int, int],
+) -> tuple[MemoryPlan, tuple[Way, ...]]:
+    """Plan the memory of each device, and find what would make it fit where it does not.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of the model, by precision.
+        devices: processes, a device each.
+        device: whose memory it must fit; None to look for no ways.
+        largest: tokens of the fullest pack, and patches of the pack with the most.
+
+    Raises:
+        ConfigError: as for `memory_plan`.
+    """
+    tokens, patches = largest
+
+    def memory(changed: TrainConfig, devices: int) -> MemoryPlan:
+        fill = min(1.0, changed.data.tokens_per_pack / tokens)
+        return memory_plan(changed, cost_model, saved, devices, math.ceil(fill * tokens), math.ceil(fill * patches))
+
+    planned, room = memory(config, devices), room_of(device)
+    if room is None or planned.peak <= room:
+        return planned, ()
+    return planned, ways_to_fit(config, devices, room, lambda changed, devices: memory(changed, devices).peak)
+
+
+def room_of(device: Device | None) -> int | None:
+    """Memory of a device that a plan may fill [bytes]."""
+    return None if device is None or device.memory_bytes is None else int(USABLE * device.memory_bytes)
+
+
+def precision_of(config: TrainConfig, devices: int) -> Precision:
+    """Precision of forward: sharded weights are gathered in bfloat16, those of a lone device go through autocast."""
+    dtype = config.run.dtype
+    if dtype == "float32" or (dtype == "auto" and config.run.device == "cpu"):
+        return "float32"
+    return "bfloat16" if devices > 1 or dtype == "bfloat16-params" else "bfloat16-autocast"
+
+
+def recompute_of(
+    config: TrainConfig, cost_model: CostModel, saved: Mapping[str, SavedActivations], shape: MeshShape
+) -> str:
+    """Name the blocks to recompute, as `CostModel.count` takes them; `memory:SIZE` is resolved as in training."""
+    size = config.speed.recompute_bytes
+    if size is None:
+        return config.speed.recompute
+    pack, of_forward = fullest_pack(config, cost_model), saved[precision_of(config, shape.world_size)]
+    fused = config.speed.is_fused(config.run.device)
+    return least_within(cost_model, of_forward, pack, size, fused=fused, sequence=shape.sequence)
+
+
+def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State:
+    """Dtypes and bytes of what a recipe holds, and how its forward computes."""
+    weight = BFLOAT16 if config.run.dtype == "bfloat16-params" else FLOAT32
+    moments = {"auto": float(weight), "float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
+    return State(
+        weight_bytes=weight,
+        compute_bytes=FLOAT32 if precision == "float32" else BFLOAT16,
+        moment_bytes=moments[config.optim.state],
+        muon=config.optim.name == "muon",
+        averaged=config.optim.ema is not None,
+        accumulates=config.optim.accumulation > 1,
+        recompute=recompute,
+        fused=config.speed.is_fused(config.run.device),
+        chunk=config.speed.loss_chunk,
+    )
+
+
+def sharing_of(config: TrainConfig, shape: MeshShape) -> Sharing:
+    """How the processes of a recipe share its model."""
+    parallel = config.parallel
+    return Sharing(
+        shards=shape.fsdp,
+        gathers=shape.world_size > 1,
+        sequence=shape.sequence,
+        expert=shape.expert,
+        reshard=parallel.reshard,
+        reduce_each_pack=parallel.reduce == "pack",
+        reduce_bytes=FLOAT32 if parallel.reduce_dtype == "float32" else BFLOAT16,
+        offload=parallel.offload,
+    )
+
+
+def plan_packs(
+    config: TrainConfig,
+    cost_model: CostModel,
+    shape: MeshShape,
+    recompute: str,
+    lengths: tuple[str, LengthTable] | None = None,
+) -> Packs | None:
+    """Plan the packs of some steps with the planner that training uses.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen.
+        shape: how the devices share the work.
+        recompute: blocks to compute again, as `CostModel.count` takes them.
+        lengths: name and table of the samples' lengths; those of the recipe's plan section when None.
+
+    Returns:
+        None where there are no lengths.
+
+    Raises:
+        ConfigError: none of the lengths fits a pack, or too many samples would have to be planned.
+        DataError: a sample exceeds a pack and the policy for those is "error".
+    """
+    found = lengths or lengths_of(config, cost_model, shape)
+    if found is None:
+        return None
+    name, table = found
+    data, accumulation = config.data, config.optim.accumulation
+    budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
+    ranks = shape.data_ranks
+    items, counts = Items.build({"planned": table}, budget, data.overlong_of_all, cost_model)
+    if not len(items):
+        raise ConfigError(f"of the lengths {name} none fits a pack of {budget.tokens} tokens; raise it.")
+    order = Order.epochs(items.sizes, 1, seed=data.seed)
+    plan = Plan(items, order, budget, ranks * accumulation, strategy=data.strategy, accumulation=accumulation)
+    steps = [step for step, _ in plan.steps()]
+    report, _ = report_on(steps, items, order, budget, ranks, data.strategy, 0.0)
+    whole = steps[:-1] or steps
+    chosen = np.concatenate([pack for step in whole for pack in step.packs])
+    rows = items.locate(chosen).row
+    assert table.grids is not None
+    assert table.grid_rows is not None
+    grids = table.grids[np.isin(table.grid_rows, rows)]
+    pieces = zip(rows.tolist(), *(each.tolist() for each in items.locate(chosen)[2:4]), strict=True)
+    lengths_N = [
+        length
+        for row, start, stop in pieces
+        for length in segments_within(table.segments_of(row), start, stop) or (stop - start,)
+    ]
+    work = Workload(lengths_N, images=grids, packs=len(whole) * ranks * accumulation)
+    count = cost_model.count(work, recompute=recompute).split(len(whole))[0]
+    num_packs = sum(len(step.packs) for step in whole)
+    most = [
+        max(int(sizes[pack].sum()) for step in whole for pack in step.packs) for sizes in (items.tokens, items.patches)
+    ]
+    segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
+    epoch = int(items.tokens.sum())
+    return Packs(name, report, counts["planned"], segments, most[0], most[1], patches, count, epoch)
+
+
+def _flops_json(count: FlopCount) -> dict[str, Any]:
+    phases = {"forward": count.forward, "dgrad": count.dgrad, "wgrad": count.wgrad, "recompute": count.recompute}
+    return {"convention": count.convention, "total": count.total, **phases, "components": count.by_component()}

@@ -1,0 +1,308 @@
+"""What the processes of a step exchange: weights, gradients, and activations of shared packs and spread experts.
+
+Bytes are exact, padding of uneven slices included: `tests/predict/test_exchanges.py` holds them against what PyTorch
+runs. Left out, as they are small: the counts of rows that experts exchange first, numbers for the loss and the norm,
+and what ranks tell each other of their packs, which goes between hosts.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from headway.count import CostModel, Workload, drivers
+from headway.count.activations import SavedActivations
+from headway.count.rows import Row
+from headway.count.units import chosen_blocks, head_features, remembered, unit_names, unit_of_tower
+from headway.packing.mesh import MeshShape
+from headway.predict.communication import Exchange, Exchanges, Phase
+from headway.predict.memory import Sharing, State
+from headway.predict.moments import FLOAT32
+from headway.predict.slices import rows_of, sliced, spread_over
+
+
+def exchanges_of(
+    cost_model: CostModel,
+    saved: SavedActivations,
+    pack: Workload,
+    state: State,
+    sharing: Sharing,
+    shape: MeshShape,
+) -> Exchanges:
+    """List what a process exchanges for a pack.
+
+    Args:
+        cost_model: of the model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of it, by which blocks are known.
+        pack: a micro-batch, of which the processes of a sequence group each take a share.
+        state: dtypes, and what is computed again.
+        sharing: of the model among processes.
+        shape: the mesh that they form.
+
+    Raises:
+        UsageError: `state.recompute` chooses no block.
+    """
+    chosen_blocks(state.recompute, cost_model, saved)  # or an error
+    if not sharing.gathers:
+        return Exchanges()
+    computing = State(compute_bytes=state.compute_bytes)  # what weights alone depend on
+    if sharing.sequence > 1 or sharing.expert > 1:
+        computing = replace(computing, recompute=state.recompute)
+    return _all_of(cost_model, saved, pack, computing, sharing, shape)
+
+
+@remembered
+def _all_of(
+    cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing, shape: MeshShape
+) -> Exchanges:
+    """List exchanges once for choices that differ in nothing that is exchanged."""
+    order, gathered = _order_of(cost_model, saved, pack.patches > 0)
+    again = gathered if sharing.reshard else frozenset()
+    found = [
+        one for one in _of_weights(cost_model, saved, again, state.compute_bytes, sharing, shape) if one.unit in order
+    ]
+    found += _of_activations(cost_model, saved, pack, state, sharing)
+    copied = sum(
+        2 * one.num_bytes if one.kind == "all-gather" else one.num_bytes
+        for one in found
+        if one.kind in ("all-gather", "reduce-scatter")
+    )
+    compute = _computed(cost_model, saved, pack)
+    return Exchanges(tuple(one for one in found if one.ranks > 1), order, compute, copied)
+
+
+@remembered
+def _order_of(
+    cost_model: CostModel, saved: SavedActivations, has_pictures: bool
+) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Units as forward computes them, and those of them whose weights are gathered again for backward."""
+    units = unit_names(cost_model, saved)
+    runs = [has_pictures or not one.component.startswith("vision.") for one in cost_model.parameters]
+    places = _Places(cost_model)
+    order = sorted({unit for unit, there in zip(units, runs, strict=True) if there}, key=places.before)
+    alive = _units_with_backward(cost_model, saved)
+    return tuple(order), frozenset(_gathered_again(sorted(order, key=places.after), alive))
+
+
+@remembered
+def _computed(cost_model: CostModel, saved: SavedActivations, pack: Workload) -> Counter[str]:
+    """FLOPs of each unit's forward."""
+    units = {driver: drivers.parse(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
+    compute: Counter[str] = Counter()
+    for row in cost_model.rows:
+        compute[_unit_of(row, cost_model, saved)] += row.forward * units[row.driver]
+    return compute
+
+
+@remembered
+def _of_weights(
+    cost_model: CostModel,
+    saved: SavedActivations,
+    again: frozenset[str],
+    compute_bytes: int,
+    sharing: Sharing,
+    shape: MeshShape,
+) -> tuple[Exchange, ...]:
+    """Gathers of weights and sums of gradients; spread experts have a mesh of their own."""
+    units = unit_names(cost_model, saved)
+    found: list[Exchange] = []
+    whole: Counter[tuple[str, bool]] = Counter()
+    learns: Counter[tuple[str, bool]] = Counter()
+    for parameter, unit in zip(sliced(cost_model, shape.fsdp, sharing.expert).parameters, units, strict=True):
+        over = spread_over(parameter, sharing.expert)
+        whole[unit, over > 1] += parameter.numel // over
+        learns[unit, over > 1] += parameter.numel // over if parameter.trainable else 0
+    for (unit, spread), numel in whole.items():
+        ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
+        gather = Exchange("all-gather", unit, "forward", numel * compute_bytes, ranks, stride)
+        found.append(gather)
+        if unit in again:
+            found.append(Exchange("all-gather", unit, "backward", gather.num_bytes, ranks, stride))
+        summed = learns[unit, spread] * sharing.reduce_bytes
+        if summed:
+            once = not sharing.reduce_each_pack
+            found.append(Exchange("reduce-scatter", unit, "backward", summed, ranks, stride, once=once))
+            part = summed // ranks
+            found.append(Exchange("all-reduce", unit, "backward", part, shape.replicate, shape.fsdp, once=once))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """Heads of one attention, and who computes it.
+
+    Attributes:
+        block: that it is in.
+        driver: what its tokens are: of the language model, or patches.
+        heads: of queries.
+        key_heads: of keys and values; divides `heads`.
+        size: of a head of queries and keys.
+        value_size: of a head of values.
+    """
+
+    block: str
+    driver: str
+    heads: int
+    key_heads: int
+    size: int
+    value_size: int
+
+    def sent(self, pack: Workload, degree: int, unit: int) -> dict[str, int]:
+        """Values that the first of `degree` processes sends: tokens for heads and back, forward and backward."""
+        tokens = drivers.parse(self.driver)(pack)
+        local = -(-(tokens // unit) // degree) * unit
+        shares = [(self.heads + degree - 1 - rank) // degree for rank in range(degree)]
+        readers, keys, start = self.heads // self.key_heads, [], 0
+        for share in shares:  # key heads that each process's query heads read
+            keys.append((start + share - 1) // readers - start // readers + 1 if share else 0)
+            start += share
+        pair = self.size + self.value_size
+        return {
+            "tokens for heads": local * (self.heads * self.size + sum(keys) * pair),
+            "heads for tokens": tokens * shares[0] * self.value_size,
+            "gradients of tokens": local * self.heads * self.value_size,
+            "gradients of heads": tokens * (shares[0] * self.size + keys[0] * pair),
+        }
+
+
+@remembered
+def _attentions(cost_model: CostModel, saved: SavedActivations, compute_bytes: int) -> list[_Attention]:
+    """Read heads off the rows: a module's linear ones before its attention make queries, keys and values.
+
+    What attention saves is its output and, in float32, one number for each query and head.
+    """
+    found = []
+    for place, row in enumerate(cost_model.rows):
+        if row.op != "attention" or row.block not in saved.blocks:
+            continue
+        inside = [
+            (number > place, other.features)
+            for number, other in enumerate(cost_model.rows)
+            if other.features and other.block == row.block and other.module.startswith(f"{row.module}.")
+        ]
+        before = [features for behind, features in inside if not behind]
+        after = [features for behind, features in inside if behind]
+        kept = saved.blocks[row.block].attention
+        if not before or not after or not kept:
+            continue
+        given = after[0][0]
+        queries = row.forward // 2 - given
+        heads = max(1, int(sum(kept.values()) - given * compute_bytes) // FLOAT32)
+        key_heads = heads
+        if len(before) > 2 and before[-2][1] * given == before[-1][1] * queries:
+            key_heads = max(1, before[-2][1] * heads // queries)
+        # what attention keeps is of all its tokens, where a projection may be of some
+        found.append(_Attention(row.block, next(iter(kept)), heads, key_heads, queries // heads, given // heads))
+    return found
+
+
+def _of_activations(
+    cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing
+) -> Iterator[Exchange]:
+    """What shared packs and spread experts exchange, forward, again where it is recomputed, and backward."""
+    again, alive = chosen_blocks(state.recompute, cost_model, saved), _units_with_backward(cost_model, saved)
+
+    def through(unit: str, forward: int, backward: int, ranks: int) -> Iterator[Exchange]:
+        """List an all-to-all of forward, its repetition in a recomputed block, and its counterpart in backward.
+
+        `forward` and `backward` are the numbers of values that a process sends in each.
+        """
+        phases: list[tuple[Phase, int]] = [("forward", forward)]
+        if unit in alive:
+            phases.append(("backward", backward))
+            phases.extend([("backward", forward)] if unit in again else [])
+        for phase, numbers in phases:
+            yield Exchange("all-to-all", unit, phase, numbers * state.compute_bytes, ranks, waits=True)
+
+    if sharing.sequence > 1:
+        for one in _attentions(cost_model, saved, state.compute_bytes):
+            unit = cost_model.merge_group if one.driver.startswith("patches") else 1
+            sent = one.sent(pack, sharing.sequence, unit)
+            yield from through(one.block, sent["tokens for heads"], sent["gradients of heads"], sharing.sequence)
+            yield from through(one.block, sent["heads for tokens"], sent["gradients of tokens"], sharing.sequence)
+        merged = 0 if cost_model.draws else _merged_width(cost_model)  # a patch's token is where the patch is
+        if merged and pack.patches:  # every process is given all visual tokens, and gradients come back
+            tokens = pack.patches // cost_model.merge_group
+            local = -(-tokens // sharing.sequence)
+            yield from through("(vision)", local * merged * sharing.sequence, tokens * merged, sharing.sequence)
+    if sharing.expert > 1:
+        slots = -(-pack.slots // sharing.sequence)
+        for block, width in _expert_rows(cost_model):
+            for _ in range(2):  # to the experts and back
+                yield from through(block, slots * width, slots * width, sharing.expert)
+
+
+def _merged_width(cost_model: CostModel) -> int:
+    """Values that mergers make of each visual token, deep features included."""
+    modules: dict[str, Row] = {}
+    for row in cost_model.rows:
+        if row.component == "vision.merger" and row.features:
+            modules[row.module.rpartition(".")[0]] = row  # the last one of each merger
+    return sum(row.features[1] for row in modules.values() if row.features)
+
+
+@remembered
+def _expert_rows(cost_model: CostModel) -> list[tuple[str, int]]:
+    """For each block with experts, the values that a token sends: a hidden state to each of its experts."""
+    features = head_features(cost_model)
+    width, rows = features[0] if features else 0, rows_of(cost_model)
+    blocks = {row.module: row.block for row in cost_model.rows if row.op == "experts"}
+    found = []
+    for module, block in blocks.items():
+        parameter = next((p for p in cost_model.parameters if p.name.startswith(f"{module}.")), None)
+        if parameter is not None:
+            found.append((block, rows.count(parameter) * parameter.active // parameter.numel * width))
+    return found
+
+
+@remembered
+def _units_with_backward(cost_model: CostModel, saved: SavedActivations) -> set[str]:
+    """Units that have a backward: a parameter in the unit, or in a unit before it, is trained."""
+    trained = cost_model.trained
+    alive = {
+        _unit_of(row, cost_model, saved)
+        for row in cost_model.rows
+        if any(gradient.runs(trained) for gradient in row.gradients)
+    }
+    learning = {
+        unit for unit, one in zip(unit_names(cost_model, saved), cost_model.parameters, strict=True) if one.trainable
+    }
+    return alive | learning
+
+
+def _unit_of(row: Row, cost_model: CostModel, saved: SavedActivations) -> str:
+    if row.block in saved.blocks and row.block:
+        return row.block
+    if row.component == "language.head":
+        return "(head)"
+    return unit_of_tower(row.component, cost_model)
+
+
+def _gathered_again(order: Sequence[str], alive: set[str]) -> set[str]:
+    """Units whose weights are gathered again for backward: those with a backward, and the unit that FSDP2 prefetches.
+
+    Args:
+        order: units as their forwards end.
+        alive: units whose backward runs.
+    """
+    fetched = {before for before, unit in pairwise(order) if unit in alive}
+    return (alive & {*order} | fetched) - {"(root)", "(head)"}
+
+
+class _Places:
+    """Order of units in forward: the embedding, a vision tower with its blocks, the language model's, the head."""
+
+    def __init__(self, cost_model: CostModel) -> None:
+        self._first: dict[str, tuple[int, int]] = {}
+        for number, row in enumerate(cost_model.rows):
+            self._first.setdefault(row.block, (3 if row.component.startswith("vision.") else 5, number))
+
+    def before(self, unit: str) -> tuple[int, int]:
+        """Place of its beginning: the root holds all, and a tower its blocks."""
+        return {"(root)": (0, 0), "(embedding)": (1, 0), "(vision)": (2, 0), "(head)": (6, 0)}.get(
+            unit, self._first.get(unit, (5, 0))
+        )
+
+    def after(self, unit: str) -> tuple[int, int]:
+        """Place of its end."""
+        return {"(root)": (7, 0), "(vision)": (4, 0)}.get(unit, self.before(unit))

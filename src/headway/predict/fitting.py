@@ -1,0 +1,144 @@
+"""Find settings that make a run fit a device, by the memory plan, the least harmful first.
+
+First what changes no result and costs time, then fewer bits for what the optimizer keeps and for the weights, then
+smaller packs and more devices. Where none is enough by itself, they are put together.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from headway.config import TrainConfig
+from headway.config.read import with_overrides
+from headway.errors import ConfigError
+
+PRICES = {
+    "speed.loss_chunk": "none",
+    "speed.compile": "a minute of compilation",
+    "speed.recompute=full,-attention": "all of a block but attention is computed twice",
+    "speed.recompute=full": "blocks are computed twice",
+    "parallel.reshard": "blocks are gathered again in backward",
+    "optim.state": "moments are rounded, stochastically",
+    "run.dtype": "weights and gradients are rounded to bfloat16",
+    "data.tokens_per_pack": "longer samples are cut or dropped, and a step has fewer tokens",
+    "parallel.offload": "a step waits for the host's memory",
+}
+"""What each setting costs, by its name, or by what it is set to."""
+
+_FEWEST_TOKENS = 1024  # of a pack that is still worth a step
+_MOST_DOUBLED = 10  # how often devices are doubled
+_WORTH = 0.99  # of the peak as it is; what saves less is not named
+
+Peak = Callable[[TrainConfig, int], int]
+"""The most that each device holds under a configuration, with so many devices [bytes]."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Settings, or a number of devices, that need less memory.
+
+    Attributes:
+        settings: assignments such as `optim.state=8bit`.
+        devices: of the run, a process each.
+        peak_bytes: the most that each then holds.
+    """
+
+    settings: tuple[str, ...]
+    devices: int
+    peak_bytes: int
+
+    @property
+    def price(self) -> str:
+        """Price of the settings, in words."""
+        prices = [PRICES.get(one) or PRICES[one.partition("=")[0]] for one in self.settings]
+        return "; ".join(prices) or "more devices"
+
+    def __str__(self) -> str:
+        return " and ".join(self.settings) or f"{self.devices:,} devices"
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"settings": list(self.settings), "devices": self.devices, "peak_bytes": self.peak_bytes}
+
+
+def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> tuple[Way, ...]:
+    """Find settings, or a number of devices, with which a run fits.
+
+    Args:
+        config: as it is.
+        devices: of the run, a process each.
+        room_bytes: what a device may hold.
+        peak: asks the memory plan.
+
+    Returns:
+        Single settings that are enough, those that harm least first, or where none is, several together; then how
+        often devices must be doubled to be enough. Where nothing is: all settings together, whose peak is above
+        `room_bytes`.
+    """
+    now = peak(config, devices)
+    enough: list[Way] = []
+    for settings in _gentlest_first(config):
+        way = _tried(config, settings, devices, peak)
+        if way is not None and way.peak_bytes <= min(room_bytes, _WORTH * now):
+            is_repeated = any(settings[0].partition("=")[0] == other.settings[0].partition("=")[0] for other in enough)
+            enough += [] if is_repeated else [way]
+    together = () if enough else (_together(config, devices, room_bytes, peak),)
+    if together and together[0].peak_bytes <= room_bytes:
+        enough += together
+    for doubled in range(1, _MOST_DOUBLED + 1):
+        way = _tried(config, (), devices << doubled, peak)
+        if way is not None and way.peak_bytes <= room_bytes:
+            enough.append(way)
+            break
+    return tuple(enough) or together
+
+
+def _together(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> Way:
+    """Add settings until the run fits, then drop those that turn out not to be needed."""
+    best = Way((), devices, peak(config, devices))
+    for settings in _gentlest_first(config):
+        if best.peak_bytes <= room_bytes:
+            break
+        kept = tuple(one for one in best.settings if one.partition("=")[0] != settings[0].partition("=")[0])
+        way = _tried(config, (*kept, *settings), devices, peak)
+        if way is not None and way.peak_bytes < _WORTH * best.peak_bytes:
+            best = way
+    for setting in best.settings:
+        way = _tried(config, tuple(one for one in best.settings if one != setting), devices, peak)
+        if way is not None and way.peak_bytes <= room_bytes:
+            best = way
+    return best
+
+
+def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
+    """Settings that may need less memory than the present ones."""
+    speed, parallel, optim = config.speed, config.parallel, config.optim
+    if speed.loss_chunk is None:
+        yield ("speed.loss_chunk=2048",)
+    if speed.compile is False:
+        yield ("speed.compile=auto",)
+    for recompute in ("full,-attention", "full"):
+        if speed.recompute not in ("full", recompute):
+            yield (f"speed.recompute={recompute}",)
+    if not parallel.reshard:
+        yield ("parallel.reshard=true",)
+    for state in ("bfloat16", "8bit"):
+        if optim.state not in ("8bit", state):
+            yield (f"optim.state={state}",)
+    if config.run.dtype in ("auto", "float32", "bfloat16-autocast") and not config.run.device.startswith("cpu"):
+        yield ("run.dtype=bfloat16-params",)
+    if not parallel.offload:
+        yield ("parallel.offload=true",)
+    tokens = config.data.tokens_per_pack // 2
+    while tokens >= _FEWEST_TOKENS:
+        yield (f"data.tokens_per_pack={tokens}",)
+        tokens //= 2
+
+
+def _tried(config: TrainConfig, settings: tuple[str, ...], devices: int, peak: Peak) -> Way | None:
+    """Memory plan with some settings on top of a configuration; None where they cannot take effect."""
+    try:
+        changed = with_overrides(config.as_dict(), settings)
+        return Way(settings, devices, peak(changed, devices))
+    except ConfigError:
+        return None

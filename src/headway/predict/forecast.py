@@ -1,0 +1,109 @@
+"""Time of a recipe's step: its packs, its settings and a device's speeds, put together."""
+
+import math
+from collections.abc import Mapping
+
+from headway.config import TrainConfig
+from headway.count import CostModel, Workload
+from headway.count.activations import SavedActivations
+from headway.errors import ConfigError
+from headway.packing.mesh import MeshShape
+from headway.predict.collectives import Links
+from headway.predict.communication import Exchanges
+from headway.predict.dry_run import Packs, Precision, precision_of, recompute_of, sharing_of, state_of
+from headway.predict.exchanges import exchanges_of
+from headway.predict.memory import State
+from headway.predict.planned_lengths import one_picture
+from headway.predict.speeds import Speeds
+from headway.predict.step_time import StepForecast, StepTimes, StepWork
+
+
+class Forecaster:
+    """Predicts the steps of one model's recipes on one kind of device.
+
+    Args:
+        cost_model: of the model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of it, by precision.
+        speeds: of the device.
+        devices: processes, a device each.
+        links: between them; None where they are not known, and exchanges are taken to hide behind computing.
+        making_s: that a data worker takes to make a token of a pack [s]; None where it is not known, and packs are
+            taken to be ready.
+
+    Raises:
+        PlanError: the devices are on several nodes, and the network between these is not known.
+    """
+
+    def __init__(
+        self,
+        cost_model: CostModel,
+        saved: Mapping[str, SavedActivations],
+        speeds: Speeds,
+        devices: int,
+        links: Links | None = None,
+        *,
+        making_s: float | None = None,
+    ) -> None:
+        if links is not None:
+            links.require(devices)
+        self._cost_model, self._saved, self._devices = cost_model, saved, devices
+        self._speeds, self._links, self._making_s = speeds, links, making_s or 0.0
+        self._times: dict[str, StepTimes] = {}
+        self._exchanges: dict[tuple[object, ...], Exchanges] = {}
+
+    def predict(self, config: TrainConfig, packs: Packs) -> StepForecast:
+        """Predict a mean step of a recipe; a millisecond once the first is known.
+
+        Args:
+            config: the recipe.
+            packs: planned for it.
+
+        Raises:
+            ConfigError: of the model no saved activations are known, which tell what elementwise operations move.
+            UsageError: its recomputation chooses no block.
+        """
+        shape = config.parallel.mesh_shape(self._devices)
+        precision = precision_of(config, self._devices)
+        if precision not in self._times:
+            saved = self._saved[precision]
+            if not saved.blocks:
+                raise ConfigError(
+                    f"no saved activations of {self._cost_model.name} are known, so the time of its elementwise "
+                    "operations cannot be predicted. Name the folder of its config.json, so that its code is traced."
+                )
+            self._times[precision] = StepTimes(self._cost_model, saved, self._speeds)
+        recompute = recompute_of(config, self._cost_model, self._saved, shape)
+        ranks = shape.world_size // shape.sequence
+        tokens = packs.report.fill * config.data.tokens_per_pack
+        bucket = config.data.bucket_tokens or 1
+        whole = math.ceil(tokens)
+        pack = Workload(
+            [whole],
+            images=one_picture(round(packs.mean_patches), self._cost_model),
+            slots=-(-whole // bucket) * bucket,
+        )
+        state = state_of(config, precision, recompute)
+        work = StepWork(
+            flops=packs.flops,
+            pack=pack,
+            packs=config.optim.accumulation,
+            tokens=tokens * ranks * config.optim.accumulation,
+            devices=self._devices,
+            sequence=shape.sequence,
+            shards=shape.fsdp,
+            balance=packs.report.balance,
+            exchanges=None if self._links is None else self._exchanges_of(config, precision, pack, state, shape),
+            links=self._links,
+            making_s=self._making_s * tokens * config.optim.accumulation / max(1, config.data.workers),
+        )
+        return self._times[precision].predict(work, state)
+
+    def _exchanges_of(
+        self, config: TrainConfig, precision: Precision, pack: Workload, state: State, shape: MeshShape
+    ) -> Exchanges:
+        """What a device exchanges for a pack, listed once for choices that differ in nothing that is exchanged."""
+        sharing = sharing_of(config, shape)
+        key = (pack.tokens, pack.patches, pack.slots, state.compute_bytes, state.recompute, sharing, shape)
+        if key not in self._exchanges:
+            self._exchanges[key] = exchanges_of(self._cost_model, self._saved[precision], pack, state, sharing, shape)
+        return self._exchanges[key]

@@ -1,0 +1,175 @@
+"""Moments of a training step and what one device holds at each of them, by part.
+
+`built` is the model before its first pack. The first step's moments come before the optimizer has state, which its
+update makes; those of later steps find it there. A part's number of bytes may differ from moment to moment: autograd
+has let go of what backward has passed, and gradients come as it goes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from headway.predict.recompute import BlockBytes
+
+FLOAT32, BFLOAT16 = 4, 2
+"""Bytes of a number."""
+
+MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
+"""Names of the moments, in their order; the last three are those of later steps."""
+
+PARTS = {
+    "weights": "this device's share, as the optimizer sees them",
+    "gradients": "this device's share, of what backward has passed",
+    "optimizer": "moments",
+    "average": "moving average of the weights",
+    "casts": "copies of weights in the dtype of the products",
+    "gathered": "weights that are whole for a while",
+    "reducing": "gradients of a unit on their way to the other devices",
+    "batch": "pixels, as they came and as the tower reads them",
+    "activations": "kept for backward, of the largest pack",
+    "recomputing": "activations of the block that is computed again",
+    "passing": "gradients of what the block computes that backward is in",
+    "head": "logits at hand, and the gradients made with them",
+    "updating": "float32 copies that the optimizer works on",
+}
+"""Parts of memory, each in words."""
+
+_NORM = 5
+"""Float32 tensors of the residual stream's shape in the backward of a norm written out: the gradients of its output, of
+what it normalised and of the squares' mean, and two products on their way to their sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a device holds at the fullest point of a moment."""
+
+    name: str  # one of `MOMENTS`
+    parts: Mapping[str, int]  # bytes by name, in the order of `PARTS`; none is 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+def moment(name: str, **parts: int) -> Moment:
+    """Make a moment of parts; those of no size are left out.
+
+    >>> moment("built", optimizer=0, weights=8).parts
+    {'weights': 8}
+    """
+    return Moment(name, {part: parts[part] for part in PARTS if parts.get(part)})
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Weights that FSDP2 gathers together [bytes]; of a lone process, nothing."""
+
+    gathered: int = 0  # whole, in the dtype of the products, with what fills slices up
+    arriving: int = 0  # its gradients as backward makes them, whole, without it
+    summing: int = 0  # the same, laid out for their sum over the processes, with it
+
+
+NO_UNIT = Unit()
+"""Nothing is gathered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """What the backward of one block needs and leaves [bytes]."""
+
+    size: BlockBytes
+    kept: int  # from forward
+    casts: int  # copies of its weights, which exist from forward on, or, where it is recomputed, in its backward alone
+    is_recomputed: bool
+    gradients: int  # of its weights, on this device, once backward has passed it
+    passing: int  # gradients of activations at its fullest point
+    unit: Unit = NO_UNIT  # without its spread experts
+    spread: Unit = NO_UNIT  # its spread experts, which backward passes before the rest
+    by_spread: int = 0  # of what it saves, what the products of spread experts read and give
+
+    @property
+    def gathered(self) -> int:
+        """Its weights where they are whole."""
+        return self.unit.gathered + self.spread.gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What stands around the blocks in backward [bytes]."""
+
+    outside: int  # activations that no block saved
+    stream: int  # the residual stream in float32, whose last norm backward passes first
+    head: int  # gradient of the head's weight, which backward begins with
+    rest: int  # gradients of weights in no block, the head's not among them, which come last
+    tied: int  # the input embedding's gradient, where it is added to the head's
+    root: int = 0  # gathered weights that stay
+    head_unit: Unit = NO_UNIT
+    embedding_unit: Unit = NO_UNIT
+    stay_gathered: bool = False  # whether units that forward gathered stay so until backward has passed them
+
+
+def fullest_of_backward(blocks: Sequence[Passed], ends: Ends) -> dict[str, int]:
+    """Find the parts at the fullest point of a backward.
+
+    Backward goes from the last block to the first. As it enters a block, the blocks before it hold what they kept, this
+    one all that it saves, and the blocks after it have turned into gradients. FSDP2 has the block's weights whole and
+    fetches those of the block before; the gradients of the unit after are laid out for their sum until this one's
+    have come. Then the unit's weights are let go of, and its gradients exist twice, as they came and laid out. Spread
+    experts of a block are a unit that backward passes before the rest of the block.
+
+    Args:
+        blocks: in the order of forward.
+        ends: what stands around them.
+
+    Returns:
+        Bytes of activations, recomputing, passing, casts, gradients, gathered and reducing.
+    """
+    kept = ends.outside + sum(block.kept for block in blocks)
+    casts = sum(block.casts for block in blocks if not block.is_recomputed)
+    staying = ends.embedding_unit.gathered + sum(block.gathered for block in blocks)
+    gradients, after, head = ends.head, ends.head_unit, ends.head_unit
+    point = {
+        "activations": kept, "passing": _NORM * ends.stream, "casts": casts, "gradients": gradients,
+        "gathered": ends.root + head.gathered + (staying if ends.stay_gathered else 0),
+    }  # fmt: skip
+    points = _reduced(point, head, NO_UNIT)
+    for number, block in reversed(list(enumerate(blocks))):
+        again = block.size.whole - block.kept if block.is_recomputed else 0
+        before = blocks[number - 1].unit if number else ends.embedding_unit
+        whole = ends.root + (staying if ends.stay_gathered else block.gathered + before.gathered)
+        point = {
+            "activations": kept, "recomputing": again, "passing": block.passing + ends.stream, "gradients": gradients,
+            "casts": casts + (block.casts if block.is_recomputed else 0), "gathered": whole, "reducing": after.summing,
+        }  # fmt: skip
+        points.append(point)
+        point = {**point, "passing": ends.stream}
+        if block.spread.gathered:
+            passed = min(block.by_spread, again or block.kept)
+            point["recomputing" if again else "activations"] -= passed
+            points += _reduced(point, block.spread, after)
+            whole, after = whole - block.spread.gathered, block.spread
+        kept -= block.kept
+        casts -= 0 if block.is_recomputed else block.casts
+        gradients += block.gradients
+        point = {**point, "activations": kept, "recomputing": 0, "casts": casts, "gradients": gradients}
+        points += _reduced({**point, "gathered": whole}, block.unit, after)
+        after = block.unit
+        staying -= block.gathered
+    last = ends.embedding_unit
+    points.append({
+        "activations": kept, "passing": ends.stream + ends.tied, "casts": casts, "gradients": gradients + ends.rest,
+        "gathered": ends.root + last.gathered, "reducing": last.arriving + last.summing,
+    })  # fmt: skip
+    return max(points, key=lambda point: sum(point.values()))
+
+
+def _reduced(point: Mapping[str, int], unit: Unit, after: Unit) -> list[dict[str, int]]:
+    """Two points at which the gradients of a unit have come: before its weights are let go of, and after.
+
+    Args:
+        point: what is held beside gradients on their way.
+        unit: whose weights are whole.
+        after: the unit that backward passed before, whose gradients are let go of in between.
+    """
+    let_go = {"gathered": point["gathered"] - unit.gathered, "reducing": unit.arriving + unit.summing}
+    return [{**point, "reducing": after.summing + unit.arriving}, {**point, **let_go}]

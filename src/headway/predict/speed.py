@@ -1,0 +1,108 @@
+"""Apply the settings of `speed` to a model on this device: compilation, kernels, and blocks to recompute."""
+
+from importlib.util import find_spec
+
+import torch
+from transformers import PreTrainedModel
+
+from headway.config import SpeedConfig, TrainConfig
+from headway.count import CostModel
+from headway.count.activations import SavedActivations, shipped_activations
+from headway.count.models import shipped_name
+from headway.errors import ConfigError
+from headway.models.blocks import blocks
+from headway.models.kernels import use_kernels
+from headway.models.load import load_config
+from headway.models.precision import Precision
+from headway.predict.planned_lengths import fullest_pack
+from headway.predict.recompute import least_within
+from headway.tracing.block_activations import saved_by_block, saved_of_config
+
+
+def compiles(speed: SpeedConfig, model: PreTrainedModel, device: torch.device) -> tuple[bool, tuple[str, ...]]:
+    """Whether blocks are compiled.
+
+    With auto they are on CUDA, if Triton is there to compile for it and the model has blocks.
+
+    Returns:
+        The answer, and what a user of CUDA should know of it, a line each.
+    """
+    if speed.compile != "auto":
+        return speed.compile, ()
+    if device.type != "cuda":
+        return False, ()
+    if find_spec("triton") is None:
+        return False, ("blocks are not compiled: torch.compile needs Triton on CUDA, and it is not installed",)
+    try:
+        count = len(blocks(model))
+    except ConfigError as error:
+        return False, (f"nothing is compiled: {error}",)
+    return True, (f"{count} blocks are compiled by torch.compile; speed.compile=false switches that off",)
+
+
+def put_in_kernels(speed: SpeedConfig, model: PreTrainedModel, device: torch.device) -> tuple[str, ...]:
+    """Put in the kernels that `speed.kernels` names.
+
+    With auto these are Liger's on CUDA, if they are installed and compute anything of the model. The loss stays
+    Headway's own then, which never waits for the device, as Liger's does once a pack.
+
+    Returns:
+        What was put in, or what would be with a package more, a line each.
+
+    Raises:
+        ConfigError: kernels that were asked for cannot run here, or the model has nothing for them.
+    """
+    if speed.kernels != "auto":
+        return use_kernels(model, speed.kernels, device)
+    plain = use_kernels(model, "torch", device)
+    if device.type != "cuda":
+        return plain
+    if find_spec("liger_kernel") is None:
+        return ("kernels are PyTorch's; for Liger's, which are faster on CUDA: pip install liger-kernel",)
+    try:
+        return use_kernels(model, "liger", device)
+    except ConfigError:  # there is nothing in this model that they compute
+        return (f"kernels are PyTorch's: Liger has none for {type(model).__name__}",)
+
+
+def chosen_recompute(
+    config: TrainConfig, model: PreTrainedModel, cost_model: CostModel, precision: Precision, *, fused: bool
+) -> str:
+    """Which blocks are recomputed, as `recompute_blocks` and `CostModel.count` take it.
+
+    A size is held against a pack of `data.tokens_per_pack` and `data.patches_per_pack`; without a budget of patches, of
+    as many as those tokens can stand for.
+
+    Args:
+        config: of the run.
+        model: as it is trained, before it is sharded or compiled.
+        cost_model: of it, with what is frozen frozen.
+        precision: of its forward.
+        fused: whether blocks are compiled.
+
+    Raises:
+        PlanError: a size that is too small even with all blocks recomputed.
+        TraceError: a size, and the model cannot be traced.
+    """
+    size = config.speed.recompute_bytes
+    if size is None:
+        return config.speed.recompute
+    saved = saved_by_block(model, autocast=None if precision.params == precision.compute else precision.compute)
+    pack = fullest_pack(config, cost_model)
+    return least_within(cost_model, saved, pack, size, fused=fused, sequence=config.parallel.sequence)
+
+
+def saved_of(path: str, precision: str) -> SavedActivations:
+    """Activations that autograd saves of a model in training: from a shipped file, or traced from its configuration.
+
+    Args:
+        path: as in `model.path`.
+        precision: one of `headway.count.activations.PRECISIONS`.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+    shipped = shipped_name(path)
+    if shipped is not None:
+        return shipped_activations(shipped, precision)
+    return saved_of_config(load_config(path), precision)

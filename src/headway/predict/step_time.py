@@ -1,0 +1,355 @@
+"""Time of a training step before it runs, by line, as `headway explain` divides it after it ran.
+
+Matrix products and attention of each component take their FLOPs over the rate of their shapes; everything else moves
+bytes. What autograd saves says how many: in forward each saved tensor is written by one kernel and read by the next,
+in backward it is read once more, and its gradient is written and read. A step of several ranks takes as long as the
+heaviest of them.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from headway.count import CostModel, FlopCount, Workload, drivers
+from headway.count.activations import SavedActivations, bytes_of
+from headway.count.flop_count import FlopRow
+from headway.count.step_facts import flops_on_padding
+from headway.count.units import chosen_blocks, head_features, remembered
+from headway.predict.collectives import Links
+from headway.predict.communication import Exchanges, exposed_s
+from headway.predict.memory import State, num_moments
+from headway.predict.moments import FLOAT32
+from headway.predict.speeds import Cases, Shape, Speeds
+from headway.report.step_lines import NAMES, SLOW
+
+ROWS = (64, 512, 2048, 8192)
+"""Rows of inputs for which the rates of products are measured; others lie between or near."""
+
+FORWARD_MOVES, BACKWARD_MOVES = 2, 3
+"""How often elementwise operations move each byte that autograd saves: written and read in forward; in backward it is
+read once more, and its gradient is written and read."""
+
+_PHASES = ("forward", "dgrad", "wgrad", "recompute")
+_Kind = tuple[bool, tuple[int, int] | None]  # whether it is attention, and the features of a linear module
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLine:
+    """A part of a predicted step.
+
+    Attributes:
+        key: which one, for programs; as in `headway explain`.
+        name: which one, for people.
+        seconds: its time [s].
+    """
+
+    key: str
+    name: str
+    seconds: Cases
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """A predicted step of all devices.
+
+    Attributes:
+        lines: they add up to the step, case by case.
+        flops: useful FLOPs of a mean step, all devices together.
+        peak_flops_per_s: of all devices together [FLOP/s].
+        tokens: real tokens of a mean step, all devices together.
+    """
+
+    lines: tuple[TimeLine, ...]
+    flops: int
+    peak_flops_per_s: float
+    tokens: float
+
+    @property
+    def seconds(self) -> Cases:
+        """Time of a step [s]."""
+        return sum((line.seconds for line in self.lines), Cases.exact(0.0))
+
+    @property
+    def step_s(self) -> float:
+        """Expected time of a step [s]."""
+        return self.seconds.expected
+
+    @property
+    def mfu(self) -> Cases:
+        """Useful FLOPs over what the devices could compute meanwhile, a fraction."""
+        return Cases(*(self.flops / (self.peak_flops_per_s * seconds) for seconds in self.seconds))
+
+    @property
+    def tokens_per_s(self) -> Cases:
+        """Real tokens per second, all devices together."""
+        return Cases(*(self.tokens / seconds for seconds in self.seconds))
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON types; of each quantity the best, the expected and the worst case."""
+        lines = [{"key": line.key, "name": line.name, "seconds": [*line.seconds]} for line in self.lines]
+        return {
+            "step_s": [*self.seconds],
+            "mfu": [*self.mfu],
+            "tokens_per_s": [*self.tokens_per_s],
+            "tokens": self.tokens,
+            "flops": self.flops,
+            "peak_flops_per_s": self.peak_flops_per_s,
+            "lines": lines,
+        }
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a mean step asks of the devices.
+
+    Attributes:
+        flops: useful ones of all devices together, by component.
+        pack: a micro-batch of mean size, with its slots.
+        packs: micro-batches of each device in a step.
+        tokens: real tokens, all devices together.
+        devices: how many there are.
+        sequence: devices that share each pack.
+        shards: devices that share one copy of the optimizer's state.
+        balance: mean over heaviest FLOPs of the ranks, a fraction.
+        exchanges: what a device exchanges for a pack; None where that is taken to hide behind computing.
+        links: between the devices; None with `exchanges`.
+        making_s: that the data workers of a device take to make its packs [s]; 0 where they are taken to be ready.
+    """
+
+    flops: FlopCount
+    pack: Workload
+    packs: int
+    tokens: float
+    devices: int = 1
+    sequence: int = 1
+    shards: int = 1
+    balance: float = 1.0
+    exchanges: Exchanges | None = None
+    links: Links | None = None
+    making_s: float = 0.0
+
+
+class StepTimes:
+    """Predicts steps of one model on one kind of device.
+
+    Args:
+        cost_model: of the model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of it, in the precision of its forward.
+        speeds: of the device.
+    """
+
+    def __init__(self, cost_model: CostModel, saved: SavedActivations, speeds: Speeds) -> None:
+        self._cost_model, self._saved, self._speeds = cost_model, saved, speeds
+        trained = cost_model.trained
+        found: dict[tuple[str, str], dict[str, Counter[_Kind]]] = defaultdict(lambda: defaultdict(Counter))
+        alive = set()
+        queries = {row.block: (row.component, row.driver) for row in reversed(cost_model.rows) if row.op != "attention"}
+        self._queries: dict[tuple[str, str], tuple[str, str]] = {}  # of attention, by a product of the same block
+        for row in cost_model.rows:
+            kinds, kind = found[row.component, row.driver], (row.op == "attention", row.features)
+            if row.op == "attention" and row.block in queries:
+                self._queries.setdefault((row.component, row.driver), queries[row.block])
+            kinds["forward"][kind] += row.forward
+            kinds["recompute"][kind] += row.forward
+            for gradient in row.gradients:
+                if gradient.runs(trained):
+                    kinds[gradient.phase][kind] += gradient.flops
+                    alive.add(row.block)
+        self._kinds, self._alive = found, alive
+
+    def predict(self, work: StepWork, state: State) -> StepForecast:
+        """Predict a step.
+
+        Args:
+            work: what it asks of the devices.
+            state: dtypes, and how forward computes.
+
+        Raises:
+            UsageError: `state.recompute` chooses no block.
+        """
+        speeds, devices = self._speeds, work.devices
+        padding = self._padding(work, state)
+        rows = self._run_again(work, state)
+        at_ceiling: dict[str, float] = defaultdict(float)
+        for row in rows:
+            flops = (row.total + row.recompute) * _share(row, padding, work)
+            at_ceiling[row.name] += flops / speeds.ceiling_flops_per_s
+        useful = work.flops.total / devices
+        at_peak = useful / speeds.peak_flops_per_s
+        head = {
+            "useful": at_peak,
+            "ceiling": useful / speeds.ceiling_flops_per_s - at_peak,
+            "recomputation": sum(row.recompute for row in rows) / devices / speeds.ceiling_flops_per_s,
+            "padding": sum(padding.values()) / devices / speeds.ceiling_flops_per_s,
+        }
+        lines = [TimeLine(key, NAMES[key], Cases.exact(seconds)) for key, seconds in head.items()]
+        for name, seconds in self.computed_s(work, state).items():
+            lines.append(TimeLine(f"{SLOW}.{name}", f"{SLOW}: {name}", seconds - Cases.exact(at_ceiling[name])))
+        copied = 0 if work.exchanges is None else work.exchanges.copied_bytes
+        lines.append(self._line("memory", speeds.moving_s(work.packs * (self.moved_bytes(work, state) + copied))))
+        passes = sum((line.seconds for line in lines), Cases.exact(0.0))
+        lines.append(self._line("optimizer", speeds.memory_s(self._optimizer_bytes(work, state))))
+        computed = sum((line.seconds for line in lines), Cases.exact(0.0))
+        if work.exchanges is not None and work.links is not None:
+            forward = sum(row.forward for row in rows) / sum(row.total + row.recompute for row in rows)
+            both = (passes.times(forward), passes.times(1 - forward))
+            waits = exposed_s(work.exchanges, work.packs, *both, work.links, overlap=speeds.runs_ahead)
+            lines.append(self._line("communication.transfer", waits))
+        waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
+        lines.append(self._line("communication.waiting", waiting))
+        late = speeds.launching_s(self.launches(state) * work.packs)
+        if speeds.runs_ahead:
+            late = Cases(*(max(0.0, seconds) for seconds in late - computed))
+        lines.append(self._line("idle.launch", late))
+        step = sum((line.seconds for line in lines), Cases.exact(0.0))
+        lines.append(self._line("idle.data", Cases(*(max(0.0, work.making_s - seconds) for seconds in step))))
+        peak = speeds.peak_flops_per_s * devices
+        shown = tuple(line for line in lines if any(line.seconds))
+        return StepForecast(shown, work.flops.total, peak, work.tokens)
+
+    def computed_s(self, work: StepWork, state: State) -> dict[str, Cases]:
+        """Predict the time of products and attention of a step on one device, by component [s].
+
+        Args:
+            work: what the step asks of the devices.
+            state: dtypes, and how forward computes.
+        """
+        rows, padding = self._run_again(work, state), self._padding(work, state)
+        amounts = {(row.name, row.driver): row.forward / self._per_unit(row.name, row.driver) for row in rows}
+        took: dict[str, Cases] = {}
+        for row in rows:
+            seconds = self._component_s(row, _share(row, padding, work), work, state, amounts)
+            took[row.name] = took.get(row.name, Cases.exact(0.0)) + seconds
+        return took
+
+    def launches(self, state: State) -> float:
+        """Linear modules, attention and the like that the host launches for a pack, forward and backward being one."""
+        chosen = chosen_blocks(state.recompute, self._cost_model, self._saved)
+        parts = sum(
+            1 + (row.block in chosen) + 2 * any(gradient.runs(self._cost_model.trained) for gradient in row.gradients)
+            for row in self._cost_model.rows
+        )
+        return parts / 3
+
+    def _run_again(self, work: StepWork, state: State) -> list[FlopRow]:
+        """The rows of a step with what is computed again: the same share of each forward in any pack."""
+        share = {
+            (row.name, row.driver): Fraction(row.recompute, row.forward)
+            for row in self._cost_model.count(work.pack, recompute=state.recompute).rows
+            if row.forward
+        }
+        return [
+            replace(row, recompute=round(row.forward * share.get((row.name, row.driver), 0))) for row in work.flops.rows
+        ]
+
+    @staticmethod
+    def _line(key: str, seconds: Cases) -> TimeLine:
+        return TimeLine(key, NAMES[key], seconds)
+
+    def _per_unit(self, component: str, driver: str) -> int:
+        """FLOPs of a component's forward for one unit of its driver."""
+        return self._kinds[component, driver]["forward"].total() or 1
+
+    def _component_s(
+        self, row: FlopRow, factor: float, work: StepWork, state: State, amounts: Mapping[tuple[str, str], float]
+    ) -> Cases:
+        """Time of the products and the attention of one component under one driver on one device."""
+        seconds = Cases.exact(0.0)
+        attention = {"forward": 0.0, "backward": 0.0}
+        units = drivers.parse(row.driver)(work.pack) / work.sequence
+        if row.name == "language.head" and state.chunk is not None:
+            units = min(units, state.chunk)
+        for phase in _PHASES:
+            flops = getattr(row, phase) * factor
+            kinds = self._kinds[row.name, row.driver][phase]
+            for (is_attention, features), part in kinds.items():
+                share = flops * part / kinds.total()
+                if is_attention:
+                    attention["forward" if phase in ("forward", "recompute") else "backward"] += share
+                else:
+                    shape = product_shape(phase, math.ceil(units), features)
+                    seconds += self._speeds.product_s(share, shape, state.compute_bytes)
+        queries = amounts.get(self._queries.get((row.name, row.driver), ("", ""))) or work.tokens
+        pairs = amounts[row.name, row.driver]
+        return seconds + self._speeds.attention_s(attention["forward"], attention["backward"], pairs / queries)
+
+    def _padding(self, work: StepWork, state: State) -> Mapping[str, int]:
+        """FLOPs that slots without a token take in a step of all devices, by component."""
+        if work.pack.slots <= work.pack.tokens:
+            return {}
+        on_padding = flops_on_padding(self._cost_model, work.pack, state.recompute) or 0
+        packs = work.packs * work.devices // work.sequence
+        language = {row.name: row.total for row in work.flops.rows if row.name.startswith("language.")}
+        language.pop("language.attention", None)
+        total = sum(language.values())
+        return {name: on_padding * packs * flops // total for name, flops in language.items()}
+
+    def moved_bytes(self, work: StepWork, state: State) -> float:
+        """Bytes that elementwise operations move for a pack on one device."""
+        sizes = _bytes_by_block(self._saved, work.pack, state.fused)
+        again = sum(sizes[name] for name in chosen_blocks(state.recompute, self._cost_model, self._saved))
+        alive = sum(size for name, size in sizes.items() if name in self._alive)
+        moved = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive
+        features = head_features(self._cost_model)
+        if features is not None:  # logits are read, their log-probabilities written and read, their gradient written
+            moved += work.pack.slots * features[1] * 2 * (state.compute_bytes + FLOAT32)
+        accumulated = 3 * state.weight_bytes * self._trained if work.packs > 1 else 0
+        return moved / work.sequence + accumulated
+
+    @property
+    def _trained(self) -> int:
+        return self._cost_model.params.trainable
+
+    def _optimizer_bytes(self, work: StepWork, state: State) -> float:
+        """Gradients are read for their norm, scaled and read again; weights and moments are read and written."""
+        moments = num_moments(self._cost_model, muon=state.muon)
+        return ((4 + 2) * state.weight_bytes * self._trained + 2 * state.moment_bytes * moments) / work.shards
+
+
+@remembered
+def _bytes_by_block(saved: SavedActivations, pack: Workload, fused: bool) -> dict[str, int]:
+    """Activations that each block saves of a pack [bytes]; of what is outside of blocks under ""."""
+    return {name: bytes_of(block.fused if fused else block.plain, pack) for name, block in saved.blocks.items()}
+
+
+def _share(row: FlopRow, padding: Mapping[str, int], work: StepWork) -> float:
+    """Share of a component's FLOPs that one device computes, with those on its padding."""
+    return (1 + (padding.get(row.name, 0) / row.total if row.total else 0.0)) / work.devices
+
+
+def product_shape(phase: str, units: int, features: tuple[int, int] | None) -> Shape | None:
+    """Sizes (m, k, n) of the product that a linear module runs in a phase.
+
+    Args:
+        phase: forward, recompute, dgrad or wgrad.
+        units: rows of its input.
+        features: in and out; None where they are not known.
+
+    >>> product_shape("wgrad", 4096, (1024, 3072))
+    (3072, 4096, 1024)
+    """
+    if features is None:
+        return None
+    wide, out = features
+    return {"dgrad": (units, out, wide), "wgrad": (out, units, wide)}.get(phase, (units, wide, out))
+
+
+def shapes_of(cost_model: CostModel, rows: Iterable[int] = ROWS) -> list[Shape]:
+    """List the products of a model's linear modules in forward and backward, small ones first.
+
+    Args:
+        cost_model: of the model.
+        rows: numbers of rows of their inputs to list them for.
+    """
+    features = {row.features for row in cost_model.rows if row.features is not None}
+    found = {
+        shape
+        for units in rows
+        for one in features
+        for phase in ("forward", "dgrad", "wgrad")
+        if (shape := product_shape(phase, units, one)) is not None
+    }
+    return sorted(found, key=lambda shape: (math.prod(shape), shape))

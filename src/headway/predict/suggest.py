@@ -1,0 +1,355 @@
+"""A configuration for a model and data that somebody brings: written so that it runs as it is, and says why.
+
+What can be measured is: lengths come from the index, memory from the dry run's plan, steps from the plan of packs. The
+rest are rules, each named in the comment beside its value.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import yaml
+
+from headway.config import TrainConfig, parse_config
+from headway.count import CostModel
+from headway.count.activations import SavedActivations
+from headway.data.index.length_index import LengthIndex
+from headway.devices import Device
+from headway.errors import ConfigError, DataError
+from headway.packing import Budget, Items, Order, Plan, measure
+from headway.predict.dry_run import USABLE, DryRun, dry_run
+from headway.report import format_bytes, format_count, format_share
+
+_EPOCHS = 3  # of chats, as LLaMA-Factory's examples/train_full (0.9.3)
+_CORPUS_EPOCHS = 1  # of documents, as language models are trained on theirs
+_FROM_SCRATCH_STEPS = (
+    300  # below which a small model with random weights has hardly left its first loss (docs/tutorial.md)
+)
+_MOST_EPOCHS = 50
+LORA_RANK = 16
+_LEAST_PACK, _MOST_PACK = 512, 32768  # [tokens]
+_MEDIANS = 8  # samples of the median's length that a pack holds, so that packs can be made equal
+_LEAST_STEPS = 10  # in an epoch, where there are samples for so many
+_SAMPLES_PER_STEP = 16  # at least, by accumulation
+_SMALL_MODEL = 100_000_000  # parameters; nobody fine-tunes so few
+
+
+@dataclass(frozen=True)
+class MeasuredLengths:
+    """MeasuredLengths of all samples that can be used.
+
+    Attributes:
+        tokens: of each sample [tokens], shape (N,).
+        bad: rows that cannot be used.
+        images: pictures and videos in them.
+        are_documents: whether every token is learnt, so that long samples can be split.
+        empty: rows that hold nothing to learn, which training leaves out.
+    """
+
+    tokens: np.ndarray[Any, np.dtype[Any]]
+    bad: int
+    images: int
+    are_documents: bool
+    empty: int = 0
+
+    @classmethod
+    def of(cls, indices: Sequence[LengthIndex]) -> "MeasuredLengths":
+        """Join indices.
+
+        Raises:
+            DataError: no row can be used.
+        """
+        tokens = np.concatenate([index.tokens[index.ok] for index in indices])
+        if not len(tokens):
+            reasons = [str(error) for index in indices for error in index.bad.values()]
+            first = reasons[0] if reasons else "it holds no words"
+            raise DataError(f"No sample of the data can be used. The first: {first}")
+        supervised = sum(int(index.supervised.sum(dtype=np.int64)) for index in indices)
+        images = sum(len(index.image_grids.values) + len(index.video_grids.values) for index in indices)
+        bad, empty = sum(len(index.bad) for index in indices), sum(int(index.empty.sum()) for index in indices)
+        return cls(tokens, bad, images, supervised == int((tokens - 1).sum()), empty)
+
+    @property
+    def median(self) -> int:
+        """Median [tokens]."""
+        return int(np.percentile(self.tokens, 50, method="inverted_cdf"))
+
+    @property
+    def p95(self) -> int:
+        """Length that 95 % of the samples do not exceed [tokens]."""
+        return int(np.percentile(self.tokens, 95, method="inverted_cdf"))
+
+    @property
+    def longest(self) -> int:
+        """Longest sample [tokens]."""
+        return int(self.tokens.max())
+
+    def __str__(self) -> str:
+        return (
+            f"{format_count(len(self.tokens))} samples, median {format_count(self.median)}, 95 % up to "
+            f"{format_count(self.p95)}, longest {format_count(self.longest)} tokens"
+            + (f"; {format_count(self.empty)} empty rows left out" if self.empty else "")
+        )
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """A configuration and what it is founded on.
+
+    Attributes:
+        text: the YAML.
+        config: the same, read.
+        lengths: of the data.
+        epochs: passes over all samples.
+        steps_per_epoch: optimizer steps that play every sample once, on one device.
+        planned: the memory plan; None where no device was named.
+    """
+
+    text: str
+    config: TrainConfig
+    lengths: MeasuredLengths
+    epochs: int
+    steps_per_epoch: int
+    planned: DryRun | None
+
+
+def suggest(
+    model: str,
+    data: Mapping[str, LengthIndex],
+    cost_model: CostModel,
+    saved: Mapping[str, SavedActivations],
+    *,
+    device: Device | None,
+    run_folder: str,
+    has_weights: bool,
+    columns: Mapping[str, str] | None = None,
+    chat_template: str | None = None,
+    new_tokens: Mapping[str, Sequence[str]] | None = None,
+) -> Suggestion:
+    """Write a configuration.
+
+    Args:
+        model: as in `model.path`.
+        data: the length index of each dataset, by its path.
+        cost_model: of the model.
+        saved: what autograd saves of it, by precision; looked up where a device is named.
+        device: whose memory it must fit, None not to look.
+        run_folder: folder of the run.
+        has_weights: whether the model has weights to begin with.
+        columns: the datasets' own names of columns, as in `data.train`.
+        chat_template: file of a template in place of the model's own, as in `model.chat_template`.
+        new_tokens: tokens to add, by the settings that do.
+
+    Raises:
+        DataError: no sample can be used.
+        ConfigError: nothing makes it fit the device.
+    """
+    lengths = MeasuredLengths.of(list(data.values()))
+    pack = pack_length(lengths)
+    added = {setting: list(tokens) for setting, tokens in (new_tokens or {}).items() if tokens}
+    raw: dict[str, Any] = {
+        "model": {"path": model}
+        | ({} if has_weights else {"random_init": True})
+        | ({} if chat_template is None else {"chat_template": chat_template})
+        | added,
+        "data": {"train": _train(data, columns or {}), "tokens_per_pack": pack},
+        "optim": {"steps": 1, "lr": _learning_rate(cost_model, adapters=False)},
+        "run": {"folder": run_folder},
+    }
+    if lengths.longest > pack:
+        raw["data"]["overlong"] = "split" if lengths.are_documents else "drop"
+    planned = None
+    if device is not None:
+        if len(data) == 1:  # a plan over the data themselves; over full packs where there are several
+            raw["plan"] = {"lengths": str(next(iter(data.values())).path)}
+        raw, planned = _fitted(raw, cost_model, saved, device)
+        raw.pop("plan", None)
+        raw["plan"] = {"device": device.key}
+    per_step = lengths.tokens.mean() * _SAMPLES_PER_STEP / raw["data"]["tokens_per_pack"]
+    steps, accumulation = _steps(data, raw["data"], cost_model, max(1, min(_SAMPLES_PER_STEP, math.ceil(per_step))))
+    if accumulation > 1:
+        raw["optim"]["accumulation"] = accumulation
+    epochs = _epochs(steps, cost_model, lengths, from_scratch=not has_weights)
+    total = epochs * steps
+    del raw["optim"]["steps"]
+    raw["optim"] = {"epochs": epochs} | raw["optim"]
+    raw["optim"]["warmup_steps"] = min(total // 2, max(1, round(0.03 * total)))
+    raw["checkpoint"] = {"every": max(1, min(steps, total // 2))}
+    text = _commented(raw, _comments(raw, lengths, steps, planned, cost_model))
+    return Suggestion(text, parse_config(yaml.safe_load(text)), lengths, epochs, steps, planned)
+
+
+def _epochs(steps: int, cost_model: CostModel, lengths: MeasuredLengths, *, from_scratch: bool) -> int:
+    """Suggest how often the data play: a corpus once, chats thrice, and more for a model that knows nothing yet.
+
+    Args:
+        steps: of one pass.
+        cost_model: of the model; one of few parameters is taken to have been made here.
+        lengths: of the data.
+        from_scratch: whether the model's folder holds no weights.
+    """
+    usual = _CORPUS_EPOCHS if lengths.are_documents else _EPOCHS
+    if not from_scratch and cost_model.params.total >= _SMALL_MODEL:
+        return usual
+    return max(usual, min(_MOST_EPOCHS, math.ceil(_FROM_SCRATCH_STEPS / steps)))
+
+
+def _why_epochs(epochs: int, lengths: MeasuredLengths) -> str:
+    if epochs > _EPOCHS:
+        return f"passes over all samples: {_FROM_SCRATCH_STEPS} steps or more for a model from scratch"
+    return "a corpus is read once" if lengths.are_documents and epochs == _CORPUS_EPOCHS else "passes over all samples"
+
+
+def pack_length(lengths: MeasuredLengths) -> int:
+    """Suggest a token budget: a power of two that holds the longest sample and eight of the median's length.
+
+    Less where the data would fill fewer than ten packs, or where the longest are rare and would make packs of 32,768.
+    """
+    wanted = max(lengths.longest, _MEDIANS * lengths.median)
+    ceiling = max(lengths.longest, int(lengths.tokens.sum()) // _LEAST_STEPS)
+    least = lengths.longest if lengths.longest <= _MOST_PACK else min(_MOST_PACK, 2 * lengths.p95)
+    tokens = max(least, min(wanted, ceiling, _MOST_PACK))
+    return max(_LEAST_PACK, 1 << (tokens - 1).bit_length())
+
+
+def _train(data: Mapping[str, LengthIndex], columns: Mapping[str, str]) -> list[dict[str, Any]]:
+    """One source, or several in proportion to their samples."""
+    named = {"columns": dict(columns)} if columns else {}
+    if len(data) == 1:
+        return [{"path": path, **named} for path in data]
+    return [{"mix": [{"path": path, "weight": int(index.ok.sum()), **named} for path, index in data.items()]}]
+
+
+def _learning_rate(cost_model: CostModel, *, adapters: bool) -> float:
+    """Peak learning rate by rule of thumb.
+
+    Source: adapters 2e-4 (Dettmers et al. 2023, QLoRA, table 9); fine-tuning 1e-5, as LLaMA-Factory's
+    examples/train_full (0.9.3); below 100 M parameters 0.003239 - 0.0001395 ln(parameters) (Kaplan et al. 2020,
+    equation D.1).
+    """
+    parameters = cost_model.params.total
+    if adapters:
+        return 2e-4
+    return float(f"{0.003239 - 0.0001395 * math.log(parameters):.1e}") if parameters < _SMALL_MODEL else 1e-5
+
+
+def _fitted(
+    raw: dict[str, Any], cost_model: CostModel, saved: Mapping[str, SavedActivations], device: Device
+) -> tuple[dict[str, Any], DryRun]:
+    """Settings that fit a device: as it is, with the gentlest setting that is enough, with adapters, with both."""
+    planned = None
+    for adapters in (False, True):
+        if adapters:
+            raw = raw | {"model": raw["model"] | {"lora": {"rank": LORA_RANK}}}
+            raw["optim"] = raw["optim"] | {"lr": _learning_rate(cost_model, adapters=True)}
+        planned = _plan(raw, cost_model, saved, device)
+        if planned.fits is not False:
+            return raw, planned
+        room = USABLE * (device.memory_bytes or 0)
+        for way in planned.ways:
+            shorter = any(setting.startswith("data.tokens_per_pack") for setting in way.settings)
+            gentle = adapters or len(way.settings) == 1  # adapters do less harm than several roundings together
+            if way.devices == 1 and way.settings and gentle and way.peak_bytes <= room and not shorter:
+                changed = _with(raw, way.settings)
+                return changed, _plan(changed, cost_model, saved, device)
+    assert planned is not None
+    raise ConfigError(
+        f"No settings were found with which {raw['model']['path']} trains on one {device.title}: adapters of rank "
+        f"{LORA_RANK} need {format_bytes(planned.memory.peak)}. Give a smaller model or another --device, or plan "
+        "several devices with headway train --dry-run --devices N."
+    )
+
+
+def _plan(raw: dict[str, Any], cost_model: CostModel, saved: Mapping[str, SavedActivations], device: Device) -> DryRun:
+    return dry_run(parse_config(raw), cost_model, saved, devices=1, device=device)
+
+
+def _with(raw: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    changed: dict[str, Any] = json.loads(json.dumps(raw))
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        section, _, name = key.partition(".")
+        changed.setdefault(section, {})[name] = yaml.safe_load(value)
+    return changed
+
+
+def _steps(
+    data: Mapping[str, LengthIndex], settings: Mapping[str, Any], cost_model: CostModel, accumulation: int
+) -> tuple[int, int]:
+    """Steps of one pass over all data on one device, and the accumulation that leaves enough of them."""
+    budget = Budget(settings["tokens_per_pack"], None, None)
+    sources = {str(number): index for number, index in enumerate(data.values())}
+    items, _ = Items.build(sources, budget, settings.get("overlong", "error"), cost_model)
+    if not len(items):
+        raise DataError(f"No sample fits a pack of {budget.tokens} tokens.")
+    order = Order.epochs(items.sizes, 1, seed=0)
+    report, _ = measure(Plan(items, order, budget, 1), 1)
+    accumulation = max(1, min(accumulation, report.packs // _LEAST_STEPS))
+    return max(1, math.ceil(report.packs / accumulation)), accumulation
+
+
+def _comments(
+    raw: dict[str, Any], lengths: MeasuredLengths, steps: int, planned: DryRun | None, cost_model: CostModel
+) -> dict[str, str]:
+    pack, optim = raw["data"]["tokens_per_pack"], raw["optim"]
+    adapters = "lora" in raw["model"]
+    rate = "adapters learn at higher rates (QLoRA)" if adapters else "the usual rate of full fine-tuning"
+    if not adapters and cost_model.params.total < _SMALL_MODEL:
+        rate = f"by size, for {format_count(cost_model.params.total)} parameters (Kaplan et al. 2020, D.1)"
+    over = int((lengths.tokens > pack).sum())
+    held = max(1.0, pack / float(lengths.tokens.mean()))
+    comments = {
+        "model": "What learns: all weights, unless lora or freeze say otherwise.",
+        "model.path": "folder, config.json or Hub id",
+        "model.random_init": "the folder has no weights: they are drawn with run.seed",
+        "model.chat_template": "in place of the model's own; exports hold it",
+        "model.new_tokens": "the tokenizer has these, and the model gets rows for them",
+        "model.new_special_tokens": "the tokenizer has these, and the model gets rows for them",
+        "model.lora": f"all weights would not fit {planned.device.title}" if planned and planned.device else "adapters",
+        "data": f"{lengths}.",
+        "data.train": "each row becomes a sample; docs/data.md has the forms",
+        "data.tokens_per_pack": f"one micro-batch: about {held:,.0f} samples without padding [tokens]",
+        "data.overlong": f"{format_count(over)} samples are longer ({format_share(over / len(lengths.tokens))})",
+        "optim": f"One epoch is {format_count(steps)} steps on one device, and fewer on several.",
+        "optim.epochs": _why_epochs(optim["epochs"], lengths),
+        "optim.lr": f"{rate}; the first thing to try others of",
+        "optim.accumulation": f"packs per step, for {_SAMPLES_PER_STEP} samples a step or more",
+        "optim.warmup_steps": "3 % of the steps, in which the rate rises [steps]",
+        "optim.state": "how moments are held, to save memory",
+        "speed": "Chosen so that the run fits the device's memory.",
+        "checkpoint": "The last one is exported as a folder that transformers opens.",
+        "checkpoint.every": "steps from one to the next; --resume goes on from the newest",
+        "run": "Where everything goes: metrics.jsonl, checkpoints, summary.json, export/.",
+        "run.folder": "one run each",
+    }
+    if planned is not None and planned.device is not None:
+        share = planned.memory.peak / (planned.device.memory_bytes or planned.memory.peak)
+        found = f"{format_bytes(planned.memory.peak)} at most, {format_share(share)} of {planned.device.title}"
+        comments |= {"plan": f"Memory by the plan: {found}.", "plan.device": "for --dry-run, which shows it by part"}
+    comments |= {f"optim.{key}": comments.get(f"optim.{key}", "") for key in optim}
+    return comments
+
+
+def _commented(raw: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+    """YAML of two levels with a comment above each section and behind each setting."""
+    lines = ["# Written by `headway init`; `headway train FILE --dry-run --device NAME` plans its memory.", ""]
+    for section, settings in raw.items():
+        lines += [f"# {comments[section]}"] if comments.get(section) else []
+        lines.append(f"{section}:")
+        rows: list[tuple[str, str]] = []
+        for key, value in settings.items():
+            rows.append((f"  {key}: {_flow(value)}", comments.get(f"{section}.{key}", "")))
+        width = max(len(line) for line, comment in rows if comment or line) if rows else 0
+        lines += [f"{line:<{min(width, 60)}}  # {comment}" if comment else line for line, comment in rows]
+        if section == "data":
+            lines.append("  # eval: held_out.jsonl  # samples that are not trained on; then set eval.every")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _flow(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True).strip()
+    return text.removesuffix("\n...").strip()

@@ -1,0 +1,25 @@
+"""The search for settings: which packing length, accumulation, recomputation and sharing trains fastest.
+
+`Space` says what is tried, `Search` plans memory, packs and time of each, `measure` runs the
+best and corrects the rest.
+"""
+
+from headway.predict.tune.measure import Trial, corrected, measure
+from headway.predict.tune.recipe import recipe_text
+from headway.predict.tune.search import Candidate, Found, Search, Timed, distinct, front
+from headway.predict.tune.space import Space, parse_step_tokens
+
+__all__ = [
+    "Candidate",
+    "Found",
+    "Search",
+    "Space",
+    "Timed",
+    "Trial",
+    "corrected",
+    "distinct",
+    "front",
+    "measure",
+    "parse_step_tokens",
+    "recipe_text",
+]

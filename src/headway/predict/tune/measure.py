@@ -1,0 +1,170 @@
+"""Run choices for a few steps, each in processes of its own, and correct the predictions by what was seen.
+
+The run is that of `headway train` on the recipe's own data, in a run folder that is removed afterwards. Memory that
+runs out, a crash and a run that does not end are results like any other.
+"""
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from headway.config import TrainConfig, parse_config
+from headway.explain.records import METRICS
+from headway.predict.tune.search import Candidate
+from headway.safe_path import current_folder_kept_out
+
+Outcome = Literal["measured", "out of memory", "failed", "did not end"]
+
+STEPS, WARM_UP = 5, 2
+"""Steps that are timed, and those before them, in which blocks compile and the allocator fills."""
+
+LIMIT_S = 600.0
+_KILLED = -signal.SIGKILL  # what the system does to a process where the host's memory ends
+_LONGEST = 200  # characters of a reason
+_NO_MEMORY = ("out of memory", "OutOfMemory", "cannot allocate memory")
+
+Command = Callable[[Path, int], list[str]]
+"""The command that trains a configuration's file in so many processes."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a run of a few steps gave.
+
+    Attributes:
+        outcome: whether it was measured.
+        flops_per_s: useful FLOPs of the timed steps over their time, all devices together [FLOP/s]; None without.
+        step_s: mean of the timed steps [s]; None without.
+        peak_bytes: the most memory that a device held [bytes]; None where that is not recorded.
+        reason: why there is no time, in a line.
+    """
+
+    outcome: Outcome
+    flops_per_s: float | None = None
+    step_s: float | None = None
+    peak_bytes: int | None = None
+    reason: str = ""
+
+
+def measure(
+    config: TrainConfig,
+    processes: int,
+    *,
+    steps: int = STEPS,
+    limit_s: float = LIMIT_S,
+    command: Command | None = None,
+) -> Trial:
+    """Train a configuration for a few steps.
+
+    Args:
+        config: what to run.
+        processes: a device each.
+        steps: that are timed, after those that warm up [steps].
+        limit_s: after which it is ended [s].
+        command: what runs it; `headway train`, under torchrun for several processes, if None.
+    """
+    with tempfile.TemporaryDirectory(prefix="headway-tune-") as name:
+        folder = Path(name)
+        path = folder / "train.yaml"
+        path.write_text(yaml.safe_dump(_short(config, folder / "run", WARM_UP + steps).as_dict()), encoding="utf-8")
+        with current_folder_kept_out():
+            process = subprocess.Popen(
+                (command or _train_command)(path, processes),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # so that its data workers end with it
+            )
+        try:
+            _, told = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return Trial("did not end", reason=f"ended after {limit_s:g} s")
+        finally:
+            _end(process)
+        if process.returncode:
+            return _failed(process.returncode, told)
+        return _read(folder / "run" / METRICS)
+
+
+def corrected(
+    candidates: Sequence[Candidate], seen: Mapping[Candidate, Trial]
+) -> list[tuple[Candidate, float, Trial | None]]:
+    """Rank choices again by what was measured.
+
+    What was measured has its measured rate; the others have the predicted one times the median of measured over
+    predicted. Where memory ran out, no other choice that is planned to hold as much remains.
+
+    Args:
+        candidates: in the order of their predictions.
+        seen: what was run.
+
+    Returns:
+        Choices with their useful FLOP/s and what was seen of them, the fastest first; those that failed are left out.
+    """
+    ratios = [one.flops_per_s / each.flops_per_s for each, one in seen.items() if one.flops_per_s is not None]
+    factor = statistics.median(ratios) if ratios else 1.0
+    burst = [each.memory.peak for each, one in seen.items() if one.outcome == "out of memory"]
+    held = [each.memory.peak for each, one in seen.items() if one.outcome == "measured"]
+    limit = min((size for size in burst if size > max(held, default=0)), default=None)
+    ranked: list[tuple[Candidate, float, Trial | None]] = []
+    for one in candidates:
+        was = seen.get(one)
+        if was is not None and was.flops_per_s is not None:
+            ranked.append((one, was.flops_per_s, was))
+        elif was is None and (limit is None or one.memory.peak < limit):
+            ranked.append((one, factor * one.flops_per_s, None))
+    return sorted(ranked, key=lambda each: -each[1])
+
+
+def _short(config: TrainConfig, folder: Path, steps: int) -> TrainConfig:
+    """The same run with so many steps, and with nothing beside them."""
+    raw = config.as_dict()
+    raw["optim"] |= {"steps": steps, "epochs": None, "warmup_steps": min(config.optim.warmup_steps, 1)}
+    raw["eval"] = {}
+    raw["checkpoint"] = {"export": "never"}
+    raw["run"] |= {"folder": str(folder), "trackers": [], "profile": None, "log_every": 1}
+    return parse_config(raw, source="the configuration of a measured run")
+
+
+def _train_command(path: Path, processes: int) -> list[str]:
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    return [sys.executable, *several, "-m", "headway", "train", str(path)]
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """End what a run has left behind: its workers, or all of it."""
+    with suppress(ProcessLookupError):  # all of it has ended by itself
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stderr is not None:
+        process.stderr.close()
+
+
+def _failed(code: int, told: str) -> Trial:
+    is_memory = code == _KILLED or any(words.lower() in told.lower() for words in _NO_MEMORY)
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else f"exit code {code}")
+    return Trial("out of memory" if is_memory else "failed", reason=said[:_LONGEST])
+
+
+def _read(path: Path) -> Trial:
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    timed = [one for one in records if one.get("kind") == "step"][WARM_UP:]
+    seconds = sum(one["wall_s"] for one in timed)
+    if not timed or not seconds:
+        return Trial("failed", reason="the data ended before a step could be timed")
+    flops = sum(one["flops"]["total"] for one in timed)
+    held = max((one.get("peak_memory_bytes") or 0 for one in timed), default=0)
+    return Trial("measured", flops / seconds, seconds / len(timed), held or None)

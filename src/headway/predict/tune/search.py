@@ -1,0 +1,369 @@
+"""Try every choice of settings: plan its memory and, where that is near the limit or below, its packs and its time.
+
+Packs are planned by the planner that training uses, over the same lengths, once for each packing length, accumulation
+and number of ranks. Memory is planned first, for it is cheap: where the thriftiest choice of a packing length is far
+beyond the limit, none of the others is looked at.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import product
+from typing import Any, Protocol
+
+import numpy as np
+
+from headway.config import TrainConfig
+from headway.count import CostModel
+from headway.count.activations import SavedActivations
+from headway.errors import ConfigError, DataError, PlanError, UsageError
+from headway.packing.lengths import LengthTable, Numbers
+from headway.packing.mesh import MeshShape
+from headway.predict.dry_run import Packs, memory_plan, plan_packs
+from headway.predict.memory import MemoryPlan
+from headway.predict.tune.space import LEFT, Space, Values, assignment, changed_config, changes
+from headway.report import format_bytes
+
+BEYOND = 1.25
+"""Up to this share of the limit, choices are timed too, to tell what more memory would buy."""
+
+MORE_LOST = 0.001
+"""Share of the tokens that a choice may leave out, cut or split beyond what the recipe's own packs do."""
+
+_SHARES_OF_LEFT = (1.0, 0.92, 0.6)  # sizes tried for `memory:SIZE`
+_MIB = 2**20
+
+
+class Timed(Protocol):
+    """Predicted time of a step."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a mean step [s]."""
+
+
+Timer = Callable[[TrainConfig, Packs], Timed]
+"""Predicts the time of a step under a configuration whose packs are planned."""
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One choice of settings.
+
+    Attributes:
+        config: the recipe with these settings.
+        changes: the settings that differ from the recipe's, by their dotted names.
+        shape: how the devices share the work.
+        packs: planned over the lengths.
+        memory: of each device.
+        time: of a step.
+    """
+
+    config: TrainConfig
+    changes: Values
+    shape: MeshShape
+    packs: Packs
+    memory: MemoryPlan
+    time: Timed
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What was changed, as `--set` takes it."""
+        return tuple(assignment(name, value) for name, value in self.changes.items())
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a mean step [s]."""
+        return self.time.step_s
+
+    @property
+    def flops_per_s(self) -> float:
+        """Useful FLOPs of a step over its predicted time, all devices together [FLOP/s]."""
+        return self.packs.flops.total / self.time.step_s
+
+    @property
+    def step_tokens(self) -> int:
+        """Real tokens of a mean step, all devices together [tokens]."""
+        ranks = self.shape.world_size // self.shape.sequence
+        data = self.config.data
+        return round(self.packs.report.fill * data.tokens_per_pack * ranks * self.config.optim.accumulation)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What makes it another choice than its neighbours, which differ in details only."""
+        data, optim, shape = self.config.data, self.config.optim, self.shape
+        recompute = self.config.speed.recompute.partition(":")[0]
+        return (data.tokens_per_pack, optim.accumulation, recompute, shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """Everything that a search found.
+
+    Attributes:
+        own: the recipe as it is.
+        candidates: choices whose time was predicted, the fastest first; those beyond the limit are among them.
+        tried: choices whose memory was planned, or known from a thriftier one's.
+        fitting: those within the limit.
+        packings: packs that were planned.
+        room_bytes: the limit [bytes]; None for none.
+        seconds: that the search took, wall time [s].
+    """
+
+    own: Candidate
+    candidates: tuple[Candidate, ...]
+    tried: int
+    fitting: int
+    packings: int
+    room_bytes: int | None
+    seconds: float
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether a choice is within the limit."""
+        return self.room_bytes is None or candidate.memory.peak <= self.room_bytes
+
+    @cached_property
+    def ranked(self) -> tuple[Candidate, ...]:
+        """Choices within the limit, the fastest first."""
+        return tuple(one for one in self.candidates if self.fits(one))
+
+
+@dataclass
+class Search:
+    """Looks for the fastest choices.
+
+    Attributes:
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen and adapters in place.
+        saved: what autograd saves of the model, by precision.
+        devices: processes, a device each.
+        room_bytes: what each device may hold [bytes]; None for no limit.
+        lengths: name and table of the samples' lengths.
+        timer: predicts a step's time.
+        space: what is tried.
+    """
+
+    config: TrainConfig
+    cost_model: CostModel
+    saved: Mapping[str, SavedActivations]
+    devices: int
+    room_bytes: int | None
+    lengths: tuple[str, LengthTable]
+    timer: Timer
+    space: Space
+    _packs: dict[tuple[Any, ...], Packs | None] = field(default_factory=dict)
+    _tried: int = 0
+    _fitting: int = 0
+    _least: tuple[int, Values] = field(default_factory=lambda: (2**62, {}))
+
+    def __post_init__(self) -> None:
+        name, table = self.lengths
+        self.lengths = (name, Priced(table.tokens, table.patches, table.grids, table.grid_rows))
+
+    def run(self) -> Found:
+        """Try everything.
+
+        Raises:
+            PlanError: no choice gives steps of the size asked for, or none fits the limit.
+            ConfigError: a recipe that the devices do not fit.
+            DataError: the recipe's own packs do not hold its longest sample.
+        """
+        start_s = time.perf_counter()
+        own = self.own()
+        found = sorted(self._candidates(_lost(own.packs)), key=_order)
+        result = Found(own, tuple(found), self._tried, self._fitting, len(self._packs), self.room_bytes, 0.0)
+        if not self._tried:
+            raise PlanError(
+                f"no packs of the recipe's samples give steps of {self.space.step_tokens:,} tokens "
+                f"+-{100 * self.space.tolerance:g} % on {self.devices} devices: ranks x accumulation x packing length "
+                "must come near. Give another --tokens-per-step, or a larger tolerance."
+            )
+        if self.room_bytes is not None and not result.ranked:
+            size, values = self._least
+            settings = [assignment(name, value) for name, value in values.items()]
+            raise PlanError(
+                f"none of {self._tried:,} choices fits {format_bytes(self.room_bytes)} on each of {self.devices} "
+                f"devices. The least that was found takes {format_bytes(size)}"
+                f"{', with ' + ', '.join(settings) if settings else ''}. Allow more with --memory, give more "
+                "--devices, fewer --tokens-per-step, or hold less: optim.state=8bit, model.lora, run.dtype."
+            )
+        return replace(result, seconds=time.perf_counter() - start_s)
+
+    def own(self) -> Candidate:
+        """The recipe as it is.
+
+        Raises:
+            ConfigError: the devices do not fit it.
+            DataError: its packs do not hold its longest sample.
+        """
+        packs = self._planned(self.config)
+        if packs is None:  # its error says why
+            packs = self._plan(self.config)
+        return self._candidate(self.config, {}, packs, self._memory(self.config, packs))
+
+    def _candidates(self, lost: float) -> Iterator[Candidate]:
+        table = self.lengths[1]
+        for packing in self.space.packings(self.config, self.devices, table):
+            packs: Packs | None = None
+            for mesh in self.space.meshes(self.devices, packing["parallel.sequence"]):
+                values = {**packing, **mesh, **self.space.thriftiest}
+                thrifty = changed_config(self.config, values)
+                if thrifty is None:
+                    continue
+                choices = self._choices(packing)
+                if packs is None:
+                    self._tried += len(choices)
+                    if not self._may_fit(self._memory_of_budget(thrifty)):
+                        self._note(self._memory_of_budget(thrifty), values)
+                        continue
+                    self._tried -= len(choices)
+                    packs = self._planned(thrifty)
+                    if packs is None or not self._is_wanted(packs, thrifty, lost):
+                        break
+                self._tried += len(choices)
+                least = self._memory(thrifty, packs)
+                self._note(least.peak, values)
+                if self._may_fit(least.peak):
+                    for choice in choices:
+                        yield from self._timed(thrifty, {**packing, **mesh, **choice}, packs)
+
+    def _choices(self, packing: Values) -> list[Values]:
+        return [
+            {**sharing, "speed.recompute": recompute, "speed.loss_chunk": chunk}
+            for sharing, recompute, chunk in product(
+                self.space.sharings(packing["optim.accumulation"]), self.space.recomputes, self.space.chunks
+            )
+        ]
+
+    def _timed(self, thrifty: TrainConfig, values: Values, packs: Packs) -> Iterator[Candidate]:
+        """The choice, if it is near the limit; where it recomputes as little as fits, one for each size tried.
+
+        Args:
+            thrifty: a choice of the same packs and mesh.
+            values: all settings of this one.
+            packs: of both.
+        """
+        recompute = values["speed.recompute"]
+        for size in [recompute] if recompute != LEFT else self._sizes_left(thrifty, values, packs):
+            chosen = {**values, "speed.recompute": size}
+            config = changed_config(thrifty, chosen)
+            memory = None if config is None else self._admitted(config, packs)
+            if config is not None and memory is not None and self._may_fit(memory.peak):
+                self._fitting += self.room_bytes is None or memory.peak <= self.room_bytes
+                yield self._candidate(config, changes(self.config, chosen), packs, memory)
+
+    def _sizes_left(self, thrifty: TrainConfig, values: Values, packs: Packs) -> list[str]:
+        """What the limit leaves for activations, as `memory:SIZE`; nothing where all of them fit, or none do."""
+        if self.room_bytes is None:
+            return []
+        whole, again = (
+            None if config is None else self._admitted(config, packs)
+            for config in (changed_config(thrifty, {**values, "speed.recompute": r}) for r in ("none", "full"))
+        )
+        if whole is None or again is None or whole.peak <= self.room_bytes:
+            return []
+        left = self.room_bytes - (again.peak - again.activations - again.recomputing)
+        sizes = [int(share * left) // _MIB for share in _SHARES_OF_LEFT]
+        return [f"memory:{size // 512 / 2}GiB" if size >= 4096 else f"memory:{size}MiB" for size in sizes if size > 0]
+
+    def _candidate(self, config: TrainConfig, changed: Values, packs: Packs, memory: MemoryPlan) -> Candidate:
+        shape = config.parallel.mesh_shape(self.devices)
+        return Candidate(config, changed, shape, packs, memory, self.timer(config, packs))
+
+    def _planned(self, config: TrainConfig) -> Packs | None:
+        """Packs of a configuration, planned once; None where its samples do not fit them."""
+        data = config.data
+        sequence, accumulation = config.parallel.sequence, config.optim.accumulation
+        key = (data.tokens_per_pack, data.patches_per_pack, self.devices // sequence, accumulation)
+        if key not in self._packs:
+            try:
+                self._packs[key] = self._plan(config)
+            except (ConfigError, DataError):
+                self._packs[key] = None
+        return self._packs[key]
+
+    def _plan(self, config: TrainConfig) -> Packs:
+        packs = plan_packs(
+            config, self.cost_model, config.parallel.mesh_shape(self.devices), "none", lengths=self.lengths
+        )
+        assert packs is not None  # there are lengths
+        return packs
+
+    def _is_wanted(self, packs: Packs, config: TrainConfig, lost: float) -> bool:
+        """Whether steps have the size asked for, and no more samples are left out than by the recipe itself."""
+        ranks = self.devices // config.parallel.sequence
+        tokens = packs.report.fill * config.data.tokens_per_pack * ranks * config.optim.accumulation
+        is_size = abs(tokens / self.space.step_tokens - 1) <= self.space.tolerance
+        return is_size and _lost(packs) <= lost + MORE_LOST
+
+    def _may_fit(self, peak: int) -> bool:
+        return self.room_bytes is None or peak <= BEYOND * self.room_bytes
+
+    def _note(self, peak: int, values: Values) -> None:
+        if peak < self._least[0]:
+            self._least = (peak, changes(self.config, values))
+
+    def _admitted(self, config: TrainConfig, packs: Packs) -> MemoryPlan | None:
+        """Memory of a choice; None where the model has no such blocks, or they do not fit the size given."""
+        try:
+            return self._memory(config, packs)
+        except UsageError:
+            return None
+
+    def _memory(self, config: TrainConfig, packs: Packs) -> MemoryPlan:
+        return self._plan_memory(config, packs.most_tokens, packs.most_patches)
+
+    def _memory_of_budget(self, config: TrainConfig) -> int:
+        """Peak with packs that are nine tenths full and hold no pictures: less than any real ones [bytes]."""
+        return self._plan_memory(config, math.ceil(0.9 * config.data.tokens_per_pack), 0).peak
+
+    def _plan_memory(self, config: TrainConfig, tokens: int, patches: int) -> MemoryPlan:
+        return memory_plan(config, self.cost_model, self.saved, self.devices, tokens, patches)
+
+
+@dataclass(frozen=True, eq=False)
+class Priced(LengthTable):
+    """Lengths whose FLOPs are counted once, whatever packs they go into."""
+
+    _costs: dict[str, Numbers] = field(default_factory=dict)
+
+    def costs(self, cost_model: CostModel) -> Numbers:
+        """FLOPs of training on each sample, forward and backward, shape (N,)."""
+        if cost_model.name not in self._costs:
+            self._costs[cost_model.name] = super().costs(cost_model)
+        return np.array(self._costs[cost_model.name])
+
+
+def front(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Choices than which none is both smaller and faster, the smallest first.
+
+    Args:
+        candidates: any choices.
+    """
+    found: list[Candidate] = []
+    for one in sorted(candidates, key=lambda each: (each.memory.peak, -each.flops_per_s)):
+        if not found or one.flops_per_s > found[-1].flops_per_s:
+            found.append(one)
+    return found
+
+
+def distinct(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
+    """The first of each kind, so many of them."""
+    first: dict[tuple[Any, ...], Candidate] = {}
+    for one in candidates:
+        first.setdefault(one.kind, one)
+    return list(first.values())[:count]
+
+
+def _order(candidate: Candidate) -> tuple[float, int, int]:
+    """The fastest first; where two differ by less than a thousandth, what changes less, then what holds less."""
+    return (-round(1000 * math.log(candidate.flops_per_s)), len(candidate.changes), candidate.memory.peak)
+
+
+def _lost(packs: Packs) -> float:
+    """Share of the samples' tokens that are left out, or of the samples that are split, whichever is more."""
+    counts = packs.counts
+    tokens = counts.tokens + counts.tokens_dropped
+    return max(counts.tokens_dropped / max(1, tokens), counts.split / max(1, counts.read))

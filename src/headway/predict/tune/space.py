@@ -1,0 +1,270 @@
+"""The settings that `headway tune` tries: every way to make steps of so many tokens that recipe and devices admit.
+
+With the tokens of a step given, ranks and accumulation say how long a pack is, so both are one axis. The others are
+what is recomputed, how processes share model and packs, and how much of the logits exists at a time. The
+configuration's own checks decide which of them go together.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import yaml
+
+from headway.config import TrainConfig, parse_config
+from headway.errors import ConfigError, PlanError
+from headway.packing.lengths import LengthTable
+from headway.report.quantity import parse_number
+
+ACCUMULATIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+RECOMPUTES = ("none", "every:4", "every:3", "every:2", "full,-attention", "every:2,-attention", "full")
+CHUNKS = (512, 2048, 8192, None)
+LEFT = "left"
+"""Stands for `memory:SIZE` of what the limit leaves for activations."""
+
+TOLERANCE = 0.05
+_DEGREES = (1, 2, 4, 8)  # processes of a node, that share packs or experts
+_FEWEST_TOKENS = 64  # of a pack
+_KEPT_BITS = 7  # a packing length is rounded to so many binary digits, which is 0.8 % at most
+_PATCH_ROOM = 1.08  # of a pack's mean patches, as a limit
+_TOLERANCE_SIGN = re.compile(r"\+-|\+/-|±")
+
+Values = Mapping[str, Any]
+"""Settings by their dotted names."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """Values of each setting that are tried.
+
+    Attributes:
+        step_tokens: of an optimizer step, all devices together [tokens].
+        tolerance: by which a step may differ from that, a fraction.
+        accumulations: packs per rank and step.
+        sequences: processes that share a pack.
+        replicates: copies of the sharded weights.
+        experts: processes that the experts of a layer are spread over.
+        reshards: whether gathered weights are freed after forward.
+        reduces: when gradients are summed.
+        recomputes: blocks that are computed again; `LEFT` for as few as the limit allows.
+        chunks: slots whose logits exist at a time [slots].
+        limits_patches: whether a limit on the patches of a pack is tried.
+    """
+
+    step_tokens: int
+    tolerance: float = TOLERANCE
+    accumulations: tuple[int, ...] = ACCUMULATIONS
+    sequences: tuple[int, ...] = (1,)
+    replicates: tuple[int, ...] = (1,)
+    experts: tuple[int, ...] = (1,)
+    reshards: tuple[bool, ...] = (True,)
+    reduces: tuple[str, ...] = ("pack",)
+    recomputes: tuple[str, ...] = (*RECOMPUTES, LEFT)
+    chunks: tuple[int | None, ...] = CHUNKS
+    limits_patches: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        config: TrainConfig,
+        devices: int,
+        *,
+        num_heads: int,
+        num_experts: int,
+        towers: Collection[str] = (),
+        step_tokens: int | None = None,
+        tolerance: float = TOLERANCE,
+        meshes: bool = True,
+    ) -> "Space":
+        """Everything that a recipe can be changed to on so many devices.
+
+        Args:
+            config: the recipe.
+            devices: processes, a device each.
+            num_heads: query heads, which processes that share packs divide among them.
+            num_experts: of a layer; 0 of a dense model.
+            towers: whose blocks backward passes; where there are several, each is recomputed alone too.
+            step_tokens: of an optimizer step; as many as the recipe's packs hold when None [tokens].
+            tolerance: by which a step may differ from that, a fraction.
+            meshes: whether processes may share model and packs in other ways than in the recipe.
+
+        Raises:
+            ConfigError: a mesh of the recipe's own that the devices do not fit.
+        """
+        shape = config.parallel.mesh_shape(devices)
+        ranks = devices // shape.sequence
+        own = ranks * config.optim.accumulation * config.data.tokens_per_pack
+        chunks = (config.speed.loss_chunk,) if config.speed.kernels == "liger" else CHUNKS
+        own_mesh: dict[str, Any] = {
+            "sequences": (shape.sequence,),
+            "replicates": (shape.replicate,),
+            "experts": (shape.expert,),
+            "reshards": (config.parallel.reshard,),
+            "reduces": (config.parallel.reduce,),
+        }
+        any_mesh: dict[str, Any] = {
+            "sequences": tuple(n for n in _DEGREES if devices % n == 0 and n <= num_heads),
+            "replicates": tuple(n for n in range(1, devices + 1) if devices % n == 0),
+            "experts": tuple(n for n in _DEGREES if num_experts % n == 0) if num_experts else (1,),
+            "reshards": (True, False),
+            "reduces": ("pack", "step"),
+        }
+        return cls(
+            step_tokens or own,
+            tolerance,
+            accumulations=tuple(sorted({*ACCUMULATIONS, config.optim.accumulation})),
+            recomputes=tuple(dict.fromkeys([*RECOMPUTES, *_of_towers(towers), config.speed.recompute, LEFT])),
+            chunks=tuple(dict.fromkeys([config.speed.loss_chunk, *chunks])),
+            **(any_mesh if meshes and devices > 1 else own_mesh),
+        )
+
+    def packings(self, config: TrainConfig, devices: int, lengths: LengthTable) -> Iterator[Values]:
+        """Packing lengths that give steps of the right size, with accumulation and the processes that share a pack.
+
+        Args:
+            config: the recipe.
+            devices: processes, a device each.
+            lengths: of the samples.
+        """
+        own = config.data.tokens_per_pack
+        longest = int(lengths.tokens.max())
+        for sequence, accumulation in product(self.sequences, self.accumulations):
+            if devices % sequence:
+                continue
+            packs = devices // sequence * accumulation
+            exact = self.step_tokens / packs
+            tokens = own if abs(own / exact - 1) < 2**-_KEPT_BITS else _rounded(exact)
+            if tokens < _FEWEST_TOKENS or (config.data.overlong_of_all == "error" and tokens < longest):
+                continue
+            for patches in self._patches(config, tokens, lengths):
+                yield {
+                    "data.tokens_per_pack": tokens,
+                    "data.patches_per_pack": patches,
+                    "optim.accumulation": accumulation,
+                    "parallel.sequence": sequence,
+                }
+
+    def _patches(self, config: TrainConfig, tokens: int, lengths: LengthTable) -> list[int | None]:
+        """Limits on a pack's patches: the recipe's, in proportion, and one just above the mean."""
+        given, own = config.data.patches_per_pack, config.data.tokens_per_pack
+        options = [None if given is None else max(1, round(given * tokens / own))]
+        total = int(lengths.patches.sum())
+        if self.limits_patches and total:
+            mean = total / int(lengths.tokens.sum()) * tokens
+            options.append(max(_rounded(_PATCH_ROOM * mean), int(lengths.patches.max())))
+        return options
+
+    def meshes(self, devices: int, sequence: int) -> Iterator[Values]:
+        """Ways in which processes share the model, where so many share each pack."""
+        for replicate, expert in product(self.replicates, self.experts):
+            fits = devices % (replicate * sequence) == 0 and (devices // replicate) % expert == 0
+            if fits:
+                yield {"parallel.replicate": replicate, "parallel.shard": "auto", "parallel.expert": expert}
+
+    def sharings(self, accumulation: int) -> Iterator[Values]:
+        """When weights are freed and gradients summed."""
+        for reshard, reduce in product(self.reshards, self.reduces if accumulation > 1 else ("pack",)):
+            yield {"parallel.reshard": reshard, "parallel.reduce": reduce}
+
+    @property
+    def thriftiest(self) -> Values:
+        """What needs the least memory, packs and meshes aside."""
+        return {
+            "speed.recompute": "full",
+            "speed.loss_chunk": min((chunk for chunk in self.chunks if chunk is not None), default=None),
+            "parallel.reshard": self.reshards[0],
+            "parallel.reduce": "pack",
+        }
+
+
+def _of_towers(towers: Collection[str]) -> list[str]:
+    """Choices by which one tower is recomputed and the others are not, or keep what attention computed."""
+    choices = ("{}:full", "{}:full,-attention", "full,-attention,{}:full") if len(towers) > 1 else ()
+    return [choice.format(tower) for choice, tower in product(choices, sorted(towers))]
+
+
+def _rounded(tokens: float) -> int:
+    """Round to a few binary digits."""
+    whole = math.ceil(tokens)
+    step = 1 << max(0, whole.bit_length() - _KEPT_BITS)
+    return max(step, round(tokens / step) * step)
+
+
+def changed_config(config: TrainConfig, values: Values) -> TrainConfig | None:
+    """A recipe with some settings changed; None where its own checks do not admit them.
+
+    Args:
+        config: the recipe.
+        values: settings by their dotted names.
+    """
+    changed: dict[str, dict[str, Any]] = {}
+    for name, value in changes(config, values).items():
+        section, _, key = name.partition(".")
+        changed.setdefault(section, {})[key] = value
+    raw: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}  # checked already
+    for section, settings in changed.items():
+        raw[section] = raw[section].model_dump(mode="json", by_alias=True) | settings
+    try:
+        return parse_config(raw)
+    except ConfigError:
+        return None
+
+
+def assignment(name: str, value: Any) -> str:
+    """A setting as `--set` takes it.
+
+    >>> assignment("speed.loss_chunk", None)
+    'speed.loss_chunk=null'
+    """
+    return f"{name}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
+
+
+def differences(config: TrainConfig, changed: TrainConfig) -> dict[str, Any]:
+    """Settings in which one configuration differs from another, by their dotted names."""
+    before, after = config.as_dict(), changed.as_dict()
+    return {
+        f"{section}.{name}": value
+        for section, settings in after.items()
+        for name, value in settings.items()
+        if before[section][name] != value
+    }
+
+
+def changes(config: TrainConfig, values: Values) -> dict[str, Any]:
+    """Those of some settings that a configuration does not have already."""
+    found = {}
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        if getattr(getattr(config, section), key) != value:
+            found[name] = value
+    return found
+
+
+def parse_step_tokens(text: str) -> tuple[int, float]:
+    """Read the tokens of a step and their tolerance.
+
+    Args:
+        text: such as "2M", "2M +-5%" or "131072".
+
+    Returns:
+        Tokens, and the tolerance as a fraction.
+
+    Raises:
+        PlanError: it is neither, or a tolerance of 0 or of 100 % and more.
+
+    >>> parse_step_tokens("2.5M +-4%")
+    (2500000, 0.04)
+    """
+    counted, *tolerances = _TOLERANCE_SIGN.split(text)
+    tokens = round(parse_number(counted, "tokens", whole=True) or 0)
+    shares = [parse_number(each) or 0 for each in tolerances if each.rstrip().endswith("%")]
+    tolerance = TOLERANCE if not tolerances else shares[0] if len(shares) == len(tolerances) == 1 else 0
+    if not 1 <= tokens <= 10**12 or not 0 < tolerance < 1:
+        raise PlanError(
+            f"--tokens-per-step {text[:40]!r} is no number of tokens with a tolerance above 0 and below 100 %. Write "
+            "'2M', '2M +-5%' or '131072 +-10%'; k, M and B are thousands, millions and thousands of millions."
+        )
+    return tokens, tolerance

@@ -1,0 +1,78 @@
+"""Times of collectives against the formulas that NCCL and its tests document, written out."""
+
+import pytest
+
+from headway.devices import named_device
+from headway.errors import PlanError
+from headway.predict.collectives import REACHED, Link, Links, RankGroup, bus_bytes_per_s, collective_s
+
+LINKS = Links(Link(400.0, 0.0), Link(100.0, 0.0), 8, "card", "")
+GB = 10**9
+
+
+def without_latency(kind, num_bytes, group, links=LINKS):
+    """Expected time without the launch latency, as it would be at the full printed bandwidth."""
+    launch = collective_s(kind, 0, group, links).expected
+    return (collective_s(kind, num_bytes, group, links).expected - launch) * REACHED.expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"),
+    [("all-gather", 7 / 8), ("reduce-scatter", 7 / 8), ("all-to-all", 7 / 8), ("all-reduce", 2 * 7 / 8)],
+)
+def test_inside_a_node_the_bus_bandwidth_is_that_of_the_link(kind, factor):
+    """NCCL tests, doc/PERFORMANCE.md: bus bandwidth is size / time x (n - 1) / n, and twice that for all-reduce."""
+    seconds = without_latency(kind, 1e6, RankGroup(8, 8))
+    assert 1e6 / seconds * factor == pytest.approx(400.0)
+
+
+def test_between_nodes_the_shares_of_a_node_add_up_until_the_link_is_slower():
+    assert bus_bytes_per_s(RankGroup(32, 8), LINKS) == 400.0  # eight shares of 100
+    assert bus_bytes_per_s(RankGroup(32, 2), LINKS) == 200.0
+    assert bus_bytes_per_s(RankGroup(4, 1), LINKS) == 100.0  # four ranks in four nodes, one rank in each
+    seconds = without_latency("all-gather", 1e6, RankGroup(16, 2))
+    assert 1e6 / seconds * 15 / 16 == pytest.approx(200.0)
+
+
+def test_an_all_to_all_sends_to_other_nodes_over_its_own_share():
+    assert without_latency("all-to-all", 1600.0, RankGroup(16, 8)) == pytest.approx(1600 * 8 / 16 / 100)
+    assert without_latency("all-to-all", 1600.0, RankGroup(2, 2)) == pytest.approx(1600 / 2 / 400)
+
+
+def test_latency_grows_with_the_ring_and_in_trees_with_its_logarithm():
+    """NCCL, ncclTopoTuneModel: a ring of n ranks has n - 1 steps, a tree climbs and descends log2(nodes)."""
+    links = Links(Link(1.0, 1.0), Link(1.0, 10.0), 8, "card", "")
+    of = {kind: collective_s(kind, 0, RankGroup(32, 8), links).expected for kind in ("all-gather", "all-reduce")}
+    assert of["all-gather"] == pytest.approx((31 - 3) * 1 + 3 * 10, rel=1e-4)
+    assert of["all-reduce"] == pytest.approx(2 * (7 * 4e-6 + 2 * 10), rel=1e-4)
+    big = collective_s("all-reduce", 1e9, RankGroup(32, 8), links).expected
+    assert big == pytest.approx(2 * 1e9 * 31 / 32 / 0.8, rel=1e-2)  # in a ring, which sends less than a tree
+
+
+def test_one_rank_exchanges_nothing():
+    assert collective_s("all-reduce", 1e9, RankGroup(1, 1), LINKS).worst == 0
+
+
+def test_groups_of_a_mesh_lie_as_ranks_are_numbered():
+    assert RankGroup.of(32, 1, LINKS) == RankGroup(32, 8)  # shards
+    assert RankGroup.of(4, 8, LINKS) == RankGroup(4, 1)  # copies of eight shards
+    assert RankGroup.of(4, 2, LINKS) == RankGroup(4, 4)  # copies of two shards, all in a node
+    assert RankGroup.of(4, 8, LINKS).nodes == 4
+
+
+def test_links_come_from_the_table_or_are_given():
+    links = Links.of_device(named_device("H100"))
+    assert (links.inside.bytes_per_s, links.between.bytes_per_s, links.per_node) == (450 * GB, 50 * GB, 8)
+    given = Links.of_device(named_device("A40"), link_bytes_per_s=56e9, per_node=2)
+    assert (given.inside.bytes_per_s, given.between, given.per_node) == (56e9, None, 2)
+    assert "given" in given.source
+    assert Links.of_device(named_device("A40")) is None
+
+
+def test_a_network_that_nobody_knows_is_refused():
+    links = Links.of_device(named_device("V100"))
+    links.require(8)
+    with pytest.raises(PlanError, match=r"16 devices are 2 nodes of 8.*V100.*--network.*network_gb_per_s"):
+        links.require(16)
+    with pytest.raises(PlanError, match="--network"):
+        collective_s("all-gather", 1, RankGroup(16, 8), links)

@@ -1,0 +1,92 @@
+"""Rates: shares of a datasheet, or what was measured at a model's sizes."""
+
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+
+from headway.devices import named_device
+from headway.devices.model_rates import ModelRates
+from headway.errors import PlanError
+from headway.predict.speeds import ATTENTION, PRODUCTS, Cases, Speeds
+from headway.predict.speeds import MEASURED as AS_MEASURED
+
+H100 = named_device("H100")
+RATES = ModelRates(
+    products={(100, 10, 10): 1e9, (10_000, 10, 10): 9e9},
+    attention={100: (2e9, 1e9), 10_000: (4e9, 3e9)},
+    copied_bytes_per_s=5e9,
+    measured_at=datetime(2026, 11, 23, tzinfo=UTC),
+    is_cached=False,
+)
+MEASURED = Speeds.measured("mine", 5e9, RATES, runs_ahead=False)
+
+
+def test_a_device_of_the_table_reaches_shares_of_its_peak():
+    speeds = Speeds.of_device(H100, "bf16")
+    assert speeds.peak_flops_per_s == speeds.ceiling_flops_per_s == H100.peak_flops_per_s["bf16"]
+    large = speeds.product_s(1e15, (8192, 8192, 8192), 2)
+    assert large == tuple(1e15 / share / speeds.peak_flops_per_s for share in PRODUCTS)
+    assert large.best < large.expected < large.worst
+    both = speeds.attention_s(4e14, 6e14, 500.5)
+    assert both == pytest.approx([1e15 / share / speeds.peak_flops_per_s for share in ATTENTION])
+    assert not speeds.is_measured
+
+
+def test_a_product_with_one_row_takes_as_long_as_its_weight_takes_to_read():
+    speeds = Speeds.of_device(H100, "bf16")
+    took = speeds.product_s(2 * 8192 * 8192, (1, 8192, 8192), 2)
+    assert took == speeds.memory_s((8192 * 8192 + 2 * 8192) * 2)
+
+
+def test_measured_rates_are_taken_as_they_are_and_between_sizes_from_those_near():
+    assert MEASURED.product_s(1e9, (100, 10, 10), 4) == AS_MEASURED
+    assert MEASURED.product_s(9e9, (10_000, 10, 10), 4) == AS_MEASURED
+    assert MEASURED.product_s(3e9, (1000, 10, 10), 4).expected == pytest.approx(1.0)  # the geometric mean of both
+    assert MEASURED.product_s(9e9, None, 4) == AS_MEASURED  # of a size that is not known, the best
+    assert MEASURED.attention_s(4e9, 3e9, 10**6) == AS_MEASURED.times(2)  # beyond the longest, as the longest
+    assert MEASURED.memory_s(5e9) == pytest.approx(AS_MEASURED)
+    assert MEASURED.moving_s(5e9) == pytest.approx(AS_MEASURED)  # as the memory, where nothing else is known
+    assert replace(MEASURED, elementwise_s=1e-9).moving_s(1e9) == pytest.approx(AS_MEASURED)
+    assert AS_MEASURED.best < AS_MEASURED.expected < AS_MEASURED.worst
+
+
+def test_a_product_faster_than_the_peak_becomes_the_peak():
+    assert MEASURED.peak_flops_per_s == MEASURED.ceiling_flops_per_s == 9e9
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "words"),
+    [
+        (replace(H100, memory_bytes_per_s=None), "bf16", "the bandwidth of its memory is not known"),
+        (H100, "fp4", "its dense peak in fp4 is not known"),
+    ],
+)
+def test_a_device_without_a_figure_is_one_clear_error(device, dtype, words):
+    with pytest.raises(PlanError, match=words) as error:
+        Speeds.of_device(device, dtype)
+    assert "HEADWAY_PEAKS" in str(error.value)
+
+
+def test_cases_add_up_case_by_case():
+    assert Cases(1, 2, 3) + Cases(1, 1, 1) == (2, 3, 4)
+    assert Cases(1, 2, 3) - Cases(1, 1, 1) == (0, 1, 2)
+    assert sum([Cases(1, 2, 3)] * 2, Cases.exact(0)).times(0.5) == (1, 2, 3)
+    assert math.isclose(Cases.exact(2.0).worst, 2.0)
+
+
+def test_attention_takes_a_time_per_token_and_one_per_pair():
+    per_token, per_pair, flops_per_pair = 3e-6, 2e-9, 128
+
+    def rate(length):
+        pairs = (length + 1) / 2
+        return flops_per_pair * pairs / (per_token + per_pair * pairs)
+
+    speeds = replace(MEASURED, attention={length: (rate(length), rate(length) / 2) for length in (16, 64, 1024)})
+    for pairs in (8.5, 20, 33, 100, 512.5):  # of a query; 10^5 queries
+        took = speeds.attention_s(1e5 * pairs * flops_per_pair, 0, pairs).expected
+        assert took == pytest.approx(1e5 * (per_token + per_pair * pairs))
+        assert speeds.attention_s(0, 1e5 * pairs * flops_per_pair, pairs).expected == pytest.approx(2 * took)
+    # shorter than all that were measured: a token takes no less than there
+    assert speeds.attention_s(1e5 * flops_per_pair, 0, 1).expected == pytest.approx(1e5 * (per_token + per_pair * 8.5))

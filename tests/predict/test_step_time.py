@@ -1,0 +1,166 @@
+"""Predicted steps: by hand on written-out models, and against what the lines of `headway explain` mean."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from headway.count import CostModel, Workload, load_cost_model
+from headway.count.activations import SavedActivations, SavedBlock, shipped_activations
+from headway.count.rows import Gradient, Parameter, Row
+from headway.devices import named_device
+from headway.predict.memory import State
+from headway.predict.speeds import PRODUCTS, Cases, Speeds
+from headway.predict.step_time import StepTimes, StepWork, product_shape, shapes_of
+
+SPEEDS = Speeds("mine", 100.0, Cases.exact(10.0), "", {(8, 4, 2): 50.0}, {8: (20.0, 10.0)}, host_s=0.0)
+EAGER = State(compute_bytes=4)
+ONE = Fraction(1)
+
+
+def tiny(**changes):
+    """A model of one linear module of 4 x 2 and attention of 3 FLOPs a pair, in one block."""
+    linear = Row("l", "linear", "language.mlp", "tokens", 16, (Gradient("dgrad", 16, 1), Gradient("wgrad", 16, 1)),
+                 block="layers.0", recomputed=True, features=(4, 2))  # fmt: skip
+    attention = Row("a", "attention", "language.attention", "pairs:causal", 3, (Gradient("dgrad", 6, 1),),
+                    block="layers.0", recomputed=True)  # fmt: skip
+    return replace(CostModel("tiny", (linear, attention), (Parameter("l.weight", 8, 8, "language.mlp"),)), **changes)
+
+
+def saved(per_token=5):
+    block = SavedBlock({"tokens": per_token * ONE}, {"tokens": ONE}, {"tokens": ONE}, {})
+    return SavedActivations({"": SavedBlock({}, {}, {}, {}), "layers.0": block})
+
+
+def work(cost_model, **changes):
+    pack = Workload([8])
+    return replace(StepWork(cost_model.count(pack), pack, packs=1, tokens=8), **changes)
+
+
+def seconds(step):
+    return {line.key: line.seconds.expected for line in step.lines}
+
+
+def test_a_step_by_hand():
+    step = StepTimes(tiny(), saved(), SPEEDS).predict(work(tiny()), EAGER)
+    flops = 3 * 16 * 8 + 9 * 36
+    assert step.flops == flops
+    found = seconds(step)
+    assert found["useful"] == flops / 100
+    assert found["ceiling"] == pytest.approx(flops / 50 - flops / 100)
+    assert found.get("slow.language.mlp", 0) == pytest.approx(0)  # every product runs at the one rate measured
+    assert found["slow.language.attention"] == pytest.approx(3 * 36 / 20 + 6 * 36 / 10 - 9 * 36 / 50)
+    assert found["memory"] == 5 * 5 * 8 / 10  # each saved byte twice in forward, three times in backward
+    assert found["optimizer"] == (4 * 4 + 2 * 4 + 2 * 4 * 2) * 8 / 10
+    assert step.step_s == pytest.approx(sum(found.values()))
+    assert step.mfu.expected == pytest.approx(flops / step.step_s / 100)
+    assert step.tokens_per_s.expected == pytest.approx(8 / step.step_s)
+
+
+def test_packs_that_are_made_too_slowly_are_waited_for():
+    times = StepTimes(tiny(), saved(), SPEEDS)
+    ready = times.predict(work(tiny()), EAGER)
+    assert times.predict(work(tiny(), making_s=0.9 * ready.step_s), EAGER) == ready
+    late = times.predict(work(tiny(), making_s=ready.step_s + 2), EAGER)
+    assert seconds(late)["idle.data"] == pytest.approx(2)
+    assert late.step_s == pytest.approx(ready.step_s + 2)
+
+
+def test_what_runs_in_part_takes_the_host_in_part():
+    host = replace(SPEEDS, host_s=1.0, runs_ahead=False)
+
+    def launched(cost_model, **changes):
+        step = StepTimes(cost_model, saved(), host).predict(work(cost_model), replace(EAGER, **changes))
+        return seconds(step)["idle.launch"]
+
+    assert launched(tiny()) == pytest.approx(2)  # a linear module and attention, forward and backward
+    assert launched(tiny(), recompute="full") == pytest.approx(2 + 2 / 3)
+    assert launched(tiny().freeze(["*"])) == pytest.approx(2 / 3)
+
+
+def test_recomputation_costs_forward_again_and_its_bytes():
+    times = StepTimes(tiny(), saved(), SPEEDS)
+    plain, again = (seconds(times.predict(work(tiny()), replace(EAGER, recompute=how))) for how in ("none", "full"))
+    assert "recomputation" not in plain
+    assert again["recomputation"] == pytest.approx((16 * 8 + 3 * 36) / 50)
+    assert again["memory"] == plain["memory"] + 2 * 5 * 8 / 10
+    assert again["useful"] == plain["useful"]
+
+
+def test_a_frozen_model_moves_and_computes_its_forward_alone():
+    frozen = tiny().freeze(("*",))
+    step = seconds(StepTimes(frozen, saved(), SPEEDS).predict(work(frozen), EAGER))
+    assert step["useful"] == (16 * 8 + 3 * 36) / 100
+    assert step["memory"] == 2 * 5 * 8 / 10
+    assert "optimizer" not in step
+
+
+def test_padding_accumulation_imbalance_and_launches_have_their_lines():
+    times = StepTimes(tiny(), saved(), SPEEDS)
+    padded = seconds(times.predict(work(tiny(), pack=Workload([8], slots=16)), EAGER))
+    assert padded["padding"] == pytest.approx(3 * 16 * 8 / 50)  # eight slots more in the linear module
+    plain, twice = (times.predict(work(tiny(), packs=n), EAGER) for n in (1, 2))
+    more = seconds(twice)["memory"] - seconds(plain)["memory"]
+    assert more == pytest.approx(5 * 5 * 8 / 10 + 2 * 3 * 4 * 8 / 10)  # gradients are added to those that are there
+    uneven = times.predict(work(tiny(), balance=0.5), EAGER)
+    assert seconds(uneven)["communication.waiting"] == pytest.approx(plain.step_s)
+    late, behind = (
+        StepTimes(tiny(), saved(), replace(SPEEDS, host_s=250.0, runs_ahead=ahead)).predict(work(tiny()), EAGER)
+        for ahead in (True, False)
+    )
+    assert late.step_s == pytest.approx(500.0)  # of two rows
+    assert seconds(late)["idle.launch"] == pytest.approx(500 - plain.step_s)
+    assert behind.step_s == pytest.approx(500 + plain.step_s)
+
+
+def test_devices_share_the_work_and_the_optimizer():
+    times = StepTimes(tiny(), saved(), SPEEDS)
+    one = times.predict(work(tiny()), EAGER)
+    count = sum([tiny().count(Workload([8]))] * 3, tiny().count(Workload([8])))
+    four = times.predict(work(tiny(), flops=count, devices=4, shards=4, tokens=32), EAGER)
+    assert seconds(four)["useful"] == seconds(one)["useful"]
+    assert seconds(four)["optimizer"] == seconds(one)["optimizer"] / 4
+    assert four.tokens_per_s.expected > 4 * one.tokens_per_s.expected
+
+
+def test_the_cases_of_a_datasheet_stand_in_their_order_and_every_line_adds_up():
+    cost_model = load_cost_model("qwen3-8b")
+    times = StepTimes(
+        cost_model, shipped_activations("qwen3-8b", "bfloat16"), Speeds.of_device(named_device("H100"), "bf16")
+    )
+    pack = Workload([4096, 4096])
+    step = times.predict(StepWork(cost_model.count(pack), pack, 4096, 1, 8192), State(fused=True, chunk=2048))
+    assert step.seconds.best < step.seconds.expected < step.seconds.worst
+    sums = [sum(case) for case in zip(*(line.seconds for line in step.lines), strict=True)]
+    assert step.seconds == pytest.approx(sums)
+    assert step.mfu.best < PRODUCTS.best
+
+
+def test_shapes_of_products_are_those_that_pytorch_runs():
+    assert [product_shape(phase, 8, (4, 2)) for phase in ("forward", "recompute", "dgrad", "wgrad")] == [
+        (8, 4, 2), (8, 4, 2), (8, 2, 4), (2, 8, 4),
+    ]  # fmt: skip
+    assert product_shape("forward", 8, None) is None
+    assert shapes_of(tiny(), [8]) == [(2, 8, 4), (8, 2, 4), (8, 4, 2)]
+
+
+def test_attention_goes_by_the_pairs_that_a_query_of_its_own_tower_sees():
+    picture = Row("v", "linear", "vision.mlp", "patches", 16, block="visual.0", features=(4, 2))
+    seen = Row("w", "attention", "vision.attention", "patch_pairs:frame", 3, block="visual.0")
+    model = replace(tiny(), rows=(*tiny().rows, picture, seen))
+    pack = Workload([8], images=[(1, 4, 4)] * 3)
+    asked = []
+
+    class Noted(Speeds):
+        def attention_s(self, forward, backward, pairs_per_query):
+            if forward + backward:
+                asked.append((forward, pairs_per_query))
+            return Cases.exact(0.0)
+
+    once = StepWork(model.count(pack), pack, packs=1, tokens=8)
+    StepTimes(model, saved(), Noted("mine", 100.0, Cases.exact(10.0), "")).predict(once, EAGER)
+    assert sorted(asked) == [(3 * 36, 4.5), (3 * 3 * 16**2, 16)]  # three pictures of 16 patches, each seen by 16
+    asked.clear()
+    four = replace(once, flops=model.count(Workload([8] * 4, images=[(1, 4, 4)] * 12, packs=4)), packs=4, tokens=32)
+    StepTimes(model, saved(), Noted("mine", 100.0, Cases.exact(10.0), "")).predict(four, EAGER)
+    assert [pairs for _, pairs in sorted(asked)] == [4.5, 16]

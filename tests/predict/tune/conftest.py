@@ -1,0 +1,35 @@
+"""A search over a shipped model's costs with a pretended clock."""
+
+import pytest
+
+from headway.config import load_config
+from headway.count import load_cost_model
+from headway.count.activations import SavedByPrecision, shipped_activations
+from headway.predict.tune import Search, Space
+from helpers.pretended_search import pretended, table
+from helpers.processes import ROOT
+
+
+@pytest.fixture
+def recipe():
+    return load_config(ROOT / "recipes/qwen2.5-7b-text-81920.yaml", ("plan.devices=8", "data.tokens_per_pack=32768"))
+
+
+@pytest.fixture
+def make_search(recipe):
+    """A search of a small space on 8 devices: two accumulations, three choices of blocks, two chunks."""
+
+    def make(room_gib=60.0, config=None, timer=pretended, **space):
+        axes = {
+            "accumulations": (1, 2),
+            "recomputes": ("none", "full", "left"),
+            "chunks": (2048, None),
+            "replicates": (1, 2),
+        } | space
+        model = load_cost_model("qwen2.5-7b")
+        saved = SavedByPrecision(lambda precision: shipped_activations("qwen2.5-7b", precision))
+        room = None if room_gib is None else int(room_gib * 2**30)
+        lengths = ("uniform", table())
+        return Search(config or recipe, model, saved, 8, room, lengths, timer, Space(8 * 32_768, **axes))
+
+    return make
