@@ -6,7 +6,7 @@ import torch
 
 from headway.devices import datasheet_peak, device_at, known_devices, named_device, peak_for
 from headway.devices.names import matches
-from headway.devices.probe import Reported, report
+from headway.devices.probe import ReportedDevice, report
 from headway.errors import UnknownDeviceError
 
 pytestmark = pytest.mark.own_peak
@@ -32,7 +32,7 @@ GIB = 2**30
     ],
 )
 def test_properties_tell_cards_of_one_name_apart(name, num_sms, memory_bytes, key):
-    assert [device.key for device in matches(Reported(name, num_sms, memory_bytes))] == [key]
+    assert [device.key for device in matches(ReportedDevice(name, num_sms, memory_bytes))] == [key]
 
 
 # Total memory as PyTorch reports it on whole cards: 14.56 GiB of a T4 with ECC, 22.07 of an A10G, 39.39 of an A100 with
@@ -56,7 +56,7 @@ def test_properties_tell_cards_of_one_name_apart(name, num_sms, memory_bytes, ke
     ],
 )
 def test_a_whole_card_fits_its_entry_whatever_the_driver_keeps_back(name, num_sms, memory_gib):
-    assert len(matches(Reported(name, num_sms, int(memory_gib * GIB)))) == 1
+    assert len(matches(ReportedDevice(name, num_sms, int(memory_gib * GIB)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,13 @@ def test_a_slice_of_a_card_is_not_the_card(name):
 @pytest.mark.parametrize(
     ("reported", "told"),
     [
-        (Reported("NVIDIA A100-SXM4-80GB", 14, 10 * GIB), "reports 14 multiprocessors and 10.74 GB"),
-        (Reported("NVIDIA L40S", 142, 12 * GIB), "known under that name is l40s with 142 multiprocessors and 48 GB"),
-        (Reported("AMD Instinct MI300X", 38, 24 * GIB), "A partition, a virtual GPU or another card"),
-        (Reported("NVIDIA H20", 78, 120 * GIB), "h20-96gb with 78 multiprocessors and 96 GB or h20-141gb with"),
+        (ReportedDevice("NVIDIA A100-SXM4-80GB", 14, 10 * GIB), "reports 14 multiprocessors and 10.74 GB"),
+        (
+            ReportedDevice("NVIDIA L40S", 142, 12 * GIB),
+            "known under that name is l40s with 142 multiprocessors and 48 GB",
+        ),
+        (ReportedDevice("AMD Instinct MI300X", 38, 24 * GIB), "A partition, a virtual GPU or another card"),
+        (ReportedDevice("NVIDIA H20", 78, 120 * GIB), "h20-96gb with 78 multiprocessors and 96 GB or h20-141gb with"),
     ],
 )
 def test_a_part_of_a_card_under_the_cards_name_is_refused(reported, told):
@@ -136,10 +139,10 @@ def test_a_misspelt_name_is_offered(name, offered):
 
 
 def test_a_whole_mi300x_of_a_virtual_machine_is_told_from_a_part():
-    (whole,) = matches(Reported("AMD Instinct MI300X VF", num_sms=304, memory_bytes=206_141_652_992))
+    (whole,) = matches(ReportedDevice("AMD Instinct MI300X VF", num_sms=304, memory_bytes=206_141_652_992))
     assert whole.key == "mi300x"
     with pytest.raises(UnknownDeviceError, match=r"38 multiprocessors.* A partition"):
-        matches(Reported("AMD Instinct MI300X VF", num_sms=38, memory_bytes=25_753_026_560))
+        matches(ReportedDevice("AMD Instinct MI300X VF", num_sms=38, memory_bytes=25_753_026_560))
 
 
 def test_a_shared_name_has_a_peak_only_where_its_cards_agree():
@@ -205,7 +208,7 @@ def test_other_devices_are_asked_in_their_own_way(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "get_name", lambda: "Apple M1 Max")
     monkeypatch.setattr(torch.backends.mps, "get_core_count", lambda: 24)
     assert device_at("mps").key == "apple-m1-max-24"
-    assert report(torch.device("mps")) == Reported("Apple M1 Max", 24)
+    assert report(torch.device("mps")) == ReportedDevice("Apple M1 Max", 24)
     assert peak_for("mps", torch.float32).flops_per_s == pytest.approx(24 * 128 * 2 * 1.296e9, rel=1e-3)
     found = SimpleNamespace(name="Intel(R) Data Center GPU Max 1550", max_compute_units=512, total_memory=64 * GIB)
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda *_: found)

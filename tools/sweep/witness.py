@@ -29,14 +29,13 @@ from torch import nn
 
 from headway.count import drivers
 from headway.tracing import build
-from headway.tracing.alternate_forwards import alternate_forwards, without_arguments
 from headway.tracing.classify import inside
-from headway.tracing.differences import FILLED_UP, filled_up
-from headway.tracing.inputs.model_inputs import call, inputs_for
+from headway.tracing.inputs.model_inputs import alternate_forwards, call, inputs_for, without_arguments
 from headway.tracing.record import Recorder
 from headway.tracing.seams import Seams
 from headway.tracing.stand_ins import stand_ins
 from headway.tracing.unwrap import plain_checkpoints
+from headway.tracing.verify import FILLED_UP_REASON, filled_up
 from tools.sweep.uses import Uses
 
 if TYPE_CHECKING:
@@ -231,7 +230,7 @@ class _Case:
             filled = filled_up(self.workload, rows[0].driver)
             run = sum(row.forward * drivers.parse(row.driver)(filled) for row in rows)
             if done == run:
-                return FILLED_UP
+                return FILLED_UP_REASON
         return ""
 
     def _mixture(self, names: frozenset[str], rows: list[Row]) -> Mixture | None:

@@ -1,4 +1,4 @@
-"""What autograd saves of a model's forward, block by block, in bytes per unit of a driver.
+"""Activations that autograd saves of a model's forward, block by block, in bytes per unit of a driver.
 
 `headway.tracing.block_activations` reads it off a model; what it read of the shipped models ships too, so that memory
 is planned without torch.
@@ -28,7 +28,7 @@ FILE = Path(__file__).parent / "saved_activations.json"
 
 @dataclass(frozen=True, slots=True)
 class SavedBlock:
-    """What autograd saves of one block."""
+    """Bytes that autograd saves of one block."""
 
     plain: Rows  # by plain operations
     # by a compiled block or fused kernels: what matrix products and attention read, and what they made where an
@@ -42,21 +42,21 @@ class SavedBlock:
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """What autograd saves of a model."""
+    """Bytes that autograd saves of a model."""
 
     blocks: Mapping[str, SavedBlock]  # by the name of the block, in order; "" for what is outside of blocks
     left_out: tuple[str, ...] = ()  # modules whose saved bytes no driver explains; they are missing
 
 
 class SavedByPrecision(dict[str, SavedActivations]):
-    """What autograd saves of a model, by precision, each read or traced when it is first looked up."""
+    """Bytes that autograd saves of a model, by precision, each read or traced when it is first looked up."""
 
-    def __init__(self, read: Callable[[str], SavedActivations]) -> None:
+    def __init__(self, load: Callable[[str], SavedActivations]) -> None:
         super().__init__()
-        self._read = read
+        self._load = load
 
     def __missing__(self, precision: str) -> SavedActivations:
-        self[precision] = self._read(precision)
+        self[precision] = self._load(precision)
         return self[precision]
 
 
@@ -90,8 +90,8 @@ def from_dict(entries: list[Any]) -> SavedActivations:
         for number in range(bits.bit_length()) if bits else [-1]:
             if number < 0 or bits >> number & 1:
                 stacks.setdefault(stack, {})[number] = block
-    named = ((stack, number, block) for stack, found in stacks.items() for number, block in sorted(found.items()))
-    return SavedActivations({f"{stack}.{number}" if number >= 0 else stack: block for stack, number, block in named})
+    ordered = ((stack, number, block) for stack, blocks in stacks.items() for number, block in sorted(blocks.items()))
+    return SavedActivations({f"{stack}.{number}" if number >= 0 else stack: block for stack, number, block in ordered})
 
 
 def shipped_activations(name: str, precision: str) -> SavedActivations:
@@ -104,23 +104,24 @@ def shipped_activations(name: str, precision: str) -> SavedActivations:
     Raises:
         CostModelError: nothing was traced for this model.
     """
-    found = _shipped().get(name)
-    if found is None:
+    precisions = _shipped().get(name)
+    if precisions is None:
         raise CostModelError(f"no saved activations of {name!r} ship with Headway; there are {', '.join(_shipped())}.")
-    return from_dict(found[precision])
+    return from_dict(precisions[precision])
 
 
 def save(name: str, traced: Mapping[str, list[Any]]) -> None:
     """Put what was traced of a model into the shipped file, one line an entry, so that changes read well in a diff."""
     models = {**(_shipped() if FILE.exists() else {}), name: traced}
     _shipped.cache_clear()
-    parts = [f' "{model}": {_lines(found)}' for model, found in sorted(models.items())]
+    parts = [f' "{model}": {_lines(precisions)}' for model, precisions in sorted(models.items())]
     FILE.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
 
 
 def _lines(precisions: Mapping[str, list[Any]]) -> str:
     parts = [
-        f'  "{name}": [\n   ' + ",\n   ".join(map(json.dumps, found)) + "\n  ]" for name, found in precisions.items()
+        f'  "{name}": [\n   ' + ",\n   ".join(map(json.dumps, entries)) + "\n  ]"
+        for name, entries in precisions.items()
     ]
     return "{\n" + ",\n".join(parts) + "\n }"
 

@@ -12,7 +12,7 @@ NEW_ROWS = "new_rows"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a module or parameter is of a LoRA adapter, by the names that peft gives and the counted ones have.
+    """Say whether a module or parameter is of a LoRA adapter, by the names that peft gives and the counted ones have.
 
     Rows of new tokens that learn beside frozen ones are too.
 
@@ -55,6 +55,7 @@ def with_adapters(
     Raises:
         CostModelError: a module has no weight of its own.
     """
+    # two parameters for each linear module that gets an adapter, numbered after the model's own
     index = {p.name: i for i, p in enumerate(parameters)}
     extended = [replace(p, trainable=False) for p in parameters]
     hosts: dict[str, tuple[int, int, int]] = {}  # module -> bits of its weight, of A and of B
@@ -69,6 +70,7 @@ def with_adapters(
             extended.append(Parameter(f"{module}.lora_{letter}.weight", numel, numel, component))
         hosts[module] = (1 << weight, 1 << (len(extended) - 2), 1 << (len(extended) - 1))
 
+    # what a gradient needed a host's weight for, it now needs the adapters' for
     def extend(needs: int) -> int:
         for weight, a, b in hosts.values():
             if needs & weight:
@@ -82,22 +84,26 @@ def with_adapters(
         again = row.recomputed or i <= last.get(row.block, -1)
         gradients = tuple(replace(g, needs=extend(g.needs)) if g.phase == "dgrad" else g for g in row.gradients)
         adapted.append(replace(row, gradients=gradients, recomputed=again))
+
+        # a row for A (W's input to the rank) and one for B (the rank to W's output), as often as the module is called
         if row.module not in hosts or row.features is None:
             continue
         fan_in, fan_out = row.features
         _, a, b = hosts[row.module]
-        calls, rest = divmod(row.forward, 2 * fan_in * fan_out)
-        if rest:
+        calls, remainder = divmod(row.forward, 2 * fan_in * fan_out)
+        if remainder:
             raise CostModelError(f"{row.module} does not cost a whole number of passes per unit of {row.driver}.")
+        # A's input asks for a gradient where W's does; B's input is A's output, which asks for one once A is trained
         upstream = 0
         for g in gradients:
             upstream |= g.needs if g.phase == "dgrad" else 0
+        # FLOPs per unit: 2 x in x rank of A, 2 x rank x out of B, and as many for each of their gradients
         down, up = 2 * fan_in * rank * calls, 2 * rank * fan_out * calls
         grads_a = (Gradient("wgrad", down, a), *([Gradient("dgrad", down, upstream)] if upstream else []))
         grads_b = (Gradient("wgrad", up, b), Gradient("dgrad", up, a | upstream))
-        beside = replace(row, module=f"{row.module}.lora_A", forward=down, gradients=grads_a, features=None)
-        adapted.append(replace(beside, recomputed=again))
-        adapted.append(replace(beside, module=f"{row.module}.lora_B", forward=up, gradients=grads_b))
+        adapter = replace(row, module=f"{row.module}.lora_A", forward=down, gradients=grads_a, features=None)
+        adapted.append(replace(adapter, recomputed=again))
+        adapted.append(replace(adapter, module=f"{row.module}.lora_B", forward=up, gradients=grads_b))
     return tuple(adapted), tuple(extended)
 
 

@@ -1,4 +1,4 @@
-"""Cost models: what each operation of a model costs per unit of its driver, and the product with a workload.
+"""Cost models: the cost of each operation of a model per unit of its driver, and the product with a workload.
 
 A row's backward is stored with the parameters that make autograd compute it: the gradient of an input is needed when
 any parameter upstream of it is trained, the gradient of a weight when that weight is. Freezing and LoRA are therefore
@@ -34,7 +34,7 @@ _Coefficients = list[tuple[str, str, int, int, int, int]]
 
 @dataclass(frozen=True, repr=False)
 class CostModel:
-    """What a model's operations cost per unit of their drivers.
+    """The costs of a model's operations, per unit of their drivers.
 
     Attributes:
         name: of the model.
@@ -57,7 +57,7 @@ class CostModel:
         return f"CostModel({self.name!r}: {len(self.rows)} rows, {params} parameters{unknown})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickles: the fields; what was derived from them is derived again where it is needed."""
+        """Pickle the fields alone; properties that are derived from them are derived again."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     @cached_property
@@ -92,7 +92,9 @@ class CostModel:
     @cached_property
     def blocks_in_backward(self) -> frozenset[str]:
         """Blocks that backward passes, given what is trained; "" where it passes rows outside of blocks."""
-        return frozenset(row.block for row in self.rows if any(one.runs(self.trained) for one in row.gradients))
+        return frozenset(
+            row.block for row in self.rows if any(gradient.runs(self.trained) for gradient in row.gradients)
+        )
 
     @cached_property
     def merge_group(self) -> int:
@@ -188,6 +190,7 @@ class CostModel:
 
     def _check_towers(self, workload: Workload) -> None:
         """Refuse a workload that holds what the model has no tower for, or that lacks what its encoder reads."""
+        # images and videos, and clips of several frames
         if len(workload.grids) and not self.has_vision:
             raise WorkloadError(
                 f"{self.name} has no vision tower, but the workload holds {workload.num_images} images and "
@@ -199,6 +202,8 @@ class CostModel:
                 f"{self.name} was traced on single frames, the only ones that its code takes whole, so what a clip of "
                 f"{grid} patches costs is not known. Where each frame is computed by itself, give them as images."
             )
+
+        # runs that see each other in full, and images that are drawn
         if len(workload.splits) and "pairs:splits" not in self._evaluators:
             raise WorkloadError(
                 f"The workload has splits, runs of tokens that see each other in full, and {self.name} takes none: its "
@@ -209,6 +214,8 @@ class CostModel:
                 f"{self.name} draws no images, but the workload holds {workload.latent_patches} latent patches. Leave "
                 "them out, or name a model that draws."
             )
+
+        # audio, and the sources of an encoder, which the text reads
         if len(workload.audio) and "audio" not in self.towers:
             raise WorkloadError(
                 f"{self.name} has no audio tower, but the workload holds {len(workload.audio)} clips. Leave them out, "
@@ -222,6 +229,7 @@ class CostModel:
             )
         if self.has_vision and not len(workload.grids):
             return  # what text would read of its pictures is not there
+        # an encoder that is read without saying how much of it
         if reads and workload.num_segments and not len(workload.sources):
             raise WorkloadError(
                 f"{self.name} reads an encoder, and the workload does not say how much of it: give one source length "
@@ -278,10 +286,10 @@ class CostModel:
         """
         hits = tuple(i for i, p in enumerate(self.parameters) if _matches(p, pattern))
         if not hits:
-            known = ", ".join(sorted({p.component for p in self.parameters}))
+            components = ", ".join(sorted({p.component for p in self.parameters}))
             raise UsageError(
-                f"{pattern} matches no parameter of {self.name}. Give a component ({known}), the first part of one, or "
-                f"a glob over parameter names such as {self.parameters[0].name!r}."
+                f"{pattern} matches no parameter of {self.name}. Give a component ({components}), the first part of "
+                f"one, or a glob over parameter names such as {self.parameters[0].name!r}."
             )
         return hits
 
@@ -331,8 +339,8 @@ class CostModel:
                 "with such inputs: trace(model, inputs=...) with arguments that require a gradient; or detach() them "
                 "if nothing in front of the model is trained."
             )
-        known = {"input_gradients": ", ".join(sorted({*traced, *inputs}))}
-        return replace(self, rows=reaching(self.rows, embeddings[0]), source=self.source | known)
+        source = self.source | {"input_gradients": ", ".join(sorted({*traced, *inputs}))}
+        return replace(self, rows=reaching(self.rows, embeddings[0]), source=source)
 
     def lora(self, rank: int, targets: Sequence[str] | None = None) -> "CostModel":
         """Return this model with low-rank adapters on its linear modules and everything else frozen.

@@ -122,14 +122,14 @@ def _fixed_clips(workload: Workload, frames: int) -> int:
 
 def _fixed_sources(workload: Workload, frames: int) -> int:
     """Count the sources of an encoder that takes one length only."""
-    read = _read(workload)
-    other = read != frames
+    lengths = _read_sources(workload)
+    other = lengths != frames
     if other.any():
         raise WorkloadError(
-            f"A source of {int(read[np.argmax(other)])} frames does not fit this model, whose encoder pads every "
+            f"A source of {int(lengths[np.argmax(other)])} frames does not fit this model, whose encoder pads every "
             f"source to {frames} feature frames and computes them all: give {frames} for each segment, with *N for N."
         )
-    return len(read)
+    return len(lengths)
 
 
 def shorten(lengths: Ints, stride: int, first: int = 1, piece: int = 0) -> Ints:
@@ -196,7 +196,7 @@ def _latent_pairs(workload: Workload) -> int:
     return int((t * (h * w) ** 2).sum())
 
 
-def _read(workload: Workload) -> Ints:
+def _read_sources(workload: Workload) -> Ints:
     """Return the sources that an encoder reads; those of a segment with a past were read when it began."""
     sources = workload.sources
     return (
@@ -239,14 +239,14 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "patch_pairs:frame/": (1, _merging_pairs),
     "patch_pairs:grid": (0, _grid_pairs),
     "patch_pairs:window:": (1, _window_pairs),
-    "sources": (0, lambda w: int(_read(w).sum())),
+    "sources": (0, lambda w: int(_read_sources(w).sum())),
     "sources:": (1, _fixed_sources),
-    "source_offsets": (0, lambda w: int((2 * _read(w) - 1).sum())),
-    "source_pairs:full": (0, lambda w: masks.full_pairs(_read(w))),
-    "source_pairs:block:": (1, lambda w, block: masks.full_block_pairs(_read(w), block)),
-    "source_pairs:staggered:": (1, lambda w, block: masks.staggered_block_pairs(_read(w), block)),
-    "source_pairs:local:": (2, lambda w, before, after: masks.local_pairs(_read(w), before, after)),
-    "source_pairs:relative": (0, lambda w: masks.relative_pairs(_read(w))),
+    "source_offsets": (0, lambda w: int((2 * _read_sources(w) - 1).sum())),
+    "source_pairs:full": (0, lambda w: masks.full_pairs(_read_sources(w))),
+    "source_pairs:block:": (1, lambda w, block: masks.full_block_pairs(_read_sources(w), block)),
+    "source_pairs:staggered:": (1, lambda w, block: masks.staggered_block_pairs(_read_sources(w), block)),
+    "source_pairs:local:": (2, lambda w, before, after: masks.local_pairs(_read_sources(w), before, after)),
+    "source_pairs:relative": (0, lambda w: masks.relative_pairs(_read_sources(w))),
     "audio": (0, lambda w: int(w.audio.sum())),
     "audio_offsets": (0, lambda w: int((2 * w.audio - 1).sum())),
     "audio_pairs:full": (0, lambda w: masks.full_pairs(w.audio)),
@@ -285,8 +285,8 @@ def parse(driver: str) -> Callable[[Workload], int]:
     """
     for kind in ("image", "video"):
         if driver.startswith(f"{kind}_"):
-            alone = parse(driver.removeprefix(f"{kind}_"))
-            return lambda workload: alone(Workload(workload.segments, **{f"{kind}s": getattr(workload, f"{kind}s")}))
+            of_kind = parse(driver.removeprefix(f"{kind}_"))
+            return lambda workload: of_kind(Workload(workload.segments, **{f"{kind}s": getattr(workload, f"{kind}s")}))
     base, _, steps = driver.partition("/")
     if base.startswith(_STRIDED) and _STEPS.fullmatch(steps):
         evaluate, numbers = parse(base), [int(n) for n in steps.split(":")]

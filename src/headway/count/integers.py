@@ -103,6 +103,6 @@ def per_segment(values: IntsLike, what: str, rule: str, segments: Ints) -> Ints:
 
 def joined_per_segment(segments: Sequence[Ints], lengths: Sequence[Ints]) -> Ints:
     """Join lengths that are one per segment, with zeros where a part has none; nothing if none has any."""
-    if not any(one.size for one in lengths):
+    if not any(part.size for part in lengths):
         return lengths[0] if lengths else joined([])
-    return joined([one if one.size else np.zeros_like(s) for one, s in zip(lengths, segments, strict=True)])
+    return joined([part if part.size else np.zeros_like(s) for part, s in zip(lengths, segments, strict=True)])

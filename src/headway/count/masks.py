@@ -85,8 +85,8 @@ def chunked_pairs(lengths: IntsLike, chunk: int) -> int:
     """
     s = _lengths(lengths)
     c = _positive(chunk, "chunk")
-    whole, rest = s // c, s % c
-    return int((whole * (c * (c + 1) // 2) + rest * (rest + 1) // 2).sum())
+    full, remainder = s // c, s % c
+    return int((full * (c * (c + 1) // 2) + remainder * (remainder + 1) // 2).sum())
 
 
 def full_block_pairs(lengths: IntsLike, block: int) -> int:
@@ -122,8 +122,8 @@ def staggered_block_pairs(lengths: IntsLike, block: int) -> int:
     """
     s = _lengths(lengths)
     first = np.minimum(s, _positive(block, "block") - block // 2)
-    rest = (s - first)[s > first]
-    return int((first**2).sum()) + (full_block_pairs(rest, block) if rest.size else 0)
+    following = (s - first)[s > first]
+    return int((first**2).sum()) + (full_block_pairs(following, block) if following.size else 0)
 
 
 def local_pairs(lengths: IntsLike, before: int, after: int) -> int:
@@ -178,8 +178,8 @@ def block_pairs(lengths: IntsLike, size: int, most: int) -> int:
     b, n = _positive(size, "size"), _positive(most, "most")
     head = np.minimum(s, b * n)
     after = s - head
-    whole, rest = after // b, after % b
-    own = whole * (b * (b + 1) // 2) + rest * (rest + 1) // 2
+    full, remainder = after // b, after % b
+    own = full * (b * (b + 1) // 2) + remainder * (remainder + 1) // 2
     return int((head * (head + 1) // 2 + after * (n - 1) * b + own).sum())
 
 
@@ -200,8 +200,8 @@ def pool_pairs(lengths: IntsLike, size: int, most: int) -> int:
     p, n = _positive(size, "size"), _positive(most, "most")
     head = np.minimum(s, p * n)
     after = s - head
-    whole, rest = after // p, after % p
-    tail = whole * (p * (p - 1) // 2) + rest * (rest + 1) // 2
+    full, remainder = after // p, after % p
+    tail = full * (p * (p - 1) // 2) + remainder * (remainder + 1) // 2
     return int((head * (head + 1) // 2 + after * n * p + tail).sum())
 
 
@@ -220,8 +220,8 @@ def compressed_pairs(lengths: IntsLike, rate: int, most: int | None = None) -> i
     """
     s = _lengths(lengths)
     m = _positive(rate, "rate")
-    kept = s // m if most is None else np.minimum(s // m, _positive(most, "most"))
-    return int((m * (kept * (kept - 1) // 2) + kept * (s - m * kept + 1)).sum())
+    keys = s // m if most is None else np.minimum(s // m, _positive(most, "most"))  # of the last query
+    return int((m * (keys * (keys - 1) // 2) + keys * (s - m * keys + 1)).sum())
 
 
 def prefix_pairs(lengths: IntsLike, prefixes: IntsLike) -> int:

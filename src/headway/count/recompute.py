@@ -1,4 +1,4 @@
-"""Which operations activation checkpointing runs a second time: whole blocks, every n-th, or chosen parts of them.
+"""The operations that activation checkpointing runs a second time: whole blocks, every n-th, or chosen parts of them.
 
 A choice is written as terms joined by commas, each adding operations, or leaving them out again after a `-`:
 
@@ -54,14 +54,14 @@ class Term:
         """Find the blocks that it names whole, among the names of all, with the towers that these are in."""
         if not self.every:
             return [name for name in names if fnmatch.fnmatchcase(name, self.text)]
-        places, found = Counter[str](), []
+        places, blocks = Counter[str](), []
         for name in names:
             if self.tower and towers.get(name) != self.tower:
                 continue
             stack = name.rpartition(".")[0]
             places[stack] += 1
-            found += [name] if places[stack] % self.every == 0 else []
-        return found
+            blocks += [name] if places[stack] % self.every == 0 else []
+        return blocks
 
 
 def parse(choice: str) -> tuple[Term, ...]:
@@ -91,7 +91,7 @@ def towers_of_blocks(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def is_for_training(choice: str) -> bool:
-    """Whether a choice names blocks by their places or towers alone and leaves out attention at most.
+    """Say whether a choice names blocks by their places or towers alone and leaves out attention at most.
 
     >>> is_for_training("full,-attention"), is_for_training("vision:every:2"), is_for_training("attention")
     (True, True, False)
@@ -117,12 +117,12 @@ def recomputed_blocks(choice: str, names: Sequence[str], towers: Mapping[str, st
     """
     chosen: dict[str, bool] = {}
     for term in parse(choice):
-        named = term.blocks(names, towers)
+        blocks = term.blocks(names, towers)
         if term.leaves_out and term.text == _ATTENTION:
             chosen = dict.fromkeys(chosen, True)
         elif term.tower and not any(towers.get(name) == term.tower for name in names):
             raise _no_tower(choice, term, towers)
-        elif term.leaves_out or term.to_the_end or not named:
+        elif term.leaves_out or term.to_the_end or not blocks:
             longest = max(Counter(name.rpartition(".")[0] for name in names).values(), default=0)
             raise UsageError(
                 f"recompute {choice!r}: {term.text!r} chooses none of the model's {len(names)} blocks; the longest "
@@ -130,7 +130,7 @@ def recomputed_blocks(choice: str, names: Sequence[str], towers: Mapping[str, st
                 "blocks, with ,-attention behind them to keep what attention computed."
             )
         else:
-            chosen |= dict.fromkeys(named, False)
+            chosen |= dict.fromkeys(blocks, False)
     return {name: chosen[name] for name in names if name in chosen}
 
 
@@ -141,8 +141,8 @@ def as_choice(blocks: Mapping[str, bool]) -> str:
     'layers.0,-attention,layers.1'
     """
     keeping = [name for name, keeps in blocks.items() if keeps]
-    rest = [name for name, keeps in blocks.items() if not keeps]
-    return ",".join([*keeping, *([f"-{_ATTENTION}"] if keeping else []), *rest]) or "none"
+    others = [name for name, keeps in blocks.items() if not keeps]
+    return ",".join([*keeping, *([f"-{_ATTENTION}"] if keeping else []), *others]) or "none"
 
 
 def run_again(rows: Sequence[Row], trained: int, choice: str, name: str) -> set[int]:
@@ -182,11 +182,11 @@ def _matches(rows: Sequence[Row], term: Term, name: str) -> tuple[set[int], bool
     """Find the rows that a term names, and whether it names them as whole blocks."""
     towers = towers_of_blocks(rows)
     blocks = list(towers)
-    named = set(term.blocks(blocks, towers))
+    chosen = set(term.blocks(blocks, towers))
     if term.tower and term.tower not in towers.values():
         raise _no_tower(term.text, term, towers)
-    if named:
-        return {i for i, row in enumerate(rows) if row.block in named}, True
+    if chosen:
+        return {i for i, row in enumerate(rows) if row.block in chosen}, True
     hits = {
         i
         for i, row in enumerate(rows)

@@ -1,4 +1,4 @@
-"""What a cost model is made of: its parameters, and one row for each operation of each module."""
+"""The parts of a cost model: its parameters, and one row for each operation of each module."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ _PARTS = frozenset({"projections", "mlp", "experts", "merger", "mtp"})
 
 
 def hidden_matrices(rows: Sequence[Row], parameters: Sequence[Parameter]) -> frozenset[str]:
-    """Names of the parameters by which hidden layers multiply, stacks of the matrices of experts among them.
+    """Name the parameters by which hidden layers multiply, stacks of the matrices of experts among them.
 
     A parameter is one if it belongs to a hidden layer and its gradient is a matrix product, which those of norms and
     biases are not.
@@ -75,13 +75,13 @@ def hidden_matrices(rows: Sequence[Row], parameters: Sequence[Parameter]) -> fro
         rows: of a cost model.
         parameters: of the same, with what is frozen frozen; a frozen matrix may be left out.
     """
-    read = 0
+    multiplied = 0  # bit i set for parameter i
     for row in rows:
         if row.op != "convolution":
             for gradient in row.gradients:
-                read |= gradient.needs if gradient.phase == "wgrad" else 0
+                multiplied |= gradient.needs if gradient.phase == "wgrad" else 0
     return frozenset(
         parameter.name
         for number, parameter in enumerate(parameters)
-        if read >> number & 1 and parameter.component.rpartition(".")[2] in _PARTS
+        if multiplied >> number & 1 and parameter.component.rpartition(".")[2] in _PARTS
     )

@@ -53,8 +53,8 @@ def runs_of(splits: Any, segments: Ints | None = None) -> tuple[Ints, Ints]:
         runs, ends = _checked(splits), None
     else:
         lists = _with_whole_segments(splits, segments)
-        runs = _checked(np.array([_run(i, run) for i, one in enumerate(lists) for run in one], dtype=np.int64))
-        ends = np.cumsum([len(one) for one in lists]) if lists else NONE
+        runs = _checked(np.array([_run(i, run) for i, segment in enumerate(lists) for run in segment], dtype=np.int64))
+        ends = np.cumsum([len(segment) for segment in lists]) if lists else NONE
     if segments is None:
         totals = np.diff(np.concatenate([[0], runs[:, 1].cumsum()])[np.concatenate([[0], _needed(ends)])])
         segments = totals.astype(np.int64)
@@ -65,9 +65,9 @@ def runs_of(splits: Any, segments: Ints | None = None) -> tuple[Ints, Ints]:
 
 def _with_whole_segments(splits: Any, segments: Ints | None) -> list[Any]:
     """Put one causal run in place of each empty list."""
-    lists = [list(one) for one in splits]
+    lists = [list(segment) for segment in splits]
     if segments is None:
-        if empty := [i for i, one in enumerate(lists) if not one]:
+        if empty := [i for i, segment in enumerate(lists) if not segment]:
             raise WorkloadError(
                 f"splits[{empty[0]}] holds no run: a segment without runs needs its length in segments."
             )
@@ -76,7 +76,7 @@ def _with_whole_segments(splits: Any, segments: Ints | None) -> list[Any]:
         raise WorkloadError(
             f"splits must be one list of runs per segment: got {len(lists)} for {len(segments)} segments."
         )
-    return [one or [("causal", int(length))] for one, length in zip(lists, segments, strict=True)]
+    return [segment or [("causal", int(length))] for segment, length in zip(lists, segments, strict=True)]
 
 
 def _run(segment: int, run: Any) -> tuple[int, int]:
@@ -130,32 +130,32 @@ def all_causal(segments: Ints) -> Ints:
     return np.stack([np.full_like(segments, CAUSAL), segments], axis=1)
 
 
-def check_kinds(tokens: int, runs: Ints, drawn: int, read: int, supervised: int | None) -> None:
+def check_kinds(tokens: int, runs: Ints, drawn: int, references: int, supervised: int | None) -> None:
     """Refuse more tokens of a kind than there are tokens, or than the runs have that hold such."""
-    if drawn + read > tokens:
+    latents = drawn + references
+    if latents > tokens:
         raise WorkloadError(
-            f"{tokens:,} tokens cannot hold {drawn + read:,} latent patches: each patch is a token, so segments are "
-            "counted with the images that are drawn."
+            f"{tokens:,} tokens cannot hold {latents:,} latent patches: each patch is a token, so segments are counted "
+            "with the images that are drawn."
         )
-    for patches, mode, what in ((drawn, NOISE, "drawn"), (read, FULL, "referred to")):
+    for patches, mode, what in ((drawn, NOISE, "drawn"), (references, FULL, "referred to")):
         if runs.size and patches > (room := tokens_of(runs, mode)):
             raise WorkloadError(
                 f"The {MODES[mode]} runs hold {room:,} tokens, and {patches:,} latent patches are {what}: each patch "
                 f"is a token of a {MODES[mode]} run."
             )
-    words = tokens - drawn - read
-    if supervised is not None and not 0 <= supervised <= words:
+    text = tokens - latents
+    if supervised is not None and not 0 <= supervised <= text:
         raise WorkloadError(
-            f"supervised must be 0 to the {words:,} tokens of the workload that are no latent patches, got "
-            f"{supervised}."
+            f"supervised must be 0 to the {text:,} tokens of the workload that are no latent patches, got {supervised}."
         )
 
 
 def joined_runs(segments: Sequence[Ints], runs: Sequence[Ints]) -> Ints:
     """Join runs, with one causal run for each segment of a part that has none; nothing if none has any."""
-    if not any(one.size for one in runs):
+    if not any(part.size for part in runs):
         return NO_RUNS
-    return np.concatenate([one if one.size else all_causal(s) for one, s in zip(runs, segments, strict=True)])
+    return np.concatenate([part if part.size else all_causal(s) for part, s in zip(runs, segments, strict=True)])
 
 
 def tokens_of(runs: Ints, mode: int) -> int:

@@ -1,4 +1,4 @@
-"""What a profile says of one step: its workload and its FLOPs, as plain numbers for JSON."""
+"""The facts of one step that go into a profile: its workload and its FLOPs, as plain numbers for JSON."""
 
 from typing import Any
 

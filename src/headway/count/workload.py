@@ -1,4 +1,4 @@
-"""What one step was asked to compute: segment lengths, vision grids, clips and slots, independent of any model.
+"""The work of one step: segment lengths, vision grids, clips and slots, independent of any model.
 
 A workload is built on the CPU, in the collator, from whatever the batch carries: lengths, `cu_seqlens`, an attention
 mask or restarting positions. Workloads add up, so micro-batches and ranks are summed with `+`.
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from headway.count import splits as runs
-from headway.count.batch_layouts import segments_of_mask, segments_of_positions
 from headway.count.integers import (
     NONE,
     Ints,
     IntsLike,
+    as_ints,
     boundaries_of,
     grids_of,
     joined,
@@ -33,7 +33,7 @@ _NOTHING = {
 
 
 class Workload:
-    """What one step was asked to compute; immutable, additive.
+    """The work that one step was asked to do; immutable, additive.
 
     Args:
         segments: segment lengths [tokens], shape (N,), each >= 1, the tokens of images and videos included.
@@ -97,17 +97,21 @@ class Workload:
         references: IntsLike = (),
         supervised: int | None = None,
     ) -> None:
+        # segments, which splits may stand in place of
         lengths = lengths_of(segments, "segments", "a segment holds at least 1 token")
         split = runs.NO_RUNS
         if len(splits):
             split, lengths = runs.runs_of(splits, lengths if lengths.size else None)
+        # slots hold tokens and padding; tokens lie in a pack at least
         tokens = int(lengths.sum())
         if slots is not None and slots < tokens:
             raise WorkloadError(f"{slots} slots cannot hold {tokens} tokens: slots count padding and tokens together.")
         if packs is not None and packs < min(tokens, 1):
             raise WorkloadError(f"{packs} packs cannot hold {tokens} tokens: give the number of forward passes.")
-        drawn, read = grids_of(latents, "latents"), grids_of(references, "references")
-        runs.check_kinds(tokens, split, int(drawn.prod(axis=1).sum()), int(read.prod(axis=1).sum()), supervised)
+
+        # each latent patch is a token, of a run that may hold it
+        drawn, clean = grids_of(latents, "latents"), grids_of(references, "references")
+        runs.check_kinds(tokens, split, int(drawn.prod(axis=1).sum()), int(clean.prod(axis=1).sum()), supervised)
         self._set(
             tokens,
             tokens if slots is None else slots,
@@ -121,7 +125,7 @@ class Workload:
             _past=per_segment(past, "past", "a segment follows 0 tokens or more", lengths),
             _splits=split,
             _latents=drawn,
-            _references=read,
+            _references=clean,
         )
 
     @classmethod
@@ -168,7 +172,7 @@ class Workload:
 
     @property
     def sources(self) -> Ints:
-        """What the encoder reads for each segment [tokens or feature frames], shape (N,); (0,) where nothing is."""
+        """Lengths that the encoder reads for each segment [tokens or feature frames], shape (N,); (0,) for none."""
         return self._sources
 
     @property
@@ -369,7 +373,7 @@ class Workload:
         >>> Workload.from_attention_mask([[1, 1, 1, 0], [1, 1, 2, 2]]).segments.tolist()
         [3, 2, 2]
         """
-        lengths, slots = segments_of_mask(attention_mask)
+        lengths, slots = _segments_of_mask(attention_mask)
         return cls._of_lengths(lengths, images, videos, slots)
 
     @classmethod
@@ -396,5 +400,56 @@ class Workload:
         >>> Workload.from_position_ids([0, 1, 2, 0, 1]).segments.tolist()
         [3, 2]
         """
-        lengths, slots = segments_of_positions(position_ids, attention_mask)
+        lengths, slots = _segments_of_positions(position_ids, attention_mask)
         return cls._of_lengths(lengths, images, videos, slots)
+
+
+def _segments_of_mask(attention_mask: IntsLike) -> tuple[Ints, int]:
+    """Read lengths of segments [tokens], and the slots, off a mask; see `Workload.from_attention_mask`."""
+    mask = as_ints(attention_mask, "attention_mask", booleans=True)
+    if mask.ndim != 2:
+        raise WorkloadError(f"attention_mask must be (batch, slots), got shape {mask.shape}.")
+    bits = np.bitwise_or.reduce(mask, axis=None)  # negative if any number is, at most 1 if all are: one pass
+    if bits < 0:
+        raise WorkloadError(f"attention_mask must hold 0, 1, 2, ..., got {int(mask.min())}.")
+    lengths: Any = []
+    if bits <= 1:  # plain padding; a row without a token is no segment
+        lengths = mask.sum(axis=1)
+        lengths = lengths[lengths > 0]
+    else:
+        for row in mask:
+            lengths += np.unique(row[row > 0], return_counts=True)[1].tolist()
+    return np.asarray(lengths, dtype=np.int64), mask.size
+
+
+def _segments_of_positions(position_ids: IntsLike, attention_mask: IntsLike | None) -> tuple[Ints, int]:
+    """Read lengths of segments [tokens], and the slots, off positions; see `Workload.from_position_ids`."""
+    # of four planes the first holds the text's positions; three are M-RoPE's own
+    positions = as_ints(position_ids, "position_ids")
+    if positions.ndim == 1:
+        positions = positions[None]
+    if positions.ndim == 3 and positions.shape[0] == 4:
+        positions = positions[0]
+    # a segment starts where its positions do not go on from the slot before, and in each row's first slot
+    if positions.ndim == 3 and positions.shape[0] == 3:
+        starts = (positions == 0).all(axis=0)
+    elif positions.ndim == 2:
+        starts = np.empty(positions.shape, dtype=bool)
+        np.not_equal(positions[:, 1:], positions[:, :-1] + 1, out=starts[:, 1:])
+    else:
+        raise WorkloadError(
+            f"position_ids must be (slots,), (batch, slots), (3, batch, slots) or (4, batch, slots), "
+            f"got shape {np.shape(position_ids)}."
+        )
+    starts[:, :1] = True
+    # the slots from one start to the next; under a mask, those that are no padding
+    if attention_mask is None:
+        lengths = np.diff(np.flatnonzero(starts), append=starts.size)
+        return lengths, starts.size
+    keep = as_ints(attention_mask, "attention_mask", booleans=True) > 0
+    if keep.shape != starts.shape:
+        raise WorkloadError(f"attention_mask is {keep.shape}, position_ids are {starts.shape}: they must agree.")
+    segment_of_slot = starts.reshape(-1).cumsum() - 1
+    # a segment of padding alone is none
+    lengths = np.bincount(segment_of_slot[keep.reshape(-1)]) if keep.any() else np.zeros(0, dtype=np.int64)
+    return lengths[lengths > 0], starts.size

@@ -1,4 +1,4 @@
-"""What a device can do at best: dense peaks by exact name with their sources, and ceilings measured on the device.
+"""The most that a device can do: dense peaks by exact name with their sources, and ceilings measured on the device.
 
 `peak_for(device, dtype)` is the one to call. An unknown accelerator is an error, never a guess.
 """

@@ -67,7 +67,7 @@ class Ceiling:
     @property
     def is_settled(self) -> bool:
         """Whether it shows what the device reaches, as far as its threads tell, and not what other work left of it."""
-        return all(found.core_share is None for found in self.measurements) or is_settled(self.measurements)
+        return all(measurement.core_share is None for measurement in self.measurements) or is_settled(self.measurements)
 
     @property
     def best(self) -> Measurement:
@@ -117,8 +117,8 @@ def matmul_ceiling(
     device = torch.device(device)
     names = DTYPES.get(device.type)
     if names is None or dtype_name not in names:
-        known = "; ".join(f"{kind} in {', '.join(dtypes)}" for kind, dtypes in DTYPES.items())
-        raise UnknownDeviceError(f"No ceiling is measured for {device.type} in {dtype_name!r}; known are {known}.")
+        measured = "; ".join(f"{kind} in {', '.join(dtypes)}" for kind, dtypes in DTYPES.items())
+        raise UnknownDeviceError(f"No ceiling is measured for {device.type} in {dtype_name!r}; known are {measured}.")
     if dtype_name not in dtypes_of(device):
         has = ", ".join(dtypes_of(device))
         raise UnknownDeviceError(f"{report(device).name} has no {dtype_name} products to measure; it has {has}.")
@@ -195,24 +195,27 @@ def _best_square(dtype_name: str, num_threads: int) -> Peak:
             f"The CPU's ceiling can be measured in {', '.join(dtypes)}, not in {dtype_name!r}. Compute in one of "
             f"those, or state the rate yourself: {OVERRIDE_VARIABLE}=<FLOP/s>."
         )
+    # sweeps until the rates settle, for as long as other work may keep the cores busy
     shapes = [(size, size, size) for size in _SQUARES]
     deadline_s = time.monotonic() + _PATIENCE_S
-    found = sweep_matmul(torch.device("cpu"), dtypes[dtype_name], shapes, _QUICK)
-    while not is_settled(found) and time.monotonic() < deadline_s:
-        found = sweep_matmul(torch.device("cpu"), dtypes[dtype_name], shapes, _QUICK)
-    best = max(found, key=lambda measurement: measurement.best_per_s)
+    measurements = sweep_matmul(torch.device("cpu"), dtypes[dtype_name], shapes, _QUICK)
+    while not is_settled(measurements) and time.monotonic() < deadline_s:
+        measurements = sweep_matmul(torch.device("cpu"), dtypes[dtype_name], shapes, _QUICK)
+    best = max(measurements, key=lambda measurement: measurement.best_per_s)
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
-    if not is_settled(found):
-        alone = single_thread_rate(dtypes[dtype_name], shapes[:3], _QUICK)
+    # they never settled: threads x the rate of one by its own processor time, which other work hardly moves
+    if not is_settled(measurements):
+        per_thread = single_thread_rate(dtypes[dtype_name], shapes[:3], _QUICK)  # [FLOP/s]
         warnings.warn(
             f"The peak of this CPU is unsure: for {_PATIENCE_S:g} s other work kept its cores busy, and {threads} "
-            f"reached {best.best_per_s:.3g} FLOP/s in {dtype_name}. It is taken as {num_threads} x the {alone:.3g} "
-            f"FLOP/s of one thread by its processor time. State it with {OVERRIDE_VARIABLE}=<FLOP/s>, or measure when "
-            "nothing else runs.",
+            f"reached {best.best_per_s:.3g} FLOP/s in {dtype_name}. It is taken as {num_threads} x the "
+            f"{per_thread:.3g} FLOP/s of one thread by its processor time. State it with {OVERRIDE_VARIABLE}=<FLOP/s>, "
+            "or measure when nothing else runs.",
             stacklevel=2,
         )
         source = f"estimated at start, other work was running: {dtype_name} matmul of 1 thread x {num_threads}"
-        return Peak(cpu_name(), max(num_threads * alone, best.best_per_s), dtype_name, source, "ceiling")
+        return Peak(cpu_name(), max(num_threads * per_thread, best.best_per_s), dtype_name, source, "ceiling")
+    # they settled: the fastest repetition of any size
     shape = "x".join(map(str, best.shape))
     source = f"measured at start: {dtype_name} matmul {shape}, {threads}, best of repeats"
     return Peak(cpu_name(), best.best_per_s, dtype_name, source, "ceiling")
@@ -243,8 +246,8 @@ def cache_folder() -> Path:
 
 def _driver() -> str | None:
     path = Path("/proc/driver/nvidia/version")
-    found = re.search(r"(\d+\.\d+(\.\d+)?)", path.read_text(encoding="utf-8")) if path.is_file() else None
-    return found.group(1) if found else None
+    version = re.search(r"(\d+\.\d+(\.\d+)?)", path.read_text(encoding="utf-8")) if path.is_file() else None
+    return version.group(1) if version else None
 
 
 def cached_ceiling(
@@ -269,9 +272,9 @@ def cached_ceiling(
     path = cache_folder() / f"{device.type}-{what}-{digest}.json"
     if not refresh and path.is_file():
         try:
-            kept = _from_record(json.loads(path.read_text(encoding="utf-8")), key)
-            if kept.is_settled:
-                return kept
+            cached = _from_record(json.loads(path.read_text(encoding="utf-8")), key)
+            if cached.is_settled:
+                return cached
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             warn(f"The cached ceiling {path} is damaged ({error!r}); it is measured again and replaced.")
     ceiling = Ceiling(key["name"], what, tuple(measure()), datetime.now(UTC), is_cached=False)
@@ -287,14 +290,14 @@ def _to_record(ceiling: Ceiling, key: dict[str, Any]) -> dict[str, Any]:
     return {
         "key": key,
         "measured_at": ceiling.measured_at.isoformat(timespec="seconds"),
-        "measurements": [asdict(found) for found in ceiling.measurements],
+        "measurements": [asdict(measurement) for measurement in ceiling.measurements],
     }
 
 
 def _from_record(record: dict[str, Any], key: dict[str, Any]) -> Ceiling:
     if record["key"] != key:
         raise ValueError("it is another device's")
-    found = tuple(
+    measurements = tuple(
         Measurement(
             tuple(map(int, entry["shape"])),
             int(entry["work"]),
@@ -303,6 +306,7 @@ def _from_record(record: dict[str, Any], key: dict[str, Any]) -> Ceiling:
         )
         for entry in record["measurements"]
     )
-    if not found or not all(entry.durations_s and min(entry.durations_s) > 0 for entry in found):
+    if not measurements or not all(entry.durations_s and min(entry.durations_s) > 0 for entry in measurements):
         raise ValueError("it holds no time above zero")
-    return Ceiling(key["name"], key["what"], found, datetime.fromisoformat(record["measured_at"]), is_cached=True)
+    measured_at = datetime.fromisoformat(record["measured_at"])
+    return Ceiling(key["name"], key["what"], measurements, measured_at, is_cached=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headway.devices.ceilings import measure_ceiling
 from headway.devices.names import OVERRIDE_VARIABLE, ambiguous, matches, named_devices, way_out
-from headway.devices.probe import Reported, report
+from headway.devices.probe import ReportedDevice, report
 from headway.devices.table import DTYPES, Device, Peak, all_devices
 from headway.errors import UnknownDeviceError, UsageError
 
@@ -67,10 +67,10 @@ def peak_for(device: "torch.device | str", dtype: "torch.dtype | str") -> Peak:
         return Peak(reported.name, _parse_override(override), dtype_name, f"{OVERRIDE_VARIABLE}={override}", "override")
     if device.type == "cpu" and not _stated_by_the_user(reported):
         return measure_ceiling(dtype_name)
-    found = matches(reported)
-    if not isinstance(dtype, str) and dtype_name == "tf32" and "tf32" not in found[0].peak_flops_per_s:
+    devices = matches(reported)
+    if not isinstance(dtype, str) and dtype_name == "tf32" and "tf32" not in devices[0].peak_flops_per_s:
         dtype_name = "fp32"  # PyTorch may use TF32, but the device has none
-    return _common_peak(found, reported.name, dtype_name)
+    return _common_peak(devices, reported.name, dtype_name)
 
 
 def device_at(device: "torch.device | str") -> Device:
@@ -85,10 +85,10 @@ def device_at(device: "torch.device | str") -> Device:
     import torch
 
     reported = report(torch.device(device))
-    found = matches(reported)
-    if len(found) > 1:
-        raise ambiguous(reported.name, found)
-    return found[0]
+    devices = matches(reported)
+    if len(devices) > 1:
+        raise ambiguous(reported.name, devices)
+    return devices[0]
 
 
 def datasheet_peak(name: str, dtype_name: str) -> Peak:
@@ -105,7 +105,7 @@ def datasheet_peak(name: str, dtype_name: str) -> Peak:
     >>> datasheet_peak("NVIDIA H100 PCIe", "bf16").flops_per_s
     756000000000000.0
     """
-    return _common_peak(matches(Reported(name)), name, dtype_name)
+    return _common_peak(matches(ReportedDevice(name)), name, dtype_name)
 
 
 def peak_elsewhere(name: str, dtype_name: str) -> Peak:
@@ -144,12 +144,12 @@ def named_peak(name: str, dtype_name: str = "bf16") -> Peak:
     'NVIDIA H200'
     """
     try:
-        found = named_devices(name)
+        devices = named_devices(name)
     except UnknownDeviceError:
         if not (name[:1].isdigit() or name[:1] in "+-."):
             raise
         return Peak(name, _stated_rate(name), dtype_name, f"--device {name}", "override")
-    return _common_peak(found, found[0].title, dtype_name)
+    return _common_peak(devices, devices[0].title, dtype_name)
 
 
 def weighted_peak(flops: Mapping[str, float], device: "torch.device | str") -> Peak:
@@ -208,7 +208,7 @@ def dtype_label(dtype: "torch.dtype", device: "torch.device") -> str:
     return label
 
 
-def _stated_by_the_user(reported: Reported) -> bool:
+def _stated_by_the_user(reported: ReportedDevice) -> bool:
     return any(reported.name in device.names and not device.is_shipped for device in all_devices())
 
 

@@ -53,7 +53,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class TimeBudget:
-    """How long a sweep over shapes may take."""
+    """The time that a sweep over shapes may take."""
 
     shape_s: float  # time for the repetitions of one shape [s]
     total_s: float  # time for all shapes; larger ones that would not fit any more are left out [s]
@@ -77,12 +77,12 @@ def sweep_matmul(
     import torch
 
     threads = torch.get_num_threads() if device.type == "cpu" else 0  # a lone one waits for no other
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     deadline_s = time.perf_counter() + budget.total_s
     for shape in shapes:
         left_s = deadline_s - time.perf_counter()
-        if found:
-            fastest = max(measurement.best_per_s for measurement in found)
+        if measurements:
+            fastest = max(measurement.best_per_s for measurement in measurements)
             if _flops(shape) / fastest * (budget.min_repeats + 1) > left_s or not _fits(device, dtype, shape):
                 break
         run = _matmul(device, dtype, shape)
@@ -90,8 +90,8 @@ def sweep_matmul(
         durations_s = _time(run, device, min(budget.shape_s, left_s), budget.min_repeats)
         threads_s = (time.perf_counter() - begin_s) * threads
         core_share = (time.process_time() - begin_processor_s) / threads_s if threads > 1 else None
-        found.append(Measurement(shape, _flops(shape), durations_s, core_share))
-    return found
+        measurements.append(Measurement(shape, _flops(shape), durations_s, core_share))
+    return measurements
 
 
 def is_settled(measurements: Sequence[Measurement]) -> bool:
@@ -126,15 +126,15 @@ def sweep_copy(device: "torch.device", sizes: Sequence[int], budget: TimeBudget)
     Returns:
         One measurement per size that fitted; its work counts every byte twice, read and written.
     """
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     deadline_s = time.perf_counter() + budget.total_s
     for size in sizes:
         left_s = deadline_s - time.perf_counter()
-        if found and left_s <= 0:
+        if measurements and left_s <= 0:
             break
         durations_s = _time(_copy(device, size), device, min(budget.shape_s, left_s), budget.min_repeats)
-        found.append(Measurement((size,), _COPY_PASSES * size, durations_s))
-    return found
+        measurements.append(Measurement((size,), _COPY_PASSES * size, durations_s))
+    return measurements
 
 
 def sweep(
@@ -151,16 +151,16 @@ def sweep(
         make: gives the function to time and its work [FLOP or byte].
         budget: how long it may take; the first problem is always measured.
     """
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     deadline_s = time.perf_counter() + budget.total_s
     for shape in shapes:
         left_s = deadline_s - time.perf_counter()
-        if found and left_s <= min(found[-1].durations_s) * (budget.min_repeats + 1):
+        if measurements and left_s <= min(measurements[-1].durations_s) * (budget.min_repeats + 1):
             break
         run, work = make(shape)
         durations_s = _time(run, device, min(budget.shape_s, max(left_s, 0.0)), budget.min_repeats)
-        found.append(Measurement(shape, work, durations_s))
-    return found
+        measurements.append(Measurement(shape, work, durations_s))
+    return measurements
 
 
 def _flops(shape: tuple[int, int, int]) -> int:
@@ -180,8 +180,9 @@ def _matmul(device: "torch.device", dtype: "torch.dtype", shape: tuple[int, int,
         b_KN = torch.randn(columns, inner, generator=generator, device=device).to(dtype).t()
         if not dtype.is_floating_point:
             return lambda: torch._int_mm(a_MK, b_KN)
-        one, whole = torch.ones((), device=device), F.ScalingType.TensorWise
-        return lambda: F.scaled_mm(a_MK, b_KN, one, whole, one, whole, use_fast_accum=device.type == "cuda")
+        scale, by_tensor = torch.ones((), device=device), F.ScalingType.TensorWise
+        use_fast_accum = device.type == "cuda"
+        return lambda: F.scaled_mm(a_MK, b_KN, scale, by_tensor, scale, by_tensor, use_fast_accum=use_fast_accum)
     b_KN = torch.randn(inner, columns, generator=generator, device=device).to(dtype)
     out_MN = torch.empty(rows, columns, device=device, dtype=dtype)
     return lambda: torch.mm(a_MK, b_KN, out=out_MN)

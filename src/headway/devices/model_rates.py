@@ -34,7 +34,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class ModelRates:
-    """What a device does per second at a model's sizes: the best repetition of each, which nothing interrupted.
+    """Rates of a device at a model's sizes: the best repetition of each, which nothing interrupted.
 
     Attributes:
         products: by (m, k, n) [FLOP/s].
@@ -97,6 +97,8 @@ def model_rates(
             f"{dtype_name!r}."
         )
     dtype = getattr(torch, TORCH_NAMES.get(dtype_name, "float32"))
+
+    # the problems of each kind in ascending work, so that the largest are left out where time ends
     ordered = sorted(shapes, key=lambda shape: (shape[0] * shape[1] * shape[2], shape))
     lengths = [(*heads, max(_PACK[where.type], 2 * length), length) for length in _LENGTHS[where.type]]
     problems: dict[str, tuple[Sequence[Shape], Callable[[Shape], tuple[Run, int]], TimeBudget]] = {
@@ -104,23 +106,27 @@ def model_rates(
         "packed": (lengths, partial(_attention, where, dtype, attend, backward=False), _OTHERS),
         "packed-backward": (lengths, partial(_attention, where, dtype, attend, backward=True), _OTHERS),
     }
-    found = {}
-    for name, (asked, make, budget) in problems.items():
-        digest = hashlib.sha256(repr(asked).encode()).hexdigest()[:12]
+
+    # a file of the cache for each list of problems
+    ceilings = {}
+    for name, (problem_shapes, make, budget) in problems.items():
+        digest = hashlib.sha256(repr(problem_shapes).encode()).hexdigest()[:12]
         what = f"{name}-{dtype_name}-{digest}"
-        measure = partial(sweep, where, asked, make, budget)
-        found[name] = cached_ceiling(where, what, measure, refresh=refresh, warn=warn)
-    by_shape = {name: {one.shape: one for one in ceiling.measurements} for name, ceiling in found.items()}
+        measure = partial(sweep, where, problem_shapes, make, budget)
+        ceilings[name] = cached_ceiling(where, what, measure, refresh=refresh, warn=warn)
+
+    # best repetitions; attention that has no time for its backward has no rate
+    by_shape = {name: {m.shape: m for m in ceiling.measurements} for name, ceiling in ceilings.items()}
     return ModelRates(
-        products={(m, k, n): one.best_per_s for (m, k, n), one in by_shape["products"].items()},
+        products={(m, k, n): product.best_per_s for (m, k, n), product in by_shape["products"].items()},
         attention={
-            shape[-1]: (one.best_per_s, by_shape["packed-backward"][shape].best_per_s)
-            for shape, one in by_shape["packed"].items()
+            shape[-1]: (forward.best_per_s, by_shape["packed-backward"][shape].best_per_s)
+            for shape, forward in by_shape["packed"].items()
             if shape in by_shape["packed-backward"]
         },
         copied_bytes_per_s=copy_ceiling(where, refresh=refresh, warn=warn).best.best_per_s,
-        measured_at=found["products"].measured_at,
-        is_cached=all(ceiling.is_cached for ceiling in found.values()),
+        measured_at=ceilings["products"].measured_at,
+        is_cached=all(ceiling.is_cached for ceiling in ceilings.values()),
     )
 
 
@@ -136,7 +142,7 @@ def _product(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tup
 def _attention(
     device: "torch.device", dtype: "torch.dtype", attend: "Attend", shape: Shape, *, backward: bool
 ) -> "tuple[Run, int]":
-    """Causal attention over a pack, or its gradients, with the FLOPs of the pairs that the mask leaves."""
+    """Make causal attention over a pack, or its gradients, with the FLOPs of the pairs that the mask leaves."""
     import torch
 
     heads, size, slots, length = shape
@@ -147,7 +153,7 @@ def _attention(
     q, k, v = (torch.randn(1, heads, slots, size, device=device, dtype=dtype, requires_grad=backward) for _ in "qkv")
     boundaries = torch.tensor([0, *accumulate(segments)], dtype=torch.int32, device=device)
     packed = {"pack_cu_seqlens": boundaries, "pack_max_seqlen": max(segments), "is_causal": True}
-    forward = 4 * heads * size * sum(one * (one + 1) // 2 for one in segments)
+    forward = 4 * heads * size * sum(tokens * (tokens + 1) // 2 for tokens in segments)
     if not backward:
         return lambda: attend(torch.nn.Module(), q, k, v, None, **packed), forward
     out = attend(torch.nn.Module(), q, k, v, None, **packed)[0]
@@ -161,13 +167,13 @@ def _attention(
 
 
 def pack_of(slots: int, length: int) -> list[int]:
-    """Lengths of segments that fill a pack and differ by up to a quarter from their mean, as those of real packs do.
+    """List lengths of segments that fill a pack and differ by up to a quarter from their mean, as real packs' do.
 
     >>> pack_of(100, 16)
     [12, 17, 14, 19, 16, 13, 9]
     """
-    found: list[int] = []
-    while (left := slots - sum(found)) > 0:
-        spread = 0.75 + 0.5 * (len(found) * _GOLDEN % 1)  # multiples of the golden ratio fill any range evenly
-        found.append(min(left, max(1, round(spread * length))))
-    return found
+    segments: list[int] = []
+    while (left := slots - sum(segments)) > 0:
+        spread = 0.75 + 0.5 * (len(segments) * _GOLDEN % 1)  # multiples of the golden ratio fill any range evenly
+        segments.append(min(left, max(1, round(spread * length))))
+    return segments

@@ -1,10 +1,10 @@
-"""From a name to the devices of the table: by exactly what a driver reports, or by what a person calls one."""
+"""Find the devices of the table by a name: by exactly what a driver reports, or by what a person calls one."""
 
 import difflib
 import re
 from collections.abc import Sequence
 
-from headway.devices.probe import Reported
+from headway.devices.probe import ReportedDevice
 from headway.devices.table import FILE_VARIABLE, Device, all_devices
 from headway.errors import UnknownDeviceError
 
@@ -22,7 +22,7 @@ _BETWEEN = re.compile(r"[ _-]+")
 _LEAST_MEMORY, _MOST_MEMORY = 0.93, 1.12
 
 
-def matches(reported: Reported) -> list[Device]:
+def matches(reported: ReportedDevice) -> list[Device]:
     """Find the devices of the table that a driver's report fits: one, unless it leaves a shared name open.
 
     The name must be equal, never merely alike, and what the driver says of multiprocessors and memory must agree.
@@ -30,7 +30,7 @@ def matches(reported: Reported) -> list[Device]:
     Raises:
         UnknownDeviceError: no such name, or only a part of a card.
 
-    >>> [device.key for device in matches(Reported("NVIDIA H20", memory_bytes=150_754_820_096))]
+    >>> [device.key for device in matches(ReportedDevice("NVIDIA H20", memory_bytes=150_754_820_096))]
     ['h20-141gb']
     """
     if _MIG.search(reported.name):
@@ -38,14 +38,14 @@ def matches(reported: Reported) -> list[Device]:
             f"{reported.name!r} is a slice of a card (a multi-instance GPU), and the whole card's peak would be wrong "
             f"for it. State the slice's own: {way_out('of the slice')}."
         )
-    named = [device for device in all_devices() if reported.name in device.names]
-    if not named:
+    devices = [device for device in all_devices() if reported.name in device.names]
+    if not devices:
         raise unknown(reported.name)
-    fitting = [device for device in named if _agrees(device, reported)]
+    fitting = [device for device in devices if _agrees(device, reported)]
     if not fitting:
-        known = " or ".join(f"{device.key} with {properties(device)}" for device in named)
+        choices = " or ".join(f"{device.key} with {properties(device)}" for device in devices)
         raise UnknownDeviceError(
-            f"{reported.name!r} reports {properties(reported)}, but known under that name is {known}. A partition, a "
+            f"{reported.name!r} reports {properties(reported)}, but known under that name is {choices}. A partition, a "
             f"virtual GPU or another card has another peak; state it: {way_out('of this device')}."
         )
     return fitting
@@ -60,10 +60,10 @@ def named_devices(name: str) -> list[Device]:
     Raises:
         UnknownDeviceError: none has that name.
     """
-    found = [device for device in all_devices() if name.lower() in {text.lower() for text in device.spoken_names()}]
-    if not found:
+    devices = [device for device in all_devices() if name.lower() in {text.lower() for text in device.spoken_names()}]
+    if not devices:
         raise unknown(name)
-    return [device for device in found if not device.is_shipped] or found
+    return [device for device in devices if not device.is_shipped] or devices
 
 
 def named_device(name: str) -> Device:
@@ -75,10 +75,10 @@ def named_device(name: str) -> Device:
     >>> named_device("4090").title
     'NVIDIA GeForce RTX 4090'
     """
-    found = named_devices(name)
-    if len(found) > 1:
-        raise ambiguous(name, found)
-    return found[0]
+    devices = named_devices(name)
+    if len(devices) > 1:
+        raise ambiguous(name, devices)
+    return devices[0]
 
 
 def known_devices() -> list[str]:
@@ -86,7 +86,7 @@ def known_devices() -> list[str]:
     return sorted({name for device in all_devices() for name in device.names})
 
 
-def properties(device: Device | Reported) -> str:
+def properties(device: Device | ReportedDevice) -> str:
     """Say what tells cards of one name apart."""
     parts = [f"{device.num_sms} multiprocessors"] if device.num_sms else []
     parts += [f"{device.memory_bytes / 1e9:.4g} GB"] if device.memory_bytes else []
@@ -111,13 +111,13 @@ def unknown(name: str) -> UnknownDeviceError:
 
 
 def _model(name: str) -> str | None:
-    """The first number of a name in lower case, with the letter before it.
+    """Find the first number of a name in lower case, with the letter before it.
 
     >>> _model("nvidia l40s-48q"), _model("h 100"), _model("radeon graphics")
     ('l40', 'h100', None)
     """
-    found = _MODEL.search(_BETWEEN.sub("", name))
-    return found.group() if found else None
+    match = _MODEL.search(_BETWEEN.sub("", name))
+    return match.group() if match else None
 
 
 def ambiguous(name: str, devices: Sequence[Device]) -> UnknownDeviceError:
@@ -134,7 +134,7 @@ def way_out(whose: str) -> str:
     return f"{OVERRIDE_VARIABLE}=<dense FLOP/s {whose}>, or a table in ~/.config/headway/peaks.toml or ${FILE_VARIABLE}"
 
 
-def _agrees(device: Device, reported: Reported) -> bool:
+def _agrees(device: Device, reported: ReportedDevice) -> bool:
     """Say whether nothing that the driver reports speaks against a device of that name."""
     if device.num_sms and reported.num_sms and device.num_sms != reported.num_sms:
         return False

@@ -1,4 +1,4 @@
-"""What a driver says of the device at hand: its name, and the properties that tell cards of one name apart."""
+"""The driver's report on the device at hand: its name, and the properties that tell cards of one name apart."""
 
 import platform
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
-    """What the driver reports."""
+class ReportedDevice:
+    """A device as its driver reports it."""
 
     name: str  # the device's name, such as "NVIDIA GH200 480GB"
     # streaming multiprocessors, compute units or GPU cores; None where the driver does not say
@@ -21,24 +21,26 @@ class Reported:
     memory_bytes: int | None = None
 
 
-def report(device: "torch.device") -> Reported:
+def report(device: "torch.device") -> ReportedDevice:
     """Ask the driver what a device is; starts the device's runtime."""
     import torch
 
     if device.type == "cpu":
-        return Reported(cpu_name())
+        return ReportedDevice(cpu_name())
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return Reported(torch.cuda.get_device_name(device), properties.multi_processor_count, properties.total_memory)
+        return ReportedDevice(
+            torch.cuda.get_device_name(device), properties.multi_processor_count, properties.total_memory
+        )
     if device.type == "xpu":
-        found = torch.xpu.get_device_properties(device)
-        return Reported(found.name, found.max_compute_units, found.total_memory)
+        xpu = torch.xpu.get_device_properties(device)
+        return ReportedDevice(xpu.name, xpu.max_compute_units, xpu.total_memory)
     if device.type == "mps":
-        return Reported(torch.backends.mps.get_name(), torch.backends.mps.get_core_count())
+        return ReportedDevice(torch.backends.mps.get_name(), torch.backends.mps.get_core_count())
     module = getattr(torch, device.type, None)  # such as torch.hpu, which Intel Gaudi's plug-in adds
     if module is None or not hasattr(module, "get_device_name"):
-        return Reported(str(device))
-    return Reported(module.get_device_name(device))
+        return ReportedDevice(str(device))
+    return ReportedDevice(module.get_device_name(device))
 
 
 @cache

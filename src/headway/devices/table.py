@@ -97,13 +97,13 @@ def _not_replaced(devices: Sequence[Device], earlier: Sequence[Device]) -> list[
 def shipped_devices() -> tuple[Device, ...]:
     """Read the devices that come with the package."""
     folder = files("headway.devices") / "peaks"
-    found = [
+    devices = [
         _parse_device(key, entry, path.name, _SHIPPED)
         for path in sorted(folder.iterdir(), key=lambda path: path.name)
         if path.name.endswith(".toml")
         for key, entry in tomllib.loads(path.read_text(encoding="utf-8")).items()
     ]
-    return tuple(found)
+    return tuple(devices)
 
 
 def user_file() -> Path:
@@ -112,14 +112,14 @@ def user_file() -> Path:
 
 
 def _user_files() -> list[Path]:
-    given = os.environ.get(FILE_VARIABLE)
+    stated = os.environ.get(FILE_VARIABLE)
     paths = [user_file()] if user_file().is_file() else []
-    if given is None:
+    if stated is None:
         return paths
-    path = Path(given).expanduser()
+    path = Path(stated).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"{FILE_VARIABLE}={given!r} is not a file. Give the path of a TOML file of devices (docs/devices.md shows "
+            f"{FILE_VARIABLE}={stated!r} is not a file. Give the path of a TOML file of devices (docs/devices.md shows "
             "one), or unset it."
         )
     return [path, *paths]
@@ -138,14 +138,20 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
     where = f"{file}, [{key}]"
     if not isinstance(entry, dict):
         raise ConfigError(f"{file}: {key} = {entry!r} stands outside a table. A device is a table such as [{key}].")
+
+    # names, of which a title can be made
     _check_keys(entry, where)
     names, aliases = (_texts(entry, name, where) for name in ("names", "aliases"))
     title = entry.get("title", names[0] if names else None)
     if not isinstance(title, str) or not title:
         raise ConfigError(f'{where}: give names = ["..."], the strings that its driver reports, or a title.')
+
+    # the source of its numbers, and when they were read there
     if not isinstance(entry["source"], str) or not entry["source"].strip():
         raise ConfigError(f"{where}: source = {entry['source']!r} is no text. Say where the numbers stand.")
     _check_date(entry, "read_on", where)
+
+    # GB is 10**9 bytes, as vendors print it
     memory_gb, memory_gb_per_s, board_power_w = (_number(entry, name, where) for name in _NUMBERS)
     link_gb_per_s, network_gb_per_s = _links(entry, where)
     return Device(
@@ -172,17 +178,17 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
 
 
 def _links(entry: Mapping[str, Any], where: str) -> tuple[float | None, float | None]:
-    """Bandwidths of links [10**9 byte/s], which need a source of their own: a datasheet of peaks rarely has them."""
-    found = [_number(entry, name, where) for name in _LINK_NUMBERS]
-    given = [name for name in (*_LINK_NUMBERS, "devices_per_node", "link_source", "link_read_on") if name in entry]
-    if given:
+    """Read links' bandwidths [10**9 byte/s], which need a source of their own: datasheets of peaks rarely have them."""
+    bandwidths = [_number(entry, name, where) for name in _LINK_NUMBERS]
+    keys = [name for name in (*_LINK_NUMBERS, "devices_per_node", "link_source", "link_read_on") if name in entry]
+    if keys:
         missing = [name for name in ("devices_per_node", "link_source", "link_read_on") if name not in entry]
         if missing:
-            raise ConfigError(f"{where}: {given[0]} needs {' and '.join(missing)} beside it.")
+            raise ConfigError(f"{where}: {keys[0]} needs {' and '.join(missing)} beside it.")
         if not isinstance(entry["link_source"], str) or not entry["link_source"].strip():
             raise ConfigError(f"{where}: link_source = {entry['link_source']!r} is no text. Say where the links stand.")
         _check_date(entry, "link_read_on", where)
-    return found[0], found[1]
+    return bandwidths[0], bandwidths[1]
 
 
 def _check_date(entry: Mapping[str, Any], name: str, where: str) -> None:

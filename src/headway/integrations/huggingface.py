@@ -16,7 +16,7 @@ from headway.integrations.loops import LOGGED, ForwardCalls, Observer, caller_of
 from headway.meter import Meter, Window
 from headway.tracing import trace
 from headway.tracing.classify import checkpointing_of
-from headway.tracing.unwrap import whole
+from headway.tracing.unwrap import unwrapped
 
 
 class HeadwayCallback(Observer, TrainerCallback):
@@ -85,7 +85,7 @@ class HeadwayCallback(Observer, TrainerCallback):
             model,
             cost_model=self._cost_model,
             log_every=sys.maxsize,  # windows end where the Trainer logs
-            recompute=self._recompute or checkpointing_of(whole(model)),
+            recompute=self._recompute or checkpointing_of(unwrapped(model)),
             others=references.cost_models,
             optimizer=kwargs["optimizer"] if "mbu" in self._names else None,
             **{"steps_before": state.global_step, **self._options},

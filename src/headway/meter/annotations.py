@@ -165,10 +165,10 @@ def _exit(record: Any) -> None:
 
 def _whole(model: "nn.Module") -> "nn.Module":
     """The model whose paths the ledger has: what data parallelism and adapters of peft wrap."""
-    from headway.tracing.unwrap import whole
+    from headway.tracing.unwrap import unwrapped
 
     with suppress(TraceError):  # it was counted in some other way
-        return whole(model)
+        return unwrapped(model)
     return model
 
 

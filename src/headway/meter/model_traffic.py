@@ -75,7 +75,7 @@ def traffic_of(
         TraceError: the model cannot be traced.
         UsageError: the ledger is of another model, or ranks hold parts of one product (tensor parallelism).
     """
-    plain = unwrap.whole(model)
+    plain = unwrap.unwrapped(model)
     cost = trace(model, inputs=inputs, results=results) if cost_model is None else cost_model
     held = _held(plain)
     if [h.parameter.numel() for h in held] != [p.numel for p in cost.parameters]:

@@ -17,22 +17,21 @@ from torch import nn
 
 from headway.tracing import build
 from headway.tracing.arguments import in_dtype, phantoms
-from headway.tracing.fit import candidates, proportional, sum_of_drivers
+from headway.tracing.fit import candidates, proportional, shortened, sum_of_drivers
 from headway.tracing.inputs.model_inputs import call, inputs_for
-from headway.tracing.loops import alike
 from headway.tracing.operation import Operation
 from headway.tracing.phantom import Phantom, root
 from headway.tracing.record import Recorder
+from headway.tracing.repeats import alike
 from headway.tracing.results import Results, reached, trained_results
 from headway.tracing.stand_ins import recording
-from headway.tracing.strides import shortened
 
 _View = tuple[int, tuple[tuple[int, int], ...]]  # offset, then (stride, size) of each direction, inner ones first
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """What autograd saves of a forward."""
+class SavedBytes:
+    """Bytes that autograd saves of a forward."""
 
     rows: tuple[tuple[str, Fraction], ...]  # driver and bytes per unit of it
     reached: int  # bit i set when parameter i gets a gradient
@@ -47,7 +46,7 @@ def saved_activations(
     autocast: torch.dtype | None = None,
     products_only: bool = False,
     results: Results = None,
-) -> Saved:
+) -> SavedBytes:
     """Count the bytes of activations that autograd saves for backward.
 
     These are floats that the forward makes from the batch. Not among them: parameters and what is made of them alone,
@@ -67,15 +66,18 @@ def saved_activations(
     Raises:
         TraceError: the model cannot be traced.
     """
-    seen = dict(dtypes or {})
+    # the model on shapes, with the dtypes in which a real step sees its parameters
+    dtype_of = dict(dtypes or {})
     if products_only and autocast is not None:
-        seen, autocast = {id(p): autocast for p in model.parameters()}, None
-    twin = build.twin_of_model(model, lambda tensor: seen.get(id(tensor), tensor.dtype))
+        dtype_of, autocast = {id(p): autocast for p in model.parameters()}, None
+    twin = build.twin_of_model(model, lambda tensor: dtype_of.get(id(tensor), tensor.dtype))
     build.prepare(twin)
     model_inputs = inputs_for(twin, inputs)
     workloads = model_inputs.workloads()
     context = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     floats = next((p.dtype for p in twin.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    # bytes that each module saves, on workloads of unlike proportions
     runs: list[SavedRecorder] = []
     sizes: list[Counter[str]] = []
     for workload in workloads:
@@ -86,6 +88,8 @@ def saved_activations(
         run.forget([*twin.parameters(), *phantoms(arguments)])
         runs.append(run)
         sizes.append(run.by_module(products_only=products_only))
+
+    # bytes per unit of the drivers that explain them, summed over modules
     names = [*model_inputs.drivers]
     if model_inputs.strided and alike(runs):
         names += shortened([run.operations for run in runs], workloads, model_inputs.strided)
@@ -95,24 +99,24 @@ def saved_activations(
         for driver, factor in module.items():
             rows[driver] = rows.get(driver, Fraction(0)) + factor
     trained = sum(1 << i for i, p in enumerate(twin.parameters()) if p.requires_grad)
-    return Saved(tuple(rows.items()), reached(starts) & trained, left_out)
+    return SavedBytes(tuple(rows.items()), reached(starts) & trained, left_out)
 
 
 def explain(
-    runs: Sequence[Mapping[str, int]], known: Mapping[str, Sequence[int]]
+    runs: Sequence[Mapping[str, int]], driver_units: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, dict[str, Fraction]], tuple[str, ...]]:
     """Find the drivers of each module's bytes, with bytes per unit of each, and name the modules that have none.
 
     Args:
         runs: bytes by module in each run.
-        known: units of each driver in each run.
+        driver_units: units of each driver in each run.
     """
     modules: dict[str, dict[str, Fraction]] = {}
     left_out, terms = [], dict[tuple[int, ...], list[tuple[str, Fraction]] | None]()
     for module in runs[0]:
         sizes = tuple(run.get(module, 0) for run in runs)
         if sizes not in terms:
-            terms[sizes] = _terms(sizes, known)
+            terms[sizes] = _terms(sizes, driver_units)
         rows = modules[module] = {}
         for driver, factor in terms[sizes] or ():
             # in a pack, what is there once for a run of one segment is there once for all of them
@@ -123,13 +127,13 @@ def explain(
     return modules, tuple(left_out)
 
 
-def _terms(sizes: Sequence[int], known: Mapping[str, Sequence[int]]) -> list[tuple[str, Fraction]] | None:
+def _terms(sizes: Sequence[int], driver_units: Mapping[str, Sequence[int]]) -> list[tuple[str, Fraction]] | None:
     """Find one driver, or a few whose sum explains sizes; none for what does not grow, None where nothing explains."""
     if len(sizes) > 1 and len(set(sizes)) == 1:
         return []
-    if matches := proportional(sizes, known):
+    if matches := proportional(sizes, driver_units):
         return [min(matches, key=lambda match: match[1].denominator)]
-    return sum_of_drivers(sizes, known, squares=False) or None
+    return sum_of_drivers(sizes, driver_units, squares=False) or None
 
 
 @dataclass
@@ -137,28 +141,28 @@ class SavedRecorder(Recorder):
     """Records the tensors that autograd saves, beside the operations."""
 
     # by the id of a storage's first tensor: that tensor, the module that saved it, and the views saved
-    kept: dict[int, tuple[Phantom, str, set[_View]]] = field(default_factory=dict)
+    storages: dict[int, tuple[Phantom, str, set[_View]]] = field(default_factory=dict)
     # by id, the first tensors of the storages that products and attention read
-    read: dict[int, Phantom] = field(default_factory=dict)
+    factors: dict[int, Phantom] = field(default_factory=dict)
 
     def _on_save(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, Phantom) and tensor.fed and tensor.known is None:
-            whole = root(tensor)
-            _, _, views = self.kept.setdefault(id(whole), (whole, self.module, set()))
+        if isinstance(tensor, Phantom) and tensor.fed and tensor.constant is None:
+            storage = root(tensor)
+            _, _, views = self.storages.setdefault(id(storage), (storage, self.module, set()))
             views.add(_view(tensor))
         return tensor
 
     def _on_dispatch(self, func: Any, args: tuple[Any, ...], out: Any) -> Operation | Literal[False] | None:
         product = super()._on_dispatch(func, args, out)
         if product is not None:
-            self.read.update((id(root(t)), root(t)) for t in phantoms(args))
+            self.factors.update((id(root(t)), root(t)) for t in phantoms(args))
         return product
 
     def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Note what attention reads, in the dtype that autocast hands to its kernel."""
         if torch.is_autocast_enabled("cpu"):
             operands = tuple(t.to(torch.get_autocast_dtype("cpu")) for t in operands)
-        self.read.update((id(root(t)), root(t)) for t in operands if isinstance(t, Phantom))
+        self.factors.update((id(root(t)), root(t)) for t in operands if isinstance(t, Phantom))
         return operands
 
     def attended(self, out: torch.Tensor) -> None:
@@ -168,24 +172,24 @@ class SavedRecorder(Recorder):
         """
         if out.requires_grad and isinstance(out, Phantom):
             self._on_save(out)
-            self.read[id(root(out))] = root(out)
+            self.factors[id(root(out))] = root(out)
 
     def forget(self, tensors: Iterable[Any]) -> None:
         """Leave out tensors that the forward was given: parameters and inputs."""
         for tensor in tensors:
-            self.kept.pop(id(root(tensor)), None)
+            self.storages.pop(id(root(tensor)), None)
 
     def by_module(self, *, products_only: bool) -> Counter[str]:
         """Add up the bytes that each module saved first."""
         sizes: Counter[str] = Counter()
-        for key, (whole, module, views) in self.kept.items():
-            if key in self.read or not products_only:
-                sizes[module] += self.touched_bytes(whole, views)
+        for key, (storage, module, views) in self.storages.items():
+            if key in self.factors or not products_only:
+                sizes[module] += self.touched_bytes(storage, views)
         return sizes
 
-    def touched_bytes(self, whole: Phantom, views: set[_View]) -> int:
+    def touched_bytes(self, storage: Phantom, views: set[_View]) -> int:
         """Count the bytes of a storage that any of its saved views looks at."""
-        return _touched(whole.numel(), frozenset(views)) * whole.element_size()
+        return _touched(storage.numel(), frozenset(views)) * storage.element_size()
 
 
 def _view(tensor: torch.Tensor) -> _View:

@@ -30,11 +30,11 @@ def as_phantoms(value: Any) -> Any:
         )
     if not (value.is_floating_point() or value.is_complex()):
         return value
-    whole = unsharded(value)
-    made = Phantom(whole.detach().to("meta"), fed=True)
-    if _may_be_a_mask(whole):
-        made.known = whole.detach().to("cpu")
-    return _leaf(made, value)
+    full_tensor = unsharded(value)
+    shape = Phantom(full_tensor.detach().to("meta"), fed=True)
+    if _may_be_a_mask(full_tensor):
+        shape.constant = full_tensor.detach().to("cpu")
+    return _leaf(shape, value)
 
 
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
@@ -43,9 +43,9 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
         return rebuilt(value, lambda part: in_dtype(part, dtype))
     if not value.is_floating_point() or value.dtype == dtype:
         return value
-    made = Phantom(value.meta.to(dtype), fed=value.fed)
-    made.known = None if value.known is None else value.known.to(dtype)
-    return _leaf(made, value)
+    cast = Phantom(value.meta.to(dtype), fed=value.fed)
+    cast.constant = None if value.constant is None else value.constant.to(dtype)
+    return _leaf(cast, value)
 
 
 def phantoms(value: Any) -> Iterator[Phantom]:
@@ -81,9 +81,9 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     return type(value)(map(change, value)) if isinstance(value, tuple | list) else value
 
 
-def _leaf(made: Phantom, source: torch.Tensor) -> Phantom:
+def _leaf(shape: Phantom, source: torch.Tensor) -> Phantom:
     """Let a phantom ask for a gradient if its source does; not as a leaf, so that a model may write into it."""
-    return made.requires_grad_().clone() if source.requires_grad else made  # type: ignore[return-value]  # a phantom's
+    return shape.requires_grad_().clone() if source.requires_grad else shape  # type: ignore[return-value]  # a phantom's
 
 
 def _may_be_a_mask(floats: torch.Tensor) -> bool:

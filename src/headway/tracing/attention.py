@@ -143,7 +143,7 @@ def _picked(module: nn.Module, path: str, keys: int, kwargs: dict[str, Any]) -> 
     Returns:
         Booleans [batch, 1, queries, keys]; None where nothing is picked.
     """
-    given = {
+    choices = {
         name: value
         for name, value in kwargs.items()
         if isinstance(value, torch.Tensor)
@@ -151,19 +151,19 @@ def _picked(module: nn.Module, path: str, keys: int, kwargs: dict[str, Any]) -> 
         and value.dim() > 2
         and "position" not in name
     }
-    found, size = given.pop("indices", None), 1
-    if "block_indices" in given:
-        found, size = given.pop("block_indices")[:, 0], int(module.indexer.block_size)  # type: ignore[union-attr, arg-type]  # heads pick alike here
-    if given:
+    places, size = choices.pop("indices", None), 1
+    if "block_indices" in choices:
+        places, size = choices.pop("block_indices")[:, 0], int(module.indexer.block_size)  # type: ignore[union-attr, arg-type]  # heads pick alike here
+    if choices:
         raise TraceError(
-            f"module {path or '(the model)'} hands {', '.join(given)} to its attention, which may pick keys "
+            f"module {path or '(the model)'} hands {', '.join(choices)} to its attention, which may pick keys "
             "in a way not known here."
         )
-    if found is None:
+    if places is None:
         return None
     blocks = -(-keys // size)
-    picked = torch.zeros(*found.shape[:2], blocks + 1, dtype=torch.bool)
-    index = found.long()
+    picked = torch.zeros(*places.shape[:2], blocks + 1, dtype=torch.bool)
+    index = places.long()
     picked.scatter_(-1, index.masked_fill(index < 0, blocks), True)
     by_block = picked[:, None, :, :blocks]
     return by_block if size == 1 else by_block.repeat_interleave(size, dim=-1)[..., :keys]

@@ -58,15 +58,15 @@ def saved_by_block(model: nn.Module, *, autocast: torch.dtype | None = None) -> 
             call(twin, arguments)
         run.forget([*twin.parameters(), *phantoms(arguments)])
         runs.append(run)
-    known = candidates(workloads, [*model_inputs.drivers])
-    plain, left_out = explain([run.by_module(products_only=False) for run in runs], known)
-    fused, _ = explain([run.fused_by_module() for run in runs], known)
-    entry, _ = explain([run.entry for run in runs], known)
-    attention, _ = explain([run.attention for run in runs], known)
+    driver_units = candidates(workloads, [*model_inputs.drivers])
+    plain, left_out = explain([run.by_module(products_only=False) for run in runs], driver_units)
+    fused, _ = explain([run.fused_by_module() for run in runs], driver_units)
+    entry, _ = explain([run.entry for run in runs], driver_units)
+    attention, _ = explain([run.attention for run in runs], driver_units)
     parts = [_by_block(rows, of) for rows in (plain, fused, entry, attention)]
     names = ["", *(name for name, _ in twin.named_modules() if name in blocks)]
-    found = {name: SavedBlock(*(part.get(name, {}) for part in parts)) for name in names}
-    return SavedActivations(found, left_out)
+    saved_blocks = {name: SavedBlock(*(part.get(name, {}) for part in parts)) for name in names}
+    return SavedActivations(saved_blocks, left_out)
 
 
 def saved_of_config(config: Any, precision: str) -> SavedActivations:
@@ -137,7 +137,7 @@ class _BlockRecorder(SavedRecorder):
     # by the id of a storage's first tensor, the ids of those that elementwise operations made it of; a product's
     # result, what was picked and what enters or leaves a block are made of themselves
     origins: dict[int, frozenset[int]] = field(default_factory=dict)
-    held: dict[int, Phantom] = field(default_factory=dict)  # the tensors by id, so that an id stays its own
+    tensors: dict[int, Phantom] = field(default_factory=dict)  # by id; held, so that an id stays its own
 
     def __enter__(self) -> "_BlockRecorder":
         super().__enter__()
@@ -155,11 +155,11 @@ class _BlockRecorder(SavedRecorder):
 
     def _at_the_border(self, value: Any) -> int:
         """Take tensors that enter or leave a block, a graph of its own, as made of themselves; return their bytes."""
-        crossing = [tensor for tensor in phantoms(value) if tensor.fed and tensor.known is None]
+        crossing = [tensor for tensor in phantoms(value) if tensor.fed and tensor.constant is None]
         for tensor in crossing:
-            whole = root(tensor)
-            self.held[id(whole)] = whole
-            self.origins[id(whole)] = frozenset([id(whole)])
+            storage = root(tensor)
+            self.tensors[id(storage)] = storage
+            self.origins[id(storage)] = frozenset([id(storage)])
         return sum(tensor.nbytes for tensor in crossing)
 
     def attends(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -173,33 +173,33 @@ class _BlockRecorder(SavedRecorder):
 
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
         if packet not in _PICKS:
-            parts = [part for part in phantoms(args) if part.fed and part.known is None]
-            found = frozenset[int]().union(*(self._origins(root(part)) for part in parts))
-            if found:
-                self.held[id(root(out))] = root(out)
-                self.origins[id(root(out))] = found
+            parts = [part for part in phantoms(args) if part.fed and part.constant is None]
+            origins = frozenset[int]().union(*(self._origins(root(part)) for part in parts))
+            if origins:
+                self.tensors[id(root(out))] = root(out)
+                self.origins[id(root(out))] = origins
         return super()._on_result(packet, args, out)
 
-    def _origins(self, whole: Phantom) -> frozenset[int]:
-        self.held[id(whole)] = whole
-        return self.origins.get(id(whole), frozenset([id(whole)]))
+    def _origins(self, storage: Phantom) -> frozenset[int]:
+        self.tensors[id(storage)] = storage
+        return self.origins.get(id(storage), frozenset([id(storage)]))
 
     def forget(self, tensors: Any) -> None:
         """Leave out tensors that the forward was given: parameters and inputs."""
-        given = [*tensors]
-        super().forget(given)
-        self._given = {id(root(tensor)) for tensor in given}
+        tensors = [*tensors]
+        super().forget(tensors)
+        self._inputs = {id(root(tensor)) for tensor in tensors}
 
     def fused_by_module(self) -> Counter[str]:
         """Add up the bytes that fused operations would save, by the module that needs them first."""
         sizes: Counter[str] = Counter()
-        counted = set(self._given)
-        for key, (whole, module, views) in self.kept.items():
-            if key in self.read and key not in counted:
+        counted = set(self._inputs)
+        for key, (storage, module, views) in self.storages.items():
+            if key in self.factors and key not in counted:
                 counted.add(key)
-                sizes[module] += self.touched_bytes(whole, views)
-            elif key not in self.read:
-                for origin in self._origins(whole) - counted:
+                sizes[module] += self.touched_bytes(storage, views)
+            elif key not in self.factors:
+                for origin in self._origins(storage) - counted:
                     counted.add(origin)
-                    sizes[module] += self.held[origin].nbytes
+                    sizes[module] += self.tensors[origin].nbytes
         return sizes

@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,6 @@ from headway.architectures import register_architectures
 from headway.count.models import presets
 from headway.errors import TraceError
 from headway.tracing import attention, unwrap
-from headway.tracing.experts import keep_every_row
 from headway.tracing.families.attention import MASKED_TOWERS
 from headway.tracing.phantom import phantom
 
@@ -36,13 +36,15 @@ def twin_of_model(model: nn.Module, dtype_of: Callable[[torch.Tensor], torch.dty
         dtype_of: gives each parameter and buffer its dtype; one that all of them share when None, as a mixture may rely
             on autocast.
     """
-    model = unwrap.whole(model)
+    model = unwrap.unwrapped(model)
     if dtype_of is None:
         dtype = common_dtype(model)
         return twin_of_model(model, lambda _: dtype)
     memo: dict[int, Any] = {}
-    held = (value for module in model.modules() for value in vars(module).values())
-    states = (t for t in held if isinstance(t, torch.Tensor) and t.grad_fn is not None)  # kept from an earlier forward
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    states = (
+        t for t in attributes if isinstance(t, torch.Tensor) and t.grad_fn is not None
+    )  # kept from an earlier forward
     for tensor in (*model.parameters(), *model.buffers(), *states):
         if id(tensor) not in memo:
             memo[id(tensor)] = _stand_in(tensor, dtype_of(tensor))
@@ -80,15 +82,15 @@ def _fill_buffers(model: Any) -> None:
     transformers itself builds on shapes and has each module's initialisation write them afterwards. What that does not
     write stays a shape; parameters are left alone.
     """
-    made: dict[int, torch.Tensor] = {}
+    buffers: dict[int, torch.Tensor] = {}
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                made.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
-                module._buffers[name] = made[id(buffer)]
-    before = {id(buffer): buffer._version for buffer in made.values()}
+                buffers.setdefault(id(buffer), torch.empty_like(buffer, device="cpu"))
+                module._buffers[name] = buffers[id(buffer)]
+    before = {id(buffer): buffer._version for buffer in buffers.values()}
     model.initialize_weights()
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -151,11 +153,11 @@ def with_layers(config: Any, layers: int) -> Any:
 
 def subconfigs(config: Any) -> list[Any]:
     """List a configuration and those inside it, each before its own."""
-    found = [config]
+    parts = [config]
     for key in getattr(config, "sub_configs", ()):
         if (part := getattr(config, key, None)) is not None:
-            found += subconfigs(part)
-    return found
+            parts += subconfigs(part)
+    return parts
 
 
 def model_class(config: Any) -> Any:
@@ -188,7 +190,7 @@ def _stand_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     shape = phantom(tensor.detach().to("meta", dtype))
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(shape, tensor.requires_grad)
-    shape.known = None if tensor.is_meta else tensor.detach().to("cpu", dtype)
+    shape.constant = None if tensor.is_meta else tensor.detach().to("cpu", dtype)
     return shape
 
 
@@ -226,6 +228,13 @@ def run_every_layer(model: nn.Module) -> list[tuple[Any, str, float]]:
     return drops
 
 
+def keep_every_row(model: nn.Module) -> None:
+    """Lift the capacity beyond which a router drops tokens: how many it drops is the data's choice."""
+    for module in model.modules():
+        if isinstance(getattr(module, "expert_capacity", None), int):
+            module.expert_capacity = sys.maxsize  # type: ignore[assignment]  # an integer, as was just seen
+
+
 def configs(model: nn.Module) -> list[Any]:
     """Collect the configurations in which a model's modules look up their attention and experts."""
     return [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
@@ -248,7 +257,7 @@ def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
         model: a phantom twin.
         by_hand: whether some attention does not go through a library's function.
     """
-    found = [_LONGEST_UNNAMED_WINDOW] if by_hand else []
+    windows = [_LONGEST_UNNAMED_WINDOW] if by_hand else []
     picked, rates, places = [0], [1], [LONGEST_WINDOW]
     for config in configs(model):
         for name, value in vars(config).items():
@@ -259,14 +268,14 @@ def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
             if re.search("topk|top_k", name):
                 picked += lengths
             elif re.search("window|chunk", name):
-                found += lengths
+                windows += lengths
             elif re.search("compress_rate|block_size", name):  # what is picked may be blocks of so many tokens
                 rates += lengths
             elif hasattr(config, "vocab_size") and _PLACES.fullmatch(name):
                 places += lengths
-    found += [number * rate for number in set(picked) for rate in set(rates)]
+    windows += [number * rate for number in set(picked) for rate in set(rates)]
     most = max(min(places) - _ROOM, 0)
-    return [min(length, most) for length in found if length <= LONGEST_WINDOW]
+    return [min(length, most) for length in windows if length <= LONGEST_WINDOW]
 
 
 def use_seams(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from headway.count import drivers
 from headway.errors import UsageError
-from headway.tracing.fit import Fitted
+from headway.tracing.fit import DriverFit
 from headway.tracing.operation import Operation
 
 
@@ -35,20 +35,25 @@ def _head_path(model: Any) -> str | None:
 
 
 def components(
-    model: nn.Module, operations: Sequence[Operation], fitted: Sequence[Fitted], *, is_unknown: bool = False
+    model: nn.Module, operations: Sequence[Operation], fitted: Sequence[DriverFit], *, is_unknown: bool = False
 ) -> list[str]:
     """Name the component of each operation; DESIGN's names, such as `language.mlp` and `vision.merger`.
 
     Where it `is_unknown` what the model sees, as of one example of floats, they are `other.attention` and so on.
     """
+    # modules that attend or carry a state, mixtures of experts, and the output embedding
     attending = {op.module for op in operations if op.kind == "attention"}
     attending |= {_mixer(model, op.module) for op in operations if op.kind == "recurrence"}
     experts = {_parent(op.module): op.weight[0] for op in operations if op.kind == "experts" and op.weight}
     head = _head_path(model)
+
+    # the tower of each module, and the blocks in which text, or what is seen, attends
     towers = _towers(operations, fitted)
     spoken = {op.module for op in operations if op.kind == "attention" and towers[op.module] == "language"}
-    speaking = {_repeated(path) for path in spoken} - {""}  # blocks in which text attends
+    speaking = {_repeated(path) for path in spoken} - {""}
     seeing = {_repeated(path) for path in attending if towers.get(path) == "vision"} - {""}
+
+    # the first part that an operation fits, from the most certain on
     names = []
     for op in operations:
         is_spoken = inside(op.module, spoken) or _repeated(op.module) in speaking
@@ -73,10 +78,11 @@ def components(
         else:
             part = "mlp"
         names.append(f"{tower}.{part}")
+    # work on weights belongs where the weights are used
     names = [
         _nearest(op.module, operations, fitted, names) if fit.driver == "packs" else name
         for op, fit, name in zip(operations, fitted, names, strict=True)
-    ]  # work on weights belongs where the weights are used
+    ]
     if is_unknown:
         return [_of_anything(op, name) for op, name in zip(operations, names, strict=True)]
     return names
@@ -87,7 +93,7 @@ def _of_anything(operation: Operation, name: str) -> str:
     return f"other.{'convolution' if part == 'mlp' and operation.kind == 'convolution' else part}"
 
 
-def _encoder(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> str | None:
+def _encoder(operations: Sequence[Operation], fitted: Sequence[DriverFit]) -> str | None:
     """Find the outermost module of an encoder that reads sources as floats, hence speech; None if it reads tokens."""
     sources = [op for op, fit in zip(operations, fitted, strict=True) if fit.driver.startswith("source")]
     others = {op.module for op in operations} - {op.module for op in sources}
@@ -97,17 +103,17 @@ def _encoder(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> str |
     return path
 
 
-def _towers(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[str, str]:
+def _towers(operations: Sequence[Operation], fitted: Sequence[DriverFit]) -> dict[str, str]:
     """Map each module to its tower: `language` where an operation of it works on text, else `vision`, else `audio`."""
-    found: dict[str, set[str]] = {}
+    by_module: dict[str, set[str]] = {}
     for op, fit in zip(operations, fitted, strict=True):
         tower = "language" if fit.driver.startswith("pairs:") else drivers.tower(fit.driver)
-        found.setdefault(op.module, set()).add(tower)
+        by_module.setdefault(op.module, set()).add(tower)
     order = ("language", "vision", "audio", "latents")
     encoder = _encoder(operations, fitted)
     if encoder is not None:
-        found |= {path: {"audio"} for path in found if inside(path, [encoder])}
-    return {path: next((tower for tower in order if tower in towers), "language") for path, towers in found.items()}
+        by_module |= {path: {"audio"} for path in by_module if inside(path, [encoder])}
+    return {path: next((tower for tower in order if tower in towers), "language") for path, towers in by_module.items()}
 
 
 def _repeated(path: str) -> str:
@@ -124,7 +130,7 @@ def _mixer(model: nn.Module, path: str) -> str:
     return mixer or path
 
 
-def _nearest(path: str, operations: Sequence[Operation], fitted: Sequence[Fitted], names: Sequence[str]) -> str:
+def _nearest(path: str, operations: Sequence[Operation], fitted: Sequence[DriverFit], names: Sequence[str]) -> str:
     """Name the component of the first operation on activations in the innermost module around a path that has one."""
     while True:
         for op, fit, name in zip(operations, fitted, names, strict=True):
@@ -148,21 +154,21 @@ def parameter_components(operations: Sequence[Operation], names: Sequence[str], 
             if not path:
                 break
             path = _parent(path)
-    found = []
+    homes = []
     for parameter in parameters:
         path = _parent(parameter)
         while path and path not in under:
             path = _parent(path)
-        held = under.get(path, {"other"})
-        towers = {name.partition(".")[0] for name in held}
-        if len(held) == 1:
-            found.append(next(iter(held)))
+        enclosing = under.get(path, {"other"})
+        towers = {name.partition(".")[0] for name in enclosing}
+        if len(enclosing) == 1:
+            homes.append(next(iter(enclosing)))
         else:
-            found.append(f"{next(iter(towers))}.other" if len(towers) == 1 else "other")
-    return found
+            homes.append(f"{next(iter(towers))}.other" if len(towers) == 1 else "other")
+    return homes
 
 
-def expert_shares(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> dict[str, tuple[int, int]]:
+def expert_shares(operations: Sequence[Operation], fitted: Sequence[DriverFit]) -> dict[str, tuple[int, int]]:
     """Map the path of each expert module to (experts that a token visits, experts)."""
     shares: dict[str, tuple[int, int]] = {}
     for op, fit in zip(operations, fitted, strict=True):
@@ -171,22 +177,22 @@ def expert_shares(operations: Sequence[Operation], fitted: Sequence[Fitted]) -> 
     return shares
 
 
-def members(path: str, held: nn.Module) -> dict[str, nn.Module]:
+def members(path: str, module: nn.Module) -> dict[str, nn.Module]:
     """Map the path of each item with weights in a list or dictionary of modules to it; empty for another module."""
-    items = held.named_children() if isinstance(held, nn.ModuleList | nn.ModuleDict) else ()
+    items = module.named_children() if isinstance(module, nn.ModuleList | nn.ModuleDict) else ()
     return {f"{path}.{name}": item for name, item in items if any(True for _ in item.parameters())}
 
 
 def unvisited_experts(model: nn.Module, shares: dict[str, tuple[int, int]]) -> set[str]:
     """Name the expert modules that one token is not routed to: the last ones stand for any."""
-    found: list[str] = []
+    unvisited: list[str] = []
     for path, (visited, _) in shares.items():
-        found += list(members(path, model.get_submodule(path)))[visited:]
-    return set(found)
+        unvisited += list(members(path, model.get_submodule(path)))[visited:]
+    return set(unvisited)
 
 
 def stacks_in_use(
-    operations: Sequence[Operation], fitted: Sequence[Fitted], shapes: Sequence[Sequence[int]]
+    operations: Sequence[Operation], fitted: Sequence[DriverFit], shapes: Sequence[Sequence[int]]
 ) -> dict[int, int]:
     """Count the elements of each stack of matrices that one token uses, from its bill: 2 FLOPs each.
 
@@ -220,7 +226,9 @@ def active(
     return numel * visited // experts if shape and shape[0] == experts else numel
 
 
-def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: Sequence[str], read: int) -> list[str]:
+def idle_modules(
+    model: nn.Module, operations: Sequence[Operation], parameters: Sequence[str], parameters_read: int
+) -> list[str]:
     """Name the outermost modules whose weights no operation used: towers whose inputs were not given.
 
     The weight of a linear layer or convolution is used by a product; a matrix that another module holds as its own
@@ -228,37 +236,56 @@ def idle_modules(model: nn.Module, operations: Sequence[Operation], parameters: 
 
     A layer of adapters counts as one with the layer that it wraps: peft leaves inactive adapters, and the frozen
     original of a module that is trained whole, out on purpose.
+
+    Args:
+        model: whose parameters are numbered.
+        operations: what was run.
+        parameters: names of the model's parameters, by number.
+        parameters_read: source bits of those that any operation read.
     """
-    wrappers = [
-        path
-        for path, module in model.named_modules()
-        if type(module).__module__.startswith("peft.") and {"base_layer", "original_module"} & set(module._modules)
-    ]
-    used = 0
+    number = {name: i for i, name in enumerate(parameters)}
+    is_idle: dict[str, bool] = {}  # by the path of each module that holds a matrix
+
+    # linear layers and convolutions: idle unless a gradient of some product reaches the weight
+    multiplied = 0  # source bits
     for op in operations:
         for _, _, sources in op.products:
-            used |= sources
-    weights = {
-        path: [i for i, p in enumerate(parameters) if p == f"{path}.weight"]
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
-    }
-    idle = {path: not any(used >> i & 1 for i in numbers) for path, numbers in weights.items() if numbers}
-    number = {name: i for i, name in enumerate(parameters)}
+            multiplied |= sources
+    layers = [path for path, module in model.named_modules() if _is_layer(module)]
+    for path in layers:
+        if (i := number.get(f"{path}.weight")) is not None:
+            is_idle[path] = not multiplied >> i & 1
+
+    # other modules with matrices of their own, such as stacks of experts: idle unless an operation reads one
     for path, module in model.named_modules():
         own = module.named_parameters(path, recurse=False)
         matrices = [number[name] for name, p in own if p.dim() > 1 and name in number]
-        if path not in weights and matrices and not isinstance(module, nn.Embedding):
-            idle[path] = not any(read >> i & 1 for i in matrices)
-    for wrapper in wrappers:
-        leaves = [path for path in idle if inside(path, [wrapper])]
-        idle.update(dict.fromkeys(leaves, all(idle[leaf] for leaf in leaves)))
-    found: list[str] = []
+        if path not in layers and matrices and not isinstance(module, nn.Embedding):
+            is_idle[path] = not any(parameters_read >> i & 1 for i in matrices)
+
+    # an adapter and the layer that it wraps rest together or not at all
+    for wrapper in (path for path, module in model.named_modules() if _wraps_a_layer(module)):
+        wrapped = [path for path in is_idle if inside(path, [wrapper])]
+        is_idle.update(dict.fromkeys(wrapped, all(is_idle[path] for path in wrapped)))
+
+    # the outermost modules below which everything is idle
+    idle: list[str] = []
     for path, _ in model.named_modules():
-        below = [is_idle for leaf, is_idle in idle.items() if inside(leaf, [path])]
-        if path and below and all(below) and not inside(path, found):
-            found.append(path)
-    return found
+        below = [is_idle[other] for other in is_idle if inside(other, [path])]
+        if path and below and all(below) and not inside(path, idle):
+            idle.append(path)
+    return idle
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Say whether a module is a linear layer or a convolution."""
+    return isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
+
+
+def _wraps_a_layer(module: nn.Module) -> bool:
+    """Say whether a module is peft's, around a layer that it adapts or trains whole."""
+    is_peft = type(module).__module__.startswith("peft.")
+    return is_peft and not {"base_layer", "original_module"}.isdisjoint(module._modules)
 
 
 def finder_of_blocks(blocks: set[str]) -> Callable[[str], str]:

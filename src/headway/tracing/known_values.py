@@ -32,16 +32,16 @@ class Parts:
         return None
 
 
-def follow(packet: Any, args: tuple[Any, ...], made: Sequence[Any]) -> None:
+def follow(packet: Any, args: tuple[Any, ...], results: Sequence[Any]) -> None:
     """Note the known slices of a concatenation, or the data of a slice that is taken out of one."""
-    if packet is aten.cat and made:
-        made[0].parts = _joined(args)
+    if packet is aten.cat and results:
+        results[0].parts = _joined(args)
     source: Any = args[0] if args else None
     parts: Parts | None = getattr(source, "parts", None)
     if parts is None or source.writes or (source.base is not None and source.base.writes):  # written to since
         return
-    for result, data in zip(made, _taken(packet, args, parts), strict=False):
-        result.known = result.known if data is None else data
+    for result, data in zip(results, _slices(packet, args, parts), strict=False):
+        result.constant = result.constant if data is None else data
 
 
 def _joined(args: tuple[Any, ...]) -> Parts | None:
@@ -50,7 +50,7 @@ def _joined(args: tuple[Any, ...]) -> Parts | None:
     axis -= max(tensor.dim() for tensor in tensors) if axis >= 0 else 0
     parts, place = [], 0
     for tensor in tensors:
-        data = getattr(tensor, "known", tensor)
+        data = getattr(tensor, "constant", tensor)
         if not tensor.numel():
             continue  # torch takes an empty tensor of one axis beside any others
         if data is not None:
@@ -59,7 +59,7 @@ def _joined(args: tuple[Any, ...]) -> Parts | None:
     return Parts(axis, parts) if parts else None
 
 
-def _taken(packet: Any, args: tuple[Any, ...], parts: Parts) -> list[torch.Tensor | None]:
+def _slices(packet: Any, args: tuple[Any, ...], parts: Parts) -> list[torch.Tensor | None]:
     """Return the data of each result of an operation that takes places out of a joined tensor; [] for any other."""
     source, axis = args[0], args[2] if packet is aten.split_with_sizes and len(args) > 2 else 0
     if packet in (aten.select, aten.slice):
@@ -70,8 +70,8 @@ def _taken(packet: Any, args: tuple[Any, ...], parts: Parts) -> list[torch.Tenso
     size = source.shape[axis]
     if packet is aten.select:
         place = args[2] % size
-        found = parts.within(place, place + 1)
-        return [None if found is None else found.squeeze(axis)]
+        data = parts.within(place, place + 1)
+        return [None if data is None else data.squeeze(axis)]
     if packet is aten.slice and len(args) < 5:
         start, stop, _ = slice(*args[2:]).indices(size)
         return [parts.within(start, stop)]
@@ -99,11 +99,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def pass_on(args: Any, kwargs: dict[str, Any], made: Any) -> None:
+def pass_on(args: Any, kwargs: dict[str, Any], results: Any) -> None:
     """Mark what a function made, or wrote to, if a placeholder was among its arguments; its own mark stays."""
     if any(is_placeholder(t) for t in _tensors((*args, *kwargs.values()))):
-        for tensor in _tensors(made if made is not None else args[:1]):
-            if getattr(tensor, "known", tensor) is not None:  # data: of a real tensor, or of a phantom that keeps it
+        for tensor in _tensors(results if results is not None else args[:1]):
+            if getattr(tensor, "constant", tensor) is not None:  # data: of a real tensor, or of a phantom that keeps it
                 _marked(tensor)
 
 

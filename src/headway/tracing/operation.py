@@ -11,7 +11,7 @@ from headway.tracing.phantom import Phantom, is_identity
 
 
 class Running(Protocol):
-    """Where in the model an operation runs."""
+    """The place in a model at which an operation runs."""
 
     @property
     def module(self) -> str:
@@ -24,10 +24,10 @@ class Running(Protocol):
 
 @dataclass(frozen=True)
 class Operand:
-    """What a product's input depends on: the batch (`fed`), and parameters (`sources`, bit i for parameter i)."""
+    """The past of a product's input: what it depends on."""
 
-    fed: bool
-    sources: int
+    fed: bool  # whether it depends on the batch
+    sources: int  # the parameters that it depends on, bit i for parameter i
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Operand":
@@ -39,10 +39,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class ConvolutionWindow:
-    """What a convolution does along one direction."""
+    """The arithmetic of a convolution along one direction."""
 
-    read: int  # positions of its input
-    made: int  # positions of its output
+    num_inputs: int  # positions of its input
+    num_outputs: int  # positions of its output
     span: int  # input positions that one output position reads, holes included
     stride: int  # input positions from one output position to the next
     padding: int  # positions added on each side

@@ -5,7 +5,7 @@ indices and boolean masks drive the model's Python as they would in training. Ea
 past: `sources`, the parameters that autograd could send its gradient to (bit i for parameter i); `fed`, whether it
 depends on the batch at all (an activation) or on parameters alone (a weight, a cast or view of one); `scores`, the
 product of two activations that it came from, scaled, shifted, masked or normalised since; `stays`, which of its pairs
-a mask has not hidden; and, of a constant, `known`: its data.
+a mask has not hidden; and `constant`, the data of one.
 """
 
 import math
@@ -73,16 +73,16 @@ class Phantom(torch.Tensor):
         self.parts: known_values.Parts | None = None  # what is known of some places along an axis
         self.writes = 0  # in-place operations on it or on its views
         self.picked = False  # rows that an index picked, or a view of such
-        self._known: tuple[torch.Tensor, int] | None = None
+        self._constant: tuple[torch.Tensor, int] | None = None
 
     @property
-    def known(self) -> torch.Tensor | None:
+    def constant(self) -> torch.Tensor | None:
         """Data of a constant; None for what is not known, or was written to since."""
-        return self._known[0] if self._known is not None and self._known[1] == root(self).writes else None
+        return self._constant[0] if self._constant is not None and self._constant[1] == root(self).writes else None
 
-    @known.setter
-    def known(self, value: torch.Tensor | None) -> None:
-        self._known = None if value is None else (value, root(self).writes)
+    @constant.setter
+    def constant(self, value: torch.Tensor | None) -> None:
+        self._constant = None if value is None else (value, root(self).writes)
 
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]  # torch's keyword only steers its printing
         return f"Phantom({tuple(self.shape)}, {self.dtype})"
@@ -118,9 +118,9 @@ def blank(tensor: torch.Tensor) -> torch.Tensor:
     """Make a new buffer of floats a constant, so that activations may be written into it."""
     if not tensor.is_floating_point() or tensor.device.type != "cpu" or not 0 < tensor.numel() <= _LARGEST_KNOWN:
         return tensor
-    made = phantom(tensor)
-    made.known = tensor
-    return made
+    buffer = phantom(tensor)
+    buffer.constant = tensor
+    return buffer
 
 
 class Recording:
@@ -173,13 +173,13 @@ def _meta_device(value: Any) -> Any:
 
 
 def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, tuple | list):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
 def _index_without_masks(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -209,8 +209,8 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*(a.meta.bfloat16() if isinstance(a, Phantom) else _meta(a) for a in args)).to(args[0].dtype)
     key = None
     if not func._schema.is_mutable and not kwargs.get("generator"):
-        named = tuple((name, _key(value)) for name, value in kwargs.items())
-        key = (func, torch.get_default_dtype(), _key(args), named)
+        options = tuple((name, _key(value)) for name, value in kwargs.items())
+        key = (func, torch.get_default_dtype(), _key(args), options)
         if key in _results:
             return _results[key]
     try:
@@ -242,14 +242,16 @@ def _constant(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
         return None
     if packet in _CONSTANT:
         is_real = not (out.is_floating_point() or out.is_complex())  # integers are handed out, and may be written to
-        made = torch.full(out.shape if is_real else (), _CONSTANT[packet](args), dtype=out.dtype)
-        return made.expand(out.shape)
+        filled = torch.full(out.shape if is_real else (), _CONSTANT[packet](args), dtype=out.dtype)
+        return filled.expand(out.shape)
     if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
         return None
-    if any(isinstance(t, Phantom) and t.known is None for t in _tensors((*args, *kwargs.values()))):
+    if any(isinstance(t, Phantom) and t.constant is None for t in _tensors((*args, *kwargs.values()))):
         return None
     try:
-        real: torch.Tensor = func(*_map(_known, args), **{name: _map(_known, v) for name, v in kwargs.items()})
+        real: torch.Tensor = func(
+            *_map(_constant_of, args), **{name: _map(_constant_of, v) for name, v in kwargs.items()}
+        )
     except IndexError:  # a segment beyond the model's table of positions: its shapes are right all the same
         return None
     return real
@@ -264,8 +266,8 @@ def _picked(packet: Any, args: tuple[Any, ...]) -> bool:
     return packet in _PICKING or (packet in _SAME and args[0].picked)
 
 
-def _known(value: Any) -> Any:
-    return value.known if isinstance(value, Phantom) else value
+def _constant_of(value: Any) -> Any:
+    return value.constant if isinstance(value, Phantom) else value
 
 
 def _pack(padded: Phantom, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,7 +280,7 @@ def _pack(padded: Phantom, lengths: torch.Tensor, batch_first: bool) -> tuple[to
 def _answer(packet: Any, args: tuple[Any, ...]) -> Any:
     """Answer what no kernel on shapes can tell; None for all other operations."""
     if packet is aten._local_scalar_dense:
-        return 0.0 if args[0].known is None else args[0].known.item()
+        return 0.0 if args[0].constant is None else args[0].constant.item()
     if packet in (aten.equal, aten.is_same_size):
         return args[0].shape == args[1].shape
     if packet is aten.detach and torch._C._current_autograd_node() is None:
@@ -287,19 +289,25 @@ def _answer(packet: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # the result's shape, or an answer where no kernel on shapes has one
     packet = func._overloadpacket
     if (answer := _answer(packet, args)) is not None:
         return answer
     if packet in (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index):
         args = _index_without_masks(args)
     out = _shapes(func, args, kwargs)
+
+    # what the result depends on, and whether the operation is a product, which a recorder counts
     phantoms, sources, fed = _past(args, kwargs)
     forward = torch._C._current_autograd_node() is None
     product = _on_dispatch(func, args, out) if _on_dispatch is not None else None
     if func._schema.is_mutable:
         return _mutated(func, args, kwargs, sources, fed)
+
+    # the past that results take over: attention scores of their size, data where all operands are constant, and the
+    # tensor that they look at
     scores = {p.numel(): p.scores for p in phantoms if p.scores is not None}
-    known = _constant(func, args, kwargs, out) if forward and product is None else None
+    constant = _constant(func, args, kwargs, out) if forward and product is None else None
     view_of = args[0] if func.is_view and args and isinstance(args[0], Phantom) else None
     base = None if view_of is None else root(view_of)
 
@@ -307,24 +315,24 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if value.is_floating_point() or value.is_complex():
-            made = Phantom(value, sources, fed, base)
-            made.known = known
-            made.picked = _picked(packet, args) if view_of is None else view_of.picked
+            result = Phantom(value, sources, fed, base)
+            result.constant = constant
+            result.picked = _picked(packet, args) if view_of is None else view_of.picked
             if product is None:
-                made.scores = scores.get(value.numel())
+                result.scores = scores.get(value.numel())
                 if packet is aten.sum and phantoms[0].scores is not None and value.dim() > 1:
-                    made.scores = phantoms[0].scores  # summed over heads, as an indexer does
-                if forward and known is None and _on_result is not None:
-                    made.stays = _on_result(packet, args, made)
+                    result.scores = phantoms[0].scores  # summed over heads, as an indexer does
+                if forward and constant is None and _on_result is not None:
+                    result.stays = _on_result(packet, args, result)
             else:
-                made.scores = product or None
-            return made
-        return known_values.integers(packet, args, value) if known is None else known
+                result.scores = product or None
+            return result
+        return known_values.integers(packet, args, value) if constant is None else constant
 
-    made = _map(wrap, out)
+    results = _map(wrap, out)
     if forward:
-        known_values.follow(packet, args, [t for t in _tensors((made,)) if isinstance(t, Phantom)])
-    return made
+        known_values.follow(packet, args, [t for t in _tensors((results,)) if isinstance(t, Phantom)])
+    return results
 
 
 def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom], int, bool]:
@@ -344,7 +352,7 @@ def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom],
 def _detached(source: Phantom) -> Phantom:
     """Copy a phantom without what its gradient would flow to."""
     copied = Phantom(source.meta.detach(), 0, source.fed, root(source))
-    copied.known, copied.stays = source.known, source.stays
+    copied.constant, copied.stays = source.constant, source.stays
     return copied
 
 
@@ -381,17 +389,17 @@ def _overwritten(
         t.fed = t.fed or fed
     if torch._C._current_autograd_node() is not None:
         return
-    known = None
-    if tensor.known is not None and tensor.base is None and tensor is args[0]:
-        copied = (tensor.known.clone(), *args[1:])
-        known = _constant(func, copied, kwargs, tensor.meta)
-    stays = None if known is not None or _on_result is None else _on_result(func._overloadpacket, args, tensor)
+    constant = None
+    if tensor.constant is not None and tensor.base is None and tensor is args[0]:
+        copied = (tensor.constant.clone(), *args[1:])
+        constant = _constant(func, copied, kwargs, tensor.meta)
+    stays = None if constant is not None or _on_result is None else _on_result(func._overloadpacket, args, tensor)
     if tensor.base is not None and stays is not None:
         sizes = slice(-2 if not isinstance(stays, torch.Tensor) or stays.dim() == 2 else None, None)
-        whole = tensor.base.numel() == tensor.numel() and tensor.base.shape[sizes] == tensor.shape[sizes]
-        tensor.base.stays = stays if whole else "unclear"
+        is_all_of_it = tensor.base.numel() == tensor.numel() and tensor.base.shape[sizes] == tensor.shape[sizes]
+        tensor.base.stays = stays if is_all_of_it else "unclear"
     tensor.stays = stays
     if func._overloadpacket is aten.scatter_ and isinstance(args[3], float) and args[3] == math.inf:
         tensor.forced = args[2] if args[1] % tensor.dim() == tensor.dim() - 1 else None
     root(tensor).writes += 1
-    tensor.known = known
+    tensor.constant = constant

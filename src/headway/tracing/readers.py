@@ -88,10 +88,10 @@ def _convolution(running: Running, args: tuple[Any, ...], out: Any) -> Operation
     operation = _product(running, "convolution", units, 2 * weight.numel(), a, b, tuple(weight.shape))
     if not transposed:
         spatial = x.dim() - 2
-        strides, paddings, dilations = (given * spatial if len(given) == 1 else given for given in args[3:6])
+        strides, paddings, dilations = (sizes * spatial if len(sizes) == 1 else sizes for sizes in args[3:6])
         operation.windows = tuple(
-            ConvolutionWindow(read, made, dilation * (kernel - 1) + 1, stride, padding)
-            for read, made, kernel, stride, padding, dilation in zip(
+            ConvolutionWindow(num_inputs, num_outputs, dilation * (kernel - 1) + 1, stride, padding)
+            for num_inputs, num_outputs, kernel, stride, padding, dilation in zip(
                 x.shape[2:], out.shape[2:], weight.shape[2:], strides, paddings, dilations, strict=True
             )
         )
@@ -203,8 +203,8 @@ def _again(args: tuple[Any, ...], out: Any) -> int:
 def _of_convolution(args: tuple[Any, ...], _out: Any) -> int:
     grad, x, weight, transposed, needed = args[0], args[1], args[2], args[7], args[10]
     positions = x if transposed else grad
-    one = 2 * positions.shape[0] * math.prod(positions.shape[2:]) * weight.numel()
-    return int(one * (bool(needed[0]) + bool(needed[1])))
+    flops = 2 * positions.shape[0] * math.prod(positions.shape[2:]) * weight.numel()  # of each gradient
+    return int(flops * (bool(needed[0]) + bool(needed[1])))
 
 
 def _of_distances(args: tuple[Any, ...], _out: Any) -> int:

@@ -87,7 +87,7 @@ class Recorder:
         self._by_node: dict[int, Operation] = {}
         self._module_of_node: dict[int, str] = {}  # by the sequence number after the node's own
         self._mask_pairs: dict[tuple[int, Sequence[int]], tuple[torch.Tensor, tuple[int, int, str]]] = {}
-        self._found: dict[tuple[int, Sequence[int]], tuple[Any, Any]] = {}
+        self._cache: dict[tuple[int, Sequence[int]], tuple[Any, Any]] = {}
         self.failure: tuple[BaseException, str, str] | None = None  # the last error, its module and operation
 
     @property
@@ -123,18 +123,18 @@ class Recorder:
             )
         planes = mask.expand(*mask.shape[:-2], queries, keys)
         counts = np.count_nonzero(planes.reshape(-1, queries * keys).numpy(), axis=-1).reshape(planes.shape[:-2])
-        seen = np.broadcast_to(counts, tuple(rows))
-        if rows[-1] and (seen != seen[..., :1]).any():
-            return int(seen.sum()), 1, ""
+        pairs = np.broadcast_to(counts, tuple(rows))
+        if rows[-1] and (pairs != pairs[..., :1]).any():
+            return int(pairs.sum()), 1, ""
         plane = planes[(0,) * len(rows)] if math.prod(rows[:-1]) == 1 else None
-        return int(seen[..., 0].sum()), rows[-1], "" if plane is None else scores.name(plane)
+        return int(pairs[..., 0].sum()), rows[-1], "" if plane is None else scores.name(plane)
 
     def cached(self, thing: Any, sizes: Sequence[int], find: Callable[[], Any]) -> Any:
         """Return `find()` for an object that layers share, such as a block mask; computed once for scores alike."""
         shared = (id(thing), tuple(sizes))
-        if shared not in self._found:
-            self._found[shared] = (thing, find())  # holding the object keeps its id its own
-        return self._found[shared][1]
+        if shared not in self._cache:
+            self._cache[shared] = (thing, find())  # holding the object keeps its id its own
+        return self._cache[shared][1]
 
     def note_failure(self, error: BaseException, operation: str = "") -> None:
         """Note where an error was raised: in which module, and in which operation of PyTorch's if in one."""
@@ -200,14 +200,18 @@ class Recorder:
                 f"module {self.module or '(the model)'} runs {func}, a kernel that the ledger cannot read. "
                 "Its FLOPs would be missing, so the model is not counted."
             )
+
+        # in backward, an operation is held against the product whose node runs it
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             self._on_backward(node, func, backward_flops(packet, args, out, node))
             return None
         self._module_of_node[torch._C._autograd._get_sequence_nr()] = self.module
         self._note(packet, args, out)
-        read = READERS.get(packet)
-        operation = None if read is None else read(self, args, out)
+
+        # in forward, a product becomes a row of the record; its autograd node is known by its number
+        reader = READERS.get(packet)
+        operation = None if reader is None else reader(self, args, out)
         if operation is None:
             return None
         self._refuse_custom_functions()
@@ -221,6 +225,8 @@ class Recorder:
         self.add(operation)
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             self._by_node[torch._C._autograd._get_sequence_nr() - 1] = operation
+
+        # a product of two activations may be scores of attention written by hand, or its values, which end them
         if operation.kind != "matmul" or operation.weight:
             return False
         for operand in args:
@@ -245,9 +251,11 @@ class Recorder:
 
         The rest are rows of zeros, or are multiplied by zero afterwards: an implementation's, not the model's.
         """
-        beside = operation.module.rpartition(".")[0]
-        made = [choice for path, some in self.choices.items() if inside(path, [beside]) for choice in some]
-        choice = next((c for c in reversed(made) if c.options == operation.stacked and c.picks), None)
+        mixture = operation.module.rpartition(".")[0]
+        choices = [
+            choice for path, of_module in self.choices.items() if inside(path, [mixture]) for choice in of_module
+        ]
+        choice = next((c for c in reversed(choices) if c.options == operation.stacked and c.picks), None)
         if choice is None:
             return
         rows = operation.forward_flops // (2 * math.prod(operation.weight) * operation.stacked)
@@ -333,9 +341,9 @@ class Recorder:
             TraceError: an operation's backward is partly missing or larger than its operands explain.
         """
         for operation in self.operations:
-            seen, expected = operation.backward_flops, operation.expected_backward_flops
-            if seen and seen != expected:
+            flops, expected = operation.backward_flops, operation.expected_backward_flops
+            if flops and flops != expected:
                 raise TraceError(
-                    f"the backward of {operation.kind} in module {operation.module or '(the model)'} ran {seen} FLOPs "
+                    f"the backward of {operation.kind} in module {operation.module or '(the model)'} ran {flops} FLOPs "
                     f"where its operands explain {expected}: a custom gradient or a detached operand hides the rest."
                 )

@@ -1,4 +1,4 @@
-"""Where a model's backward starts: its loss, or every float that it returns, or the results that the caller names."""
+"""The start of a model's backward: its loss, or every float that it returns, or the results that the caller names."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,25 +83,25 @@ def _floats_or_error(output: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def _walk(value: Any, seen: dict[int, Any]) -> Iterator[torch.Tensor]:
-    if value is None or isinstance(value, str | bytes | int | float | type | nn.Module) or id(value) in seen:
+def _walk(value: Any, visited: dict[int, Any]) -> Iterator[torch.Tensor]:
+    if value is None or isinstance(value, str | bytes | int | float | type | nn.Module) or id(value) in visited:
         return
-    seen[id(value)] = value  # held: its id stays its own
+    visited[id(value)] = value  # held: its id stays its own
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() or value.is_complex():
             yield value
     elif isinstance(value, Mapping):
         for part in value.values():
-            yield from _walk(part, seen)
+            yield from _walk(part, visited)
     elif isinstance(value, list | tuple | set | frozenset):
         for part in value:
-            yield from _walk(part, seen)
+            yield from _walk(part, visited)
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from _walk(getattr(value, field.name, None), seen)
+            yield from _walk(getattr(value, field.name, None), visited)
     elif not callable(value):  # a distribution, a cache: what it holds
         for part in [*getattr(value, "__dict__", {}).values()]:
-            yield from _walk(part, seen)
+            yield from _walk(part, visited)
 
 
 def _field(output: Any, name: str) -> Any:
@@ -119,10 +119,10 @@ def _chosen(output: Any, results: Any) -> list[Any]:
     values = [_field(output, name) for name in names]
     for name, value in zip(names, values, strict=True):
         if not floats_in(value):
-            held = [*output] if isinstance(output, Mapping) else [*getattr(output, "__dict__", {})]
+            fields = [*output] if isinstance(output, Mapping) else [*getattr(output, "__dict__", {})]
             raise TraceError(
                 f"results={results!r}: the model returns {type(output).__name__} without floats named {name}. "
-                f"It holds {', '.join(map(str, held)) or 'no names; give a function of the output'}."
+                f"It holds {', '.join(map(str, fields)) or 'no names; give a function of the output'}."
             )
     return values
 

@@ -41,7 +41,7 @@ _PLACING = {
 def data(value: Any) -> torch.Tensor | None:
     """Return an operand's data: a real tensor itself, a constant phantom's known data, None for other phantoms."""
     if isinstance(value, Phantom):
-        return value.known
+        return value.constant
     return value if isinstance(value, torch.Tensor) else None
 
 
@@ -59,22 +59,22 @@ def after(packet: Any, args: tuple[Any, ...], out: torch.Tensor) -> Stays:
     """
     if out.dim() < 2:
         return None
-    found: Stays = None
+    stays: Stays = None
     for value in args:
         if isinstance(value, Phantom) and value.stays is not None:
-            found = both(found, _moved(packet, args, value, out))
+            stays = both(stays, _moved(packet, args, value, out))
     if packet in _PLACING or any(_made_on_shapes(value, out) for value in args) or _placeholder_hides(packet, args):
         return UNCLEAR
     for mask in _laid(packet, args):
-        found = both(found, _plane(mask, out))
-    return found
+        stays = both(stays, _plane(mask, out))
+    return stays
 
 
-def both(one: Stays, other: Stays) -> Stays:
+def both(left: Stays, right: Stays) -> Stays:
     """Combine the pairs that two operands leave visible."""
-    if one is None or other is None:
-        return other if one is None else one
-    return one & other if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else UNCLEAR
+    if left is None or right is None:
+        return right if left is None else left
+    return left & right if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) else UNCLEAR
 
 
 def of_mask(mask: torch.Tensor) -> Stays:
@@ -101,15 +101,15 @@ def name(mask: torch.Tensor) -> str:
         return "+".join(parts) if all(parts) else ""
     if keys < queries:
         return _name_compressed(mask)
-    seen, place = _seen(mask), torch.arange(1, queries + 1)
-    most = int(seen.max())
-    falls = (seen.diff() < 0).nonzero()
+    counts, place = _keys_of_queries(mask), torch.arange(1, queries + 1)
+    most = int(counts.max())
+    falls = (counts.diff() < 0).nonzero()
     # of a block or chunk: from its last token to the next
-    size = 1 - int(seen.diff()[falls[0, 0]]) if len(falls) else 1
+    size = 1 - int(counts.diff()[falls[0, 0]]) if len(falls) else 1
     if not most:
         return ""
     banded = bool(mask[-1, -most:].all())
-    known = {
+    kinds = {
         "pairs:causal": place,
         "pairs:full": torch.full_like(place, queries),
         f"pairs:{'sliding' if banded else 'topk'}:{most}": place.clamp(max=most),
@@ -117,65 +117,65 @@ def name(mask: torch.Tensor) -> str:
         f"pairs:blocks:{size}:{most // size}": place.minimum(most - size + (place - 1) % size + 1),
         f"pairs:pools:{size}:{most // size}": place.minimum(most // size * size + place % size),
     }
-    return next((driver for driver, shown in known.items() if torch.equal(seen, shown)), "")
+    return next((driver for driver, expected in kinds.items() if torch.equal(counts, expected)), "")
 
 
-def _seen(mask: torch.Tensor) -> torch.Tensor:
+def _keys_of_queries(mask: torch.Tensor) -> torch.Tensor:
     """Count the keys that each query sees; numpy adds booleans twenty times as fast as torch."""
     return torch.from_numpy(np.count_nonzero(mask.numpy(), axis=-1))
 
 
 def _name_compressed(mask: torch.Tensor) -> str:
     """Name a mask over keys that each stand for some tokens before the query."""
-    seen = _seen(mask)
-    most = int(seen.max())
+    counts = _keys_of_queries(mask)
+    most = int(counts.max())
     if most == 0:
         return ""
-    rate = int((seen > 0).int().argmax()) + 1
-    every = torch.arange(1, len(mask) + 1) // rate
-    if bool((seen == every).all()):
+    rate = int((counts > 0).int().argmax()) + 1
+    complete = torch.arange(1, len(mask) + 1) // rate  # compressed keys whose tokens all lie before the query
+    if bool((counts == complete).all()):
         return f"pairs:compressed:{rate}"
-    return f"pairs:compressed:topk:{rate}:{most}" if bool((seen == every.clamp(max=most)).all()) else ""
+    return f"pairs:compressed:topk:{rate}:{most}" if bool((counts == complete.clamp(max=most)).all()) else ""
 
 
 def _made_on_shapes(value: Any, out: torch.Tensor) -> bool:
     """Say whether an operand is a constant over scores whose data was lost: it depends on no batch and no weight."""
-    unknown = isinstance(value, Phantom) and value.known is None and not value.fed and not value.sources
+    unknown = isinstance(value, Phantom) and value.constant is None and not value.fed and not value.sources
     return unknown and value.dim() >= 2 and value.shape[-2:] == out.shape[-2:]
 
 
 def _moved(packet: Any, args: tuple[Any, ...], value: Phantom, out: torch.Tensor) -> Stays:
     """Move an operand's mask of visible pairs through an operation that may reshape it."""
-    kept = value.stays
-    if not isinstance(kept, torch.Tensor):
-        return kept
-    if kept.dim() > 2:
-        return _moved_planes(packet, args, kept, value.shape, out)
+    mask = value.stays
+    if not isinstance(mask, torch.Tensor):
+        return mask
+    if mask.dim() > 2:
+        return _moved_planes(packet, args, mask, value.shape, out)
     if packet in (aten.transpose, aten.permute, aten.t):
         order = list(range(value.dim()))
         if packet is aten.permute:
             order = [axis % value.dim() for axis in args[1]]
         else:
-            one, other = args[1:3] if packet is aten.transpose else (0, 1)
-            order[one], order[other] = order[other], order[one]
+            first, second = args[1:3] if packet is aten.transpose else (0, 1)
+            order[first], order[second] = order[second], order[first]
         last = tuple(axis - value.dim() for axis in order[-2:])
         if {*last} == {-2, -1}:
-            return kept if last == (-2, -1) else kept.T
+            return mask if last == (-2, -1) else mask.T
     if packet is aten.slice:
         axis = args[1] if len(args) > 1 else 0
         axis -= value.dim() if axis >= 0 else 0
-        return kept if axis < -2 else torch.ops.aten.slice(kept, axis, *args[2:])
+        return mask if axis < -2 else torch.ops.aten.slice(mask, axis, *args[2:])
     if value.shape[-2:] == out.shape[-2:]:
-        return kept
-    return _moved_planes(packet, args, kept, value.shape, out)
+        return mask
+    return _moved_planes(packet, args, mask, value.shape, out)
 
 
-def _moved_planes(packet: Any, args: tuple[Any, ...], kept: torch.Tensor, shape: Any, out: torch.Tensor) -> Stays:
+def _moved_planes(packet: Any, args: tuple[Any, ...], mask: torch.Tensor, shape: Any, out: torch.Tensor) -> Stays:
     """Move a mask of visible pairs that also differs along axes before the last two, as between heads."""
     if packet in _LAYOUT:
-        moved = _LAYOUT[packet](kept.expand(shape), *args[1:])
+        moved = _LAYOUT[packet](mask.expand(shape), *args[1:])
         return _plane(moved, out) if moved.shape == out.shape else UNCLEAR
-    return kept if shape == out.shape else UNCLEAR
+    return mask if shape == out.shape else UNCLEAR
 
 
 def _plane(mask: torch.Tensor, out: torch.Tensor) -> Stays:
@@ -205,7 +205,7 @@ def _placeholder_hides(packet: Any, args: tuple[Any, ...]) -> bool:
 
 def _laid(packet: Any, args: tuple[Any, ...]) -> Iterator[torch.Tensor]:
     """Find the real masks that an operation lays over phantoms: true where a pair stays."""
-    phantom = next((a for a in args if isinstance(a, Phantom) and a.known is None), None)
+    phantom = next((a for a in args if isinstance(a, Phantom) and a.constant is None), None)
     if phantom is None:
         return
     if packet in _SUMS:

@@ -50,7 +50,7 @@ class Seams(TorchFunctionMode):
         checks = torch.distributions.Distribution
         self._open.callback(checks.set_default_validate_args, checks._validate_args)
         checks.set_default_validate_args(False)  # which would read values
-        self._open.enter_context(Swapped(self._replacements()))
+        self._open.enter_context(CodeExchange(self._replacements()))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
@@ -59,13 +59,13 @@ class Seams(TorchFunctionMode):
 
     def _replacements(self) -> dict[FunctionType, Callable[..., Any]]:
         """Find the attention functions that are imported; a model can call no other."""
-        found: dict[FunctionType, Callable[..., Any]] = {}
+        replacements: dict[FunctionType, Callable[..., Any]] = {}
         for module, functions in attention_packages.SEAMS.items():
             for name, seam in functions.items():
                 function = getattr(sys.modules.get(module), name, None)
                 if isinstance(function, FunctionType):
-                    found[function] = self._bound(seam, inspect.signature(function))
-        return found
+                    replacements[function] = self._bound(seam, inspect.signature(function))
+        return replacements
 
     def _bound(self, seam: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
         """Call a seam with arguments by name, as the function's own signature names them in the version at hand."""
@@ -77,6 +77,7 @@ class Seams(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # what is recorded, or refused, without running
         if func is F.scaled_dot_product_attention and _has_phantom((*args, *kwargs.values())):
             return self._sdpa(*args, **kwargs)
         if func is F.multi_head_attention_forward:
@@ -90,18 +91,20 @@ class Seams(TorchFunctionMode):
             )
         if func is torch._VF._pad_packed_sequence:
             return _pad_packed(*args, **kwargs)
+
+        # anything else runs as it is; placeholders among its arguments are followed
         known_values.refuse_lengths(func, args, self.recorder.module)
         try:
-            made = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except Exception as error:
             self.recorder.note_failure(error, getattr(func, "__name__", str(func)))
             raise
-        known_values.pass_on(args, kwargs, made)
+        known_values.pass_on(args, kwargs, result)
         if getattr(func, "__name__", "") in ("requires_grad_", "__set__"):
             self._ask(args[0])
-        if func is torch.empty and made.is_floating_point():
-            return phantom(made)  # it holds no data, and may be written activations
-        return blank(made) if func is torch.zeros else made
+        if func is torch.empty and result.is_floating_point():
+            return phantom(result)  # it holds no data, and may be written activations
+        return blank(result) if func is torch.zeros else result
 
     def _ask(self, tensor: torch.Tensor) -> None:
         """Note that a model lets an activation, such as its input, ask for a gradient: it is computed then."""
@@ -137,8 +140,8 @@ class Seams(TorchFunctionMode):
             pairs, heads, driver = masked_pairs(self.recorder, path, attn_mask, query, key)
         elif is_causal and query.shape[-2] != key.shape[-2]:
             queries, keys = [query.shape[-2]], [key.shape[-2]]
-            each = masks.banded_pairs(queries, keys, left=None, right=0, bottom_right=False)
-            pairs, heads, driver = math.prod(query.shape[:-3]) * each, 0, ""
+            per_row = masks.banded_pairs(queries, keys, left=None, right=0, bottom_right=False)
+            pairs, heads, driver = math.prod(query.shape[:-3]) * per_row, 0, ""
         else:
             (pairs, driver), heads = plain_pairs(query, key, is_causal, None), 0
         extra = () if attn_mask is None else (attn_mask,)
@@ -158,8 +161,8 @@ class Seams(TorchFunctionMode):
         call.arguments["need_weights"] = False
         weights: list[torch.Tensor] = []
 
-        def attention(query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-            out = self._sdpa(query, key, *rest, **options)
+        def attention(query: torch.Tensor, key: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+            out = self._sdpa(query, key, *more, **options)
             weights.append(out[..., :1].expand(*out.shape[:-1], key.shape[-2]))
             return out
 
@@ -206,15 +209,15 @@ def _code_calling(replacement: Callable[..., Any], function: FunctionType) -> Co
     return _forward.__code__.replace(co_consts=constants, co_freevars=function.__code__.co_freevars)
 
 
-class Swapped:
+class CodeExchange:
     """While entered, calls of each function go to its replacement.
 
     >>> def double(x): return 2 * x
-    >>> held = [double]
-    >>> with Swapped({double: lambda x: 0}):
-    ...     held[0](21)
+    >>> functions = [double]
+    >>> with CodeExchange({double: lambda x: 0}):
+    ...     functions[0](21)
     0
-    >>> held[0](21)
+    >>> functions[0](21)
     42
     """
 

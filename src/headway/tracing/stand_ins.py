@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from headway.errors import TraceError
-from headway.tracing.families import attention, experts
+from headway.tracing.families import attention, surplus
 from headway.tracing.families.attention import unpadded_settings
 from headway.tracing.families.recurrences import FUNCTIONS, KERNELS, METHODS, written_out
 from headway.tracing.record import Recorder
@@ -33,11 +33,11 @@ def stand_ins(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """
     holders = [*_holders(model)]
     changes = [*_recurrences(model, holders, lambda _original, stand_in: partial(stand_in, recorder))]
-    for held, name in holders:
-        if name in KERNELS and (in_pytorch := written_out(held[name])) is not None:
-            changes.append((held, name, in_pytorch))
-    known = experts.METHODS | attention.METHODS
-    changes += _methods(model, known, lambda _original, stand_in: partial(stand_in, recorder))
+    for namespace, name in holders:
+        if name in KERNELS and (in_pytorch := written_out(namespace[name])) is not None:
+            changes.append((namespace, name, in_pytorch))
+    methods = surplus.METHODS | attention.METHODS
+    changes += _methods(model, methods, lambda _original, stand_in: partial(stand_in, recorder))
     changes += unpadded_settings(model)
     with _changed(changes), _refused_triton(recorder):
         yield
@@ -78,35 +78,35 @@ def _recurrences(
     model: nn.Module, holders: Iterable[tuple[dict[str, Any], str]], make: Callable[[Any, Any], Any]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Find functions and methods that run a recurrence, as (holder, name, `make(original, stand_in)`)."""
-    for held, name in holders:
+    for namespace, name in holders:
         if name in FUNCTIONS:
-            yield held, name, make(held[name], FUNCTIONS[name])
+            yield namespace, name, make(namespace[name], FUNCTIONS[name])
     yield from _methods(model, METHODS, make)
 
 
 def _methods(
-    model: nn.Module, known: dict[tuple[str, str], Any], make: Callable[[Any, Any], Any]
+    model: nn.Module, methods: dict[tuple[str, str], Any], make: Callable[[Any, Any], Any]
 ) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Find the known methods of a model's modules, as (holder, name, `make(original, stand_in)`)."""
     for module in model.modules():
         for base in type(module).__mro__:
-            for (owner, method), stand_in in known.items():
+            for (owner, method), stand_in in methods.items():
                 if base.__name__ == owner:
                     yield vars(module), method, make(getattr(module, method), partial(stand_in, module))
 
 
-_KNOWN = dict.fromkeys((*FUNCTIONS, *KERNELS))  # in this order
-_without: dict[str, tuple[int, int]] = {}  # modules that held none of these names: which dictionary, and its length
+_NAMES = dict.fromkeys((*FUNCTIONS, *KERNELS))  # in this order
+_without: dict[str, tuple[int, int]] = {}  # modules that hold none of these names: which dictionary, and its length
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
     """Find the known functions among the globals of loaded modules and the attributes of the model's modules."""
-    for held in (*_globals_that_hold(), *map(vars, model.modules())):
-        if held.keys().isdisjoint(_KNOWN):
+    for namespace in (*_globals_that_hold(), *map(vars, model.modules())):
+        if namespace.keys().isdisjoint(_NAMES):
             continue
-        for name in _KNOWN:
-            if callable(held.get(name)):
-                yield held, name
+        for name in _NAMES:
+            if callable(namespace.get(name)):
+                yield namespace, name
 
 
 def _globals_that_hold() -> list[dict[str, Any]]:
@@ -114,30 +114,30 @@ def _globals_that_hold() -> list[dict[str, Any]]:
 
     There are thousands and hardly any does, so those that do not are looked into again only where they have changed.
     """
-    found = []
+    holders = []
     for path, module in [*sys.modules.items()]:
-        held = getattr(module, "__dict__", {})
-        state = (id(held), len(held))
+        namespace = getattr(module, "__dict__", {})
+        state = (id(namespace), len(namespace))
         if _without.get(path) == state:
             continue
-        if held.keys().isdisjoint(_KNOWN):
+        if namespace.keys().isdisjoint(_NAMES):
             _without[path] = state
         else:
-            found.append(held)
-    return found
+            holders.append(namespace)
+    return holders
 
 
 @contextmanager
 def _changed(changes: list[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     missing = object()
-    before = [(held, name, held.get(name, missing)) for held, name, _ in changes]
+    before = [(namespace, name, namespace.get(name, missing)) for namespace, name, _ in changes]
     try:
-        for held, name, replacement in changes:
-            held[name] = replacement
+        for namespace, name, replacement in changes:
+            namespace[name] = replacement
         yield
     finally:
-        for held, name, original in reversed(before):
+        for namespace, name, original in reversed(before):
             if original is missing:
-                del held[name]
+                del namespace[name]
             else:
-                held[name] = original
+                namespace[name] = original

@@ -14,19 +14,17 @@ from headway.count.rows import ALWAYS, Gradient, Parameter, Row
 from headway.count.workload import Workload
 from headway.errors import HeadwayError, TraceError
 from headway.tracing import build, classify
-from headway.tracing.alternate_forwards import alternate_forwards, without_arguments
 from headway.tracing.arguments import asking, in_dtype
-from headway.tracing.experts import merge_experts
-from headway.tracing.failures import failed_on_shapes, refuse_quantised
-from headway.tracing.fit import Fitted, candidates, fit
+from headway.tracing.fit import DriverFit, candidates, fit, shortened
 from headway.tracing.inputs.drawings import Drawings
-from headway.tracing.inputs.model_inputs import ExampleInputs, call, inputs_for
-from headway.tracing.loops import alike, check_loops, merged
+from headway.tracing.inputs.model_inputs import ExampleInputs, alternate_forwards, call, inputs_for, without_arguments
 from headway.tracing.operation import Operation
 from headway.tracing.record import Recorder
+from headway.tracing.repeats import alike, check_loops, merge_experts, merged
 from headway.tracing.results import Results, start_backward
 from headway.tracing.stand_ins import recording
-from headway.tracing.strides import shortened
+
+_MOST_CHARACTERS = 300  # of an error's own text
 
 
 def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, name: str | None = None) -> CostModel:
@@ -65,6 +63,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, 
 
 
 def _traced(model_or_config: Any, inputs: Any, results: Results, name: str | None) -> CostModel:
+    # the model on shapes alone; every parameter is trained for now, so that each row shows all of its gradients
     is_model = isinstance(model_or_config, nn.Module)
     if is_model:
         refuse_quantised(model_or_config)
@@ -73,12 +72,15 @@ def _traced(model_or_config: Any, inputs: Any, results: Results, name: str | Non
     parameters = build.prepare(model.requires_grad_(True))
     model_inputs = inputs_for(model, inputs)
 
+    # every operation with the driver that its cost grows with
     runs, workloads, windows = _watch(model, model_inputs, results)
     names = [*model_inputs.drivers]
     if len(runs) > 1:  # one example shows no growth: it is billed by what its form of input says, segments
         names += [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
     explained = _explain(runs, workloads, names, model_inputs.strided)
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
+
+    # components of operations and parameters, and how much of each parameter one token uses
     is_unknown = isinstance(model_inputs, ExampleInputs) and not model_inputs.is_text
     components = classify.components(model, operations, fitted, is_unknown=is_unknown)
     shares = classify.expert_shares(operations, fitted)
@@ -89,18 +91,19 @@ def _traced(model_or_config: Any, inputs: Any, results: Results, name: str | Non
     if isinstance(model_inputs, Drawings):  # a token is read or drawn, and meets one copy of the language model
         apart = _run(model, model_inputs.text_alone(), backward=False).met_nothing
         in_use |= {i: 0 for i, home in enumerate(homes) if apart >> i & 1 and home.startswith("language.")}
+
+    # what the ledger was read off, and what of the model it leaves out
     source = _source(model, parameters) | model_inputs.notes
-    if asked := {name for name, _ in asking(model, model_inputs.arguments(workloads[0]))}:
-        source["input_gradients"] = ", ".join(sorted(asked))
+    if differentiated := {name for name, _ in asking(model, model_inputs.arguments(workloads[0]))}:
+        source["input_gradients"] = ", ".join(sorted(differentiated))
     idle = classify.idle_modules(model, operations, parameters, runs[0].parameters_read)
     if idle:
         idle, notes = _elsewhere(model, model_inputs, workloads[0], runs[0], parameters, idle)
         source |= notes
+    beyond = 1 << len(parameters)  # source bit of inputs that ask for a gradient
     return CostModel(
         name or type(model).__name__,
-        tuple(
-            _row(model, op, f, part, 1 << len(parameters)) for (op, f), part in zip(explained, components, strict=True)
-        ),
+        tuple(_row(model, op, f, part, beyond) for (op, f), part in zip(explained, components, strict=True)),
         tuple(
             Parameter(p, math.prod(s), classify.active(p, s, shares, unvisited, in_use.get(i)), home, p in trainable)
             for i, (p, s, home) in enumerate(zip(parameters, shapes, homes, strict=True))
@@ -145,12 +148,12 @@ def _elsewhere(
         Modules that stay unexplained; and notes for the ledger's source: `without` names arguments whose own modules
         are left out of it, `unused` modules that no argument reaches: a decoder of images, say.
     """
-    ran, read, tried, without = [*first.operations], first.parameters_read, [], []
+    operations, parameters_read, tried, without = [*first.operations], first.parameters_read, [], []
     for names, arguments in alternate_forwards(model, model_inputs, workload):
         run = _run(model, arguments, backward=False)
-        ran, read = ran + run.operations, read | run.parameters_read
+        operations, parameters_read = operations + run.operations, parameters_read | run.parameters_read
         tried += names
-        idle, before = classify.idle_modules(model, ran, parameters, read), idle
+        idle, before = classify.idle_modules(model, operations, parameters, parameters_read), idle
         without += names if idle != before else []
     notes = {"without": ", ".join(without)} if without else {}
     if idle and build.configs(model) and not without_arguments(model_inputs, workload, tried):
@@ -174,11 +177,11 @@ def _longest_that_runs(model: nn.Module, model_inputs: Any, longest: int) -> int
 
 def _explain(
     runs: list[Recorder], workloads: Sequence[Workload], names: Sequence[str], strided: Sequence[str]
-) -> list[tuple[Operation, Fitted]]:
+) -> list[tuple[Operation, DriverFit]]:
     check_loops(runs, [workload.tokens for workload in workloads])
     operations = [run.operations for run in runs] if alike(runs) else merged(runs)
-    known = candidates(workloads, [*names, *(shortened(operations, workloads, strided) if strided else ())])
-    return [(ops[0], f) for ops in zip(*operations, strict=True) for f in fit(ops, workloads, known)]
+    driver_units = candidates(workloads, [*names, *(shortened(operations, workloads, strided) if strided else ())])
+    return [(ops[0], f) for ops in zip(*operations, strict=True) for f in fit(ops, workloads, driver_units)]
 
 
 def _run(model: nn.Module, arguments: Any, *, backward: bool, results: Results = None) -> Recorder:
@@ -189,6 +192,7 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool, results: Results =
     for _, tensor in asking(model, arguments):
         tensor.sources = recorder.beyond  # like one more parameter, which is always trained
 
+    # any error of the model's own code is named by the module and the operation in which it was raised
     try:
         with recording(model, recorder), torch.set_grad_enabled(backward):
             output = call(model, arguments)
@@ -198,8 +202,9 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool, results: Results =
                 model.zero_grad(set_to_none=True)
     except HeadwayError:
         raise
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:
         raise failed_on_shapes(error, model, recorder) from error
+    # a model that exchanges its modules cannot be traced again on another workload
     if any(new is not old for new, old in zip_longest(model.modules(), modules)):
         raise TraceError(
             f"{type(model).__name__} swaps modules of its own while it runs, by how long its input is: its cost "
@@ -209,7 +214,7 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool, results: Results =
     return recorder
 
 
-def _row(model: nn.Module, op: Operation, fitted: Fitted, component: str, beyond: int) -> Row:
+def _row(model: nn.Module, op: Operation, fitted: DriverFit, component: str, beyond: int) -> Row:
     gradients = []
     for phase, flops, sources in op.products if op.backward_flops else ():
         scaled = fitted.scale * flops
@@ -249,3 +254,43 @@ def _source(model: Any, parameters: Sequence[str]) -> dict[str, str]:
             weight = model.get_input_embeddings().weight
             source["embeddings"] = parameters[weight.sources.bit_length() - 1]
     return source
+
+
+def failed_on_shapes(error: Exception, model: Any, recorder: Recorder | None = None) -> TraceError:
+    """Describe an error that was raised while a model was traced.
+
+    Args:
+        error: what was raised.
+        model: which was traced, or its configuration.
+        recorder: of the run that failed; None where no module ran yet.
+    """
+    place, operation = type(model).__name__, ""
+    if recorder is not None and recorder.failure is not None and recorder.failure[0] is error:
+        _, path, operation = recorder.failure
+        place = f"module {path or '(the model)'} ({type(model.get_submodule(path)).__name__})"
+    text = " ".join(str(error).split())
+    text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+    happened = f"fails in {operation}" if operation else "raises an error"
+    return TraceError(
+        f"{place} {happened} when it runs on shapes alone: {type(error).__name__}: {text.rstrip('.') or 'no reason'}. "
+        "If the model runs by itself on such inputs, trace it with another operation in this place, or give the inputs "
+        "that it needs with trace(model, inputs=...); what is metered then takes that cost model (cost_model=)."
+    )
+
+
+def refuse_quantised(model: nn.Module) -> None:
+    """Refuse a model whose weights are stored quantised, as 4-bit bases of adapters are.
+
+    Raises:
+        TraceError: one is.
+    """
+    for name, parameter in model.named_parameters():
+        stored = type(parameter) if type(parameter) is not nn.Parameter else type(parameter.data)
+        is_packed = not (parameter.is_floating_point() or parameter.is_complex())
+        if is_packed or stored.__module__.startswith(("torchao.quantization", "torchao.dtypes", "bitsandbytes")):
+            path = name.rpartition(".")[0]
+            raise TraceError(
+                f"module {path or '(the model)'} ({type(model.get_submodule(path)).__name__}) stores {name} quantised "
+                f"({stored.__name__}, {parameter.dtype}), and its products cannot be read. Trace the model without "
+                "quantisation, which has the same FLOPs, and pass its cost model on (cost_model=)."
+            )

@@ -26,7 +26,7 @@ _COMPOSABLE_STATE = "__composable_api_state_key"  # under such keys fully_shard 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def whole(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside the wrappers around all of it.
 
     Raises:
@@ -34,12 +34,12 @@ def whole(model: nn.Module) -> nn.Module:
     """
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         inner: nn.Module = model.module
-        return whole(inner)
+        return unwrapped(inner)
     if _is_compiled(model):
-        return whole(model._orig_mod)  # type: ignore[arg-type]  # a module
+        return unwrapped(model._orig_mod)  # type: ignore[arg-type]  # a module
     peft = sys.modules.get("peft")  # a peft model cannot exist where peft was not imported
     if peft is not None and isinstance(model, peft.PeftModel) and not model.active_peft_config.is_prompt_learning:
-        return whole(model.get_base_model())
+        return unwrapped(model.get_base_model())
     for path, module in model.named_modules():
         if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
             raise TraceError(
@@ -78,8 +78,8 @@ def unsharded(tensor: torch.Tensor) -> torch.Tensor:
                 "steer the model. Trace the model before sharding it."
             )
         return local(tensor)
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+    full_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(full_tensor, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full_tensor
 
 
 def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -89,11 +89,15 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         model: its parameters and buffers are all in `memo`.
         memo: as `copy.deepcopy` takes it.
     """
-    shells: list[tuple[nn.Module, nn.Module]] = []
+    # hooks by which others watch the model: deepcopy leaves them alone, as they may hold anything, and the twin goes
+    # without them
     own = set(model.modules())
     packages = {_package(type(module)) for module in own} - {"__main__"}  # a script may hold a model and its monitor
     watching = {id(hook): hook for module in own for hook in _hooks(module) if _only_watches(hook, own, packages)}
-    memo |= watching  # deepcopy leaves these hooks alone: they may hold anything
+    memo |= watching
+
+    # an empty module of the original class for each one that sharding or checkpointing altered
+    shells: list[tuple[nn.Module, nn.Module]] = []
     for module in model.modules():
         cls: Any = _own_class(module)
         laid_over = [module.__dict__.get("forward"), *_hooks(module)]
@@ -101,16 +105,22 @@ def copy_modules(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if altered and not _is_compiled(module):
             shells.append((module, cls.__new__(cls)))
             memo[id(module)] = shells[-1][1]
-    for module in reversed([*model.modules()]):  # inner ones first
+
+    # compiled modules are copied as what they were compiled from, inner ones first
+    for module in reversed([*model.modules()]):
         if _is_compiled(module):
             memo[id(module)] = copy.deepcopy(module._orig_mod, memo)
-    for module, shell in shells:  # each by itself: fully_shard refuses to be copied, and hooks hold process groups
-        kept = {key: value for key, value in module.__dict__.items() if not key.startswith(_COMPOSABLE_STATE)}
-        if _is_parallel(kept.get("forward")):  # transformers lays its own over a module's
-            del kept["forward"]
+
+    # the shells' attributes, each by itself: fully_shard refuses to be copied, and hooks hold process groups
+    for module, shell in shells:
+        state = {key: value for key, value in module.__dict__.items() if not key.startswith(_COMPOSABLE_STATE)}
+        if _is_parallel(state.get("forward")):  # transformers lays its own over a module's
+            del state["forward"]
         for name in _HOOKS:
-            kept[name] = type(kept[name])((key, h) for key, h in kept[name].items() if not _is_parallel(h))
-        shell.__dict__.update(copy.deepcopy(kept, memo))
+            state[name] = type(state[name])((key, h) for key, h in state[name].items() if not _is_parallel(h))
+        shell.__dict__.update(copy.deepcopy(state, memo))
+
+    # the rest of the model, without what the copies took over of wrappers, watchers and the original
     twin = _bare(copy.deepcopy(model, memo))
     for module in twin.modules():
         for name in _HOOKS:
@@ -221,8 +231,8 @@ def _rebound(thing: Any, memo: dict[int, Any]) -> Any:
         copied = types.MethodType(_rebound(thing.__func__, memo), _rebound(thing.__self__, memo))
     elif isinstance(thing, functools.partial):
         bound = [_rebound(argument, memo) for argument in thing.args]
-        named = {name: _rebound(argument, memo) for name, argument in thing.keywords.items()}
-        copied = functools.partial(_rebound(thing.func, memo), *bound, **named)
+        keywords = {name: _rebound(argument, memo) for name, argument in thing.keywords.items()}
+        copied = functools.partial(_rebound(thing.func, memo), *bound, **keywords)
     elif isinstance(thing, types.FunctionType) and thing.__closure__ is not None:
         cells = tuple(types.CellType() for _ in thing.__closure__)
         copied = types.FunctionType(thing.__code__, thing.__globals__, thing.__name__, thing.__defaults__, cells)

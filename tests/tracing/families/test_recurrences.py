@@ -20,9 +20,8 @@ from transformers.models.xlstm import modeling_xlstm
 from headway.count import Workload
 from headway.tracing import trace
 from headway.tracing.build import model_class
-from headway.tracing.counted_step import CountedStep
 from headway.tracing.stand_ins import watched
-from headway.tracing.verify import verify
+from headway.tracing.verify import CountedStep, verify
 from helpers.effort import some
 from helpers.tiny_models import RECURRENT_FAMILIES, tiny_config, tiny_ledger
 

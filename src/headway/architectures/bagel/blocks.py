@@ -23,7 +23,7 @@ DRAWS = "_moe_gen"  # ends the names of the copy for latent patches, in BAGEL's 
 
 
 class TokenOrder(NamedTuple):
-    """Where tokens lie.
+    """The places of tokens, in hidden states and in the pack.
 
     Attributes:
         understood: number of understood tokens, which come first in hidden states.

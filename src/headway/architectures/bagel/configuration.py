@@ -61,7 +61,7 @@ class BagelConfig(PreTrainedConfig):
 
     @property
     def latent_features(self) -> int:
-        """Numbers that a latent patch holds."""
+        """Elements of a latent patch."""
         channels = 3 if self.vae_config is None else int(self.vae_config["latent_channels"])
         return channels * self.latent_patch_size**2
 
@@ -72,8 +72,8 @@ class BagelConfig(PreTrainedConfig):
         return int(self.latent_patch_size * 2 ** (levels - 1))
 
 
-def _text(given: Any) -> PreTrainedConfig:
-    values = {"model_type": "qwen2"} if given is None else given
+def _text(config: Any) -> PreTrainedConfig:
+    values = {"model_type": "qwen2"} if config is None else config
     if isinstance(values, dict):
         values = dict(values)
         values = AutoConfig.for_model(values.pop("model_type", "qwen2"), **values)
@@ -85,8 +85,8 @@ def _text(given: Any) -> PreTrainedConfig:
     return values
 
 
-def _vision(given: Any) -> SiglipVisionConfig:
-    vision = SiglipVisionConfig(**(given or {})) if given is None or isinstance(given, dict) else given
+def _vision(config: Any) -> SiglipVisionConfig:
+    vision = SiglipVisionConfig(**(config or {})) if config is None or isinstance(config, dict) else config
     if getattr(vision, "rope", False):
         raise ConfigError(
             "vision_config.rope is true: the tower has learnt positions here, as BAGEL-7B-MoT's has. Leave rope out."

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 _PER_LATENT = ("latents", "noise", "latent_places", "latent_grids")
 
 
-class Dealt(NamedTuple):
+class PackShare(NamedTuple):
     """A process's part of a pack.
 
     Attributes:
@@ -33,7 +33,7 @@ class Dealt(NamedTuple):
     order_T: torch.Tensor
 
 
-def deal(arguments: dict[str, Any], rank: int, degree: int) -> Dealt:
+def deal(arguments: dict[str, Any], rank: int, degree: int) -> PackShare:
     """Cut forward's arguments to the slots of one process.
 
     Args:
@@ -41,39 +41,40 @@ def deal(arguments: dict[str, Any], rank: int, degree: int) -> Dealt:
         rank: of the process among those that share the pack.
         degree: processes that share it.
     """
-    given = dict(arguments)
-    owner_T = _owners(given, degree)
+    own = dict(arguments)
+    owner_T = _owners(own, degree)
     mine_T = owner_T == rank
     slots_H = mine_T.nonzero()[:, 0]
     place_T = mine_T.cumsum(0) - 1  # of each slot among the process's own
     for name in ("input_ids", "position_ids"):
-        given[name] = given[name][:, slots_H]
+        own[name] = own[name][:, slots_H]
 
-    understood = given["understood_slots"]
+    understood = own["understood_slots"]
     mine_U = mine_T[understood]
     row_U = mine_U.cumsum(0) - 1
-    given["understood_slots"] = place_T[understood[mine_U]]
-    given["supervised_rows"] = _renumbered(given["supervised_rows"], mine_U, row_U)
+    own["understood_slots"] = place_T[understood[mine_U]]
+    own["supervised_rows"] = _renumbered(own["supervised_rows"], mine_U, row_U)
     patches = 0
-    if "image_rows" in given:
-        given["image_rows"] = _renumbered(given["image_rows"], mine_U, row_U)
-        patches = _cut_patches(given, rank, degree)
-    if "latent_slots" in given:
-        _cut_latents(given, mine_T, place_T)
-    return Dealt(given, patches, slots_H, owner_T.argsort(stable=True))
+    if "image_rows" in own:
+        own["image_rows"] = _renumbered(own["image_rows"], mine_U, row_U)
+        patches = _cut_patches(own, rank, degree)
+    if "latent_slots" in own:
+        _cut_latents(own, mine_T, place_T)
+    return PackShare(own, patches, slots_H, owner_T.argsort(stable=True))
 
 
-def _owners(given: dict[str, Any], degree: int) -> torch.Tensor:
-    """Rank of the process that holds each slot, shape (T,): kind by kind, each going on where the last one ended."""
-    understood, none = given["understood_slots"], torch.zeros(0, dtype=torch.long)
-    read, supervised, latents = (given.get(name, none) for name in ("image_rows", "supervised_rows", "latent_slots"))
+def _owners(arguments: dict[str, Any], degree: int) -> torch.Tensor:
+    """Find the rank that holds each slot, shape (T,): kind by kind, each going on where the last one ended."""
+    understood, none = arguments["understood_slots"], torch.zeros(0, dtype=torch.long)
+    names = ("image_rows", "supervised_rows", "latent_slots")
+    patches, supervised, latents = (arguments.get(name, none) for name in names)
     is_other_U = torch.ones(len(understood), dtype=torch.bool)
-    is_other_U[read] = is_other_U[supervised] = False
-    owner_T = torch.empty(given["input_ids"].shape[1], dtype=torch.long)
+    is_other_U[patches] = is_other_U[supervised] = False
+    owner_T = torch.empty(arguments["input_ids"].shape[1], dtype=torch.long)
     in_turn_T = torch.arange(len(owner_T)) % degree
     text = torch.cat([understood[supervised], understood[is_other_U]])
-    ends = len(read), len(read) + len(text)
-    owner_T[understood[read]] = in_turn_T[: ends[0]].sort().values
+    ends = len(patches), len(patches) + len(text)
+    owner_T[understood[patches]] = in_turn_T[: ends[0]].sort().values
     owner_T[text] = in_turn_T[ends[0] : ends[1]]
     owner_T[latents] = in_turn_T[ends[1] :].sort().values
     return owner_T
@@ -84,32 +85,34 @@ def _renumbered(rows: torch.Tensor, mine: torch.Tensor, number: torch.Tensor) ->
     return number[rows[mine[rows]]]
 
 
-def _cut_patches(given: dict[str, Any], rank: int, degree: int) -> int:
+def _cut_patches(arguments: dict[str, Any], rank: int, degree: int) -> int:
     """Leave a process's patches and tell how many all have; where they are fewer than processes, a blank image more.
 
     The boundaries of images stay those of all.
     """
-    pixels, places, ends = given["pixel_values"], given["image_places"], given["image_cu_seqlens"]
+    pixels, places, ends = arguments["pixel_values"], arguments["image_places"], arguments["image_cu_seqlens"]
     if (blank := degree - len(places)) > 0:
         pixels, places = pad(pixels, (0, 0, 0, blank)), pad(places, (0, blank))
-        given["image_cu_seqlens"] = torch.cat([ends, ends[-1:] + blank])
-        given["image_longest"] = max(given["image_longest"], blank)
+        arguments["image_cu_seqlens"] = torch.cat([ends, ends[-1:] + blank])
+        arguments["image_longest"] = max(arguments["image_longest"], blank)
     mine_P = (torch.arange(len(places)) % degree).sort().values == rank
-    given |= {"pixel_values": pixels[mine_P], "image_places": places[mine_P]}
+    arguments |= {"pixel_values": pixels[mine_P], "image_places": places[mine_P]}
     return len(places)
 
 
-def _cut_latents(given: dict[str, Any], mine_T: torch.Tensor, place_T: torch.Tensor) -> None:
+def _cut_latents(arguments: dict[str, Any], mine_T: torch.Tensor, place_T: torch.Tensor) -> None:
     """Cut latents to the process's own patches, and images for the autoencoder to those that hold such a patch."""
-    slots, grids = given["latent_slots"], given["latent_grids"]
+    slots, grids = arguments["latent_slots"], arguments["latent_grids"]
     mine_L = mine_T[slots]
-    given["drawn_rows"] = _renumbered(given["drawn_rows"], mine_L, mine_L.cumsum(0) - 1)
-    given |= {name: given[name][mine_L] for name in _PER_LATENT if name in given}
-    given["latent_slots"] = place_T[slots[mine_L]]
-    if "latent_pixels" in given:
-        own = given["latent_grids"].unique().tolist()
-        given["latent_pixels"] = [given["latent_pixels"][number] for number in own]
-        if "encoder_noise" in given:  # of whole images
-            given["encoder_noise"] = given["encoder_noise"][torch.isin(grids, torch.tensor(own, dtype=grids.dtype))]
+    arguments["drawn_rows"] = _renumbered(arguments["drawn_rows"], mine_L, mine_L.cumsum(0) - 1)
+    arguments |= {name: arguments[name][mine_L] for name in _PER_LATENT if name in arguments}
+    arguments["latent_slots"] = place_T[slots[mine_L]]
+    if "latent_pixels" in arguments:
+        own = arguments["latent_grids"].unique().tolist()
+        arguments["latent_pixels"] = [arguments["latent_pixels"][number] for number in own]
+        if "encoder_noise" in arguments:  # of whole images
+            arguments["encoder_noise"] = arguments["encoder_noise"][
+                torch.isin(grids, torch.tensor(own, dtype=grids.dtype))
+            ]
         if own:
-            given["latents_before"] = int(mine_L.int().argmax() - (grids == own[0]).int().argmax())
+            arguments["latents_before"] = int(mine_L.int().argmax() - (grids == own[0]).int().argmax())

@@ -1,4 +1,4 @@
-"""Lay the parts of samples out as a pack: where tokens lie, who sees whom, and the workload that this is."""
+"""Lay the parts of samples out as a pack: the places of tokens, their mask, and the workload that this is."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class SamplePart:
 
 @dataclass
 class _Pack:
-    """What is collected slot by slot."""
+    """The slots, rows and places of a pack, collected slot by slot."""
 
     slot: int = 0
     positions: list[int] = field(default_factory=list)
@@ -87,6 +87,7 @@ def lay_out(
     Source: data/dataset_base.py of ByteDance-Seed/Bagel: the tokens of an image share one rotary position, and what
     follows a drawn image continues from the position that it had.
     """
+    # parts in their order: slots, and positions, of which all of an image's tokens share one
     pack, splits = _Pack(), []
     grids: dict[str, list[tuple[int, int, int]]] = {"read": [], "reference": [], "draw": []}
     sides = {"read": config.image_side}
@@ -98,6 +99,7 @@ def lay_out(
             if part.kind == "text":
                 _check_text(part)
                 pack.text(part.tokens)
+                # a token is learnt from the row of the one before it
                 last = len(pack.understood)
                 pack.supervised += range(last - 1 - part.supervised, last - 1)
                 pack.positions += range(position, position + part.tokens)
@@ -105,9 +107,11 @@ def lay_out(
             else:
                 _image(pack, part, sides.get(part.kind, config.max_latent_size), grids)
                 pack.positions += [position] * (pack.slot - start)
-                position += part.kind != "draw"
+                position += part.kind != "draw"  # a drawn image's position is used again
             runs.append((MODE_OF_PART[part.kind], pack.slot - start))
         splits.append(runs)
+
+    # the work of it, then text that nothing sees up to the length of the pack
     ends = np.cumsum([0, *(h * w for _, h, w in grids["read"])])
     workload = Workload(
         splits=splits,
@@ -121,6 +125,8 @@ def lay_out(
     padding = workload.slots - pack.slot
     pack.text(padding)
     pack.positions += range(padding)
+
+    # forward's arguments, of images only where there are some
     arguments: dict[str, Any] = {
         "position_ids": torch.tensor([pack.positions]),
         "understood_slots": torch.tensor(pack.understood),

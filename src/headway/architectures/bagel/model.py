@@ -22,7 +22,7 @@ from headway.errors import TrainingError
 
 @dataclass
 class BagelOutput(ModelOutput):
-    """What a forward returns.
+    """The outputs of a forward.
 
     Attributes:
         logits: of the supervised tokens, shape (S, V).
@@ -99,7 +99,7 @@ class BagelModel(PreTrainedModel):
                 module.bias.zero_()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding of text."""
+        """Return the embedding of text."""
         return self.language_model.model.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -107,7 +107,7 @@ class BagelModel(PreTrainedModel):
         self.language_model.model.embed_tokens = value  # type: ignore[assignment]  # an embedding, by contract
 
     def get_output_embeddings(self) -> nn.Module:
-        """The head over text."""
+        """Return the head over text."""
         return self.language_model.lm_head
 
     def forward(
@@ -168,6 +168,7 @@ class BagelModel(PreTrainedModel):
         Raises:
             TrainingError: latent patches without their places, times, or what they are of.
         """
+        # understood tokens: text, and the features of patches that are read
         x_UD = self._understood(input_ids[0, understood_slots], pixel_values, image_rows, image_places,
                                 image_cu_seqlens, image_longest, image_split)  # fmt: skip
         slots_T, target = understood_slots, None
@@ -179,6 +180,7 @@ class BagelModel(PreTrainedModel):
                     f"{len(latent_slots)} latent patches were given without {names}: each has a place and a grid, and "
                     "each grid a time of the flow, 0 where it is clean."
                 )
+            # latent patches on their way from clean (time 0) to noise (time 1), whose velocity is noise - clean
             clean = self._encoded(latent_pixels, encoder_noise) if latents is None else latents
             clean = clean[latents_before : latents_before + len(latent_slots)]
             noise = torch.randn_like(clean) if noise is None else noise
@@ -189,6 +191,8 @@ class BagelModel(PreTrainedModel):
             x_LD = x_LD + self.latent_pos_embed(latent_places).to(x_LD.dtype)
             x_UD = torch.cat([x_UD, x_LD.to(x_UD.dtype)])
             slots_T = torch.cat([slots_T, latent_slots])
+
+        # both kinds through the blocks, then a head for each
         order = TokenOrder(len(understood_slots), slots_T, torch.argsort(slots_T))
         attention_mask = for_backend(attention_mask, self.config.text_config, x_UD.dtype)
         x_TD = self.language_model.model(x_UD[None], order, position_ids, attention_mask, **kwargs)[0]
@@ -224,9 +228,9 @@ class BagelModel(PreTrainedModel):
     def _encoded(self, images: list[torch.Tensor] | None, noise_LC: torch.Tensor | None) -> torch.Tensor:
         """Encode images into clean latent patches: (L, C)."""
         if images is None or self.vae_model is None:
-            given = "neither latents nor latent_pixels" if images is None else "latent_pixels and no autoencoder"
+            state = "neither latents nor latent_pixels" if images is None else "latent_pixels and no autoencoder"
             raise TrainingError(
-                f"There are latent patches, and {given}. Give latents, clean and scaled, or latent_pixels to a model "
+                f"There are latent patches, and {state}. Give latents, clean and scaled, or latent_pixels to a model "
                 "whose configuration has a vae_config."
             )
         patch, unit = self.config.latent_patch_size, self.config.latent_pixels

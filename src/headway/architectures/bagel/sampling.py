@@ -19,7 +19,7 @@ Renorm = Literal["none", "global", "channel", "text-channel"]
 
 @dataclass(frozen=True)
 class Request:
-    """What an image is drawn behind.
+    """The text and images behind which an image is drawn.
 
     Attributes:
         parts: texts, and images that are read and referred to, in order; none for an image of anything.
@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Guidance:
-    """How the velocity is led away from what the model would draw without being asked.
+    """The way in which the velocity is led away from what the model would draw without being asked.
 
     Attributes:
         text: how far it goes from that of the request without its text through that of the whole, and beyond; 1 for no
@@ -75,26 +75,26 @@ class Guidance:
             raise ConfigError("An interval or renorm of guidance has no effect where both of its scales are 1.")
 
     def acts_at(self, time: float) -> bool:
-        """Whether velocities are led at a time of the flow."""
+        """Say whether velocities are led at a time of the flow."""
         return (self.text != 1.0 or self.image != 1.0) and self.interval[0] < time <= self.interval[1]
 
     def lead(
-        self, whole_NRC: torch.Tensor, no_text_NRC: torch.Tensor | None, no_images_NRC: torch.Tensor | None
+        self, full_NRC: torch.Tensor, no_text_NRC: torch.Tensor | None, no_images_NRC: torch.Tensor | None
     ) -> torch.Tensor:
         """Lead the velocity of whole requests away from those without their text, and without their images."""
-        led = whole_NRC
+        led = full_NRC
         if no_text_NRC is not None:
-            led = no_text_NRC + self.text * (whole_NRC - no_text_NRC)
+            led = no_text_NRC + self.text * (full_NRC - no_text_NRC)
         if self.renorm == "text-channel":
-            led = self._shortened(led, whole_NRC, (-1,))
+            led = self._shortened(led, full_NRC, (-1,))
         if no_images_NRC is not None:
             led = no_images_NRC + self.image * (led - no_images_NRC)
         if self.renorm in ("global", "channel"):
-            led = self._shortened(led, whole_NRC, (-2, -1) if self.renorm == "global" else (-1,))
+            led = self._shortened(led, full_NRC, (-2, -1) if self.renorm == "global" else (-1,))
         return led
 
-    def _shortened(self, led: torch.Tensor, whole: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-        longest, length = (x.square().sum(axes, keepdim=True).sqrt() for x in (whole, led))
+    def _shortened(self, led: torch.Tensor, full: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+        longest, length = (x.square().sum(axes, keepdim=True).sqrt() for x in (full, led))
         return led * (longest / (length + 1e-8)).clamp(self.renorm_min, 1.0)
 
 
@@ -143,6 +143,7 @@ def draw_images(
     """
     if steps < 1:
         raise ConfigError(f"steps is {steps}: an image is drawn in 1 step or more.")
+    # the requests, then what guidance leads away from, all in one pack; the requests alone at times without guidance
     variants = [list(requests)]
     if guidance.text != 1.0:
         variants.append(list(no_text))
@@ -152,20 +153,25 @@ def draw_images(
     led, plain = (_Pack(model, [*chain(*which)], image, around, mask_of) for which in (variants, variants[:1]))
     config = model.config
     generator = torch.Generator().manual_seed(seed)
+
     # Noise is drawn image by image, so that the first image's does not depend on how many follow.
     noise = [torch.randn(rows * columns, config.latent_features, generator=generator) for _ in requests]
     x_NRC = torch.stack(noise).to(led.device)
+
+    # Euler's steps from noise to image, at times that are shifted towards noise
     even = torch.linspace(1, 0, steps + 1)
     times = (shift * even / (1 + (shift - 1) * even)).tolist()
     for now, following in pairwise(times):
         if guidance.acts_at(now):
             flows = list(led.velocity(x_NRC.repeat(len(variants), 1, 1), now).split(len(requests)))
-            whole, free = flows[0], flows[1:]
+            full_NRC, free = flows[0], flows[1:]
             no_text_NRC = free.pop(0) if guidance.text != 1.0 else None
-            velocity = guidance.lead(whole, no_text_NRC, free[0] if free else None)
+            velocity = guidance.lead(full_NRC, no_text_NRC, free[0] if free else None)
         else:
             velocity = plain.velocity(x_NRC, now)
         x_NRC = x_NRC + (following - now) * velocity
+
+    # rows of latent patches as an image: channels, height, width
     patch = config.latent_patch_size
     squares = x_NRC.view(len(requests), rows, columns, patch, patch, -1).permute(0, 5, 1, 3, 2, 4)
     return squares.reshape(len(requests), -1, rows * patch, columns * patch)
@@ -185,24 +191,24 @@ class _Pack:
         self._model = model
         weight = next(model.parameters())
         self.device, self._dtype = weight.device, weight.dtype
-        given, workload = lay_out([[*request.parts, image] for request in requests], model.config)
+        arguments, workload = lay_out([[*request.parts, image] for request in requests], model.config)
         drawn = [around[0], *[0] * (image.rows * image.columns), around[1]]
-        given["input_ids"] = torch.tensor([[token for request in requests for token in (*request.ids, *drawn)]])
+        arguments["input_ids"] = torch.tensor([[token for request in requests for token in (*request.ids, *drawn)]])
         pixels = [request.pixels for request in requests if request.pixels is not None]
-        given["pixel_values"] = torch.cat(pixels).to(self._dtype) if pixels else None
+        arguments["pixel_values"] = torch.cat(pixels).to(self._dtype) if pixels else None
         blank = torch.zeros(image.rows * image.columns, model.config.latent_features)
-        latents = [one for request in requests for one in (request.latents, blank) if one is not None]
+        latents = [part for request in requests for part in (request.latents, blank) if part is not None]
         kinds = [part.kind for request in requests for part in (*request.parts, image)]
         grids = [kind == "draw" for kind in kinds if kind in ("reference", "draw")]
         self._is_drawn_G = torch.tensor(grids, dtype=torch.float32, device=self.device)
-        self._latents_LC = torch.cat([one.to(self.device, torch.float32) for one in latents])
-        self._given = {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in given.items()}
-        self._given["attention_mask"] = mask_of(workload)
+        self._latents_LC = torch.cat([part.to(self.device, torch.float32) for part in latents])
+        self._arguments = {n: v.to(self.device) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+        self._arguments["attention_mask"] = mask_of(workload)
 
     def velocity(self, x_NRC: torch.Tensor, time: float) -> torch.Tensor:
-        """The flow's velocity at a time, of images that are on their way: shape (N, R, C)."""
-        x_LC = self._latents_LC.index_copy(0, self._given["drawn_rows"], x_NRC.flatten(0, 1)).to(self._dtype)
+        """Compute the flow's velocity at a time, of images that are on their way: shape (N, R, C)."""
+        x_LC = self._latents_LC.index_copy(0, self._arguments["drawn_rows"], x_NRC.flatten(0, 1)).to(self._dtype)
         # What stands in place of the clean latents is what the flow has come to: noise in equal part changes nothing.
-        out = self._model(**self._given, latents=x_LC, noise=x_LC, timesteps=time * self._is_drawn_G)
+        out = self._model(**self._arguments, latents=x_LC, noise=x_LC, timesteps=time * self._is_drawn_G)
         flow: torch.Tensor = out.flow.float().view(x_NRC.shape)
         return flow

@@ -1,4 +1,4 @@
-"""What stands before and after Bagel's blocks: the tower that reads images, positions on a grid, times of the flow."""
+"""The parts before and after Bagel's blocks: the tower that reads images, positions on a grid, times of the flow."""
 
 import math
 from typing import Any
@@ -134,8 +134,8 @@ class GridPositions(nn.Module):
         quarter = self.pos_embed.shape[1] // 4
         place = torch.arange(self.side, dtype=torch.float64)
         angles = place[:, None] / 10000 ** (torch.arange(quarter, dtype=torch.float64) / quarter)
-        one = torch.cat([angles.sin(), angles.cos()], dim=1)
-        columns, rows = one.repeat(self.side, 1), one.repeat_interleave(self.side, dim=0)
+        waves = torch.cat([angles.sin(), angles.cos()], dim=1)  # of one direction
+        columns, rows = waves.repeat(self.side, 1), waves.repeat_interleave(self.side, dim=0)
         self.pos_embed.copy_(torch.cat([columns, rows], dim=1))
 
     def forward(self, places: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from headway.meter.batches import input_gradients_of, read_or_copy, workload_of
 from headway.meter.environment import device_of
 from headway.tracing import trace
 from headway.tracing.classify import checkpointing_of
-from headway.tracing.unwrap import whole
+from headway.tracing.unwrap import unwrapped
 
 _ONE_EXAMPLE = Workload([1])  # of a model without tokens, whose trace is of the very shapes that it is given
 
@@ -75,7 +75,7 @@ class WatchedModel:
         self.model = model
         self.device: torch.device = device_of(model) or torch.device("cpu")
         self.results: Any = None  # from which of its results its backward starts, as for `headway.trace`
-        self.takes_tokens = "input_ids" in inspect.signature(whole(model).forward).parameters
+        self.takes_tokens = "input_ids" in inspect.signature(unwrapped(model).forward).parameters
         self._traces: dict[str, CostModel] = {}
         model.register_forward_hook(self._after_forward, with_kwargs=True)
 
@@ -97,7 +97,7 @@ class WatchedModel:
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
         """Note a forward down without waiting for the device; an error is kept, and raised when it is counted."""
-        names = inspect.signature(whole(self.model).forward).parameters
+        names = inspect.signature(unwrapped(self.model).forward).parameters
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         gradients = input_gradients_of(arguments) if self.takes_tokens and torch.is_grad_enabled() else ()
         autocast = torch.get_autocast_dtype(self.device.type) if torch.is_autocast_enabled(self.device.type) else None
@@ -128,7 +128,7 @@ class WatchedModel:
 
     def setup(self) -> tuple[tuple[bool, ...], str]:
         """Read which parameters require a gradient now, and what is checkpointed."""
-        inner = whole(self.model)
+        inner = unwrapped(self.model)
         return tuple(parameter.requires_grad for parameter in inner.parameters()), checkpointing_of(inner)
 
 

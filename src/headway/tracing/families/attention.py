@@ -55,8 +55,8 @@ def _window(
     chosen = is_index_global_attn[0]
     where = chosen.nonzero()[:, 0]
     place = torch.arange(length)
-    seen = ((place[:, None] - place).abs() <= side) | chosen
-    out = _joined(attend(recorder, path, q, k, v, int(torch.count_nonzero(seen[~chosen]))))
+    visible = ((place[:, None] - place).abs() <= side) | chosen
+    out = _joined(attend(recorder, path, q, k, v, int(torch.count_nonzero(visible[~chosen]))))
     q = _heads(module.query_global(hidden_states[:, where]), number)
     k, v = (_heads(of(hidden_states), number) for of in (module.key_global, module.value_global))
     return (out.index_copy(1, where, _joined(attend(recorder, path, q, k, v, len(where) * length))),)

@@ -56,9 +56,9 @@ class AudioFeatures(InputForm):
     def of(cls, model: Any) -> Self | None:
         """Read the form off a model's signature."""
         accepted = inspect.signature(model.forward).parameters
-        beside = cls.takes in accepted and "input_ids" in accepted and "decoder_input_ids" not in accepted
+        is_taken = cls.takes in accepted and "input_ids" in accepted and "decoder_input_ids" not in accepted
         # some families leave the tower out where its configuration is None
-        return cls(model) if beside and getattr(model.config, "audio_config", True) is not None else None
+        return cls(model) if is_taken and getattr(model.config, "audio_config", True) is not None else None
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one to three clips; those of one run have one length."""
@@ -85,8 +85,8 @@ class AudioFeatures(InputForm):
             start += self._positions_of(frames) + 1
 
     def _find_token(self) -> int:
-        named = [getattr(c, name, None) for c in subconfigs(self._config) for name in _TOKENS]
-        token = next((token for token in named if token is not None), None)
+        tokens = [getattr(c, name, None) for c in subconfigs(self._config) for name in _TOKENS]
+        token = next((token for token in tokens if token is not None), None)
         if token is None:
             raise TraceError(
                 f"the configuration {type(self._config).__name__} does not say which token stands for audio: "
@@ -143,8 +143,8 @@ class AddedAudio(AudioFeatures):
     def of(cls, model: Any) -> Self | None:
         """Read the form off a model that hears and whose configuration has no token for what it hears."""
         hears = any(hasattr(type(module), _FEATURES) for module in model.modules())
-        named = hears and any(hasattr(c, name) for c in subconfigs(model.config) for name in _TOKENS)
-        return super().of(model) if hears and not named else None
+        has_token = hears and any(hasattr(c, name) for c in subconfigs(model.config) for name in _TOKENS)
+        return super().of(model) if hears and not has_token else None
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give one clip."""

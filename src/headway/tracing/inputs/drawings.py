@@ -41,7 +41,7 @@ class Drawings:
 
     @staticmethod
     def takes(model: Any) -> bool:
-        """Whether a model's forward takes such packs."""
+        """Say whether a model's forward takes such packs."""
         return {"understood_slots", "latent_slots"} <= inspect.signature(model.forward).parameters.keys()
 
     def workloads(self, _longest_window: int = 0) -> list[Workload]:
@@ -51,8 +51,8 @@ class Drawings:
     def text_alone(self) -> dict[str, Any]:
         """Make the arguments of a pack without an image."""
         parts = [SamplePart("text", 37, 11)]
-        given, workload = lay_out([parts], self.config)
-        return given | {
+        arguments, workload = lay_out([parts], self.config)
+        return arguments | {
             "input_ids": torch.zeros(1, workload.tokens, dtype=torch.long),
             "attention_mask": torch.from_numpy(splits.mask(splits.all_causal(workload.segments)))[None, None],
         }
@@ -65,7 +65,7 @@ class Drawings:
             device: of a real model, which gets random floats; None for a phantom twin, which gets phantoms.
         """
         parts, config = self._parts[workload], self.config
-        given, _ = lay_out([parts], config)
+        arguments, _ = lay_out([parts], config)
 
         def floats(*shape: int) -> torch.Tensor:
             return phantom_floats(shape) if device is None else torch.randn(shape)
@@ -73,7 +73,7 @@ class Drawings:
         tower = config.vision_config
         pixels = config.latent_pixels
         drawn = [part for part in parts if part.kind in ("reference", "draw")]
-        given |= {
+        arguments |= {
             "input_ids": torch.zeros(1, workload.tokens, dtype=torch.long),
             "attention_mask": torch.from_numpy(splits.mask(workload.splits))[None, None],
             "pixel_values": floats(workload.patches, tower.num_channels * tower.patch_size**2),
@@ -81,9 +81,9 @@ class Drawings:
             "noise": floats(workload.latent_patches, config.latent_features),
         }
         if config.vae_config is None:
-            given["latents"] = floats(workload.latent_patches, config.latent_features)
+            arguments["latents"] = floats(workload.latent_patches, config.latent_features)
         else:
-            given["latent_pixels"] = [floats(3, p.rows * pixels, p.columns * pixels) for p in drawn]
+            arguments["latent_pixels"] = [floats(3, p.rows * pixels, p.columns * pixels) for p in drawn]
         if device is None:
-            return given
-        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+            return arguments
+        return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}

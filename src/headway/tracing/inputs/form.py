@@ -16,7 +16,7 @@ WINDOW_SIDES = range(2, 65)  # window sizes of vision attention that are tried [
 
 
 class InputForm(ABC):
-    """How one tower of a model takes its inputs."""
+    """A way in which one tower of a model takes its inputs."""
 
     takes: ClassVar[str]  # the forward argument that carries them, such as `pixel_values`
     drivers: Sequence[str]  # candidates for what the tower's costs are proportional to

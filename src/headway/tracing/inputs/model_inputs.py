@@ -1,12 +1,17 @@
 """Make the inputs of a traced model: workloads of unlike proportions, and the forward's arguments for each.
 
-A model takes text (`input_ids`), and whatever its towers take in one of the forms of `registry`. For another kind of
-model the user gives a function from a workload to arguments, or one example of arguments.
+A model takes text (`input_ids`), and whatever its towers take in one of the forms of the table `FORMS`. For another
+kind of model the user gives a function from a workload to arguments, or one example of arguments.
+
+An alternate forward pass reaches modules that the plain one leaves idle: an argument may hand a decoder another model's
+states, let some tokens see all others, choose a route for images, or send videos where images go. A module that only
+such a pass runs costs the plain pass nothing, and is named with its argument; a module that no pass reaches is unused.
 """
 
 import copy
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -18,15 +23,47 @@ from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing import build
 from headway.tracing.arguments import as_phantoms, on_device
+from headway.tracing.inputs import audio, frames, patches, sources
 from headway.tracing.inputs.drawings import Drawings
 from headway.tracing.inputs.form import WINDOW_SIDES, InputForm, plain_token
 from headway.tracing.inputs.images import Images, has_tower
-from headway.tracing.inputs.registry import FORMS
 from headway.tracing.phantom import phantom_floats
+
+# the forms in which models take images, sound or sources: a model takes the first that fits each argument
+FORMS: tuple[type[InputForm], ...] = (
+    sources.SourceIds,
+    sources.SourceFeatures,
+    sources.SourceWaves,
+    patches.Grids,
+    frames.PageFrames,
+    frames.EncoderFrames,
+    frames.TiledFrames,
+    frames.CrossAttentionFrames,
+    frames.RobotFrames,
+    frames.SingleImages,
+    patches.Patches,
+    frames.NestedFrames,
+    frames.Frames,
+    frames.VideoFrames,
+    patches.FlattenedPatches,
+    sources.Proteins,
+    audio.AddedAudio,
+    audio.AudioFeatures,
+    audio.AudioWaves,
+)
 
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
 _SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
 _PRIME_GAP = 60  # the next prime is nearer than that, as far as segments reach
+_NUM_STATES = 197  # positions of another model's states
+# arguments that hand a decoder the states of another model; left out, its cross attention rests
+_STATES = ("encoder_hidden_states", "cross_attention_states", "encoder_outputs")
+# arguments that any text model takes, and that reach no other module than its tokens do
+_EVERYWHERE = (
+    "attention_mask", "decoder_attention_mask", "inputs_embeds", "decoder_inputs_embeds", "labels", "past_key_values",
+    "logits_to_keep",
+)  # fmt: skip
+_TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated may be one
 
 
 class Inputs:
@@ -40,36 +77,37 @@ class Inputs:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.accepted = inspect.signature(model.forward).parameters
-        if getattr(getattr(model, "config", None), "patching_mode", None) == "entropy":
-            raise TraceError(
-                f"{type(model).__name__} cuts its text into patches by the entropy of what it predicts: how many "
-                "there are, and what it costs, is the data's choice. Give one example, patch_lengths with it, "
-                "with trace(model, inputs=...)."
-            )
+        self.accepted = inspect.signature(model.forward).parameters  # arguments of the model's forward
+        _refuse_entropy_patches(model)
+        # an encoder-decoder's segment is the decoder's; its arguments are named after it
         self._decoder = "decoder_" if {"decoder_input_ids", "encoder_outputs"} <= self.accepted.keys() else ""
-        self.parts: list[InputForm] = []
-        for kind in FORMS:
-            if kind.takes not in (part.takes for part in self.parts) and (part := kind.of(model)) is not None:
-                self.parts.append(part)
+        self.parts = _parts_of(model)
+        self._takes_images = any(isinstance(part, Images) for part in self.parts)
+        self._refuse_unknown_forms(model)
+
+        # candidates for what an operation's cost grows with: of the text, then of each tower's inputs
+        self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers)]
+        self.drivers += ["segments", "transitions"]
+        self.strided = [name for part in self.parts for name in part.strided]
+        self.notes = {key: note for part in self.parts for key, note in part.notes.items()}
+
+        # lengths of the four segments [tokens], which a table of positions may limit
+        self._places = build.places(model) or sys.maxsize
+        self._lengths = _LENGTHS if self._places > _LENGTHS[-1] else _SHORT_LENGTHS
+        self._plain_token = plain_token(getattr(model, "config", None))
+
+    def _refuse_unknown_forms(self, model: nn.Module) -> None:
+        """Refuse a forward that takes neither text nor a known form of input, or images in no known form."""
         if f"{self._decoder}input_ids" not in self.accepted and not self.parts:
             raise TraceError(
                 f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}; a model to trace takes "
                 "input_ids. Give its arguments with trace(model, inputs=...)."
             )
-        self._takes_images = any(isinstance(part, Images) for part in self.parts)
         if "pixel_values" in self.accepted and not self._takes_images and has_tower(model):
             raise TraceError(
                 f"{type(model).__name__} takes images in a form that is not known here. Give its arguments with "
                 "trace(model, inputs=...), or trace its language model alone, from the text configuration."
             )
-        self.drivers = ["tokens", "pairs:causal", "pairs:full", *(d for p in self.parts for d in p.drivers)]
-        self.drivers += ["segments", "transitions"]
-        self._places = build.places(model) or sys.maxsize
-        self._lengths = _LENGTHS if self._places > _LENGTHS[-1] else _SHORT_LENGTHS
-        self._plain_token = plain_token(getattr(model, "config", None))
-        self.strided = [name for part in self.parts for name in part.strided]
-        self.notes = {key: note for part in self.parts for key, note in part.notes.items()}
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
         """Plan four single-segment workloads that no two drivers treat alike.
@@ -135,7 +173,26 @@ class Inputs:
         return on_device(batch, device) if device is not None else batch
 
 
-class GivenInputs:
+def _parts_of(model: nn.Module) -> list[InputForm]:
+    """Read the forms of a model's inputs: for each argument the first form of the table that the model takes."""
+    parts: list[InputForm] = []
+    for form in FORMS:
+        is_carried = form.takes in (part.takes for part in parts)
+        if not is_carried and (part := form.of(model)) is not None:
+            parts.append(part)
+    return parts
+
+
+def _refuse_entropy_patches(model: nn.Module) -> None:
+    if getattr(getattr(model, "config", None), "patching_mode", None) == "entropy":
+        raise TraceError(
+            f"{type(model).__name__} cuts its text into patches by the entropy of what it predicts: how many "
+            "there are, and what it costs, is the data's choice. Give one example, patch_lengths with it, "
+            "with trace(model, inputs=...)."
+        )
+
+
+class FunctionInputs:
     """Inputs that the user's own function makes from a workload.
 
     Args:
@@ -174,8 +231,8 @@ class GivenInputs:
 
     def arguments(self, workload: Workload, device: torch.device | None = None) -> Any:
         """Call the function, and put its tensors on the device, or make phantoms of its floats."""
-        given = self._function(workload)
-        return on_device(given, device) if device is not None else as_phantoms(given)
+        arguments = self._function(workload)
+        return on_device(arguments, device) if device is not None else as_phantoms(arguments)
 
 
 class ExampleInputs:
@@ -202,17 +259,17 @@ class ExampleInputs:
         return on_device(self._example, device) if device is not None else as_phantoms(self._example)
 
 
-def inputs_for(model: nn.Module, given: Any = None) -> Inputs | Drawings | GivenInputs | ExampleInputs:
+def inputs_for(model: nn.Module, inputs: Any = None) -> Inputs | Drawings | FunctionInputs | ExampleInputs:
     """Choose how a model's inputs are made.
 
     Args:
         model: a phantom twin, or a real model.
-        given: a function from a workload to arguments, one example of arguments, or None for what the model's own
+        inputs: a function from a workload to arguments, one example of arguments, or None for what the model's own
             signature says.
     """
-    if given is None:
+    if inputs is None:
         return Drawings(model) if Drawings.takes(model) else Inputs(model)
-    return GivenInputs(given) if callable(given) else ExampleInputs(given)
+    return FunctionInputs(inputs) if callable(inputs) else ExampleInputs(inputs)
 
 
 def call(model: nn.Module, arguments: Any) -> Any:
@@ -226,3 +283,59 @@ def _next_prime(n: int) -> int:
     while any(n % d == 0 for d in range(2, int(n**0.5) + 1)):
         n += 1
     return n
+
+
+def alternate_forwards(
+    model: nn.Module, inputs: Inputs | Drawings | FunctionInputs | ExampleInputs, workload: Workload
+) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Iterate over further forward passes: the arguments that lead another way, and all that the pass gets."""
+    if not isinstance(inputs, Inputs):
+        return
+    plain = inputs.arguments(workload)
+    if states := _states_for(model, inputs):
+        yield [*states], plain | states
+    if "global_attention_mask" in inputs.accepted:  # tokens that see all others have their own projections
+        first = torch.zeros_like(plain["input_ids"])
+        first[:, 0] = 1
+        yield ["global_attention_mask"], plain | {"global_attention_mask": first}
+    if videos := _as_videos(model, inputs, plain):
+        yield [name for name in videos if name not in plain], videos
+    for name, routed in inputs.routed():
+        yield [name], routed.arguments(routed.workloads()[0])
+
+
+def without_arguments(
+    inputs: Inputs | Drawings | FunctionInputs | ExampleInputs, workload: Workload, tried: Sequence[str]
+) -> list[str]:
+    """Name the tensor arguments of a forward that neither the plain pass nor an alternate one was given."""
+    if isinstance(inputs, Drawings):  # which gives all
+        return []
+    if not isinstance(inputs, Inputs):
+        return ["whatever is not given"]
+    names = {*inputs.arguments(workload), *_EVERYWHERE, *tried}
+    if "decoder_input_ids" in names:  # what an encoder would give, which itself runs
+        names.add("encoder_outputs")
+    return [name for name, p in inputs.accepted.items() if name not in names and _TENSOR.search(str(p.annotation))]
+
+
+def _states_for(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
+    """Make the states of another model that a forward takes and nothing gives yet; empty where it takes none."""
+    if "decoder_input_ids" in inputs.accepted:
+        return {}
+    config = getattr(model, "config", None)
+    width = getattr(config, "cross_attention_hidden_size", None) or getattr(config, "hidden_size", None)
+    names = [name for name in _STATES if name in inputs.accepted and name not in (part.takes for part in inputs.parts)]
+    return {name: phantom_floats((1, _NUM_STATES, width or 1)) for name in names}
+
+
+def _as_videos(model: Any, inputs: Inputs, plain: dict[str, Any]) -> dict[str, Any]:
+    """Hand pictures over as videos, where a forward takes both with their sizes in one form; else empty."""
+    video_names = {name: f"{name}_videos" for name in plain if f"{name}_videos" in inputs.accepted}
+    if len(video_names) < 2 or {name for name in inputs.accepted if name.endswith("_videos")} != {
+        *video_names.values()
+    }:
+        return {}
+    picture, video = model.config.image_token_id, model.config.video_token_id
+    ids = plain["input_ids"]
+    videos = {video_names.get(name, name): value for name, value in plain.items()}
+    return videos | {"input_ids": ids.masked_fill(ids == picture, video)}

@@ -18,20 +18,20 @@ class Probe:
     """Runs a model's towers apart from its text."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._given = model
+        self._original = model
         self._twin: nn.Module | None = None
 
     @property
     def _model(self) -> nn.Module:
         if self._twin is None:
-            first: object = next(self._given.parameters(), None)
-            self._twin = self._given if isinstance(first, Phantom) else build.twin_of_model(self._given)
+            first: object = next(self._original.parameters(), None)
+            self._twin = self._original if isinstance(first, Phantom) else build.twin_of_model(self._original)
             build.use_seams(self._twin)
         return self._twin
 
     def has(self, name: str) -> bool:
         """Say whether the model, or a part of it, has a method of this name."""
-        return any(hasattr(type(module), name) for module in self._given.modules())
+        return any(hasattr(type(module), name) for module in self._original.modules())
 
     def takes(self, name: str) -> list[str]:
         """List the arguments of a method, of the model or of a part of it; the innermost that has one is asked."""
@@ -45,13 +45,13 @@ class Probe:
             arguments: the forward's arguments; the method gets those that it names.
         """
         method = self._method(name)
-        given = {}
+        own = {}
         for key, parameter in inspect.signature(method).parameters.items():
             if key in arguments:
-                given[key] = arguments[key]
+                own[key] = arguments[key]
             elif parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-                given[key] = self._setting(key)
-        output = self._run(method, given)
+                own[key] = self._setting(key)
+        output = self._run(method, own)
         if isinstance(output, dict):
             pooled = getattr(output, "pooler_output", None)  # which not every class of outputs declares
             output = output["last_hidden_state"] if pooled is None else pooled
@@ -103,7 +103,7 @@ class Probe:
 
     def _setting(self, name: str) -> Any:
         """Look up a value of a configuration that a forward hands to its methods (Llama 4 in transformers 5.17)."""
-        configs: list[Any] = build.subconfigs(self._given.config)
+        configs: list[Any] = build.subconfigs(self._original.config)
         return next((getattr(config, name) for config in configs if hasattr(config, name)), None)
 
     def _run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -44,19 +44,19 @@ class SpeechLayout:
 
 def numbers(config: Any, pattern: str) -> list[int]:
     """List the whole numbers of a configuration whose names hold a pattern, those inside it included; each once."""
-    found = (
+    values = (
         value
         for part in subconfigs(config)
         for name, value in vars(part).items()
         if type(value) is int and value > 0 and re.search(pattern, name)
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(values))
 
 
 def windows(config: Any) -> list[int]:
-    """List what may be a window of an encoder's attention [positions], as the configuration says or twice that."""
-    named = numbers(config, "window|block|radius|chunk|context_size|local")
-    return [w for n in named for w in (n, 2 * n) if 1 < w <= LONGEST_WINDOW]
+    """List possible windows of an encoder's attention [positions], as the configuration says or twice that."""
+    sizes = numbers(config, "window|block|radius|chunk|context_size|local")
+    return [w for n in sizes for w in (n, 2 * n) if 1 < w <= LONGEST_WINDOW]
 
 
 def windowed(pairs: str, sizes: Sequence[int]) -> list[str]:

@@ -1,17 +1,26 @@
-"""Bring runs of different workloads to the same operations, where a model loops over its data.
+"""Merge the repeats of one operation, of which the data decide how many there are: loops, and experts in a list.
 
 A recurrent cell steps through time, a loss walks over chunks, a tower takes one image after another: how often they run
 changes with the workload, what they compute in all does not change its kind. The repeats of one operation become one
 operation that did the work of them all.
+
+Of experts that are modules of their own a router picks some for each token. Which ones run is decided by data, and a
+trace has none: a made-up choice sends every token to the same few of them. How many rows that makes does not depend on
+which they are, so what those few did is billed to all of the list, as one product over rows of tokens x top-k, like
+experts whose weights are one tensor.
 """
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from torch import nn
+
 from headway.errors import TraceError
+from headway.tracing.classify import inside, members
 from headway.tracing.operation import Operation
 from headway.tracing.record import Recorder
 
@@ -67,7 +76,7 @@ def merged(runs: Sequence[Recorder]) -> list[list[Operation]]:
                 f"{op.kind} in module {op.module or '(the model)'} runs on one workload and not on another, or has "
                 "another backward there: the cost of its loop over the data is not fixed."
             )
-    return [[one(run[key]) for key in groups[0]] for run in groups]
+    return [[_merge(run[key]) for key in groups[0]] for run in groups]
 
 
 def _groups(run: Sequence[Operation]) -> dict[Any, list[Operation]]:
@@ -81,7 +90,7 @@ def _groups(run: Sequence[Operation]) -> dict[Any, list[Operation]]:
     return groups
 
 
-def one(repeats: list[Operation]) -> Operation:
+def _merge(repeats: list[Operation]) -> Operation:
     """Add up one operation's repeats; where their units differ, a unit becomes the least that gradients share out."""
     first = repeats[0]
     unit = first.unit_flops
@@ -98,3 +107,58 @@ def one(repeats: list[Operation]) -> Operation:
         backward_flops=sum(op.backward_flops for op in repeats),
         executed_flops=sum(op.executed_flops or op.forward_flops for op in repeats),
     )
+
+
+def merge_experts(model: nn.Module, recorder: Recorder) -> None:
+    """Merge what a token's few experts ran into one operation of the list that holds them all, in place.
+
+    Any gradient that depends on a parameter of one expert then depends on that parameter of each.
+    """
+    lists = dict(_routed(model, recorder))
+    if not lists:
+        return
+    # source bit of an expert's parameter -> bits of that parameter in every expert of the list
+    bits_in_all: dict[int, int] = {}
+    for experts in lists.values():
+        for counterparts in zip(*(expert.parameters() for expert in experts), strict=True):
+            bits = 0
+            for parameter in counterparts:
+                bits |= parameter.sources
+            bits_in_all |= {parameter.sources: bits for parameter in counterparts}
+
+    def spread(sources: int) -> int:
+        for own_bit, bits in bits_in_all.items():
+            sources |= bits if sources & own_bit else 0
+        return sources
+
+    # the operations of a list's experts by their place in an expert; any other operation is a group by itself
+    groups: dict[Any, list[Any]] = {}
+    numbers: defaultdict[tuple[str, str], int] = defaultdict(int)
+    for op in recorder.operations:
+        products = tuple((phase, flops, spread(sources)) for phase, flops, sources in op.products)
+        home = next((path for path in lists if inside(op.module, [path])), None)
+        if home is None:
+            groups[len(groups)] = [replace(op, products=products)]
+            continue
+        name, _, leaf = op.module.removeprefix(f"{home}.").partition(".")
+        number = numbers[home, name]  # each expert runs the same operations in the same order
+        numbers[home, name] += 1
+        merged = replace(op, module=home, products=products)
+        if op.kind == "matmul" and op.weight:
+            merged = replace(merged, kind="experts", weight=(len(lists[home]), *op.weight))
+        groups.setdefault((home, leaf, number), []).append(merged)
+    recorder.operations[:] = [_merge(group) for group in groups.values()]
+
+
+def _routed(model: nn.Module, recorder: Recorder) -> Iterator[tuple[str, list[nn.Module]]]:
+    """Find lists of like modules of which some rested, beside a choice, while the others were handed picked rows."""
+    for path, module in model.named_modules():
+        experts = members(path, module)
+        ran = [name for name in experts if name in recorder.handed]
+        if not ran or len(ran) == len(experts) or not all(recorder.handed[name] for name in ran):
+            continue
+        mixture = path.rpartition(".")[0]
+        routers = [m for m in recorder.choices if inside(m, [mixture]) and not inside(m, experts)]
+        shapes = {tuple(p.shape for p in expert.parameters()) for expert in experts.values()}
+        if routers and len(shapes) == 1:
+            yield path, list(experts.values())
