@@ -251,7 +251,7 @@ def idle_modules(
     for op in operations:
         for _, _, sources in op.products:
             multiplied |= sources
-    layers = [path for path, module in model.named_modules() if _is_layer(module)]
+    layers = {path for path, module in model.named_modules() if _is_layer(module)}
     for path in layers:
         if (i := number.get(f"{path}.weight")) is not None:
             is_idle[path] = not multiplied >> i & 1

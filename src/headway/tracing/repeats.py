@@ -143,10 +143,10 @@ def merge_experts(model: nn.Module, recorder: Recorder) -> None:
         name, _, leaf = op.module.removeprefix(f"{home}.").partition(".")
         number = numbers[home, name]  # each expert runs the same operations in the same order
         numbers[home, name] += 1
-        merged = replace(op, module=home, products=products)
+        of_list = replace(op, module=home, products=products)
         if op.kind == "matmul" and op.weight:
-            merged = replace(merged, kind="experts", weight=(len(lists[home]), *op.weight))
-        groups.setdefault((home, leaf, number), []).append(merged)
+            of_list = replace(of_list, kind="experts", weight=(len(lists[home]), *op.weight))
+        groups.setdefault((home, leaf, number), []).append(of_list)
     recorder.operations[:] = [_merge(group) for group in groups.values()]
 
 
