@@ -61,7 +61,7 @@ OLDEST_CORE := \
 	$(addprefix tests/meter/test_,batches.py goodput.py memory_traffic.py meter.py) tests/log/test_jsonl.py \
 	$(addprefix tests/models/test_,attention.py blocks.py compiling.py experts.py head.py kernels.py load.py lora.py \
 		products.py recompute.py router.py segments.py split_attention.py varlen.py) tests/models/parallel/test_experts.py \
-	tests/architectures/test_bagel.py tests/importing/test_bagel.py \
+	tests/families/bagel/test_model.py tests/families/bagel/test_checkpoint.py \
 	tests/config/test_read.py tests/checkpoint/test_checkpoint.py tests/models/test_precision.py tests/predict/test_speed.py \
 	$(addprefix tests/train/test_,drawing.py loop.py recompute.py record.py) \
 	tests/explain/findings $(addprefix tests/explain/test_,attribute.py compare.py gemms.py given.py logs.py operands.py owners.py \

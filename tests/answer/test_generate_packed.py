@@ -8,12 +8,12 @@ import yaml
 
 from headway.answer.answers import GenerationEval
 from headway.answer.generate import Decoding
-from headway.answer.generate_packed import PackedGenerator
 from headway.answer.model_folder import FoundModel, OpenedModel, make_encoder
 from headway.config import parse_config
 from headway.data import Budget, read_samples
 from headway.data.encoders import collator_of
 from headway.data.samples import Chat, Document, Message, Origin, TextPart
+from headway.families.bagel.generator import PackedGenerator
 from headway.models.load import load_model, load_processor
 from headway.models.parallel.ranks import Ranks
 from headway.train.loop import train

@@ -6,8 +6,8 @@ import torch
 from headway.config import parse_config
 from headway.data import read_samples
 from headway.data.conditions import lengths_without, sample_without
-from headway.data.drawing import DrawingEncoder
 from headway.data.encoders import collator_of
+from headway.families.bagel.encoding import DrawingEncoder
 from headway.models.load import load_model, load_processor
 from headway.models.parallel.ranks import Ranks
 from headway.packing.parts import Dropout

@@ -19,15 +19,15 @@ from fake_cuda import steps
 from fake_cuda.backward import backward
 from fake_cuda.device import pretend_cuda
 from fake_cuda.watch import Watch
-from headway.architectures import BagelConfig, register_architectures
-from headway.architectures.bagel.layout import SamplePart, lay_out
 from headway.config import TrainConfig
 from headway.count import CostModel
 from headway.count.activations import SavedByPrecision
 from headway.data.collate import Batch, Collator
-from headway.data.drawing import DrawingCollator
 from headway.data.encode import EncodedSample
 from headway.data.samples import Origin
+from headway.families.bagel.encoding import DrawingCollator
+from headway.families.bagel.layout import lay_out
+from headway.families.bagel.model import BagelConfig, register_architectures
 from headway.models.load import rope_index
 from headway.models.losses import IGNORED
 from headway.models.parallel import local, reduce_gradients
@@ -37,6 +37,7 @@ from headway.models.vision import vision_geometry
 from headway.optim import make_optimizer
 from headway.optim.ema import WeightAverage
 from headway.optim.optimizer import Optimizer, set_learning_rate, take_step
+from headway.packing.parts import SamplePart
 from headway.predict.dry_run import memory_plan
 from headway.predict.memory import MemoryPlan
 from headway.predict.saved_activations import saved_of_partly_trained

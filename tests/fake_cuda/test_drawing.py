@@ -14,8 +14,8 @@ from fake_cuda import steps
 from fake_cuda.device import pretend_cuda
 from fake_cuda.watch import Watch
 from headway.data import read_samples
-from headway.data.drawing import DrawingEncoder
 from headway.data.encoders import collator_of
+from headway.families.bagel.encoding import DrawingEncoder
 from headway.models.load import load_processor
 from headway.models.precision import choose_precision
 from headway.tracing.build import preset_config, with_layers

@@ -2,9 +2,10 @@
 
 import torch
 
-from headway.architectures import BagelConfig, BagelModel
-from headway.architectures.bagel.layout import SamplePart, lay_out
 from headway.count import splits
+from headway.families.bagel.layout import lay_out
+from headway.families.bagel.model import BagelConfig, BagelModel
+from headway.packing.parts import SamplePart
 
 TEXT = {
     "model_type": "qwen3",

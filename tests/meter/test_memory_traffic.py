@@ -15,9 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headway.architectures.bagel.layout import lay_out
 from headway.count import Workload
 from headway.errors import UsageError
+from headway.families.bagel.layout import lay_out
 from headway.meter.memory_traffic import mbu
 from headway.meter.model_traffic import state_bytes, traffic_of
 from headway.tracing import trace

@@ -12,9 +12,9 @@ import yaml
 
 from headway.config import parse_config
 from headway.data import read_samples
-from headway.data.drawing import DrawingEncoder
 from headway.data.encoders import collator_of
 from headway.errors import ConfigError, DataError
+from headway.families.bagel.encoding import DrawingEncoder
 from headway.models.load import load_config, load_model, load_processor
 from headway.models.parallel.ranks import Ranks
 from headway.tracing import trace

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -21,6 +21,7 @@ from headway.data.collate import Collator
 from headway.data.media.images import Picture
 from headway.data.samples import Chat, Document, Message, Sample, TextPart
 from headway.errors import ConfigError, DataError
+from headway.plugins import family_hook
 
 _OF_PACKS = ("position_ids", "pack_cu_seqlens", "pack_max_seqlen", "use_cache")
 
@@ -234,3 +235,32 @@ def _sampled(decoding: Decoding) -> dict[str, Any]:
     if decoding.temperature == 0:
         return {}
     return {"temperature": decoding.temperature, "top_p": decoding.top_p or 1.0, "top_k": decoding.top_k or 0}
+
+
+class AnswerGenerator(Protocol):
+    """What answers prompts in words: `Generator`, or that of a family of models.
+
+    Attributes:
+        tokenizer: the model's.
+        has_template: whether chats are laid out as the model knows them.
+    """
+
+    tokenizer: Any
+    has_template: bool
+
+    def answer(
+        self, prompts: Sequence[Sample], decoding: Decoding, *, batch: int = 1, streamer: Any = None
+    ) -> Iterator[Generated]:
+        """Answer prompts, in order; see `Generator.answer`."""
+
+
+def generator_of(opened: OpenedModel, device: torch.device) -> AnswerGenerator:
+    """Make what answers with a model: its family's own, or `Generator`.
+
+    Args:
+        opened: the model.
+        device: where it lives.
+    """
+    make: Any = family_hook(opened.model.config, "generator") or Generator
+    made: AnswerGenerator = make(opened, device)
+    return made

@@ -8,13 +8,12 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from headway.architectures import BagelConfig
 from headway.checkpoint import Checkpoint, restore
 from headway.checkpoint.export import find_checkpoint_in, holds_adapters
 from headway.checkpoint.folder import MANIFEST, step_folders
 from headway.data.chat_settings import ChatSettings
-from headway.data.drawing import DrawingEncoder
 from headway.data.encode import Encoder
+from headway.data.encoders import family_encoder
 from headway.data.media.images import MAX_IMAGE_PIXELS
 from headway.data.media.placeholders import MAX_CHARACTERS
 from headway.errors import CheckpointError, ConfigError
@@ -185,8 +184,9 @@ def make_encoder(
         max_characters: longest text of a sample [characters].
         learns_empty_thinking: whether an empty block of thoughts before an answer is learnt.
     """
-    if isinstance(model.config, BagelConfig):
-        return DrawingEncoder(processor, model.config, max_image_pixels=max_image_pixels, max_characters=max_characters)
+    own = family_encoder(processor, model.config, max_image_pixels=max_image_pixels, max_characters=max_characters)
+    if own is not None:
+        return own
     return Encoder(
         processor,
         rope_index(model),

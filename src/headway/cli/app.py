@@ -87,7 +87,7 @@ app.command("draw", short_help="Draw pictures with a model that draws.")(draw.dr
 app.command("evaluate", short_help="Judge a model on held-out samples, as eval in training.")(evaluate.evaluate)
 app.command("config", short_help="Print every setting of `headway train`.")(config.config)
 app.command("import-config", short_help="Read a configuration of LMMs-Engine as a recipe.")(import_config.import_config)
-app.command("import-model", short_help="Make a model folder of a checkpoint of BAGEL's.")(import_model.import_model)
+app.command("import-model", short_help="Make a model folder of a project's own layout.")(import_model.import_model)
 app.command("export", short_help="Make a model folder of a checkpoint.")(export.export)
 app.command("demo", short_help="Train a small model to read or draw handwritten digits.")(demo.demo)
 for _command in app.registered_commands:

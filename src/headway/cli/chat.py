@@ -13,8 +13,7 @@ from headway.errors import ConfigError, DataError
 from headway.report import printable
 
 if TYPE_CHECKING:
-    from headway.answer.generate import Decoding
-    from headway.answer.generate_packed import AnyGenerator
+    from headway.answer.generate import AnswerGenerator, Decoding
     from headway.data import Message, Sample
 
 HELP = (
@@ -88,7 +87,7 @@ class _Talk:
     """A conversation so far, and media that wait for its next question."""
 
     def __init__(
-        self, generator: "AnyGenerator", decoding: "Decoding", system: str | None, *, is_watched: bool
+        self, generator: "AnswerGenerator", decoding: "Decoding", system: str | None, *, is_watched: bool
     ) -> None:
         self._generator, self._decoding, self._is_watched = generator, decoding, is_watched
         self._system = system

@@ -32,14 +32,14 @@ def judge_drawings(config: "TrainConfig") -> dict[str, Any]:
     """
     import torch
 
-    from headway.answer.draw import Drawer
     from headway.answer.model_folder import find_model, open_model
+    from headway.answer.pictures import open_drawer
     from headway.synthetic.drawn_digits import FREE, NAMES, SIDE, classify, request
 
     found = find_model(str(config.run.folder))
     opened = open_model(found, dtype=torch.float32, device=torch.device("cpu"), for_generation=False)
     texts = [request(digit) for digit in range(len(NAMES)) for _ in range(_EACH)]
-    pictures = Drawer(opened).draw(texts, size=(SIDE, SIDE), away_from=FREE, seed=_SEED)
+    pictures = open_drawer(opened).draw(texts, size=(SIDE, SIDE), away_from=FREE, seed=_SEED)
     rows = [pictures[start : start + _EACH] for start in range(0, len(pictures), _EACH)]
     pixels = np.stack([np.asarray(picture.convert("L")) / 255.0 for picture in pictures])
     outside = (classify(pixels).reshape(len(NAMES), _EACH) == np.arange(len(NAMES))[:, None]).sum(1).tolist()

@@ -90,11 +90,10 @@ def draw(
         if not path.is_file():
             raise UsageError(f"There is no image {str(path)!r}. Give the path of a file.")
     with needs_extra("drawing"):
-        from headway.answer.draw import Drawer
-        from headway.architectures.bagel.sampling import Guidance
+        from headway.answer.pictures import Guidance, open_drawer
     guided = Guidance(guidance, image_guidance, guide_between, renorm.value, renorm_min)
     found, _ = opened.open_where(model, base, device, dtype, for_generation=False)
-    drawer = Drawer(found)
+    drawer = open_drawer(found)
     with working("drawing"):
         pictures = drawer.draw(
             text,

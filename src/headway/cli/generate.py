@@ -18,8 +18,7 @@ from headway.files import is_taken, open_output
 from headway.log.working import working
 
 if TYPE_CHECKING:
-    from headway.answer.generate import Generated
-    from headway.answer.generate_packed import AnyGenerator
+    from headway.answer.generate import AnswerGenerator, Generated
     from headway.data import Chat, Sample
 
 Asked = tuple["Sample", str | None]
@@ -181,7 +180,7 @@ def _as_document(sample: "Sample", model: str) -> "Sample":
     return Document(sample.messages[0].text, sample.origin)
 
 
-def _record(sample: "Sample", gold: str | None, answer: "Generated", generator: "AnyGenerator") -> dict[str, Any]:
+def _record(sample: "Sample", gold: str | None, answer: "Generated", generator: "AnswerGenerator") -> dict[str, Any]:
     from headway.data import Chat
 
     if isinstance(sample, Chat):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from headway.answer.generate_packed import AnyGenerator
+    from headway.answer.generate import AnswerGenerator
     from headway.answer.model_folder import OpenedModel
     from headway.config import RunConfig
     from headway.data.chat_settings import ChatSettings
@@ -64,7 +64,7 @@ SeedOption = Annotated[int, typer.Option(metavar="S", min=0, help="Of the draws;
 
 def open_generator(
     model: str, base: str | None, device: str, dtype: WeightDtype, *, chat_template: str | None = None
-) -> "AnyGenerator":
+) -> "AnswerGenerator":
     """Open a model to generate with it.
 
     Args:
@@ -75,11 +75,10 @@ def open_generator(
         chat_template: file of a template in place of the model's own.
     """
     with working(f"opening {model}"):
-        from headway.answer.generate import Generator
-        from headway.answer.generate_packed import PackedGenerator
+        from headway.answer.generate import generator_of
 
         found, where = open_where(model, base, device, dtype, for_generation=True, chat_template=chat_template)
-        return (PackedGenerator if getattr(found.model, "draws", False) else Generator)(found, where)
+        return generator_of(found, where)
 
 
 def open_where(

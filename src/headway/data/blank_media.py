@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 
 from headway.count import Workload
 from headway.data.collate import PADDING_TOKEN, Batch, Collator
-from headway.data.drawn_pack import DrawnPack
 from headway.models.losses import IGNORED
 
 
@@ -52,8 +51,12 @@ def with_blanks(batch: Batch, wanted: Modalities, collator: Collator) -> Batch:
     """
     geometry, has = collator.geometry, Modalities.of(batch)
     lacking = Modalities(wanted.images and not has.images, wanted.videos and not has.videos)
-    if batch.drawing is not None:
-        return _with_blank_patch(batch) if lacking.images else batch
+    if batch.family_inputs is not None:
+        if not lacking.images:
+            return batch
+        pixels_PD, family_inputs = batch.family_inputs.with_blank_image()
+        grids_M3 = torch.ones(1, 3, dtype=torch.long)
+        return replace(batch, pixels_PD=pixels_PD, grids_M3=grids_M3, family_inputs=family_inputs)
     if collator.blank is not None and lacking.images:
         blank = collator.blank
         padded = _with_tokens(batch, blank.input_ids_S, collator)
@@ -81,20 +84,6 @@ def with_blanks(batch: Batch, wanted: Modalities, collator: Collator) -> Batch:
         video_grids_M3=grids_M3 if lacking.videos else batch.video_grids_M3,
         vision=vision,
         placeholders=collator.placeholders(padded.input_ids_1T),
-    )
-
-
-def _with_blank_patch(batch: Batch) -> Batch:
-    """Give a model that draws a patch to read that no token takes."""
-    assert isinstance(batch.drawing, DrawnPack)
-    one = torch.zeros(1, dtype=torch.long)
-    blank = {"image_rows": one[:0], "image_places": one, "image_longest": 1}
-    inputs = {**batch.drawing.inputs, **blank, "image_cu_seqlens": torch.tensor([0, 1], dtype=torch.int32)}
-    return replace(
-        batch,
-        pixels_PD=torch.zeros(1, batch.drawing.patch_values),
-        grids_M3=torch.ones(1, 3, dtype=torch.long),
-        drawing=replace(batch.drawing, inputs=inputs),
     )
 
 

@@ -4,8 +4,9 @@ Tensor letters: T slots of the pack, N segments, R rows of positions, P patches,
 A audio clips, B mel bins, F feature frames.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from headway.count import Workload
-from headway.data.drawn_pack import DrawnPack
 from headway.data.encode import EncodedSample
 from headway.data.media.joining import Joinable, joined, joined_sounds
 from headway.data.samples import Origin
@@ -25,6 +25,37 @@ from headway.models.vision import VisionGeometry
 from headway.models.waits import Placeholders
 
 PADDING_TOKEN = 0  # any id but a placeholder's: nothing attends to it and nothing is learnt from it
+
+
+@dataclass(frozen=True)
+class FamilyInputs(ABC):
+    """What the packs of a family of models hold that other packs do not: layouts, masks, noise.
+
+    Attributes:
+        inputs: tensors, and lists of them, by the names of the model's arguments.
+        mask: who sees whom, as `headway.models.attention` takes it.
+        slots_H: of a pack that several processes share, the slots that this one holds; None of a whole pack.
+    """
+
+    inputs: dict[str, Any]
+    mask: Any
+    slots_H: torch.Tensor | None = field(default=None, kw_only=True)
+
+    @abstractmethod
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "FamilyInputs":
+        """The same with every tensor changed: moved, or pinned."""
+
+    @abstractmethod
+    def noised(self, origins: Sequence[Origin], seed: int, step: int, shift: float | None = None) -> "FamilyInputs":
+        """The same with a step's noise; arguments as `Batch.noised`."""
+
+    @abstractmethod
+    def dealt(self, arguments: dict[str, Any], group: ProcessGroup) -> "FamilyInputs":
+        """The slots of this process alone, of a pack that a group shares; arguments by the model's names."""
+
+    @abstractmethod
+    def with_blank_image(self) -> "tuple[torch.Tensor, FamilyInputs]":
+        """The pixels of an image that no token takes, shape (P, D), and the same with that image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +85,7 @@ class Batch:
         supervised: targets of each sample that the loss counts [tokens].
         origins: where each sample came from.
         sample_tokens: length of each sample, all of its segments [tokens].
-        drawing: what a model that draws takes beside tokens and positions; None for other models.
+        family_inputs: what a model of a family of its own takes beside tokens and positions; None for other models.
     """
 
     input_ids_1T: torch.Tensor
@@ -79,7 +110,7 @@ class Batch:
     supervised: tuple[int, ...]
     origins: tuple[Origin, ...]
     sample_tokens: tuple[int, ...]
-    drawing: DrawnPack | None = None
+    family_inputs: "FamilyInputs | None" = None
 
     @property
     def slots(self) -> int:
@@ -140,19 +171,19 @@ class Batch:
         self._each(keep)
 
     def noised(self, seed: int, step: int, shift: float | None = None) -> "Batch":
-        """The same pack with a step's noise, where it has anything to draw; see `DrawnPack.noised`."""
-        if self.drawing is None:
+        """The same pack with a step's noise, where it has anything to draw; see `FamilyInputs.noised`."""
+        if self.family_inputs is None:
             return self
-        return replace(self, drawing=self.drawing.noised(self.origins, seed, step, shift))
+        return replace(self, family_inputs=self.family_inputs.noised(self.origins, seed, step, shift))
 
     def dealt(self, group: ProcessGroup | None) -> "Batch":
         """This process's part of a pack that draws and that a group shares; models cut other packs themselves."""
-        if self.drawing is None or group is None:
+        if self.family_inputs is None or group is None:
             return self
         given = {"input_ids": self.input_ids_1T, "position_ids": self.position_ids_R1T[0]}
         if self.pixels_PD is not None:
             given["pixel_values"] = self.pixels_PD
-        return replace(self, pixels_PD=None, drawing=self.drawing.dealt(given, group))
+        return replace(self, pixels_PD=None, family_inputs=self.family_inputs.dealt(given, group))
 
     def local_slots(self, group: ProcessGroup | None) -> slice | torch.Tensor:
         """The slots that this process computes, by which labels and source ids are cut; all slots of an unshared pack.
@@ -160,8 +191,8 @@ class Batch:
         Raises:
             TrainingError: the pack has fewer slots than the group has processes.
         """
-        if self.drawing is not None:
-            return slice(0, self.slots) if self.drawing.slots_H is None else self.drawing.slots_H
+        if self.family_inputs is not None:
+            return slice(0, self.slots) if self.family_inputs.slots_H is None else self.family_inputs.slots_H
         return local_slots(self.slots, group)
 
     def pin_memory(self) -> "Batch":
@@ -174,16 +205,16 @@ class Batch:
         processed = {name: change(tensor) for name, tensor in self.processed.items()}
         vision = {k: change(v) if isinstance(v, torch.Tensor) else v for k, v in self.vision.items()}
         placeholders = None if self.placeholders is None else self.placeholders.moved(change)
-        drawing = None if self.drawing is None else self.drawing.each(change)
-        held = {"processed": processed, "vision": vision, "placeholders": placeholders, "drawing": drawing}
+        family_inputs = None if self.family_inputs is None else self.family_inputs.each(change)
+        held = {"processed": processed, "vision": vision, "placeholders": placeholders, "family_inputs": family_inputs}
         return replace(self, **{**values, **changed, **held})
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward, labels left out; uint8 patches are normalised here."""
         positions = self.position_ids_R1T if self.position_ids_R1T.shape[0] > 1 else self.position_ids_R1T[0]
-        if self.drawing is not None:
+        if self.family_inputs is not None:
             given = {"input_ids": self.input_ids_1T, "position_ids": positions, "pixel_values": self.pixels_PD}
-            return given | self.drawing.inputs | {"attention_mask": self.drawing.mask}
+            return given | self.family_inputs.inputs | {"attention_mask": self.family_inputs.mask}
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids_1T,
             "position_ids": positions,

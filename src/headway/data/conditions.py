@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from headway.architectures.bagel.layout import SamplePart
 from headway.data.encode import EncodedSample
 from headway.data.samples import Origin, SampleLengths
-from headway.packing.parts import KINDS, Dropout, Numbers, PartTable
+from headway.packing.parts import KINDS, Dropout, Numbers, PartTable, SamplePart
 
 
 def lengths_without(lengths: SampleLengths, origin: Origin, dropout: Dropout | None, epoch: int) -> SampleLengths:

@@ -17,7 +17,6 @@ import transformers
 from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerBase
 
-from headway.architectures.bagel.layout import SamplePart
 from headway.data.chat import ChatTemplate, Span, View
 from headway.data.making import charged_to
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
@@ -32,6 +31,7 @@ from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale
 from headway.packing.budget import Size, segments_within
+from headway.packing.parts import SamplePart
 from headway.packing.pieces import runs_of
 
 _VERSION = 3  # of what encoding does with a sample; raised when the same settings come to mean other tokens
@@ -295,6 +295,10 @@ class Encoder:
         shown = replace(sample, messages=messages)
         with self._opened(shown, self.template.processed_prompt(shown), [], decodes=True) as planned:
             return self._tensors(shown, planned)
+
+    def own_collator(self, **_settings: Any) -> Any | None:
+        """Make the collator for what this encoder encodes; None where that is `headway.data.collate.Collator`."""
+        return None
 
     def blank_image(self) -> EncodedSample | None:
         """A blank image alone, for packs without one (`Collator.blank`); None where images are patches with grids."""

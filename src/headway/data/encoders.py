@@ -3,11 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
-from headway.architectures import BagelConfig
 from headway.data.collate import Collator
-from headway.data.drawing import DrawingCollator, DrawingEncoder
 from headway.data.encode import Encoder
 from headway.data.media.images import MAX_IMAGE_PIXELS
 from headway.data.media.placeholders import MAX_CHARACTERS
@@ -17,6 +15,7 @@ from headway.hub import located
 from headway.models.load import load_config, load_processor
 from headway.models.new_rows import embedding_rows
 from headway.models.vision import patch_size_of
+from headway.plugins import family_hook
 
 
 def open_encoder(
@@ -44,8 +43,9 @@ def open_encoder(
     processor, config = load_processor(model), _config(model)
     settings = settings or ProcessorSettings()
     rows = settings.write_into(processor, None if config is None else embedding_rows(config))
-    if isinstance(processor, PreTrainedTokenizerBase) and isinstance(config, BagelConfig):
-        return DrawingEncoder(processor, config, max_image_pixels=max_image_pixels, max_characters=max_characters)
+    own = family_encoder(processor, config, max_image_pixels=max_image_pixels, max_characters=max_characters)
+    if own is not None:
+        return own
     patch_size = patch_size_of(load_config(model)) if reads_processed_images(processor) else None
     return Encoder(
         processor,
@@ -55,6 +55,18 @@ def open_encoder(
         patch_size=patch_size,
         learns_empty_thinking=settings.chats.learns_empty_thinking,
     )
+
+
+def family_encoder(processor: Any, config: Any, **limits: int) -> Encoder | None:
+    """Make the encoder that a family of models brings; None for a model without one.
+
+    Args:
+        processor: the model's processor or tokenizer.
+        config: its configuration.
+        **limits: `max_image_pixels` and `max_characters`, as `Encoder` takes them.
+    """
+    make = family_hook(config, "encoder")
+    return None if make is None else make(processor, config, **limits)
 
 
 def _config(model: str) -> PreTrainedConfig | None:
@@ -70,6 +82,4 @@ def collator_of(encoder: Encoder, **settings: Any) -> Collator:
         encoder: of the model.
         **settings: of `Collator`.
     """
-    if isinstance(encoder, DrawingEncoder):
-        return DrawingCollator(config=encoder.config, **settings)
-    return Collator(**settings)
+    return encoder.own_collator(**settings) or Collator(**settings)

@@ -112,11 +112,10 @@ def new_ids(model: str, tokens: NewTokens) -> NewIds:
         ConfigError: as `NewTokens.add_to`, or a model that draws.
         UnknownModelError, CheckpointError: the model cannot be opened.
     """
-    from headway.architectures import BagelConfig
     from headway.models.load import load_config, load_processor
     from headway.models.new_rows import embedding_rows
 
     config = load_config(model)
-    if isinstance(config, BagelConfig):
+    if getattr(config, "draws", False):
         raise ConfigError("model.new_tokens cannot be added to a model that draws images. Leave them out.")
     return tokens.add_to(load_processor(model), embedding_rows(config))

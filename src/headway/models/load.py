@@ -26,7 +26,6 @@ from transformers import (
 from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
-from headway.architectures import register_architectures
 from headway.count.models import shipped_name
 from headway.errors import CheckpointError, ConfigError, UnknownModelError
 from headway.hub import CONFIG, located
@@ -38,6 +37,7 @@ from headway.models.new_rows import grow, resize
 from headway.models.recurrent import separate_segments
 from headway.models.video import video_processor
 from headway.models.waits import answer_ahead
+from headway.plugins import register_families
 from headway.tracing.build import preset_config
 
 Spec = str | Path | PreTrainedConfig
@@ -70,7 +70,7 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
         )
     if path.is_file() and path.suffix != ".json":
         raise UnknownModelError(f"{path} is a file but not a config.json. Give a model folder or its config.json.")
-    register_architectures()
+    register_families()
     try:
         if (file := _file(name, CONFIG)) is not None:
             check_config(file)
@@ -167,7 +167,7 @@ def load_processor(name_or_path: str | Path) -> Processor:
         UnknownModelError: nothing of that name, on this machine or on the Hub.
         CheckpointError: the folder holds no tokenizer, its files cannot be read, or need code of its own.
     """
-    register_architectures()
+    register_families()
     name = located(name_or_path)
     if Path(name).is_file():
         name = str(Path(name).parent)

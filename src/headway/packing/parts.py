@@ -11,7 +11,7 @@ Letters after names: N samples, M parts of all of them.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from headway.count import CostModel, Workload
 from headway.count.splits import MODE_OF_PART
 from headway.packing.order import key_of, mixed
 
+Kind = Literal["text", "read", "reference", "draw"]
 Numbers = NDArray[Any]
 
 KINDS = tuple(MODE_OF_PART)
@@ -28,6 +29,38 @@ COLUMNS = ("kind", "tokens", "supervised", "rows", "columns")
 """What is told of a part: its kind's number, its tokens, of these the supervised ones, and the patches of an image."""
 _TEXT, _READ, _REFERENCE, _DRAW = range(4)
 _MODES = tuple(MODE_OF_PART.values())
+
+
+@dataclass(frozen=True)
+class SamplePart:
+    """One piece of a sample.
+
+    Attributes:
+        kind: `text`; `read`, an image that the tower reads; `reference`, an image whose clean latents are read; or
+            `draw`, an image that is learnt from noise.
+        tokens: of text [tokens].
+        supervised: of these, the last ones, each learnt from the token before it [tokens].
+        rows: of an image [patches, or latent patches].
+        columns: of an image [patches, or latent patches].
+        skipped: positions that are left free before it: those of images that were left out.
+    """
+
+    kind: Kind
+    tokens: int = 0
+    supervised: int = 0
+    rows: int = 0
+    columns: int = 0
+    skipped: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens, those around an image included."""
+        return self.tokens if self.kind == "text" else self.rows * self.columns + 2
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The part by `COLUMNS`."""
+        return [*MODE_OF_PART].index(self.kind), self.length, self.supervised, self.rows, self.columns
 
 
 class PartTable(NamedTuple):

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import DataError
+from headway.plugins import families_with
 from headway.synthetic.digits import load_scans
 
 SIDE = 8  # pixels of a scan
@@ -98,9 +99,7 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write_drawer(folder: Path) -> Path:
-    """Write a Bagel model of about two million parameters, without weights: configuration and tokenizer.
-
-    It draws pixels, four to a latent patch, without an autoencoder.
+    """Write the folder of a small model that draws such digits, without weights: configuration and tokenizer.
 
     Args:
         folder: created where needed.
@@ -108,42 +107,10 @@ def write_drawer(folder: Path) -> Path:
     Returns:
         The folder; `headway train` opens it like any other.
     """
-    from headway.architectures import BagelConfig
-    from headway.models.load import load_processor
-    from headway.synthetic.processor import write_tokenizer
-
     texts = [*(words.format(name) for words in _REQUESTS for name in NAMES), FREE, QUESTION]
-    tokenizer: Any = load_processor(write_tokenizer(folder, texts))
-    size, spread = 128, 0.06
-    config = BagelConfig(
-        text_config={
-            "model_type": "qwen3",
-            "vocab_size": len(tokenizer),
-            "hidden_size": size,
-            "intermediate_size": 2 * size,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "head_dim": size // 4,
-            "max_position_embeddings": 1024,
-            "initializer_range": spread,
-            "tie_word_embeddings": False,
-        },
-        vision_config={
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "image_size": SIDE,
-            "patch_size": 2,
-        },
-        latent_patch_size=2,
-        max_latent_size=SIDE // 2,
-        initializer_range=spread,
-        architectures=["BagelModel"],
-    )
-    config.save_pretrained(folder)
-    return folder
+    write = families_with("small_model")[0].hook("small_model")
+    assert write is not None
+    return Path(write(folder, texts, side=SIDE))
 
 
 def classify(drawn: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from headway.architectures import BagelConfig
 from headway.data.chat import stop_ids_of
 from headway.data.stops import with_stops
 from headway.errors import ConfigError
@@ -79,7 +78,7 @@ def write_small_model(
         ConfigError: a model whose configuration does not name its widths, heads and depth as transformers' do.
     """
     vision = getattr(config, "vision_config", None)
-    if vision is None or isinstance(config, BagelConfig):
+    if vision is None or getattr(config, "draws", False):
         write_tokenizer(folder, texts, vocab_size=vocab_size)
     else:
         write_processor(

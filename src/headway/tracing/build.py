@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.architectures import register_architectures
 from headway.count.models import presets
 from headway.errors import TraceError
+from headway.plugins import register_families
 from headway.tracing import attention, unwrap
 from headway.tracing.families.attention import MASKED_TOWERS
 from headway.tracing.phantom import phantom
@@ -102,7 +102,7 @@ def preset_config(name: str) -> Any:
     """Build the transformers configuration of a shipped model."""
     from transformers import AutoConfig
 
-    register_architectures()
+    register_families()
     settings = dict(presets()[name])
     return AutoConfig.for_model(settings.pop("model_type"), **settings)
 

@@ -16,7 +16,6 @@ from headway.errors import HeadwayError, TraceError
 from headway.tracing import build, classify
 from headway.tracing.arguments import asking, in_dtype
 from headway.tracing.fit import DriverFit, candidates, fit, shortened
-from headway.tracing.inputs.drawings import Drawings
 from headway.tracing.inputs.model_inputs import ExampleInputs, alternate_forwards, call, inputs_for, without_arguments
 from headway.tracing.operation import Operation
 from headway.tracing.record import Recorder
@@ -88,8 +87,8 @@ def _traced(model_or_config: Any, inputs: Any, results: Results, name: str | Non
     homes = classify.parameter_components(operations, components, parameters)
     shapes = [tuple(p.shape) for _, p in model.named_parameters()]
     in_use = classify.stacks_in_use(operations, fitted, shapes)
-    if isinstance(model_inputs, Drawings):  # a token is read or drawn, and meets one copy of the language model
-        apart = _run(model, model_inputs.text_alone(), backward=False).met_nothing
+    if text_alone := getattr(model_inputs, "text_alone", None):  # a token meets one of several copies of the language
+        apart = _run(model, text_alone(), backward=False).met_nothing
         in_use |= {i: 0 for i, home in enumerate(homes) if apart >> i & 1 and home.startswith("language.")}
 
     # what the ledger was read off, and what of the model it leaves out

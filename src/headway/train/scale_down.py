@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedConfig
 
-from headway.architectures import BagelConfig
 from headway.config import TrainConfig, changed_config
 from headway.config.data import MediaConfig
 from headway.models.load import named_config
@@ -141,7 +140,7 @@ def write_small(small: Small) -> None:
             longest=data.tokens_per_pack,
             patch_size=patch_size,
             merge_size=merge_size,
-            draws=isinstance(small.source, BagelConfig),
+            draws=getattr(small.source, "draws", False),
             seed=small.config.run.seed,
         )
     ranks.wait()

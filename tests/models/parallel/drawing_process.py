@@ -18,8 +18,8 @@ import torch.distributed as dist
 from headway.answer.evaluate import judge
 from headway.data import read_samples
 from headway.data.blank_media import Modalities, with_blanks
-from headway.data.drawing import DrawingEncoder
 from headway.data.encoders import collator_of
+from headway.families.bagel.encoding import DrawingEncoder
 from headway.models import load_model
 from headway.models.head import model_with_loss
 from headway.models.load import load_config, load_processor

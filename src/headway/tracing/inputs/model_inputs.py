@@ -14,17 +14,17 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from headway.count.workload import Workload
 from headway.errors import TraceError
+from headway.plugins import family_hook
 from headway.tracing import build
 from headway.tracing.arguments import as_phantoms, on_device
 from headway.tracing.inputs import audio, frames, patches, sources
-from headway.tracing.inputs.drawings import Drawings
 from headway.tracing.inputs.form import WINDOW_SIDES, InputForm, plain_token
 from headway.tracing.inputs.images import Images, has_tower
 from headway.tracing.phantom import phantom_floats
@@ -259,7 +259,30 @@ class ExampleInputs:
         return on_device(self._example, device) if device is not None else as_phantoms(self._example)
 
 
-def inputs_for(model: nn.Module, inputs: Any = None) -> Inputs | Drawings | FunctionInputs | ExampleInputs:
+class FamilyForm(Protocol):
+    """The inputs of a family of models that makes them itself, as `headway.plugins` finds it.
+
+    Attributes:
+        strided: as `Inputs` has it.
+        notes: facts for the cost model's source.
+        drivers: names of what the costs may grow with.
+    """
+
+    strided: Sequence[str]
+    notes: dict[str, str]
+    drivers: tuple[str, ...]
+
+    def workloads(self, longest_window: int = 0) -> list[Workload]:
+        """Plan packs of unlike proportions."""
+
+    def text_alone(self) -> dict[str, Any]:
+        """Make the arguments of a pack without media, which shows what parameters a token of text meets."""
+
+    def arguments(self, workload: Workload, device: torch.device | None = None) -> dict[str, Any]:
+        """Make the arguments of one forward; see `Inputs.arguments`."""
+
+
+def inputs_for(model: nn.Module, inputs: Any = None) -> Inputs | FamilyForm | FunctionInputs | ExampleInputs:
     """Choose how a model's inputs are made.
 
     Args:
@@ -268,7 +291,8 @@ def inputs_for(model: nn.Module, inputs: Any = None) -> Inputs | Drawings | Func
             signature says.
     """
     if inputs is None:
-        return Drawings(model) if Drawings.takes(model) else Inputs(model)
+        own = family_hook(getattr(model, "config", None), "inputs")
+        return Inputs(model) if own is None else own(model)
     return FunctionInputs(inputs) if callable(inputs) else ExampleInputs(inputs)
 
 
@@ -286,7 +310,7 @@ def _next_prime(n: int) -> int:
 
 
 def alternate_forwards(
-    model: nn.Module, inputs: Inputs | Drawings | FunctionInputs | ExampleInputs, workload: Workload
+    model: nn.Module, inputs: Inputs | FamilyForm | FunctionInputs | ExampleInputs, workload: Workload
 ) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Iterate over further forward passes: the arguments that lead another way, and all that the pass gets."""
     if not isinstance(inputs, Inputs):
@@ -305,10 +329,10 @@ def alternate_forwards(
 
 
 def without_arguments(
-    inputs: Inputs | Drawings | FunctionInputs | ExampleInputs, workload: Workload, tried: Sequence[str]
+    inputs: Inputs | FamilyForm | FunctionInputs | ExampleInputs, workload: Workload, tried: Sequence[str]
 ) -> list[str]:
     """Name the tensor arguments of a forward that neither the plain pass nor an alternate one was given."""
-    if isinstance(inputs, Drawings):  # which gives all
+    if hasattr(inputs, "text_alone"):  # a family's own form gives all
         return []
     if not isinstance(inputs, Inputs):
         return ["whatever is not given"]

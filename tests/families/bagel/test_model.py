@@ -7,15 +7,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3ForCausalLM, SiglipVisionModel
 
-from headway.architectures import BagelConfig, register_architectures
-from headway.architectures.bagel import vae
-from headway.architectures.bagel.layout import SamplePart, lay_out
 from headway.count import Workload, splits
 from headway.errors import ConfigError, DataError, TrainingError
+from headway.families.bagel import vae
+from headway.families.bagel.inputs import Drawings
+from headway.families.bagel.layout import lay_out
+from headway.families.bagel.model import BagelConfig, register_architectures
 from headway.models.kernels import gated_mlps, rms_norms, rotary_functions
 from headway.models.load import load_model
+from headway.packing.parts import SamplePart
 from headway.tracing import trace
-from headway.tracing.inputs.drawings import Drawings
 from headway.tracing.verify import verify
 from helpers.tiny_bagel import EDIT, PICTURE, QUESTION, TEXT, TOWER, VAE, config, contents, dense_mask, pack, tiny_bagel
 
@@ -314,4 +315,4 @@ def test_ligers_kernels_find_their_places_in_both_copies(model):
     layers = 2
     assert len(rms_norms(model)) == layers * 2 * (2 + 2) + 2
     assert len(gated_mlps(model)) == layers * 2
-    assert "headway.architectures.bagel.blocks.apply_rotary_pos_emb" in rotary_functions(model)
+    assert "headway.families.bagel.blocks.apply_rotary_pos_emb" in rotary_functions(model)

@@ -7,34 +7,27 @@ from typing import Any
 import torch
 from PIL import Image as Pillow
 
-from headway.answer.model_folder import OpenedModel, make_encoder
-from headway.architectures.bagel.sampling import Guidance, Request, draw_images
-from headway.architectures.bagel.vae import encode, patches
-from headway.data.drawing import DrawingEncoder
+from headway.answer.model_folder import OpenedModel
+from headway.answer.pictures import Guidance
 from headway.data.samples import Chat, ImagePart, Media, Message, Origin, TextPart
 from headway.errors import UsageError
+from headway.families.bagel.encoding import DrawingEncoder
+from headway.families.bagel.sampling import Request, draw_images
+from headway.families.bagel.vae import encode, patches
 from headway.models.split_attention import SplitMask
 
 
-class Drawer:
-    """Draws pictures that sentences ask for.
+class BagelDrawer:
+    """Draws the pictures of a request in one pack, by Euler's method; see `headway.answer.pictures.Drawer`.
 
     Args:
-        opened: a model that draws, with its tokenizer.
-
-    Raises:
-        UsageError: the model draws no images.
+        opened: a model of the family, with its tokenizer.
     """
 
     def __init__(self, opened: OpenedModel) -> None:
         self._model: Any = opened.model
-        encoder = make_encoder(opened.processor, opened.model)
-        if not isinstance(encoder, DrawingEncoder):
-            raise UsageError(
-                f"{opened.found.path} draws no images: its model type is {self._model.config.model_type!r}. Models of "
-                "the type bagel do; `headway demo draw` trains a small one."
-            )
-        self._encoder = encoder
+        config: Any = opened.model.config
+        self._encoder = DrawingEncoder(opened.processor, config)
 
     @property
     def largest(self) -> int:
@@ -54,24 +47,7 @@ class Drawer:
         shift: float | None = None,
         seed: int = 0,
     ) -> list[Pillow.Image]:
-        """Draw one picture for each text, all of them in one pack.
-
-        Args:
-            texts: what is asked for.
-            size: height and width of the pictures [pixels]; when None that of the last image, shrunk until the model
-                has positions for it, or the largest.
-            images: pictures that each request shows first, to be edited.
-            guidance: how far to go beyond what is asked for.
-            away_from: a text that asks for nothing in particular, in place of each when guidance leaves texts out; when
-                None nothing stands there.
-            steps: Euler's, each a forward pass.
-            shift: of the times towards noise; the model's own when None.
-            seed: of the noise that they begin as.
-
-        Raises:
-            UsageError: sides that are no whole number of latent patches, or longer than the model has positions for;
-                guidance that has nothing to lead away from.
-        """
+        """Draw one picture for each text, all of them in one pack; see `Drawer.draw`."""
         guidance = guidance or Guidance()
         if guidance.image != 1.0 and not images:
             raise UsageError(f"Guidance for images is {guidance.image} and the request shows none. Give one, or 1.")

@@ -20,11 +20,7 @@ import torch
 import transformers
 from PIL import Image as Pillow
 
-from headway.architectures.bagel import BagelConfig
-from headway.architectures.bagel.layout import SamplePart, lay_out
-from headway.architectures.bagel.vae import patches
 from headway.data.collate import PADDING_TOKEN, Batch, Collator
-from headway.data.drawn_pack import DrawnPack
 from headway.data.encode import EncodedSample, Encoder, tokenizer_settings
 from headway.data.making import charged_to
 from headway.data.media.images import MAX_IMAGE_PIXELS, Picture, check_limit
@@ -32,8 +28,13 @@ from headway.data.media.opened import MediaReader
 from headway.data.media.placeholders import MAX_CHARACTERS
 from headway.data.samples import NOTHING, Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart
 from headway.errors import ConfigError, DataError
+from headway.families.bagel.configuration import BagelConfig
+from headway.families.bagel.layout import lay_out
+from headway.families.bagel.pack import DrawnPack
+from headway.families.bagel.vae import patches
 from headway.models.losses import IGNORED
 from headway.models.split_attention import SplitMask
+from headway.packing.parts import SamplePart
 from headway.packing.pieces import runs_of
 
 _VERSION = 1  # raised when the same settings come to mean other tokens
@@ -180,6 +181,10 @@ class DrawingEncoder(Encoder):
         planned, pieces = _Planned(), list(_pieces(sample))
         self._pieces(planned, pieces, sample.where, before=len(pieces), draws=False)
         return self._encoded(sample, planned)
+
+    def own_collator(self, **settings: Any) -> "DrawingCollator":
+        """Make the collator that lays out parts; settings as `Collator` takes them."""
+        return DrawingCollator(config=self.config, **settings)
 
     def blank_image(self) -> None:
         """Packs without an image get a blank patch that no token takes."""
@@ -353,7 +358,7 @@ class DrawingCollator(Collator):
             supervised=tuple(sample.num_supervised for sample in samples),
             origins=tuple(sample.origin for sample in samples),
             sample_tokens=tuple(sample.tokens for sample in samples),
-            drawing=self._drawing(samples, arguments, SplitMask.of(workload)),
+            family_inputs=self._drawing(samples, arguments, SplitMask.of(workload)),
         )
 
     def _drawing(self, samples: Sequence[EncodedSample], inputs: dict[str, Any], mask: SplitMask) -> DrawnPack:

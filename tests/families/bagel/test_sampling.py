@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
-from headway.architectures.bagel.layout import SamplePart, lay_out
-from headway.architectures.bagel.sampling import Guidance, Request, draw_images
 from headway.count import splits
+from headway.families.bagel.layout import lay_out
+from headway.families.bagel.sampling import Guidance, Request, draw_images
+from headway.packing.parts import SamplePart
 from helpers.tiny_bagel import contents, dense_mask, tiny_bagel
 
 AROUND = (5, 6)

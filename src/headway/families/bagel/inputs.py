@@ -1,14 +1,14 @@
 """Packs of a model that reads and draws images, Bagel's: splits, patches and latents side by side."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from headway.architectures.bagel.layout import Kind, SamplePart, lay_out
 from headway.count import splits
 from headway.count.workload import Workload
+from headway.families.bagel.layout import lay_out
+from headway.packing.parts import Kind, SamplePart
 from headway.tracing.phantom import phantom_floats
 
 # text, supervised tokens, and the images that are read, referred to and drawn (rows x columns): each driver grows in
@@ -38,11 +38,6 @@ class Drawings:
             parts = [SamplePart(kind, rows=h, columns=w) for kind, sides in images.items() for h, w in sides]
             parts.insert(2, SamplePart("text", text, supervised))
             self._parts[lay_out([parts], self.config)[1]] = parts
-
-    @staticmethod
-    def takes(model: Any) -> bool:
-        """Say whether a model's forward takes such packs."""
-        return {"understood_slots", "latent_slots"} <= inspect.signature(model.forward).parameters.keys()
 
     def workloads(self, _longest_window: int = 0) -> list[Workload]:
         """Plan four packs of unlike proportions."""

@@ -12,11 +12,10 @@ import torch
 from transformers import DynamicCache, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from headway.answer.generate import Decoding, Generated, Generator, with_answer
-from headway.answer.model_folder import OpenedModel, make_encoder
-from headway.data.drawing import DrawingEncoder
-from headway.data.encoders import collator_of
+from headway.answer.generate import Decoding, Generated, with_answer
+from headway.answer.model_folder import OpenedModel
 from headway.data.samples import Sample
+from headway.families.bagel.encoding import DrawingEncoder
 
 
 class PackedGenerator:
@@ -35,11 +34,10 @@ class PackedGenerator:
 
     def __init__(self, opened: OpenedModel, device: torch.device) -> None:
         self._model: Any = opened.model
+        config: Any = opened.model.config
         self._device = device
-        encoder = make_encoder(opened.processor, opened.model)
-        assert isinstance(encoder, DrawingEncoder)
-        self._encoder = encoder
-        self._collator = collator_of(self._encoder)
+        self._encoder = DrawingEncoder(opened.processor, config)
+        self._collator = self._encoder.own_collator()
         self.tokenizer: Any = self._encoder.tokenizer
         self._ends = {self._encoder.text_ids("")[-1], self.tokenizer.eos_token_id}
 
@@ -123,7 +121,3 @@ def _chosen(logits_GV: torch.Tensor, decoding: Decoding, drawn: torch.Generator)
         warpers.append(TopPLogitsWarper(decoding.top_p))
     probabilities_GV = warpers(None, logits_GV.float()).softmax(-1)
     return torch.multinomial(probabilities_GV, 1, generator=drawn)[:, 0]
-
-
-AnyGenerator = Generator | PackedGenerator
-"""What answers, whichever model it is."""

@@ -19,14 +19,25 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from headway.architectures import BagelConfig, BagelModel
-from headway.data.drawing import AROUND
 from headway.errors import CheckpointError, ConfigError
+from headway.families.bagel.configuration import BagelConfig
+from headway.families.bagel.encoding import AROUND
+from headway.families.bagel.model import BagelModel
 from headway.models.load import load_processor
 
 _WEIGHTS, _AUTOENCODER = "ema.safetensors", "ae.safetensors"
 _CONFIGS = ("llm_config.json", "vit_config.json")
 _SCALE, _SHIFT = 0.3611, 0.1159  # of FLUX's latents: modeling/autoencoder.py, load_ae
+
+
+def read_checkpoint(folder: Path, target: Path) -> str:
+    """Write a model folder as `import_bagel` does; returns a line that says what it holds."""
+    config = import_bagel(folder, target)
+    text = config.text_config
+    return (
+        f"wrote {target}: {text.num_hidden_layers} layers of {text.hidden_size} in both copies, a tower of "
+        f"{config.vision_config.num_hidden_layers} layers, an autoencoder of {config.latent_features} numbers a patch"
+    )
 
 
 def import_bagel(folder: Path, target: Path) -> BagelConfig:

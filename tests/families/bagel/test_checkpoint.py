@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headway.data import read_samples
-from headway.data.drawing import DrawingEncoder
 from headway.data.encoders import collator_of
 from headway.errors import CheckpointError, ConfigError
-from headway.importing.bagel import import_bagel
+from headway.families.bagel.checkpoint import import_bagel
+from headway.families.bagel.encoding import DrawingEncoder
 from headway.models.load import load_model, load_processor
 from headway.synthetic.processor import write_tokenizer
 from helpers.drawing_data import WORDS, write_data

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.architectures.bagel.deal import deal
+from headway.families.bagel.deal import deal
 from helpers.tiny_bagel import EDIT, PICTURE, QUESTION, config, pack
 
 KINDS = ("understood_slots", "supervised_rows", "image_rows", "latent_slots")

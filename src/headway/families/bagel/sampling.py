@@ -6,15 +6,15 @@ Tensor letters as in the package; N images that are drawn together, in one pack,
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from headway.architectures.bagel.layout import SamplePart, lay_out
+from headway.answer.pictures import Guidance
 from headway.count import Workload
 from headway.errors import ConfigError
-
-Renorm = Literal["none", "global", "channel", "text-channel"]
+from headway.families.bagel.layout import lay_out
+from headway.packing.parts import SamplePart
 
 
 @dataclass(frozen=True)
@@ -32,70 +32,6 @@ class Request:
     ids: tuple[int, ...] = ()
     pixels: torch.Tensor | None = None
     latents: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Guidance:
-    """The way in which the velocity is led away from what the model would draw without being asked.
-
-    Attributes:
-        text: how far it goes from that of the request without its text through that of the whole, and beyond; 1 for no
-            guidance.
-        image: likewise, from that of the request without its images, on what text guidance gives.
-        interval: times of the flow at which it is led, above the first and up to the second; 1 is noise, 0 the image.
-        renorm: what keeps a velocity from growing longer than that of the whole request: "global", its length over an
-            image; "channel", over the numbers of a latent patch; "text-channel", as channel, before images guide.
-        renorm_min: a velocity is shortened to no less than this share of itself.
-
-    Raises:
-        ConfigError: a value that cannot take effect.
-
-    Source: classifier-free guidance, Ho and Salimans 2022, arXiv:2207.12598; two scales, interval and renorm as in
-    `Bagel._forward_flow` of ByteDance-Seed/Bagel.
-    """
-
-    text: float = 2.0
-    image: float = 1.0
-    interval: tuple[float, float] = (0.0, 1.0)
-    renorm: Renorm = "none"
-    renorm_min: float = 0.0
-
-    def __post_init__(self) -> None:
-        low, high = self.interval
-        if not 0.0 <= low < high <= 1.0:
-            raise ConfigError(
-                f"The interval of guidance is {low} to {high}: times grow from 0, the image, to 1, noise."
-            )
-        if not 0.0 <= self.renorm_min <= 1.0:
-            raise ConfigError(f"renorm_min is {self.renorm_min}: it is a share of a velocity, from 0 to 1.")
-        if self.renorm == "none" and self.renorm_min:
-            raise ConfigError(f"renorm_min {self.renorm_min} has no effect without renorm: choose global or channel.")
-        unused = self.interval != (0.0, 1.0) or self.renorm != "none"
-        if unused and self.text == 1.0 and self.image == 1.0:
-            raise ConfigError("An interval or renorm of guidance has no effect where both of its scales are 1.")
-
-    def acts_at(self, time: float) -> bool:
-        """Say whether velocities are led at a time of the flow."""
-        return (self.text != 1.0 or self.image != 1.0) and self.interval[0] < time <= self.interval[1]
-
-    def lead(
-        self, full_NRC: torch.Tensor, no_text_NRC: torch.Tensor | None, no_images_NRC: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Lead the velocity of whole requests away from those without their text, and without their images."""
-        led = full_NRC
-        if no_text_NRC is not None:
-            led = no_text_NRC + self.text * (full_NRC - no_text_NRC)
-        if self.renorm == "text-channel":
-            led = self._shortened(led, full_NRC, (-1,))
-        if no_images_NRC is not None:
-            led = no_images_NRC + self.image * (led - no_images_NRC)
-        if self.renorm in ("global", "channel"):
-            led = self._shortened(led, full_NRC, (-2, -1) if self.renorm == "global" else (-1,))
-        return led
-
-    def _shortened(self, led: torch.Tensor, full: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-        longest, length = (x.square().sum(axes, keepdim=True).sqrt() for x in (full, led))
-        return led * (longest / (length + 1e-8)).clamp(self.renorm_min, 1.0)
 
 
 @torch.no_grad()

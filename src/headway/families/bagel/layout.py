@@ -2,49 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from headway.architectures.bagel.configuration import BagelConfig
 from headway.count import Workload
 from headway.count.splits import MODE_OF_PART
 from headway.errors import DataError
-
-Kind = Literal["text", "read", "reference", "draw"]
-
-
-@dataclass(frozen=True)
-class SamplePart:
-    """One piece of a sample.
-
-    Attributes:
-        kind: `text`; `read`, an image that the tower reads; `reference`, an image whose clean latents are read; or
-            `draw`, an image that is learnt from noise.
-        tokens: of text [tokens].
-        supervised: of these, the last ones, each learnt from the token before it [tokens].
-        rows: of an image [patches, or latent patches].
-        columns: of an image [patches, or latent patches].
-        skipped: positions that are left free before it: those of images that were left out.
-    """
-
-    kind: Kind
-    tokens: int = 0
-    supervised: int = 0
-    rows: int = 0
-    columns: int = 0
-    skipped: int = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens, those around an image included."""
-        return self.tokens if self.kind == "text" else self.rows * self.columns + 2
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The part by the columns of `headway.packing.parts`."""
-        return [*MODE_OF_PART].index(self.kind), self.length, self.supervised, self.rows, self.columns
+from headway.families.bagel.configuration import BagelConfig
+from headway.packing.parts import SamplePart
 
 
 @dataclass

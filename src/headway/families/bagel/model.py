@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.utils.generic import ModelOutput
 
-from headway.architectures.bagel.blocks import MixtureModel, TokenOrder
-from headway.architectures.bagel.configuration import BagelConfig
-from headway.architectures.bagel.towers import Connector, GridPositions, TimestepEmbedder, VisionTower, for_backend
-from headway.architectures.bagel.vae import encode, load_vae
 from headway.errors import TrainingError
+from headway.families.bagel.blocks import MixtureModel, TokenOrder
+from headway.families.bagel.configuration import BagelConfig
+from headway.families.bagel.towers import Connector, GridPositions, TimestepEmbedder, VisionTower, for_backend
+from headway.families.bagel.vae import encode, load_vae
 
 
 @dataclass
@@ -136,9 +136,9 @@ class BagelModel(PreTrainedModel):
         image_split: Any = None,
         **kwargs: Any,
     ) -> BagelOutput:
-        """Run one pack; `headway.architectures.bagel.layout` makes the arguments that say where things lie.
+        """Run one pack; `headway.families.bagel.layout` makes the arguments that say where things lie.
 
-        Of a pack that several processes share, each is given its own slots (`headway.architectures.bagel.deal`).
+        Of a pack that several processes share, each is given its own slots (`headway.families.bagel.deal`).
 
         Args:
             input_ids: tokens, any at patches, shape (1, T).
@@ -239,3 +239,9 @@ class BagelModel(PreTrainedModel):
             parts = noise_LC.split([image[0].numel() // unit**2 for image in images])
         vae = self.vae_model
         return torch.cat([encode(vae, image, patch, noise) for image, noise in zip(images, parts, strict=True)])
+
+
+def register() -> None:
+    """Make the classes known to transformers' Auto classes; doing so again changes nothing."""
+    AutoConfig.register(BagelConfig.model_type, BagelConfig, exist_ok=True)
+    AutoModelForImageTextToText.register(BagelConfig, BagelModel, exist_ok=True)

@@ -11,33 +11,30 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from headway.architectures.bagel.deal import deal
+from headway.data.collate import FamilyInputs
 from headway.data.samples import Origin
+from headway.families.bagel.deal import deal
 from headway.models.parallel.exchange import split_over
 from headway.models.split_attention import SplitMask
 
 
 @dataclass(frozen=True)
-class DrawnPack:
+class DrawnPack(FamilyInputs):
     """The arguments of the model beside token ids and positions.
 
     Attributes:
-        inputs: tensors, and lists of them, by the names of the model's arguments.
         mask: who sees whom.
         grids: of each grid of latents the number of its sample, its patches, and whether it is drawn; shape (G, 3).
         features: numbers of a latent patch.
         patch_values: numbers of a patch that is read.
         shift: the model's own shift of the flow's times.
-        slots_H: of a pack that several processes share, the slots that this one holds; None of a whole pack.
     """
 
-    inputs: dict[str, Any]
     mask: SplitMask
     grids: tuple[tuple[int, int, bool], ...]
     features: int
     patch_values: int
     shift: float
-    slots_H: torch.Tensor | None = None
 
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "DrawnPack":
         """The same with its tensors changed: moved, or pinned."""
@@ -83,18 +80,29 @@ class DrawnPack:
             given["encoder_noise"] = torch.cat(encoder_noise)
         return replace(self, inputs={**self.inputs, **given})
 
-    def dealt(self, given: dict[str, Any], group: ProcessGroup) -> "DrawnPack":
+    def with_blank_image(self) -> "tuple[torch.Tensor, DrawnPack]":
+        """Add a patch to read that no token takes.
+
+        Returns:
+            Its values, zeros of shape (1, D), and the pack with it.
+        """
+        place = torch.zeros(1, dtype=torch.long)
+        blank = {"image_rows": place[:0], "image_places": place, "image_longest": 1}
+        inputs = {**self.inputs, **blank, "image_cu_seqlens": torch.tensor([0, 1], dtype=torch.int32)}
+        return torch.zeros(1, self.patch_values), replace(self, inputs=inputs)
+
+    def dealt(self, arguments: dict[str, Any], group: ProcessGroup) -> "DrawnPack":
         """Cut a pack to the slots of this process; attention still spans the whole pack.
 
         Args:
-            given: tokens, positions and pixels of the whole pack, by the names of the model's arguments.
+            arguments: tokens, positions and pixels of the whole pack, by the names of the model's arguments.
             group: the processes, all with the same pack.
 
         Raises:
             TrainingError: the pack has fewer slots than there are processes.
         """
-        split = split_over(group, given["input_ids"].shape[1])
-        part = deal({**given, **self.inputs}, split.rank, split.degree)
+        split = split_over(group, arguments["input_ids"].shape[1])
+        part = deal({**arguments, **self.inputs}, split.rank, split.degree)
         inputs = {**part.arguments, "pack_split": split}
         if part.patches:
             inputs["image_split"] = split_over(group, part.patches)
