@@ -63,8 +63,8 @@ OLDEST_CORE := \
 		products.py recompute.py router.py segments.py split_attention.py varlen.py) tests/models/parallel/test_experts.py \
 	tests/architectures/test_bagel.py tests/importing/test_bagel.py \
 	$(addprefix tests/train/test_,checkpoint.py config.py device.py drawing.py loop.py recompute.py record.py speed.py) \
-	tests/explain/findings $(addprefix tests/explain/test_,attribute.py compare.py gemms.py given.py logs.py operands.py owners.py \
-		ranks.py records.py text.py timeline.py trace.py traffic.py waterfall.py) tests/packing tests/plan \
+	tests/explain/findings $(addprefix tests/explain/test_,attribution.py comparison.py events.py explanation.py logs.py \
+		measurement.py owners.py products.py ranks.py records.py stated_work.py text.py trace.py waterfall.py) tests/packing tests/plan \
 	$(addprefix tests/cli/test_,app.py config.py devices.py explain.py explain_sources.py flops.py index.py \
 		mfu.py pack.py parse.py resolve.py train.py verify.py) tests/fake_cuda
 OLDEST_SLOW := tests/train/test_ranks.py::test_two_ranks_have_the_losses_of_one_with_twice_the_accumulation \

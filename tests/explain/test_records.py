@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from headway.count import Workload
 from headway.devices import Peak
 from headway.errors import ConfigError
-from headway.explain.findings.series import Series, SeriesStep, find_in_series, num_first_steps
+from headway.explain.explanation import num_first_steps
+from headway.explain.findings.series import Series, SeriesStep, find_in_series
 from headway.explain.records import explain_records
 from headway.explain.text import as_text
 from headway.meter import Meter

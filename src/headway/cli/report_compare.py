@@ -9,9 +9,8 @@ import yaml
 
 from headway.cli.report_page import SCHEMA_VERSION, SERIES, ReportedRun, facts, for_programs, machine
 from headway.cli.report_section import ReportSection, side_by_side
-from headway.explain.compare import Comparison, compare
+from headway.explain.comparison import Comparison, compare, differences, table_of
 from headway.explain.text import sentences
-from headway.explain.text_compare import differences, table_of
 from headway.report import format_flops, format_rate
 from headway.report.charts import DrawnLine, lines_chart
 from headway.report.hover import SCRIPT

@@ -16,11 +16,10 @@ from headway.cli.report_folder import FolderSections, restarts
 from headway.cli.report_section import ReportSection, side_by_side
 from headway.cli.report_settings import changed_settings, provenance
 from headway.errors import LogError
-from headway.explain.compare import MeanStep, mean_step
+from headway.explain.comparison import MeanStep, mean_step
+from headway.explain.explanation import UNSEPARATED, JobExplanation
 from headway.explain.records import METRICS, UNFINISHED_NOTE, explain_with_records
 from headway.explain.text import as_text, markdown_table
-from headway.explain.unprofiled import UNSEPARATED
-from headway.explain.waterfall import JobExplanation
 from headway.log.jsonl import as_object
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
 from headway.report import (

@@ -5,13 +5,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from headway.errors import ConfigError
+from headway.explain.explanation import NO_PROFILE_NOTE, PER_SECOND_NOTE, JobExplanation, unprofiled_waterfall
 from headway.explain.findings.series import Series, SeriesStep, find_in_series, usual_tokens
-from headway.explain.unprofiled import NO_PROFILE_NOTE, unprofiled
-from headway.explain.waterfall import JobExplanation
 
-PER_SECOND_NOTE = (
-    "the lines do not tell how long a step takes: what is shown is one second of training at each one's rates."
-)
 _SECOND_NS = 1_000_000_000
 
 
@@ -66,7 +62,7 @@ def explain_log(
         amounts: list[tuple[str, str, int, dict[str, int]]] = []
         if line.mfu is not None:
             amounts.append(("useful", "needed work at peak", round(line.mfu * duration_ns), {}))
-        waterfalls.append(unprofiled(line.step, duration_ns, amounts, "unknown device"))
+        waterfalls.append(unprofiled_waterfall(line.step, duration_ns, amounts, "unknown device"))
         # The rate compares steps with each other, so the best measure that the line has will do.
         rate = line.mfu or line.flops_per_s or line.tokens_per_s
         tokens = line.tokens_per_s * duration_ns / _SECOND_NS if line.tokens_per_s else None

@@ -13,11 +13,16 @@ from typing import Any
 from headway.devices.names import named_devices
 from headway.errors import ConfigError, HeadwayError
 from headway.explain.budget import SCHEMA_VERSION, Need, NeededWork, head_lines
-from headway.explain.findings.finding import Finding
+from headway.explain.explanation import (
+    NO_PROFILE_NOTE,
+    Finding,
+    JobExplanation,
+    StepWaterfall,
+    num_first_steps,
+    unprofiled_waterfall,
+)
 from headway.explain.findings.rules import find
-from headway.explain.findings.series import Series, SeriesStep, find_in_series, num_first_steps
-from headway.explain.unprofiled import NO_PROFILE_NOTE, unprofiled
-from headway.explain.waterfall import JobExplanation, StepWaterfall
+from headway.explain.findings.series import Series, SeriesStep, find_in_series
 from headway.files import open_plain
 from headway.log.jsonl import as_object, sharing_decoder
 from headway.plan.lines import NAMES
@@ -251,7 +256,7 @@ def _waterfall(entry: _StepRecord, work: Mapping[str, Need] | None, device_name:
     away_ns = entry.away_ns // entry.num_steps
     if "away_s" in entry.record:
         amounts.append(("aside", NAMES["aside"], away_ns, {}))
-    return unprofiled(entry.step, entry.wall_ns // entry.num_steps + away_ns, amounts, device_name)
+    return unprofiled_waterfall(entry.step, entry.wall_ns // entry.num_steps + away_ns, amounts, device_name)
 
 
 def _why_no_work(record: Mapping[str, Any]) -> str:

@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from headway.explain.explanation import MOST, StepWaterfall, WaterfallLine
 from headway.explain.findings import rules
-from headway.explain.findings.rules import MOST, RULES, find
+from headway.explain.findings.rules import RULES, find
 from headway.explain.trace import read_trace
-from headway.explain.waterfall import StepWaterfall, WaterfallLine, explain
+from headway.explain.waterfall import explain
 from headway.train.config import TrainConfig
 from headway.train.config.tree import walk
 from helpers.written_traces import two_kernels_a_step

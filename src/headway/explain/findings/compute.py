@@ -4,11 +4,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from headway.explain.attribute import Phase
+from headway.explain.attribution import Phase
+from headway.explain.events import NONE, Kind, Product
 from headway.explain.findings.evidence import EventTime, Evidence, Observation, as_number
-from headway.explain.measure import MATMUL
-from headway.explain.operands import Product
-from headway.explain.trace import NONE, Kind
+from headway.explain.measurement import MATMUL
 
 # A launch takes the host some 5 us, and an operator of PyTorch on a CPU as long, so a product that takes less at peak
 # costs its launch.

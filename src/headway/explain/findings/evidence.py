@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from headway.explain.attribute import Phase
-from headway.explain.measure import MATMUL, MeasuredStep, MeasuredTrace
+from headway.explain.attribution import Phase
+from headway.explain.events import NONE
+from headway.explain.measurement import MATMUL, MeasuredStep, MeasuredTrace
 from headway.explain.ranks import WaitedFor
-from headway.explain.trace import NONE
 from headway.report import format_share
 from headway.report.numbers import quantity
 

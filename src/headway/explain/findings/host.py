@@ -1,6 +1,6 @@
 """Rules about the host: it launches late, waits for the device, or does something else than training."""
 
-from headway.explain.attribute import Phase
+from headway.explain.attribution import Phase
 from headway.explain.findings.compute import small_products
 from headway.explain.findings.evidence import Evidence, Observation, as_number
 from headway.explain.findings.optimizer import loop_over_parameters

@@ -2,7 +2,7 @@
 
 import re
 
-from headway.explain.attribute import Phase
+from headway.explain.attribution import Phase
 from headway.explain.findings.evidence import EventTime, Evidence, Observation
 
 _AT_ONCE = ("aten::_fused_", "aten::_foreach_")

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from headway.explain.attribute import Phase
+from headway.explain.attribution import Phase
+from headway.explain.explanation import MOST, Finding
 from headway.explain.findings import compute, data, device, host, optimizer, ranks
 from headway.explain.findings.evidence import AnyStep, Evidence, Observation
-from headway.explain.findings.finding import MOST, Finding
 from headway.explain.ranks import WaitedFor
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median, quantiles
 
-from headway.explain.findings.finding import MOST, Finding
+from headway.explain.explanation import MOST, Finding, num_first_steps
 from headway.report import format_duration, format_share
 
 FALLING = "falling-rate"
@@ -85,19 +85,6 @@ class Series:
         mfu_to = useful_ns / (whole_ns - lost_ns) if has_mfu and 0 < lost_ns < whole_ns else None
         share = lost_ns / whole_ns
         return Finding(id_, message, cause, next_, lost_ns // len(self.steps), share, mfu_from, mfu_to)
-
-
-def num_first_steps(durations_ns: Sequence[int]) -> int:
-    """Count the slow steps that a run begins with: in a row, each over twice the median of all, of four or more steps.
-
-    >>> num_first_steps([50, 30, 10, 11, 12])
-    2
-    """
-    if len(durations_ns) < 4:
-        return 0
-    limit = 2 * median(durations_ns)  # warm steps of one work lie within some per cent of each other
-    slow = (number for number, duration_ns in enumerate(durations_ns) if duration_ns <= limit)
-    return next(slow, 0)
 
 
 def find_in_series(series: Series, of_each: Sequence[Finding] = ()) -> list[Finding]:
