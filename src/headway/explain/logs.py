@@ -6,7 +6,9 @@ from itertools import pairwise
 
 from headway.errors import ConfigError
 from headway.explain.explanation import NO_PROFILE_NOTE, PER_SECOND_NOTE, JobExplanation, unprofiled_waterfall
-from headway.explain.findings.series import Series, SeriesStep, find_in_series, usual_tokens
+from headway.explain.findings.evidence import RunEvidence, RunStep
+from headway.explain.findings.rules import find
+from headway.explain.findings.series import usual_tokens
 
 _SECOND_NS = 1_000_000_000
 
@@ -54,7 +56,7 @@ def explain_log(
     notes = [NO_PROFILE_NOTE]
     # Time comes first: a line that does not tell it has no waterfall.
     durations = _durations(lines, notes)
-    waterfalls, series = [], []
+    waterfalls, run_steps = [], []
     for line, duration_ns in zip(lines, durations, strict=True):
         if duration_ns is None:
             continue
@@ -66,7 +68,7 @@ def explain_log(
         # The rate compares steps with each other, so the best measure that the line has will do.
         rate = line.mfu or line.flops_per_s or line.tokens_per_s
         tokens = line.tokens_per_s * duration_ns / _SECOND_NS if line.tokens_per_s else None
-        series.append(SeriesStep(line.step, duration_ns, line.mfu, rate, tokens=tokens, memory_share=line.memory_share))
+        run_steps.append(RunStep(line.step, duration_ns, line.mfu, rate, tokens=tokens, memory_share=line.memory_share))
     # Whose rule the needed work follows, or why there is none.
     notes.append(
         f"needed work is what {tool} counts by its own rule and peak; `headway audit` restates it."
@@ -76,7 +78,7 @@ def explain_log(
     )
     if left_out := durations.count(None):
         notes.append(f"{left_out} of {len(lines)} lines do not tell how long their step took, and are left out.")
-    findings = tuple(find_in_series(Series(tuple(series))))
+    findings = find(run=RunEvidence(run_steps))
     chosen = tuple(waterfall for waterfall in waterfalls if step is None or waterfall.step == step)
     if not chosen:
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"

@@ -18,11 +18,10 @@ from headway.explain.explanation import (
     Finding,
     JobExplanation,
     StepWaterfall,
-    num_first_steps,
     unprofiled_waterfall,
 )
+from headway.explain.findings.evidence import RunEvidence, RunStep, StepEvidence
 from headway.explain.findings.rules import find
-from headway.explain.findings.series import Series, SeriesStep, find_in_series
 from headway.files import open_plain
 from headway.log.jsonl import as_object, sharing_decoder
 from headway.plan.lines import NAMES
@@ -74,13 +73,13 @@ def explain_with_records(
     entries, notes = _read_records(path)
     device_name, memory_bytes = _device(path.parent)
     # Each record becomes a waterfall and a place in the series; a value that Headway does not write names its step.
-    waterfalls, in_series, unsaid = [], list[SeriesStep](), Counter[str]()
+    waterfalls, run_steps, unsaid = [], list[RunStep](), Counter[str]()
     for entry in entries:
         try:
             work = _work(entry, str(path))
             unsaid.update([] if work is not None else [_why_no_work(entry.record)])
             waterfalls.append(_waterfall(entry, work, device_name))
-            in_series.append(_series_step(entry, waterfalls[-1], memory_bytes))
+            run_steps.append(_run_step(entry, waterfalls[-1], memory_bytes))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ConfigError(
                 f"{path}: the record of step {entry.step} has a value that Headway does not write "
@@ -94,8 +93,8 @@ def explain_with_records(
     if not chosen:
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
         raise ConfigError(f"--step {step}: {path} has no record of it; it has {len(waterfalls)} records, {numbers}.")
-    findings = _findings(entries, waterfalls, Series(tuple(in_series), beside_ns))
-    explanation = JobExplanation(tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), tuple(findings))
+    findings = _findings(entries, waterfalls, RunEvidence(run_steps, beside_ns))
+    explanation = JobExplanation(tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), findings)
     return explanation, [entry.record for entry in entries]
 
 
@@ -111,15 +110,14 @@ def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | No
     """
     entries = [entry for record in records if (entry := _checked(record)) is not None]
     waterfalls = [_waterfall(entry, _work(entry, "the run"), "") for entry in entries]
-    in_series = [
-        _series_step(entry, waterfall, memory_bytes) for entry, waterfall in zip(entries, waterfalls, strict=True)
+    run_steps = [
+        _run_step(entry, waterfall, memory_bytes) for entry, waterfall in zip(entries, waterfalls, strict=True)
     ]
-    return _findings(entries, waterfalls, Series(tuple(in_series))) if entries else []
+    return list(_findings(entries, waterfalls, RunEvidence(run_steps)))
 
 
-def _findings(entries: list[_StepRecord], waterfalls: list[StepWaterfall], series: Series) -> list[Finding]:
-    first = num_first_steps([step.duration_ns for step in series.steps])
-    return find_in_series(series, find(waterfalls[first:], {0: _facts(entries)}))
+def _findings(entries: list[_StepRecord], waterfalls: list[StepWaterfall], run: RunEvidence) -> tuple[Finding, ...]:
+    return find(StepEvidence(waterfalls[run.num_first :], {0: _facts(entries)}), run)
 
 
 def _facts(entries: list[_StepRecord]) -> dict[str, Any]:
@@ -343,7 +341,7 @@ def _beside(folder: Path, entries: list[_StepRecord]) -> tuple[Mapping[str, int]
     return spent, [f"beside training the whole run spent: {spent_text}; {where} (`headway goodput` has all of it)."]
 
 
-def _series_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | None) -> SeriesStep:
+def _run_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | None) -> RunStep:
     record = entry.record
     ns = {line.key: line.ns for line in waterfall.lines}
     duration_ns = waterfall.duration_ns - ns.get("aside", 0)  # what is beside training comes from the ledger
@@ -352,7 +350,7 @@ def _series_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int
     tokens = (quantity(record.get("tokens")) or 0.0) / entry.num_steps
     work = useful_ns or tokens
     peak_memory, slowest = quantity(record.get("peak_memory_bytes")), record.get("slowest_rank")
-    return SeriesStep(
+    return RunStep(
         step=entry.step,
         duration_ns=duration_ns,
         mfu=None if useful_ns is None else useful_ns / duration_ns,

@@ -18,6 +18,7 @@ from headway.explain.explanation import (
     mfu_without,
     operand_traffic,
 )
+from headway.explain.findings.evidence import StepEvidence
 from headway.explain.findings.rules import find
 from headway.explain.measurement import ASIDE, MATMUL, MeasuredStep, MeasuredTrace
 from headway.explain.owners import Owners
@@ -112,7 +113,7 @@ def explain(
         )
     slowest = [_waited_for(number, facts_of) for number in dict.fromkeys(waterfall.step for waterfall in waterfalls)]
     waits = tuple(filter(None, slowest))
-    return JobExplanation(tuple(waterfalls), tuple(notes), find(waterfalls, waits=waits), waits)
+    return JobExplanation(tuple(waterfalls), tuple(notes), find(StepEvidence(waterfalls, waits=waits)), waits)
 
 
 def _waited_for(step: int, facts_of: Mapping[int, TraceFacts]) -> WaitedFor | None:
