@@ -129,11 +129,13 @@ def compare(a: tuple[str, JobExplanation], b: tuple[str, JobExplanation]) -> Com
             "a log whose lines have a time or a stamp; `headway explain` shows each by itself."
         )
     means = [mean_step(name, explanation) for name, explanation in (a, b)]
+    # A line that one of the two does not have took no time there, so that differences still add up.
     keys = _in_both_orders(*([*mean.lines] for mean in means))
     lines = []
     for key in keys:
         (name, a_ns), (_, b_ns) = (mean.lines.get(key, (_name(key, means), 0)) for mean in means)
         lines.append(LineDifference(key, name, a_ns, b_ns))
+    # What holds of both is said once, what holds of one with its letter.
     notes = []
     if len({UNSEPARATED in mean.lines for mean in means}) > 1:
         notes.append("one of the two has no profile: what it cannot separate stands in one line.")

@@ -90,6 +90,7 @@ def _durations(lines: Sequence[LoggedStep], notes: list[str]) -> list[int | None
     """Time of each line's step [ns]: as printed, or from one line's stamp to the next one's."""
     if any(line.duration_s for line in lines):
         return [round(line.duration_s * 1e9) or None if line.duration_s else None for line in lines]
+    # The first line has no stamp before it; stamps that stand still or go back tell no time.
     times_ns: list[int | None] = [None]
     for before, line in pairwise(lines):
         took_s, steps = (line.stamp_s or 0) - (before.stamp_s or 0), line.step - before.step
@@ -99,6 +100,7 @@ def _durations(lines: Sequence[LoggedStep], notes: list[str]) -> list[int | None
         notes.append(PER_SECOND_NOTE)
         return [_SECOND_NS] * len(lines)
     notes.append("a step is the time from one line's stamp to the next one's, per step where lines were left out.")
+    # The first step's time can still be had from its rate, where all steps have about as many tokens.
     first = lines[0]
     tokens = [ns * line.tokens_per_s for ns, line in zip(times_ns, lines, strict=True) if ns and line.tokens_per_s]
     if first.tokens_per_s and tokens:

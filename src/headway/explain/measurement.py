@@ -376,10 +376,12 @@ class _IdleCauses:
         idle = IdleTime()
         phases = self._phases(window)
         for start, end in segments.of_none():
+            # What had been launched before the gap began was not late: the device waited for itself.
             ends_it = self._event_at(end)
             if not self._is_late(start, ends_it):
                 idle.other_ns += end - start
                 continue
+            # Time in which the host did something that is annotated has that for its cause.
             left = end - start
             first = int(np.searchsorted(phases.end_ns, start, side="right"))
             last = int(np.searchsorted(phases.start_ns, end, side="left"))
@@ -390,6 +392,7 @@ class _IdleCauses:
                     spent = min(end, int(phases.end_ns[i])) - max(start, int(phases.start_ns[i]))
                     idle.by_phase[phase] += spent
                     left -= spent
+            # The rest comes of a wait that the host was in when the device ran out of work, else of late launches.
             waited = self._wait_at(start)
             if waited is None:
                 idle.late_before[ends_it] += left

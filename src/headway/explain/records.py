@@ -65,6 +65,7 @@ def explain_with_records(
     path: Path, *, step: int | None = None, rank: int | None = None
 ) -> tuple[JobExplanation, list[Mapping[str, Any]]]:
     """Explain the steps of a run as `explain_records`, and give all its records of steps, each step once, in order."""
+    # All ranks add up in a record: none of them can be shown apart.
     if rank:
         raise ConfigError(
             f"--rank {rank}: records are of all ranks together. Profile that rank with run.profile.ranks, and explain "
@@ -156,6 +157,7 @@ def _read_records(path: Path) -> tuple[list[_StepRecord], list[str]]:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror or error}. Name a run folder or its file."
         ) from error
+    # A file of evaluations alone is as good as empty, and the error says which of the two it is.
     if not by_step:
         lines = f"only {others} other records" if others else "no line that can be read"
         raise ConfigError(

@@ -47,6 +47,7 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     """
     table = markdown_table if markdown else plain_table
     waterfalls = explanation.steps
+    # Of an even number the faster of the two in the middle, so that what is shown is a step that there is.
     shown = sorted(waterfalls, key=lambda waterfall: waterfall.duration_ns)[(len(waterfalls) - 1) // 2]
     parts = []
     if len(waterfalls) > 1:

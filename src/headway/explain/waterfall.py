@@ -191,6 +191,7 @@ def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectiv
     peak = budget.peak_flops_per_s if budget else None
     at_peak_ns = useful_flops / peak * 1e9 if useful_flops is not None and peak else None
     mfu = None if at_peak_ns is None else at_peak_ns / duration_ns
+    # A share is of the step, not of the lines: these add up to it, with lines below zero among them.
     lines = tuple(
         WaterfallLine(key, name, ns, ns / duration_ns, mfu, mfu_without(at_peak_ns, duration_ns, key, ns), of_it)
         for key, name, ns, of_it in amounts

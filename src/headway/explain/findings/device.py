@@ -49,6 +49,7 @@ def unfused_chains(evidence: StepEvidence) -> Observation | None:
     for event in evidence.spent:
         if event.module and event.line in ("memory", MATMUL) and event.ns:
             of_module[event.module].append(event)
+    # A module that holds others counts through these; one with a matrix product is no chain of memory-bound kernels.
     calls = _calls(evidence)
     holds_others = {module.rpartition(".")[0] for module in calls}
     ns, modules = 0.0, 0
@@ -59,6 +60,7 @@ def unfused_chains(evidence: StepEvidence) -> Observation | None:
         length = _num_kernels(forward, is_cpu=evidence.is_cpu) / calls[module] if calls[module] else 0.0
         if length >= _CHAIN and all(event.line == "memory" for event in events):
             modules += 1
+            # Each kernel of the chain reads and writes all of its operand, so of `length` passes one would do.
             ns += sum(event.ns for event in events) * (1 - 1 / length)
     if not modules:
         return None

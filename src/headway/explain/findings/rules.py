@@ -28,7 +28,7 @@ class TimeOf(Enum):
 
 
 class FindingPlace(IntEnum):
-    """FindingPlace of a finding: those that name a cause by what they cost, behind them the others."""
+    """Place of a finding in the list: those that name a cause come first, the dearest before the others."""
 
     CAUSE = 0
     LIMIT = 1  # costs nothing yet
