@@ -64,8 +64,8 @@ OLDEST_CORE := \
 	tests/families/bagel/test_model.py tests/families/bagel/test_checkpoint.py \
 	tests/config/test_read.py tests/checkpoint/test_checkpoint.py tests/models/test_precision.py tests/predict/test_speed.py \
 	$(addprefix tests/train/test_,drawing.py loop.py recompute.py record.py) \
-	tests/explain/findings $(addprefix tests/explain/test_,attribute.py compare.py gemms.py given.py logs.py operands.py owners.py \
-		ranks.py records.py text.py timeline.py trace.py traffic.py waterfall.py) tests/packing \
+	tests/explain/findings $(addprefix tests/explain/test_,attribution.py comparison.py events.py explanation.py logs.py \
+		measurement.py owners.py products.py ranks.py records.py stated_work.py text.py trace.py waterfall.py) tests/packing \
 	$(addprefix tests/predict/test_,blocks.py collectives.py communication.py exchanges.py failures.py memory.py moments.py \
 		recompute.py slices.py solve.py speeds.py step_time.py) \
 	$(addprefix tests/cli/test_,app.py config.py devices.py explain.py explain_sources.py flops.py index.py \

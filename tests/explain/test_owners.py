@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway.explain.attribute import Phase
+from headway.explain.attribution import Phase
 from headway.explain.breakdown import attributed_share, break_down
 from headway.explain.budget import NO_COMPONENT
 from headway.explain.trace import read_trace

@@ -7,8 +7,8 @@ What is found is a matter of time, which other processes take as well, so these 
 import pytest
 import torch
 
-from headway.explain.findings.compute import unfused_chains
-from headway.explain.findings.evidence import Evidence
+from headway.explain.findings.device import unfused_chains
+from headway.explain.findings.evidence import StepEvidence
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from helpers import planted_faults
@@ -47,5 +47,5 @@ def test_nothing_is_found_in_a_clean_run(tmp_path):
 
 @pytest.mark.parametrize(("plant", "modules"), [(planted_faults.clean, None), (planted_faults.written_out_norms, "5 ")])
 def test_a_norm_of_one_operator_is_no_chain_of_kernels_and_one_that_is_written_out_is(tmp_path, plant, modules):
-    seen = unfused_chains(Evidence(explain([read_trace(plant(tmp_path))]).steps, {}))
-    assert (seen and seen.seen[:2]) == modules
+    seen = unfused_chains(StepEvidence(explain([read_trace(plant(tmp_path))]).steps))
+    assert (seen and seen.message[:2]) == modules

@@ -7,9 +7,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
-from headway.explain.attribute import Phase
+from headway.explain.attribution import Phase
 from headway.explain.breakdown import OUTSIDE, break_down
-from headway.explain.gemms import gemms_of
+from headway.explain.products import gemms_of
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.explain import json_stream
 from headway.explain import trace as trace_module
-from headway.explain.trace import NONE, Kind, nanoseconds, read_trace
+from headway.explain.events import NONE, Kind
+from headway.explain.trace import nanoseconds, read_trace
 from helpers.written_traces import MAIN, WrittenTrace
 
 EPOCH_NS = 1712195495519689204  # more digits than a float has
@@ -58,9 +58,9 @@ def test_a_file_reads_the_same_in_pieces_of_any_size(tmp_path, monkeypatch, chun
     trace = WrittenTrace()
     for i in range(20):
         trace.operator('say "]}," \\ \u00e9', 10 * i, 5, **{"Input Dims": [[2, 3], []]})
-    monkeypatch.setattr(json_stream, "_CHUNK", chunk)
+    monkeypatch.setattr(trace_module, "_CHUNK", chunk)
     events = []
-    beside = json_stream.read_trace_json(trace.write(tmp_path / "t.json", deviceProperties=[]), events.append)
+    beside = trace_module.read_json(trace.write(tmp_path / "t.json", deviceProperties=[]), events.append)
     assert [event["name"] for event in events] == [event["name"] for event in trace.events]
     assert beside == {"schemaVersion": 1, "deviceProperties": [], "traceName": "written"}
 

@@ -110,3 +110,18 @@ def paced_steps(step, num_steps=4):
     for i in range(num_steps):
         step(trace, 1000 * US + 100 * US * i, 100 * i)
     return trace
+
+
+def products_in_a_row(sizes, *, count, us):
+    """Steps of products one after the other, of so many microseconds each; the device is never idle."""
+
+    def step(trace, at, number):
+        begin = at + 1000 * US
+        trace.launched("adds", at, begin, (100 - count * us) * US, number + 90, operator="aten::add")
+        for i in range(count):
+            launch = at + (1 + i) * US
+            trace.operator("aten::addmm", launch, US, **shapes([[], *sizes]))
+            start = begin + (100 - count * us + i * us) * US
+            trace.launched("gemm", launch, start, us * US, number + i + 1)
+
+    return paced_steps(step)

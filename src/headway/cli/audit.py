@@ -15,6 +15,7 @@ from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.workload import build_workload, check_vision_tokens, describe, prepared
 from headway.errors import LogError, UsageError
 from headway.files import check_plain
+from headway.log.run_files import METRICS
 from headway.report import Column, format_count, format_rate, format_share, render_pairs, render_table
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from headway.count import CostModel, Workload
 
 _WIDTH = 120
-_RECORDS = "metrics.jsonl"  # in a run's folder
 
 LogArgument = Annotated[
     Path,
@@ -106,7 +106,7 @@ def audit(
         raise UsageError(
             f"{given} and --mean-segment contradict each other: both say how long the samples are. Leave one out."
         )
-    path = log / _RECORDS if log.is_dir() else log
+    path = log / METRICS if log.is_dir() else log
     read = read_log(_text(path), str(path), resumed_at=resumed_at)
     peak = stated_peak(device, dtype)
     if read.recorded is not None:
@@ -147,7 +147,7 @@ def audit(
 
 def _text(path: Path) -> str:
     try:
-        if path.name == _RECORDS:  # of a run's folder; a log that a user names may come from a pipe
+        if path.name == METRICS:  # of a run's folder; a log that a user names may come from a pipe
             check_plain(path)
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -15,12 +15,11 @@ from headway.cli.resolve import in_patches, resolve_cost_model
 from headway.cli.workload import build_workload, prepared
 from headway.errors import UsageError
 from headway.explain.breakdown import breakdown_record
-from headway.explain.compare import compare
-from headway.explain.gemms import gemms_record
+from headway.explain.comparison import compare, comparison_text
+from headway.explain.explanation import JobExplanation
+from headway.explain.products import gemms_record
 from headway.explain.stated_work import StatedWork
 from headway.explain.text import as_text
-from headway.explain.text_compare import comparison_text
-from headway.explain.waterfall import JobExplanation
 from headway.log.working import working
 
 if TYPE_CHECKING:

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.errors import ConfigError, LogError, UsageError
+from headway.explain.events import Trace
+from headway.explain.explanation import JobExplanation
 from headway.explain.logs import LoggedStep, explain_log
-from headway.explain.records import METRICS, explain_records
+from headway.explain.records import explain_records
 from headway.explain.stated_work import StatedWork
-from headway.explain.trace import Trace, read_trace
-from headway.explain.waterfall import JobExplanation
+from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain as explain_traces
 from headway.files import open_plain
+from headway.log.run_files import METRICS
 from headway.report.numbers import quantity
 
 if TYPE_CHECKING:

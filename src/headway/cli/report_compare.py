@@ -9,9 +9,9 @@ import yaml
 
 from headway.cli.report_page import SCHEMA_VERSION, SERIES, ReportedRun, facts, for_programs, machine
 from headway.cli.report_section import ReportSection, side_by_side
-from headway.explain.compare import Comparison, compare
+from headway.explain.comparison import Comparison, compare, differences, table_of
 from headway.explain.text import sentences
-from headway.explain.text_compare import differences, table_of
+from headway.log.run_files import CONFIG
 from headway.report import format_flops, format_rate
 from headway.report.charts import DrawnLine, lines_chart
 from headway.report.hover import SCRIPT
@@ -287,7 +287,7 @@ def _curve(run: ReportedRun, *keys: str) -> "tuple[np.ndarray, np.ndarray]":
 
 def _settings(a: ReportedRun, b: ReportedRun) -> ReportSection:
     """Settings of config.yaml that differ; both are without secrets already."""
-    both = [_flat(run.beside.get("config.yaml", "")) for run in (a, b)]
+    both = [_flat(run.beside.get(CONFIG, "")) for run in (a, b)]
     names = dict.fromkeys([*both[0], *both[1]])
     rows = [[name, *(one.get(name, "-") for one in both)] for name in names if both[0].get(name) != both[1].get(name)]
     return ReportSection("Settings that differ", ["setting", "A", "B"], rows)

@@ -16,12 +16,12 @@ from headway.cli.report_folder import FolderSections, restarts
 from headway.cli.report_section import ReportSection, side_by_side
 from headway.cli.report_settings import changed_settings, provenance
 from headway.errors import LogError
-from headway.explain.compare import MeanStep, mean_step
+from headway.explain.comparison import MeanStep, mean_step
+from headway.explain.explanation import UNSEPARATED, JobExplanation
 from headway.explain.records import METRICS, UNFINISHED_NOTE, explain_with_records
 from headway.explain.text import as_text, markdown_table
-from headway.explain.unprofiled import UNSEPARATED
-from headway.explain.waterfall import JobExplanation
 from headway.log.jsonl import as_object
+from headway.log.run_files import CONFIG, RUN
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
 from headway.report import (
     Column,
@@ -123,7 +123,7 @@ def read_run(path: Path) -> ReportedRun:
             notes.append(f"goodput is not known: {error}")
     beside = {
         name: without_secrets((folder / name).read_text(encoding="utf-8", errors="replace"), longest=_LONGEST_FILE)
-        for name in ("config.yaml", "run.json")
+        for name in (CONFIG, RUN)
         if file.name == METRICS and (folder / name).is_file()
     }
     name = path.resolve().name
@@ -187,12 +187,12 @@ def _over_the_run(seen: ReportedRun) -> dict[str, list[ReportSection]]:
     folder = FolderSections(seen.path, seen.records)
     held_out = folder.held_out_loss()
     of = partial(_series, seen, beside={} if held_out is None else {"loss": held_out})
-    settings = changed_settings(seen.beside.get("config.yaml", ""), seen.beside.get("run.json", ""))
+    settings = changed_settings(seen.beside.get(CONFIG, ""), seen.beside.get(RUN, ""))
     found = {
         "Learning": [*of(_LEARNING), *folder.learnt()],
         "Speed and memory": [*of(_SPEED), *_times(seen), *_components(seen), *folder.speed()],
         "Data": [*of(_DATA), *_sources(seen), *folder.data()],
-        "The run": [*folder.history(), *settings, *provenance(seen.beside.get("run.json", ""))],
+        "The run": [*folder.history(), *settings, *provenance(seen.beside.get(RUN, ""))],
     }
     return {name: sections for name, sections in found.items() if sections}
 
@@ -232,7 +232,7 @@ def facts(seen: ReportedRun) -> list[tuple[str, str]]:
         rows.append(("goodput", format_share(seen.goodput.goodput)))
         rows.append(("restarts", format_count(seen.goodput.restarts)))
     rows.append(("steps", f"{first} to {last['step']}, {len(seen.records)} records"))
-    made = as_object(seen.beside.get("run.json", "").encode()) or {}
+    made = as_object(seen.beside.get(RUN, "").encode()) or {}
     model, device = (one if isinstance(one := made.get(key), Mapping) else {} for key in ("model", "device"))
     if (parameters := number(model.get("parameters"))) is not None:
         rows.append(("model", f"{model.get('class')}, {parameters / 1e6:,.4g} M parameters"))

@@ -25,7 +25,7 @@ from typing import Any, cast
 from headway.cli.output import say
 from headway.cli.report_page import read_run, report_page
 from headway.errors import ConfigError, HeadwayError
-from headway.explain.records import METRICS
+from headway.log.run_files import METRICS
 from headway.report.page import CHART_STYLE, html_page, safe
 
 PORT = 8484  # the same every time, for a tunnel or a bookmark

@@ -1,23 +1,32 @@
-"""The time of a step by component, module, kernel or pass of attention, and in which part of the step it was spent."""
+"""The time of a step by component, module, kernel or pass of attention, and in which part of the step it was spent.
+
+A pass of the whole model computes one pack, so a kernel of attention belongs to the pack of the pass that launched it.
+Backward has the pass of the forward that it differentiates, by the sequence number, and recomputation that of the
+backward around it. The trace says what each layer's mask lets each pack attend to, in FLOPs.
+"""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from headway.errors import ConfigError
-from headway.explain.attention import StepAttention
-from headway.explain.attribute import Phase
+from headway.explain.attribution import Phase
 from headway.explain.budget import NO_COMPONENT, NeededWork
-from headway.explain.classes import Work
-from headway.explain.measure import MeasuredStep, MeasuredTrace
+from headway.explain.events import Kind, Trace
+from headway.explain.explanation import StepWaterfall
+from headway.explain.kernels import Work, is_attention
+from headway.explain.measurement import MeasuredStep, MeasuredTrace
 from headway.explain.owners import Owners
-from headway.explain.waterfall import StepWaterfall
 
 By = Literal["component", "module", "kernel", "attention"]
 OUTSIDE = "(outside of modules)"
 NO_KERNEL = "(no kernel runs)"
 NO_ATTENTION = "(no attention)"
+_FORWARD = "phase:forward"
+_PARTS = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTED)  # as a trace's `packs` have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,70 @@ class BreakdownRow:
             "flops_by_phase": {phase.value: flops for phase, flops in self.flops_by_phase.items()},
             "flops_per_s": self.flops_per_s,
         }
+
+
+class PackLayer(NamedTuple):
+    """Attention of one pack in one layer.
+
+    Attributes:
+        module: path of the module that attends.
+        pack: number of the pack in its step, from 1; None where the trace does not tell them apart.
+    """
+
+    module: str
+    pack: int | None
+
+    def __str__(self) -> str:
+        return f"{self.module}, pack {'unknown' if self.pack is None else self.pack}"
+
+
+class StepAttention:
+    """Attention of one step, by pack and layer.
+
+    Attributes:
+        flops: FLOPs of the pairs that the masks allow, by the cost model: forward, backward, and what is run again.
+
+    Args:
+        measured: the trace.
+        step: number of the step.
+        budget: what Headway wrote into the trace.
+
+    Raises:
+        ConfigError: the trace does not say what each pack of the step attends to.
+    """
+
+    def __init__(self, measured: MeasuredTrace, step: int, budget: NeededWork) -> None:
+        packs = budget.packs(step)
+        if packs is None:
+            raise ConfigError(
+                f"--by attention: {measured.trace.path} does not say what each pack of step {step} attends to. Profile "
+                "again with this Headway, whose traces do."
+            )
+        self._measured = measured
+        self.flops: Mapping[PackLayer, Mapping[Phase, int]] = _flops(packs)
+        self._attending = {module for module, _ in self.flops}
+        passes = _passes(measured.trace, step)
+        self._pack_of = {at: number for number, at in enumerate(passes, start=1)} if len(passes) == len(packs) else {}
+        self._attends_in: dict[str, str | None] = {}
+
+    def of(self, event: int) -> PackLayer | None:
+        """The pack and layer that an event attends for; None if it is no matmul-class event of attention."""
+        attribution = self._measured.attribution
+        if attribution.work[event] is not Work.MATMUL:
+            return None
+        module: str | None = attribution.module[event]
+        if module not in self._attending:
+            names, events = self._measured.trace.names, self._measured.events
+            name = attribution.operator[event] or names[events.name[event]]
+            module = self._within(attribution.module[event]) if is_attention(name) else None
+        return None if module is None else PackLayer(module, self._pack_of.get(attribution.passes[event]))
+
+    def _within(self, unit: str) -> str | None:
+        """The one module that attends in a compiled block."""
+        if unit not in self._attends_in:
+            inside = [module for module in self._attending if module.startswith(f"{unit}.")]
+            self._attends_in[unit] = inside[0] if len(inside) == 1 else None
+        return self._attends_in[unit]
 
 
 def break_down(waterfall: StepWaterfall, by: By) -> list[BreakdownRow]:
@@ -140,3 +213,21 @@ def _attention(measured: MeasuredTrace, step: MeasuredStep, attention: StepAtten
         row = rows.get(str(layer), BreakdownRow(str(layer), 0, {}))
         rows[row.name] = replace(row, flops=sum(by_phase.values()), flops_by_phase=dict(by_phase))
     return [*rows.values()]
+
+
+def _flops(packs: Sequence[Mapping[str, Sequence[int]]]) -> dict[PackLayer, dict[Phase, int]]:
+    return {
+        PackLayer(module, number): {phase: n for phase, n in zip(_PARTS, flops, strict=True) if n}
+        for number, pack in enumerate(packs, start=1)
+        for module, flops in pack.items()
+    }
+
+
+def _passes(trace: Trace, step: int) -> list[int]:
+    """The annotations of a step's passes of the whole model, in order: indices of host events."""
+    within = [(start, end) for number, start, end in trace.steps if number == step]
+    host = trace.host
+    forward = {index for index, name in enumerate(trace.names) if name == _FORWARD}
+    passes = np.flatnonzero((host.kind == Kind.ANNOTATION) & np.isin(host.name, list(forward)))
+    passes = passes[np.argsort(host.start_ns[passes], kind="stable")]
+    return [i for i in passes.tolist() if any(start <= host.start_ns[i] < end for start, end in within)]

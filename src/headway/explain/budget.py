@@ -13,6 +13,30 @@ OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """Rates that a device can reach.
+
+    Attributes:
+        peak_flops_per_s: of the products' dtype, dense [FLOP/s]; None where it is not known.
+        ceiling_flops_per_s: the best that was measured [FLOP/s]; None where nothing was.
+        bytes_per_s: of its memory [B/s]; None where it is not known.
+        peak_source: where the peak stands; "" without one, or where the trace says it itself.
+        why_no_peak: a sentence, where there is none.
+    """
+
+    peak_flops_per_s: float | None = None
+    ceiling_flops_per_s: float | None = None
+    bytes_per_s: float | None = None
+    peak_source: str = ""
+    why_no_peak: str = ""
+
+    @property
+    def best_flops_per_s(self) -> float | None:
+        """The ceiling, or the peak where none was measured [FLOP/s]."""
+        return self.ceiling_flops_per_s or self.peak_flops_per_s
+
+
+@dataclass(frozen=True, slots=True)
 class Need:
     """Time that one component of a step needed [ns]; each is a whole number, so that sums are exact.
 

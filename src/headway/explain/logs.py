@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from headway.errors import ConfigError
-from headway.explain.findings.series import Series, SeriesStep, find_in_series, usual_tokens
-from headway.explain.unprofiled import NO_PROFILE_NOTE, unprofiled
-from headway.explain.waterfall import JobExplanation
+from headway.explain.explanation import NO_PROFILE_NOTE, PER_SECOND_NOTE, JobExplanation, unprofiled_waterfall
+from headway.explain.findings.evidence import RunEvidence, RunStep
+from headway.explain.findings.rules import find
+from headway.explain.findings.series import usual_tokens
 
-PER_SECOND_NOTE = (
-    "the lines do not tell how long a step takes: what is shown is one second of training at each one's rates."
-)
 _SECOND_NS = 1_000_000_000
 
 
@@ -58,7 +56,7 @@ def explain_log(
     notes = [NO_PROFILE_NOTE]
     # Time comes first: a line that does not tell it has no waterfall.
     durations = _durations(lines, notes)
-    waterfalls, series = [], []
+    waterfalls, run_steps = [], []
     for line, duration_ns in zip(lines, durations, strict=True):
         if duration_ns is None:
             continue
@@ -66,11 +64,11 @@ def explain_log(
         amounts: list[tuple[str, str, int, dict[str, int]]] = []
         if line.mfu is not None:
             amounts.append(("useful", "needed work at peak", round(line.mfu * duration_ns), {}))
-        waterfalls.append(unprofiled(line.step, duration_ns, amounts, "unknown device"))
+        waterfalls.append(unprofiled_waterfall(line.step, duration_ns, amounts, "unknown device"))
         # The rate compares steps with each other, so the best measure that the line has will do.
         rate = line.mfu or line.flops_per_s or line.tokens_per_s
         tokens = line.tokens_per_s * duration_ns / _SECOND_NS if line.tokens_per_s else None
-        series.append(SeriesStep(line.step, duration_ns, line.mfu, rate, tokens=tokens, memory_share=line.memory_share))
+        run_steps.append(RunStep(line.step, duration_ns, line.mfu, rate, tokens=tokens, memory_share=line.memory_share))
     # Whose rule the needed work follows, or why there is none.
     notes.append(
         f"needed work is what {tool} counts by its own rule and peak; `headway audit` restates it."
@@ -80,7 +78,7 @@ def explain_log(
     )
     if left_out := durations.count(None):
         notes.append(f"{left_out} of {len(lines)} lines do not tell how long their step took, and are left out.")
-    findings = tuple(find_in_series(Series(tuple(series))))
+    findings = find(run=RunEvidence(run_steps))
     chosen = tuple(waterfall for waterfall in waterfalls if step is None or waterfall.step == step)
     if not chosen:
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
@@ -92,6 +90,7 @@ def _durations(lines: Sequence[LoggedStep], notes: list[str]) -> list[int | None
     """Time of each line's step [ns]: as printed, or from one line's stamp to the next one's."""
     if any(line.duration_s for line in lines):
         return [round(line.duration_s * 1e9) or None if line.duration_s else None for line in lines]
+    # The first line has no stamp before it; stamps that stand still or go back tell no time.
     times_ns: list[int | None] = [None]
     for before, line in pairwise(lines):
         took_s, steps = (line.stamp_s or 0) - (before.stamp_s or 0), line.step - before.step
@@ -101,6 +100,7 @@ def _durations(lines: Sequence[LoggedStep], notes: list[str]) -> list[int | None
         notes.append(PER_SECOND_NOTE)
         return [_SECOND_NS] * len(lines)
     notes.append("a step is the time from one line's stamp to the next one's, per step where lines were left out.")
+    # The first step's time can still be had from its rate, where all steps have about as many tokens.
     first = lines[0]
     tokens = [ns * line.tokens_per_s for ns, line in zip(times_ns, lines, strict=True) if ns and line.tokens_per_s]
     if first.tokens_per_s and tokens:

@@ -5,10 +5,10 @@ computes between the modules that FLOPs are counted of, such as norms and residu
 block has no modules within, so all components of a tower's compiled blocks are one: `TOWER (compiled)`.
 """
 
-from headway.explain.attribute import Attribution, Chore, Phase
+from headway.explain.attribution import Attribution, Chore, Phase
 from headway.explain.budget import NO_COMPONENT, NeededWork, tower_of
-from headway.explain.classes import Work
-from headway.explain.trace import NONE
+from headway.explain.events import NONE
+from headway.explain.kernels import Work
 
 # In brackets, as they are no components.
 _OF_PHASE = {

@@ -13,18 +13,22 @@ from typing import Any
 from headway.devices.names import named_devices
 from headway.errors import ConfigError, HeadwayError
 from headway.explain.budget import SCHEMA_VERSION, Need, NeededWork, head_lines
-from headway.explain.findings.finding import Finding
+from headway.explain.explanation import (
+    NO_PROFILE_NOTE,
+    Finding,
+    JobExplanation,
+    StepWaterfall,
+    unprofiled_waterfall,
+)
+from headway.explain.findings.evidence import RunEvidence, RunStep, StepEvidence
 from headway.explain.findings.rules import find
-from headway.explain.findings.series import Series, SeriesStep, find_in_series, num_first_steps
-from headway.explain.unprofiled import NO_PROFILE_NOTE, unprofiled
-from headway.explain.waterfall import JobExplanation, StepWaterfall
 from headway.files import open_plain
 from headway.log.jsonl import as_object, sharing_decoder
+from headway.log.run_files import CONFIG, SUMMARY
 from headway.report import format_duration
 from headway.report.numbers import finite, integer, quantity
 from headway.report.step_lines import NAMES
 
-METRICS = "metrics.jsonl"
 UNFINISHED_NOTE = "the run has not ended, or was killed"  # how the note on it begins
 _MOST_STEPS = 2**53  # a larger number is no float
 _MOST_FLOPS = 10**30  # of all devices in one record
@@ -61,6 +65,7 @@ def explain_with_records(
     path: Path, *, step: int | None = None, rank: int | None = None
 ) -> tuple[JobExplanation, list[Mapping[str, Any]]]:
     """Explain the steps of a run as `explain_records`, and give all its records of steps, each step once, in order."""
+    # All ranks add up in a record: none of them can be shown apart.
     if rank:
         raise ConfigError(
             f"--rank {rank}: records are of all ranks together. Profile that rank with run.profile.ranks, and explain "
@@ -69,13 +74,13 @@ def explain_with_records(
     entries, notes = _read_records(path)
     device_name, memory_bytes = _device(path.parent)
     # Each record becomes a waterfall and a place in the series; a value that Headway does not write names its step.
-    waterfalls, in_series, unsaid = [], list[SeriesStep](), Counter[str]()
+    waterfalls, run_steps, unsaid = [], list[RunStep](), Counter[str]()
     for entry in entries:
         try:
             work = _work(entry, str(path))
             unsaid.update([] if work is not None else [_why_no_work(entry.record)])
             waterfalls.append(_waterfall(entry, work, device_name))
-            in_series.append(_series_step(entry, waterfalls[-1], memory_bytes))
+            run_steps.append(_run_step(entry, waterfalls[-1], memory_bytes))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ConfigError(
                 f"{path}: the record of step {entry.step} has a value that Headway does not write "
@@ -89,8 +94,8 @@ def explain_with_records(
     if not chosen:
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
         raise ConfigError(f"--step {step}: {path} has no record of it; it has {len(waterfalls)} records, {numbers}.")
-    findings = _findings(entries, waterfalls, Series(tuple(in_series), beside_ns))
-    explanation = JobExplanation(tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), tuple(findings))
+    findings = _findings(entries, waterfalls, RunEvidence(run_steps, beside_ns))
+    explanation = JobExplanation(tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), findings)
     return explanation, [entry.record for entry in entries]
 
 
@@ -106,15 +111,14 @@ def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | No
     """
     entries = [entry for record in records if (entry := _checked(record)) is not None]
     waterfalls = [_waterfall(entry, _work(entry, "the run"), "") for entry in entries]
-    in_series = [
-        _series_step(entry, waterfall, memory_bytes) for entry, waterfall in zip(entries, waterfalls, strict=True)
+    run_steps = [
+        _run_step(entry, waterfall, memory_bytes) for entry, waterfall in zip(entries, waterfalls, strict=True)
     ]
-    return _findings(entries, waterfalls, Series(tuple(in_series))) if entries else []
+    return list(_findings(entries, waterfalls, RunEvidence(run_steps)))
 
 
-def _findings(entries: list[_StepRecord], waterfalls: list[StepWaterfall], series: Series) -> list[Finding]:
-    first = num_first_steps([step.duration_ns for step in series.steps])
-    return find_in_series(series, find(waterfalls[first:], {0: _facts(entries)}))
+def _findings(entries: list[_StepRecord], waterfalls: list[StepWaterfall], run: RunEvidence) -> tuple[Finding, ...]:
+    return find(StepEvidence(waterfalls[run.num_first :], {0: _facts(entries)}), run)
 
 
 def _facts(entries: list[_StepRecord]) -> dict[str, Any]:
@@ -153,6 +157,7 @@ def _read_records(path: Path) -> tuple[list[_StepRecord], list[str]]:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror or error}. Name a run folder or its file."
         ) from error
+    # A file of evaluations alone is as good as empty, and the error says which of the two it is.
     if not by_step:
         lines = f"only {others} other records" if others else "no line that can be read"
         raise ConfigError(
@@ -251,7 +256,7 @@ def _waterfall(entry: _StepRecord, work: Mapping[str, Need] | None, device_name:
     away_ns = entry.away_ns // entry.num_steps
     if "away_s" in entry.record:
         amounts.append(("aside", NAMES["aside"], away_ns, {}))
-    return unprofiled(entry.step, entry.wall_ns // entry.num_steps + away_ns, amounts, device_name)
+    return unprofiled_waterfall(entry.step, entry.wall_ns // entry.num_steps + away_ns, amounts, device_name)
 
 
 def _why_no_work(record: Mapping[str, Any]) -> str:
@@ -291,7 +296,7 @@ def _notes_of_run(folder: Path, entries: list[_StepRecord]) -> list[str]:
     if steps:
         times = "once" if len(steps) == 1 else f"{len(steps):,} times"
         notes.append(f"the run was resumed {times}, after step {', '.join(steps[:5])}.")
-    if (folder / "config.yaml").exists() and not (folder / "summary.json").exists():
+    if (folder / CONFIG).exists() and not (folder / SUMMARY).exists():
         notes.append(f"{UNFINISHED_NOTE}: these are its records up to step {entries[-1].step}.")
     return notes
 
@@ -338,7 +343,7 @@ def _beside(folder: Path, entries: list[_StepRecord]) -> tuple[Mapping[str, int]
     return spent, [f"beside training the whole run spent: {spent_text}; {where} (`headway goodput` has all of it)."]
 
 
-def _series_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | None) -> SeriesStep:
+def _run_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | None) -> RunStep:
     record = entry.record
     ns = {line.key: line.ns for line in waterfall.lines}
     duration_ns = waterfall.duration_ns - ns.get("aside", 0)  # what is beside training comes from the ledger
@@ -347,7 +352,7 @@ def _series_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int
     tokens = (quantity(record.get("tokens")) or 0.0) / entry.num_steps
     work = useful_ns or tokens
     peak_memory, slowest = quantity(record.get("peak_memory_bytes")), record.get("slowest_rank")
-    return SeriesStep(
+    return RunStep(
         step=entry.step,
         duration_ns=duration_ns,
         mfu=None if useful_ns is None else useful_ns / duration_ns,

@@ -11,10 +11,9 @@ from typing import Any
 from headway.count import CostModel, Workload, drivers
 from headway.count.step_facts import components_of, flops_on_padding, step_facts
 from headway.errors import ConfigError
-from headway.explain.budget import SCHEMA_VERSION
-from headway.explain.measure import MATMUL, MeasuredStep, MeasuredTrace
+from headway.explain.budget import SCHEMA_VERSION, DeviceRates
+from headway.explain.measurement import MATMUL, MeasuredStep, MeasuredTrace
 from headway.explain.products import products_of
-from headway.explain.rates import DeviceRates
 from headway.report import format_flops, format_rate, format_share
 
 ALL = "all components"  # where a trace's modules have no paths

@@ -2,15 +2,13 @@
 
 import sys
 from collections.abc import Sequence
+from statistics import median
 from typing import Literal
 
-from headway.explain.attribute import Phase
+from headway.explain.attribution import Phase
 from headway.explain.breakdown import NO_ATTENTION, NO_KERNEL, BreakdownRow, By, attributed_share, break_down
-from headway.explain.findings.finding import Finding
-from headway.explain.gemms import GemmRow, gemms_of
-from headway.explain.text_series import overview_steps
-from headway.explain.traffic import OperandTraffic
-from headway.explain.waterfall import JobExplanation, StepWaterfall, WaterfallLine
+from headway.explain.explanation import Finding, JobExplanation, OperandTraffic, StepWaterfall, WaterfallLine
+from headway.explain.products import GemmRow, gemms_of
 from headway.report import (
     Column,
     format_flops,
@@ -24,6 +22,9 @@ from headway.report import (
 from headway.report.markdown import markdown_cell, markdown_text
 from headway.report.terminal import coloured, width_of
 
+_MOST_STEPS = 20  # that are shown each
+_MOST_SLOW = 5
+_PLACES = (("fastest", 0.0), ("10 %", 0.1), ("median", 0.5), ("90 %", 0.9), ("slowest", 1.0))
 _BAR = 20  # columns
 _MOST_ROWS = 20
 _BESIDE_NAMES = {"attention": 46}  # columns that the numbers of a breakdown take
@@ -46,6 +47,7 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     """
     table = markdown_table if markdown else plain_table
     waterfalls = explanation.steps
+    # Of an even number the faster of the two in the middle, so that what is shown is a step that there is.
     shown = sorted(waterfalls, key=lambda waterfall: waterfall.duration_ns)[(len(waterfalls) - 1) // 2]
     parts = []
     if len(waterfalls) > 1:
@@ -106,7 +108,7 @@ def _title(shown: StepWaterfall, count: int, *, markdown: bool) -> str:
 
 def _overview(waterfalls: Sequence[StepWaterfall]) -> tuple[list[Column], list[list[str]], None]:
     has_mfu = any(waterfall.mfu is not None for waterfall in waterfalls)
-    chosen = overview_steps(waterfalls)
+    chosen = _overview_steps(waterfalls)
     has_places = any(place for place, _ in chosen)
     columns = [
         *([Column(f"of {len(waterfalls):,} steps", "left")] if has_places else []),
@@ -123,6 +125,28 @@ def _overview(waterfalls: Sequence[StepWaterfall]) -> tuple[list[Column], list[l
         placed = [place] if has_places else []
         rows.append([*placed, str(waterfall.step), str(waterfall.rank), format_ms(waterfall.duration_ns), *mfu, *loss])
     return columns, rows, None
+
+
+def _overview_steps(waterfalls: Sequence[StepWaterfall]) -> list[tuple[str, StepWaterfall]]:
+    """Choose the steps of an overview.
+
+    Args:
+        waterfalls: at least one.
+
+    Returns:
+        All of them with empty places, up to 20; of more, those at some places by duration, then up to five that took
+        more than twice the median, in their order.
+    """
+    if len(waterfalls) <= _MOST_STEPS:
+        return [("", waterfall) for waterfall in waterfalls]
+    by_duration = sorted(waterfalls, key=lambda waterfall: waterfall.duration_ns)
+    last = len(by_duration) - 1
+    chosen = [(name, by_duration[int(place * last)]) for name, place in _PLACES]
+    usual_ns = median(waterfall.duration_ns for waterfall in waterfalls)
+    slow = [waterfall for waterfall in waterfalls if waterfall.duration_ns > 2 * usual_ns]
+    dearest = sorted(slow, key=lambda waterfall: -waterfall.duration_ns)[:_MOST_SLOW]
+    in_order = sorted(dearest, key=lambda waterfall: (waterfall.step, waterfall.rank))
+    return [*chosen, *((f"1 of {len(slow)} slow", waterfall) for waterfall in in_order)]
 
 
 def _dearest(waterfall: StepWaterfall) -> WaterfallLine | None:

@@ -1,46 +1,33 @@
-"""A Kineto trace as columns: what ran on the device, what ran on the host, in whole nanoseconds.
+"""Reader of Kineto traces: columns of the events, read from a file's JSON one event after the other.
 
 Source: the fields are those of libkineto's output_json.cpp and of torch.profiler (torch 2.0 to 2.13), held against ten
 published traces of NVIDIA and AMD devices and of CPUs.
 """
 
+import gzip
+import json
 import re
+import zlib
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
-from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
-import numpy.typing as npt
 
 from headway.errors import ConfigError
-from headway.explain.json_stream import read_trace_json
-from headway.explain.operands import Operands
+from headway.explain.events import NONE, Events, Kind, Operands, Trace
+from headway.files import open_plain
 from headway.report.numbers import integer
 
-Column = npt.NDArray[np.int64]
-
 MAX_EVENTS = 4_000_000  # some 2 GB and a few minutes
-NONE = -1  # in any column: the event does not say
-PROFILER_STEP = "ProfilerStep#"
+_PROFILER_STEP = "ProfilerStep#"
 _STEP_NUMBER = re.compile("[0-9]{1,18}")
-
-
-class Kind(IntEnum):
-    """Kind of an event: the first three on the device, the others on the host."""
-
-    KERNEL = 0
-    MEMCPY = 1
-    MEMSET = 2
-    OPERATOR = 3
-    ANNOTATION = 4
-    PYTHON = 5
-    LAUNCH = 6  # a call of the device's runtime or driver; synchronisations are among them
-
-
+_CHUNK = 2**20  # characters read at a time
+_MAX_VALUE = 2**26  # characters of one value; the largest seen, 20 MB, is a list of log lines
+_SPACE = re.compile(r"[ \t\r\n]*")
+_GZIP_MAGIC = b"\x1f\x8b"
 _KINDS = {
     "kernel": Kind.KERNEL,
     "gpu_memcpy": Kind.MEMCPY,
@@ -49,82 +36,6 @@ _KINDS = {
     "user_annotation": Kind.ANNOTATION,
     "python_function": Kind.PYTHON,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Events:
-    """Events as columns of one length; NONE where an event does not say.
-
-    Attributes:
-        kind: a `Kind`.
-        name: index into the trace's names.
-        start_ns: beginning on the trace's clock [ns].
-        end_ns: end [ns], >= start_ns.
-        track: of the host, which thread of which process; of the device, which stream.
-        device: index of the device; NONE on the host.
-        correlation: number that a launch and what it launched share.
-        sequence: number that an operator of the forward pass and its backward share.
-        forward_thread: 0 in forward, above 0 in backward: the profiler's number of the forward's thread.
-        group: index into the trace's names of what a collective says of itself (kind, group, elements).
-        operands: index into the trace's operands, of an operator whose shapes were recorded.
-    """
-
-    kind: Column
-    name: Column
-    start_ns: Column
-    end_ns: Column
-    track: Column
-    device: Column
-    correlation: Column
-    sequence: Column
-    forward_thread: Column
-    group: Column
-    operands: Column
-
-    def __len__(self) -> int:
-        return len(self.kind)
-
-    def take(self, which: npt.NDArray[Any]) -> "Events":
-        """Events of a mask or in an order."""
-        return Events(*(getattr(self, field)[which] for field in self.__slots__))
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """One process's trace.
-
-    Attributes:
-        path: the file.
-        names: every name that occurs, once.
-        operands: all that operators were called with, each once; empty where no shapes were recorded.
-        device: kernels, copies and fills, by start.
-        host: operators, annotations, Python functions and launches, by track, then start, the outer one first.
-        steps: number, start and end [ns] of each `ProfilerStep#`, by start.
-        step_track: the host thread of the steps; NONE without steps.
-        rank: of the job, 0 where the file does not say.
-        world_size: processes of the job, as the file says; None if it does not.
-        device_name: as the file says; "CPU" where nothing ran on a device.
-        headway: what Headway wrote beside the events; None in other people's traces.
-        capability: compute capability of an NVIDIA device, such as (9, 0); None where the file does not say.
-    """
-
-    path: Path
-    names: Sequence[str]
-    operands: Sequence[Operands]
-    device: Events
-    host: Events
-    steps: tuple[tuple[int, int, int], ...]
-    step_track: int
-    rank: int
-    world_size: int | None
-    device_name: str
-    headway: Mapping[str, Any] | None
-    capability: tuple[int, int] | None = None
-
-    @property
-    def is_cpu_only(self) -> bool:
-        """Whether nothing ran on a device, so that operators of the host take the place of kernels."""
-        return len(self.device) == 0
 
 
 def read_trace(path: Path) -> Trace:
@@ -137,7 +48,7 @@ def read_trace(path: Path) -> Trace:
         ConfigError: the file is no trace, is cut off, holds nothing that took time, or more than MAX_EVENTS events.
     """
     builder = _Builder(path)
-    metadata = read_trace_json(path, builder.add)
+    metadata = read_json(path, builder.add)
     events = builder.events()
     if not len(events):
         raise ConfigError(
@@ -284,9 +195,9 @@ class _Builder:
 def _steps(host: Events, names: Sequence[str]) -> tuple[int, tuple[tuple[int, int, int], ...]]:
     """The host thread that has most annotations of steps, and its steps: several threads may carry them."""
     numbers = {
-        index: int(name.removeprefix(PROFILER_STEP))
+        index: int(name.removeprefix(_PROFILER_STEP))
         for index, name in enumerate(names)
-        if name.startswith(PROFILER_STEP) and _STEP_NUMBER.fullmatch(name, len(PROFILER_STEP))
+        if name.startswith(_PROFILER_STEP) and _STEP_NUMBER.fullmatch(name, len(_PROFILER_STEP))
     }
     annotations = np.flatnonzero((host.kind == Kind.ANNOTATION) & np.isin(host.name, list(numbers)))
     if not len(annotations):
@@ -324,3 +235,143 @@ def _capability(metadata: Mapping[str, Any]) -> tuple[int, int] | None:
             if isinstance(major, int) and isinstance(minor, int):
                 return major, minor
     return None
+
+
+def read_json(path: Path, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Read a trace, hand over each event, and return what stands beside the events.
+
+    Numbers with a fraction arrive as text, as they are written: a timestamp in microseconds since 1970 with three
+    decimals has more digits than a float.
+
+    Args:
+        path: a file of JSON, compressed by gzip or not, whatever its name says.
+        on_event: called with each object in `traceEvents`.
+
+    Returns:
+        The other keys of the file; empty where the file is a bare list of events.
+
+    Raises:
+        ConfigError: the file cannot be read, is cut off, or is no trace.
+    """
+    try:
+        with open_plain(path) as file:
+            is_gzip = file.read(2) == _GZIP_MAGIC
+        with (
+            gzip.open(path, "rt", encoding="utf-8", errors="replace")
+            if is_gzip
+            else path.open(encoding="utf-8", errors="replace")
+        ) as text:
+            return _Values(text, path).read(on_event)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ConfigError(
+            f"{path} is cut off or damaged: gzip says {str(error)!r}. Copy or export it again; a profiler "
+            "that was killed while it wrote leaves such a file."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}. Name a trace file.") from error
+
+
+class _Values:
+    """A text of which the part in hand begins at `_at`; more is read when a value does not end in it."""
+
+    def __init__(self, text: TextIO, path: Path) -> None:
+        self._text = text
+        self._path = path
+        self._decode = json.JSONDecoder(strict=False, parse_float=str).raw_decode
+        self._buffer = ""
+        self._at = 0
+
+    def read(self, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        metadata: dict[str, Any] = {}
+        has_events = False
+        opening = self._next()
+        if opening == "[":
+            self._events(on_event)
+            return metadata
+        if opening != "{":
+            raise self._no_trace("it does not begin with { or [")
+        for _ in self._items("}"):
+            key = self._value()
+            if self._next() != ":" or not isinstance(key, str):
+                raise self._no_trace("a key is not followed by a value")
+            self._skip_space()
+            if key == "traceEvents" and self._peek() == "[":
+                self._at += 1
+                self._events(on_event)
+                has_events = True
+            else:
+                metadata[key] = self._value()
+        if not has_events:
+            keys = ", ".join(sorted(metadata)[:5]) or "none"
+            raise self._no_trace(f"it has no list traceEvents, only the keys: {keys}")
+        return metadata
+
+    def _events(self, on_event: Callable[[dict[str, Any]], None]) -> None:
+        for _ in self._items("]"):
+            event = self._value()
+            if not isinstance(event, dict):
+                raise self._no_trace(f"an event of it is {str(event)[:40]!r}, not an object")
+            on_event(event)
+
+    def _items(self, closing: str) -> Iterator[None]:
+        """Stand before each item of a list or an object, and behind its end at last."""
+        self._skip_space()
+        if self._peek() == closing:
+            self._at += 1
+            return
+        while True:
+            self._skip_space()
+            yield
+            mark = self._next()
+            if mark == closing:
+                return
+            if mark != ",":
+                raise self._no_trace(f"{mark!r} stands where a comma should")
+
+    def _value(self) -> Any:
+        while True:
+            try:
+                value, end = self._decode(self._buffer, self._at)
+                if end < len(self._buffer):  # else a number may go on
+                    self._at = end
+                    return value
+                wrong: Exception | None = None
+            except (ValueError, RecursionError) as error:
+                wrong = error
+            # More of the text mends no list nested too deeply, and no number of too many digits for Python.
+            ends_early = wrong is None or isinstance(wrong, json.JSONDecodeError)
+            if not ends_early or not self._more():
+                raise self._no_trace("a value in it is no JSON, or the file is cut off") from wrong
+
+    def _more(self) -> bool:
+        self._buffer = self._buffer[self._at :]
+        self._at = 0
+        if len(self._buffer) > _MAX_VALUE:
+            raise self._no_trace(f"one value in it is longer than {_MAX_VALUE:,} characters")
+        chunk = self._text.read(max(_CHUNK, len(self._buffer)))
+        self._buffer += chunk
+        return bool(chunk)
+
+    def _skip_space(self) -> None:
+        while True:
+            space = _SPACE.match(self._buffer, self._at)
+            self._at = space.end() if space else self._at
+            if self._at < len(self._buffer) or not self._more():
+                return
+
+    def _peek(self) -> str:
+        return self._buffer[self._at : self._at + 1]
+
+    def _next(self) -> str:
+        self._skip_space()
+        mark = self._peek()
+        if not mark:
+            raise self._no_trace("the file is cut off")
+        self._at += 1
+        return mark
+
+    def _no_trace(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self._path} is no whole trace of PyTorch's profiler: {why}. Give what "
+            "torch.profiler.profile(...).export_chrome_trace(FILE) writes, as .json or .json.gz."
+        )

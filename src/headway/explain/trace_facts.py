@@ -1,14 +1,48 @@
-"""Facts of a trace together: its steps measured, what they needed, and how fast the device could have been."""
+"""Facts of a trace together: its steps measured, their collectives, what they needed, and its device's rates.
 
+A collective ends on all ranks at about the same time, and on the last rank that comes it takes as long as the transfer.
+So the shortest of the ranks' durations is the transfer, and what a rank's own takes beyond it is waiting. A device's
+rates are those that the trace tells, that the user states, or that the table of devices has.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headway.explain.budget import NeededWork
-from headway.explain.collectives import Collectives, find_collectives
-from headway.explain.measure import MeasuredTrace, measure
-from headway.explain.rates import DeviceRates, rates_of
+import numpy as np
+
+from headway.devices import named_peak
+from headway.devices.lookup import peak_elsewhere
+from headway.devices.names import named_devices
+from headway.errors import UnknownDeviceError, UsageError
+from headway.explain.budget import DeviceRates, NeededWork
+from headway.explain.events import NONE, Trace
+from headway.explain.kernels import Work
+from headway.explain.measurement import MATMUL, MeasuredStep, MeasuredTrace, measure
 from headway.explain.stated_work import StatedWork, with_stated_work
-from headway.explain.trace import Trace
-from headway.report import format_duration
+from headway.report import format_duration, format_rate
+
+_FLOATS = {"bf16", "fp16", "fp32", "fp8"}
+# What names of kernels say of their precision; tf32 first, since its operands are fp32.
+_IN_NAMES = {"tf32": "tf32", "bf16": "bf16|bfloat16", "fp8": "e4m3|fp8", "fp16": "fp16|f16|half|hgemm|s884|s1688"}
+
+
+@dataclass(frozen=True, slots=True)
+class Collectives:
+    """The collectives of one rank.
+
+    Attributes:
+        measured: the rank's trace.
+        by_step: by number of the step in which they begin, and by what they say of themselves, in order.
+    """
+
+    measured: MeasuredTrace
+    by_step: dict[int, dict[str, list[int]]]
+
+    def duration_of(self, event: int) -> int:
+        """Duration of a collective [ns]."""
+        return int(self.measured.events.end_ns[event] - self.measured.events.start_ns[event])
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +79,7 @@ def gather_facts(trace: Trace, work: StatedWork | None, device: str | None, *, a
     """
     measured = measure(trace, as_one_step=as_one_step)
     notes = [*measured.notes]
-    rates = rates_of(measured, device)
+    rates = _rates(measured, device)
     if work is not None:
         measured, note = with_stated_work(measured, work, rates)
         notes.append(note)
@@ -57,7 +91,7 @@ def gather_facts(trace: Trace, work: StatedWork | None, device: str | None, *, a
     if rates.peak_source and budget is not None:
         notes.append(f"{rates.peak_source}.")
     notes += _notes_of_budget(budget)
-    return TraceFacts(measured, budget, rates, notes, find_collectives(measured))
+    return TraceFacts(measured, budget, rates, notes, _collectives(measured))
 
 
 def _notes_of_budget(budget: NeededWork | None) -> list[str]:
@@ -82,3 +116,128 @@ def _notes_of_budget(budget: NeededWork | None) -> list[str]:
             "the device's ceiling was not measured, so it is taken as the peak (`headway ceiling` measures it)."
         )
     return notes
+
+
+def _rates(measured: MeasuredTrace, device: str | None) -> DeviceRates:
+    """Find the rates of the device that a trace ran on.
+
+    Args:
+        measured: the trace.
+        device: its name or dense peak [FLOP/s], where the user gives it.
+
+    Raises:
+        UsageError: the user's device is not known, or has no peak for the products' dtype.
+        ConfigError: what Headway wrote into the trace cannot be read.
+    """
+    trace = measured.trace
+    # Rates that Headway wrote into the trace come first, unless the user names a device.
+    written = None if trace.headway is None else NeededWork(trace.headway, str(trace.path))
+    recorded_bandwidth = written.bytes_per_s if written is not None else None
+    bytes_per_s = recorded_bandwidth or _bandwidth(device) or _bandwidth(trace.device_name)
+    ceiling = written.ceiling_flops_per_s if written is not None else None
+    if device is None and written is not None and written.peak_flops_per_s is not None:
+        return DeviceRates(written.peak_flops_per_s, ceiling, bytes_per_s)
+    # A peak is of one precision: that of the products which took most of the time.
+    dtype = _dtype_of_products(measured)
+    unknown = DeviceRates(None, ceiling, bytes_per_s)
+    try:
+        if device is not None and _is_rate(device):
+            peak = named_peak(device)
+            return DeviceRates(
+                peak.flops_per_s, ceiling, bytes_per_s, f"peak: {format_rate(peak.flops_per_s)}, as stated"
+            )
+        if dtype is None:
+            if device is not None:
+                named_devices(device)  # refuses what is no device
+            return replace(unknown, why_no_peak="the trace does not say in which precision its products ran.")
+        peak = named_peak(device, dtype) if device is not None else peak_elsewhere(trace.device_name, dtype)
+    except UnknownDeviceError as error:
+        if device is None:
+            why = f"no peak in {dtype} is known of {trace.device_name!r}, on which it ran."
+            return replace(unknown, why_no_peak=why)
+        raise UsageError(f"{error} Here --device takes the rate itself as well, such as --device 312e12.") from error
+    source = f"{peak.name} in {dtype}" if peak.kind == "datasheet" else peak.source
+    source = f"peak: {format_rate(peak.flops_per_s)}, {source}"
+    return DeviceRates(peak.flops_per_s, ceiling, bytes_per_s, source)
+
+
+def _dtype_of_products(measured: MeasuredTrace) -> str | None:
+    """Name the precision in which most of the time of products was spent; None where nothing tells it."""
+    spent: Counter[str] = Counter()
+    for owned in (owned for step in measured.steps for owned in step.owned if owned.line == MATMUL):
+        name = measured.trace.names[measured.events.name[owned.event]]
+        in_name = next((dtype for dtype, words in _IN_NAMES.items() if re.search(words, name, re.IGNORECASE)), None)
+        operands = measured.operands_of(owned.event)
+        dtype = operands.dtype if operands is not None else None
+        if dtype == "fp32" and in_name == "tf32":
+            dtype = in_name
+        precision = dtype if dtype in _FLOATS or dtype == "tf32" else in_name
+        if precision is not None:
+            spent[precision] += owned.ns
+    return max(spent, key=spent.__getitem__, default=None)
+
+
+def _is_rate(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _bandwidth(name: str | None) -> float | None:
+    """Bytes per second of all devices of that name, if they have but one."""
+    try:
+        devices = named_devices(name) if name is not None and not _is_rate(name) else []
+    except UnknownDeviceError:
+        return None
+    rates = {device.memory_bytes_per_s for device in devices}
+    return rates.pop() if len(rates) == 1 else None
+
+
+def _collectives(measured: MeasuredTrace) -> Collectives:
+    """Find the collectives of each step of a trace."""
+    events, names = measured.events, measured.trace.names
+    collectives = np.array(
+        [i for i, work in enumerate(measured.attribution.work) if work is Work.COMMUNICATION], dtype=int
+    )
+    starts = events.start_ns[collectives]
+    by_step: dict[int, dict[str, list[int]]] = {}
+    for step in measured.steps:
+        there = by_step.setdefault(step.window.step, {})
+        for i in collectives[(starts >= step.window.start_ns) & (starts < step.window.end_ns)].tolist():
+            group = int(events.group[i])
+            there.setdefault(names[group if group != NONE else int(events.name[i])], []).append(i)
+    return Collectives(measured, by_step)
+
+
+def waiting_in(own: Collectives, step: MeasuredStep, others: Sequence[Collectives]) -> list[int] | None:
+    """Compute how long a rank waits for each of the others in a step's exposed communication [ns].
+
+    A collective takes the shortest time on the rank that came last, and for that rank the others wait. None where no
+    other rank has the same collectives.
+
+    Args:
+        own: collectives of the rank.
+        step: one of its steps.
+        others: collectives of other ranks of the job.
+    """
+    number = step.window.step
+    transfer: dict[int, int] = {}
+    last: dict[int, int] = {}  # by collective, place in `others` of the rank that came last
+    for place, other in enumerate(others):
+        there = other.by_step.get(number, {})
+        for name, events in own.by_step[number].items():
+            if len(there.get(name, ())) == len(events):  # else one trace lacks some, and which is not known
+                for event, event_there in zip(events, there[name], strict=True):
+                    took = other.duration_of(event_there)
+                    shortest = transfer.setdefault(event, own.duration_of(event))
+                    if took < shortest:
+                        transfer[event], last[event] = took, place
+    if not transfer:
+        return None
+    waits = [0] * len(others)
+    for owned in step.owned:
+        if owned.line == "communication" and owned.event in last:
+            waits[last[owned.event]] += min(owned.ns, own.duration_of(owned.event) - transfer[owned.event])
+    return waits

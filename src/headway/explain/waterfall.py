@@ -1,4 +1,4 @@
-"""The waterfall of a step: lines, each a use or a loss of time with a name, that add up to the step exactly.
+"""Waterfalls of the steps of one job's traces.
 
 Lines 1 to 5 need the step's workload and the device's peak, which Headway writes into its traces. The time of
 matmul-class kernels of each component, less what its FLOPs take at peak, at the ceiling, again and for padding, is what
@@ -7,25 +7,25 @@ these kernels lose. Nothing is clipped: a component that beats the ceiling has a
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from headway.errors import ConfigError
 from headway.explain.budget import head_lines
-from headway.explain.collectives import Collectives, waiting_in
-from headway.explain.findings.finding import Finding
+from headway.explain.events import Trace
+from headway.explain.explanation import (
+    JobExplanation,
+    StepWaterfall,
+    WaterfallLine,
+    mfu_without,
+    operand_traffic,
+)
+from headway.explain.findings.evidence import StepEvidence
 from headway.explain.findings.rules import find
-from headway.explain.measure import ASIDE, MATMUL, MeasuredStep, MeasuredTrace
+from headway.explain.measurement import ASIDE, MATMUL, MeasuredStep, MeasuredTrace
 from headway.explain.owners import Owners
 from headway.explain.ranks import RankStep, WaitedFor, waited_for
-from headway.explain.rates import DeviceRates
 from headway.explain.stated_work import StatedWork, check_rates, note_on_products
-from headway.explain.trace import Trace
-from headway.explain.trace_facts import TraceFacts, gather_facts
-from headway.explain.traffic import OperandTraffic, operand_traffic
+from headway.explain.trace_facts import Collectives, TraceFacts, gather_facts, waiting_in
 from headway.report.step_lines import NAMES, SLOW
-
-SCHEMA_VERSION = 1
 
 _NAMES_ON_CPU = {
     MATMUL: "matmul-class operators",
@@ -40,102 +40,6 @@ _NAMES_ON_CPU = {
     "idle.other": "other",
     "unexplained": "unexplained: unknown operators",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class WaterfallLine:
-    """A use or a loss of time.
-
-    Attributes:
-        key: which one, for programs.
-        name: which one, for people.
-        ns: its part of the step [ns]; below 0 only where a component's kernels beat the ceiling.
-        share: ns / the step's duration.
-        mfu_from: MFU of the step; None without its workload and a peak.
-        mfu_to: MFU that the step would have without this line; None where that says nothing.
-        parts: what it consists of, such as phases or the operators that waited [ns].
-    """
-
-    key: str
-    name: str
-    ns: int
-    share: float
-    mfu_from: float | None = None
-    mfu_to: float | None = None
-    parts: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class StepWaterfall:
-    """One step of one rank.
-
-    Attributes:
-        step: its number.
-        rank: of the process.
-        duration_ns: from the step's first device event to the next step's [ns]; on a CPU, between the annotations.
-        mfu: of the step; None without its workload and a peak.
-        lines: they add up to `duration_ns`.
-        is_edge: first or last of its trace, so that its window is less sure.
-        device_name: what it ran on.
-        measured: what each event owned, and the trace; None where there was no trace.
-        rates: of the device; None where there was no trace.
-        traffic: what memory-bound kernels had to move; None where no shapes were recorded.
-    """
-
-    step: int
-    rank: int
-    duration_ns: int
-    mfu: float | None
-    lines: tuple[WaterfallLine, ...]
-    is_edge: bool
-    device_name: str
-    measured: tuple[MeasuredTrace, MeasuredStep] | None = field(default=None, repr=False)
-    rates: DeviceRates | None = None
-    traffic: OperandTraffic | None = None
-
-    def as_record(self) -> dict[str, Any]:
-        """Give the JSON-ready record."""
-        lines = [
-            {"name": line.name, "ns": line.ns, "share": line.share, "key": line.key, "mfu_from": line.mfu_from,
-             "mfu_to": line.mfu_to, "parts": line.parts}
-            for line in self.lines
-        ]  # fmt: skip
-        return {
-            "step": self.step,
-            "rank": self.rank,
-            "duration_ns": self.duration_ns,
-            "mfu": self.mfu,
-            "is_edge": self.is_edge,
-            "lines": lines,
-            "memory_bound": None if self.traffic is None else self.traffic.as_record(),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class JobExplanation:
-    """Waterfalls of the steps of a job.
-
-    Attributes:
-        steps: by step, then rank.
-        notes: what a reader must know of the traces, as sentences.
-        findings: what to do first, the dearest first.
-        waited_for: of each step of several ranks, the one that the others waited for.
-    """
-
-    steps: tuple[StepWaterfall, ...]
-    notes: tuple[str, ...]
-    findings: tuple[Finding, ...] = ()
-    waited_for: tuple[WaitedFor, ...] = ()
-
-    def as_record(self) -> dict[str, Any]:
-        """The object that `headway explain --json` prints."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "steps": [step.as_record() for step in self.steps],
-            "findings": [finding.as_record() for finding in self.findings],
-            "notes": list(self.notes),
-            "waited_for": [wait.as_record() for wait in self.waited_for],
-        }
 
 
 def explain(
@@ -209,7 +113,7 @@ def explain(
         )
     slowest = [_waited_for(number, facts_of) for number in dict.fromkeys(waterfall.step for waterfall in waterfalls)]
     waits = tuple(filter(None, slowest))
-    return JobExplanation(tuple(waterfalls), tuple(notes), find(waterfalls, waits=waits), waits)
+    return JobExplanation(tuple(waterfalls), tuple(notes), find(StepEvidence(waterfalls, waits=waits)), waits)
 
 
 def _waited_for(step: int, facts_of: Mapping[int, TraceFacts]) -> WaitedFor | None:
@@ -287,6 +191,7 @@ def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectiv
     peak = budget.peak_flops_per_s if budget else None
     at_peak_ns = useful_flops / peak * 1e9 if useful_flops is not None and peak else None
     mfu = None if at_peak_ns is None else at_peak_ns / duration_ns
+    # A share is of the step, not of the lines: these add up to it, with lines below zero among them.
     lines = tuple(
         WaterfallLine(key, name, ns, ns / duration_ns, mfu, mfu_without(at_peak_ns, duration_ns, key, ns), of_it)
         for key, name, ns, of_it in amounts
@@ -303,13 +208,6 @@ def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectiv
         rates=facts.rates,
         traffic=operand_traffic(measured, step, facts.rates.bytes_per_s),
     )
-
-
-def mfu_without(at_peak_ns: float | None, duration_ns: int, key: str, ns: int) -> float | None:
-    """MFU of the step without a line of it; None where that says nothing."""
-    if at_peak_ns is None or key == "useful" or not 0 < ns < duration_ns:
-        return None
-    return at_peak_ns / (duration_ns - ns)
 
 
 def _spent(measured: MeasuredTrace, step: MeasuredStep) -> tuple[Counter[str], dict[str, dict[str, int]]]:

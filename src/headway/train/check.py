@@ -19,6 +19,7 @@ from typing import Any
 
 from headway.errors import LogError
 from headway.files import open_plain
+from headway.log.run_files import METRICS
 from headway.report import format_count, render_pairs
 
 SCHEMA_VERSION = 2
@@ -146,7 +147,7 @@ class _Steps:
     """The records of steps 1, 2, 3 ... of a run, as far as samples go."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "metrics.jsonl"
+        path = folder / METRICS
         self.digests, self.packs = array("Q"), array("Q")
         self.fields: list[tuple[Any, ...]] = []  # those of CHAINED
         self._chains: dict[int, list[str]] = {}  # digests of the chains that begin after a step

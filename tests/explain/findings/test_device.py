@@ -1,8 +1,118 @@
+"""Traces written by hand, in which what runs could be less or faster."""
+
 import pytest
 
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, sidecar, two_kernels_a_step
+from helpers.written_traces import US, paced_steps, products_in_a_row, sidecar, two_kernels_a_step
+
+HOPPER = [{"name": "NVIDIA H100", "computeMajor": 9, "computeMinor": 0}]
+
+
+def found_in(tmp_path, trace, **beside):
+    found = explain([read_trace(trace.write(tmp_path / "t.json", **beside))])
+    return {one.id: one for one in found.findings}
+
+
+def test_a_side_that_is_no_multiple_of_eight_is_named(tmp_path):
+    found = found_in(tmp_path, products_in_a_row([[4096, 768], [768, 50257]], count=2, us=40))["misaligned-gemms"]
+    assert found.ns == 40 * US  # half of what they took
+    assert "a side of 50,257" in found.seen
+    assert "50,304" in found.next
+
+
+def test_an_aligned_product_is_no_finding(tmp_path):
+    assert found_in(tmp_path, products_in_a_row([[4096, 768], [768, 50304]], count=2, us=40)) == {}
+
+
+def test_a_norm_of_many_kernels_is_found(tmp_path):
+    def step(trace, at, number):
+        begin = at + 1000 * US
+        trace.launched("gemm", at, begin, 60 * US, number + 90, operator="aten::mm")
+        trace.annotation("module:layers.0.norm", at + 10 * US, 50 * US)
+        for i, name in enumerate(["pow", "mean", "rsqrt", "mul"]):
+            trace.launched(
+                name, at + (12 + i) * US, begin + (60 + 10 * i) * US, 10 * US, number + i, operator=f"aten::{name}"
+            )
+
+    found = found_in(tmp_path, paced_steps(step))["unfused-chains"]
+    assert found.ns == 30 * US  # of four passes over memory three
+    assert found.seen.startswith("1 modules without matrix products")
+
+
+def attention(operator, kernel):
+    def step(trace, at, number):
+        trace.launched(kernel, at, at + 1000 * US, 40 * US, number + 1, operator=operator)
+        trace.launched("gemm", at + US, at + 1040 * US, 60 * US, number + 2, operator="aten::mm")
+
+    return paced_steps(step)
+
+
+@pytest.mark.parametrize(
+    ("operator", "kernel", "device", "advice"),
+    [
+        ("aten::_efficient_attention_forward", "fmha_cutlassF", HOPPER, "speed.attention: auto"),
+        ("aten::_flash_attention_forward", "flash_fwd_kernel", HOPPER, "speed.attention: fa3"),
+        ("aten::_flash_attention_forward", "flash_fwd_kernel", [{**HOPPER[0], "computeMajor": 8}], None),
+        ("aten::_efficient_attention_forward", "fmha_cutlassF", [{**HOPPER[0], "computeMajor": 7}], None),
+        ("aten::_efficient_attention_forward", "fmha_cutlassF", [], None),
+    ],
+)
+def test_attention_is_held_against_the_best_kernel_of_its_device(tmp_path, operator, kernel, device, advice):
+    found = found_in(tmp_path, attention(operator, kernel), deviceProperties=device)
+    assert ("slow-attention" in found) == (advice is not None)
+    if advice is not None:
+        assert advice in found["slow-attention"].next
+        assert found["slow-attention"].ns == 20 * US
+
+
+@pytest.mark.parametrize(
+    ("memory", "is_found"),
+    [
+        ({"peak_bytes": 20 << 30, "total_bytes": 80 << 30}, True),
+        ({"peak_bytes": 70 << 30, "total_bytes": 80 << 30}, False),
+        (None, False),
+        ({"peak_bytes": 20 << 30}, False),
+        ({"peak_bytes": "much", "total_bytes": None}, False),
+    ],
+)
+def test_recomputation_is_a_finding_where_memory_is_free(tmp_path, memory, is_found):
+    beside = {} if memory is None else {"memory": memory}
+    found = found_in(tmp_path, two_kernels_a_step(), headway=sidecar(**beside))
+    assert ("recomputation" in found) == is_found
+    if is_found:
+        assert found["recomputation"].ns == round(8.75 * US)
+        assert "60.0 of 80.0 GiB were free" in found["recomputation"].seen
+        assert "speed.recompute: memory:48GiB" in found["recomputation"].next
+
+
+def steps_that_say(**changes):
+    step = {**sidecar()["steps"]["1"], **changes}
+    return {str(number): step for number in range(10)}
+
+
+def test_padding_is_found_by_the_slots_without_a_token(tmp_path):
+    found = found_in(tmp_path, two_kernels_a_step(), headway=sidecar(steps=steps_that_say(tokens=40, slots=100)))
+    assert found["padding"].ns == round(0.6 * 90 * US)
+    assert found["padding"].seen.startswith("60% of the slots were padding")
+    full = sidecar(steps=steps_that_say(tokens=99, slots=100))
+    assert "padding" not in found_in(tmp_path, two_kernels_a_step(), headway=full)
+
+
+def test_a_vision_tower_that_learns_is_found_by_its_backward(tmp_path):
+    flops = {"vision.mlp": {"forward": 10_000, "backward": 20_000}}
+    beside = sidecar(components={"": "vision.mlp"}, steps=steps_that_say(useful_flops=flops, recomputed_flops={}))
+    found = found_in(tmp_path, two_kernels_a_step(), headway=beside)["vision-tower"]
+    assert found.ns == 40 * US  # two thirds of 60
+    assert "model.freeze: [vision]" in found.next
+
+
+def test_uneven_experts_are_found_where_the_router_tells(tmp_path):
+    flops = {"language.experts": {"forward": 10_000, "backward": 20_000}}
+    router = {"max_over_mean": 2.0, "worst_max_over_mean": 3.0, "unused": 0}
+    steps = steps_that_say(useful_flops=flops, recomputed_flops={}, router=router)
+    beside = sidecar(components={"": "language.experts"}, steps=steps)
+    assert found_in(tmp_path, two_kernels_a_step(), headway=beside)["uneven-experts"].ns == 30 * US
 
 
 @pytest.mark.parametrize(
@@ -15,6 +125,7 @@ from helpers.written_traces import US, sidecar, two_kernels_a_step
     ],
 )
 def test_a_clock_below_its_highest_costs_what_computes(tmp_path, clocks, lost_us):
-    trace = read_trace(two_kernels_a_step().write(tmp_path / "t.json", headway=sidecar(clocks=clocks)))
-    found = {one.id: one.ns for one in explain([trace]).findings}
-    assert found.get("throttled-clocks") == (None if lost_us is None else lost_us * US)
+    found = found_in(tmp_path, two_kernels_a_step(), headway=sidecar(clocks=clocks))
+    assert [one.ns for one in found.values() if one.id == "throttled-clocks"] == (
+        [] if lost_us is None else [lost_us * US]
+    )

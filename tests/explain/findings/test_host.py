@@ -4,13 +4,16 @@ import pytest
 
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, paced_steps, sidecar
+from helpers.written_traces import US, paced_steps, products_in_a_row, sidecar
+
+
+def findings_of(tmp_path, trace, **beside):
+    found = explain([read_trace(trace.write(tmp_path / "t.json", **beside))])
+    return {one.id: one for one in found.findings}
 
 
 def first_finding(tmp_path, step, **beside):
-    found = explain([read_trace(paced_steps(step).write(tmp_path / "t.json", **beside))])
-    assert found.findings
-    return found.findings[0]
+    return next(iter(findings_of(tmp_path, paced_steps(step), **beside).values()))
 
 
 def two_kernels(trace, at, number, *, second=60, operator="aten::add"):
@@ -91,3 +94,68 @@ def test_compiling_in_a_step_is_found(tmp_path, kind):
 
     found = first_finding(tmp_path, step)
     assert (found.id, found.ns) == ("recompilation", 26 * US)
+
+
+def waits_for_data(trace, at, number):
+    trace.annotation("phase:data_wait", at + 2 * US, 40 * US)
+    trace.launched("gemm", at + 43 * US, at + 45 * US, 55 * US, number + 1, operator="aten::mm")
+
+
+@pytest.mark.parametrize(
+    ("making_s", "rule", "setting"),
+    [
+        ({"read": 0.5, "decode": 0.1, "tokenise": 0.2}, "data-storage", "data.prefetch_bytes"),
+        ({"read": 0.1, "decode": 0.5, "tokenise": 0.2}, "data-decoding", "data.workers"),
+        ({"read": 0.1, "decode": 0.1, "tokenise": 0.2}, "data-tokenising", "data.train.N.format: tokens"),
+        (None, "data-bound", "num_workers"),
+        ({}, "data-bound", "num_workers"),
+    ],
+)
+def test_waiting_for_data_names_what_its_making_took_longest_with(tmp_path, making_s, rule, setting):
+    beside = sidecar()
+    beside["steps"] = {number: {**step, "making_s": making_s} for number, step in beside["steps"].items()}
+    trace = read_trace(paced_steps(waits_for_data).write(tmp_path / "t.json", headway=beside))
+    first = explain([trace]).findings[0]
+    assert first.id == rule
+    assert first.ns == 40 * US
+    assert first.mfu_to == pytest.approx(first.mfu_from / 0.6)
+    assert setting in first.next
+
+
+def test_products_that_take_less_than_their_launch_are_found(tmp_path):
+    found = findings_of(tmp_path, products_in_a_row([[1, 8], [8, 8]], count=20, us=2))["small-gemms"]
+    assert found.ns == 40 * US
+    assert "20 matrix products a step, 100% of them aten::addmm" in found.seen
+
+
+def test_products_are_judged_by_their_flops_where_a_peak_is_known(tmp_path):
+    trace = products_in_a_row([[512, 64], [64, 64]], count=4, us=20)
+    for peak, is_small in ((1e12, True), (1e11, False)):
+        beside = {"headway": sidecar(peak_flops_per_s=peak, ceiling_flops_per_s=None)}
+        assert ("small-gemms" in findings_of(tmp_path, trace, **beside)) == is_small
+
+
+def optimizer_findings(tmp_path, operators):
+    """Findings of steps with a product, and so many operators of the optimizer, of 100 ns each."""
+
+    def step(trace, at, number):
+        trace.launched("gemm", at, at + 1000 * US, 60 * US, number * 10 + 999, operator="aten::mm")
+        trace.annotation("Optimizer.step#AdamW.step", at + 2 * US, 90 * US)
+        for i, operator in enumerate(operators):
+            launch = at + 3 * US + i * 100
+            trace.operator(operator, launch, 90)
+            trace.call("cudaLaunchKernel", launch, 80, number * 10 + i + 1)
+            trace.kernel("k", at + 1060 * US + i * 100, 100, number * 10 + i + 1)
+
+    return findings_of(tmp_path, paced_steps(step))
+
+
+def test_an_optimizer_that_takes_tensors_one_by_one_is_found(tmp_path):
+    found = optimizer_findings(tmp_path, ["aten::mul_"] * 400)["optimizer-loop"]
+    assert found.ns == 40 * US
+    assert "400 operators a step" in found.seen
+
+
+def test_an_optimizer_that_takes_all_at_once_is_no_finding(tmp_path):
+    assert "optimizer-loop" not in optimizer_findings(tmp_path, ["aten::_foreach_mul_"] * 400)
+    assert "optimizer-loop" not in optimizer_findings(tmp_path, ["aten::mul_"] * 90)

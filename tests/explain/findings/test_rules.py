@@ -5,10 +5,12 @@ import pytest
 
 from headway.config import TrainConfig
 from headway.config.tree import walk
+from headway.explain.explanation import MOST, StepWaterfall, WaterfallLine
 from headway.explain.findings import rules
-from headway.explain.findings.rules import MOST, RULES, find
+from headway.explain.findings.evidence import Observation, RunEvidence, RunStep, SteadyEvidence, StepEvidence
+from headway.explain.findings.rules import RULES, Rule, find
 from headway.explain.trace import read_trace
-from headway.explain.waterfall import StepWaterfall, WaterfallLine, explain
+from headway.explain.waterfall import explain
 from helpers.written_traces import two_kernels_a_step
 
 
@@ -20,10 +22,10 @@ def step_of(mfu=0.3, **us):
 
 def test_findings_of_records_come_from_their_lines_alone():
     waiting = step_of(**{"idle.data": 400, "aside": 100})
-    (found,) = find([waiting])
+    (found,) = find(StepEvidence([waiting]))
     assert (found.id, found.ns, found.share) == ("data-bound", 400_000, pytest.approx(0.4))
     assert (found.mfu_from, found.mfu_to) == pytest.approx((0.3, 0.5))
-    assert find([waiting], {0: {"steps": {"1": {"making_s": {"decode": 1.0}}}}})[0].id == "data-decoding"
+    assert find(StepEvidence([waiting], {0: {"steps": {"1": {"making_s": {"decode": 1.0}}}}}))[0].id == "data-decoding"
 
 
 def test_at_most_five_are_told_the_dearest_first():
@@ -32,7 +34,7 @@ def test_at_most_five_are_told_the_dearest_first():
     parts = {"checkpoint": 180_000, "logging": 70_000}
     lines.append(WaterfallLine("aside", "aside", 250_000, 0.25, parts=parts))
     step = StepWaterfall(1, 0, 1_000_000, None, tuple(lines), is_edge=False, device_name="A device")
-    found = find([step])
+    found = find(StepEvidence([step]))
     assert [one.id for one in found] == ["exposed-communication", "checkpoint", "host-bound", "data-bound", "logging"]
     assert len(found) == MOST
     assert found[0].mfu_to is None
@@ -40,12 +42,58 @@ def test_at_most_five_are_told_the_dearest_first():
 
 def test_without_evidence_nothing_is_found(tmp_path):
     assert explain([read_trace(two_kernels_a_step().write(tmp_path / "t.json"))]).findings == ()
-    assert find([]) == ()
+    assert find(StepEvidence([])) == find() == ()
 
 
-def test_ids_are_unique_and_thresholds_are_shares():
-    assert len({rule.id for rule in RULES}) == len(RULES)
-    assert all(0 < rule.least < 1 for rule in RULES)
+def test_a_kind_of_evidence_has_one_rule_of_a_name_and_thresholds_are_shares():
+    assert len({(rule.name, rule.evidence) for rule in RULES}) == len(RULES)
+    assert {rule.evidence for rule in RULES} == {StepEvidence, RunEvidence, SteadyEvidence}
+    assert all(0 < rule.least < 1 for rule in RULES if rule.evidence is StepEvidence)
+    assert all(0 <= rule.least < 1 for rule in RULES)
+
+
+SECOND = 10**9
+RUN = RunEvidence([RunStep(n, (9 if n == 1 else 1) * SECOND, mfu=0.1) for n in range(1, 12)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_ns", "share"),
+    [(StepEvidence, 250_000, 0.25), (RunEvidence, SECOND, 1 / 19), (SteadyEvidence, SECOND, 1 / 10)],
+)
+def test_a_rule_of_any_kind_of_evidence_is_one_entry_of_the_table(monkeypatch, kind, loss_ns, share):
+    def look(evidence):
+        assert type(evidence) is kind
+        return Observation(loss_ns, "Seen.", "a cause.", "a change.")
+
+    monkeypatch.setattr(rules, "RULES", (Rule("made-up", kind, share - 0.01, look),))
+    (found,) = find(StepEvidence([step_of()]), RUN)
+    assert (found.id, found.seen, found.share) == ("made-up", "Seen.", pytest.approx(share))
+    assert len(find(StepEvidence([step_of()]))) == (kind is StepEvidence)
+    monkeypatch.setattr(rules, "RULES", (Rule("made-up", kind, share + 0.01, look),))
+    assert find(StepEvidence([step_of()]), RUN) == ()
+
+
+def test_of_two_rules_of_one_name_the_first_that_sees_something_tells_it(monkeypatch):
+    def rule(kind, message):
+        observation = None if message is None else Observation(1000, message, "a cause.", "a change.")
+        return Rule("made-up", kind, 0.0, lambda _: observation)
+
+    for in_a_row, told in (("Run.", "Run."), (None, "Steps.")):
+        monkeypatch.setattr(rules, "RULES", (rule(RunEvidence, in_a_row), rule(StepEvidence, "Steps.")))
+        assert [found.seen for found in find(StepEvidence([step_of()]), RUN)] == [told]
+
+
+def test_what_names_no_cause_is_charged_with_what_no_other_finding_names():
+    (alone,) = find(run=RunEvidence([RunStep(n, SECOND, mfu=0.01) for n in range(15)]))
+    assert (alone.id, alone.share, alone.mfu_to) == ("not-compute-bound", pytest.approx(0.95), None)
+    uneven, vague = find(run=RunEvidence([RunStep(n, SECOND, mfu=0.01, imbalance=0.2) for n in range(15)]))
+    assert (uneven.id, uneven.share, uneven.mfu_to) == ("heavy-pack", pytest.approx(0.2), pytest.approx(0.01 / 0.8))
+    assert (vague.id, vague.share) == ("not-compute-bound", pytest.approx(0.75))
+
+
+def test_a_loss_is_no_more_than_the_time_of_which_it_is_lost():
+    (found,) = find(run=RunEvidence([RunStep(n, SECOND, imbalance=7.0) for n in range(3)]))
+    assert (found.id, found.ns, found.share) == ("heavy-pack", SECOND, 1.0)
 
 
 def test_settings_that_are_named_exist():

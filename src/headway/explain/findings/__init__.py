@@ -1,1 +1,1 @@
-"""Advice on what to do first: rules that read a waterfall and its evidence."""
+"""Findings, which say what to do first: rules in one table, by subject, and the evidence that they read."""

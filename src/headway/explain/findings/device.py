@@ -1,12 +1,223 @@
-"""Rules about the device itself."""
+"""Rules about what runs on the device: products, chains of kernels, attention, recomputation, padding, its clock."""
 
-from collections.abc import Mapping
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
-from headway.explain.findings.evidence import Evidence, Observation, as_number
+from headway.explain.attribution import Phase
+from headway.explain.events import NONE, Kind
+from headway.explain.findings.evidence import EventTime, Observation, StepEvidence, as_number
+from headway.explain.measurement import MATMUL
+
+# Elements of two bytes in 16 bytes, which rows of operands are to be a multiple of.
+# Source: NVIDIA, Matrix Multiplication Background User's Guide, "Requirements to use Tensor Cores".
+_ALIGNED = 8
+_UNALIGNED_LOSS = 0.5  # assumed, as a bound: newer versions of cuBLAS lose less
+_CHAIN = 4  # kernels: a norm that is written out has five or more, one that is fused has one or two
 
 
-def throttled_clocks(evidence: Evidence) -> Observation | None:
-    """The device's clock is below what it can be, so what computes takes longer."""
+def misaligned_gemms(evidence: StepEvidence) -> Observation | None:
+    """Matrix products with a side that tensor cores cannot read well."""
+    if evidence.is_cpu:
+        return None
+    sides: Counter[int] = Counter()
+    ns = 0
+    for event in evidence.spent:
+        product = event.product
+        if product is not None and event.line == MATMUL:
+            # the weight's sides: along them rows of the operands are contiguous
+            odd = [side for side in (product.k, product.n) if side % _ALIGNED and side > 1]
+            if odd:
+                ns += round(event.ns * _UNALIGNED_LOSS)
+                sides.update(dict.fromkeys(odd, event.ns))
+    if not sides:
+        return None
+    ((side, _),) = sides.most_common(1)
+    return Observation(
+        ns,
+        f"matrix products with a side of {side:,}, which is no multiple of {_ALIGNED}, took "
+        f"{evidence.share(round(ns / _UNALIGNED_LOSS))} of the time.",
+        "a vocabulary or a width that is no multiple of 8 keeps tensor cores from reading whole lines.",
+        f"pad that side to {math.ceil(side / 64) * 64:,} (model.resize_token_embeddings(pad_to_multiple_of=64)); for "
+        "lengths, data.bucket_tokens: 64.",
+    )
+
+
+def unfused_chains(evidence: StepEvidence) -> Observation | None:
+    """Modules that hold no others and are chains of memory-bound kernels, such as norms that are written out."""
+    of_module: dict[str, list[EventTime]] = defaultdict(list)
+    for event in evidence.spent:
+        if event.module and event.line in ("memory", MATMUL) and event.ns:
+            of_module[event.module].append(event)
+    # A module that holds others counts through these; one with a matrix product is no chain of memory-bound kernels.
+    calls = _calls(evidence)
+    holds_others = {module.rpartition(".")[0] for module in calls}
+    ns, modules = 0.0, 0
+    for module, events in of_module.items():
+        if module in holds_others:
+            continue
+        forward = [event for event in events if event.phase in (Phase.FORWARD, Phase.RECOMPUTED)]
+        length = _num_kernels(forward, is_cpu=evidence.is_cpu) / calls[module] if calls[module] else 0.0
+        if length >= _CHAIN and all(event.line == "memory" for event in events):
+            modules += 1
+            # Each kernel of the chain reads and writes all of its operand, so of `length` passes one would do.
+            ns += sum(event.ns for event in events) * (1 - 1 / length)
+    if not modules:
+        return None
+    return Observation(
+        round(ns),
+        f"{modules} modules without matrix products, such as norms and activations, are chains of {_CHAIN} or more "
+        f"memory-bound kernels; one kernel each would save {evidence.share(round(ns))} of the time.",
+        "norms, activations or rotary embeddings are written out in PyTorch, so each operator reads and writes all.",
+        "speed.compile: true, or speed.kernels: liger; in your own model torch.nn.RMSNorm and torch.compile.",
+    )
+
+
+def _num_kernels(events: Sequence[EventTime], *, is_cpu: bool) -> int:
+    """Count the kernels among events; on a CPU the operators that a module calls directly, not those inside them."""
+    if not is_cpu:
+        return len(events)
+    depths: dict[Phase, Counter[int]] = defaultdict(Counter)
+    for event in events:
+        depths[event.phase][event.trace.attribution.contexts[event.event].depth] += 1
+    return sum(counted[min(counted)] for counted in depths.values())
+
+
+def _calls(evidence: StepEvidence) -> Counter[str]:
+    """Count how often each module was called in the steps."""
+    calls: Counter[str] = Counter()
+    for step in evidence.steps:
+        if step.measured is None:
+            continue
+        measured, own = step.measured
+        host, names = measured.trace.host, measured.trace.names
+        owned = own.owned
+        if not owned:
+            continue
+        launches = [int(measured.attribution.launch[owned_time.event]) for owned_time in owned]
+        moments = [int(host.start_ns[i]) for i in launches if i != NONE]
+        if not moments:
+            continue
+        inside = (host.kind == Kind.ANNOTATION) & (host.end_ns > min(moments)) & (host.start_ns <= max(moments))
+        for index in host.name[inside].tolist():
+            if names[index].startswith("module:"):
+                calls[names[index].removeprefix("module:")] += 1
+    return calls
+
+
+def slow_attention(evidence: StepEvidence) -> Observation | None:
+    """Attention by a kernel that is not the best the device has."""
+    flash2 = [event for event in evidence.spent if "flash_attention" in event.operator and "flash_" in event.name]
+    memory = [event for event in evidence.spent if "efficient_attention" in event.operator]
+    capability = _capability(evidence)
+    if memory and capability >= (8, 0):
+        events, kind, advice = memory, "the memory-efficient kernel", "speed.attention: auto, whose masks are segments"
+    elif flash2 and capability[0] == 9:
+        events, kind, advice = flash2, "FlashAttention-2 on a Hopper device", "speed.attention: fa3"
+    else:
+        return None
+    ns = sum(event.ns for event in events) // 2
+    return Observation(
+        ns,
+        f"attention ran by {kind}, for {evidence.share(2 * ns)} of the time.",
+        "the device has a faster kernel; FlashAttention-3 is 1.5 to 2 times as fast as 2 (arXiv 2407.08608).",
+        f"{advice}; in a model of transformers attn_implementation.",
+    )
+
+
+def _capability(evidence: StepEvidence) -> tuple[int, int]:
+    """Compute capability of the device; (0, 0) where no trace tells it."""
+    return max(
+        (step.measured[0].trace.capability or (0, 0) for step in evidence.steps if step.measured), default=(0, 0)
+    )
+
+
+def recomputation(evidence: StepEvidence) -> Observation | None:
+    """Activations that are computed again though there is memory to keep them."""
+    memory = evidence.fact("memory")
+    if not isinstance(memory, Mapping):
+        return None
+    total, peak = as_number(memory.get("total_bytes")), as_number(memory.get("peak_bytes"))
+    if total is None or peak is None or total - peak < total / 4:  # less may be what a larger pack or the heap needs
+        return None
+    free = total - peak
+    ns = sum(event.ns for event in evidence.spent if event.phase is Phase.RECOMPUTED) or evidence.ns("recomputation")
+    how = evidence.fact("recompute")
+    return Observation(
+        ns,
+        f"recomputation (speed.recompute: {how}) took {evidence.share(ns)} of the time, and {free / 2**30:,.1f} of "
+        f"{total / 2**30:,.1f} GiB were free at the peak.",
+        "more blocks are recomputed than memory asks for.",
+        f"speed.recompute: memory:{max(1, int(0.8 * free / 2**30))}GiB, which recomputes only as much as it must, or "
+        "full,-attention.",
+    )
+
+
+def padding(evidence: StepEvidence) -> Observation | None:
+    """Slots that hold no token, and are computed like others."""
+    tokens, slots = evidence.total("tokens"), evidence.total("slots")
+    if not tokens or not slots or tokens >= slots:
+        return None
+    empty = 1 - tokens / slots
+    ns = round(empty * (evidence.matmul_ns + evidence.ns("memory")))
+    return Observation(
+        ns,
+        f"{empty:.0%} of the slots were padding, on which layers spend as much as on tokens: about "
+        f"{evidence.share(ns)} of the time.",
+        "samples are padded to the longest of a batch, or packs to a large bucket.",
+        "pack samples end to end: data.strategy: balanced with data.tokens_per_pack; a smaller data.bucket_tokens, or "
+        "null.",
+    )
+
+
+def _component_ns(evidence: StepEvidence, begins: str) -> int:
+    """Time of the matmul-class kernels of the components whose names begin with a prefix [ns]."""
+    split = (evidence.parts(key) for key in ("useful", "ceiling", "recomputation", "padding"))
+    shared = sum(ns for parts in split for name, ns in parts.items() if name.startswith(begins))
+    slow = {name.removeprefix("slow.") for step in evidence.steps for line in step.lines for name in [line.key]}
+    return shared + sum(evidence.ns(f"slow.{name}") for name in slow if name.startswith(begins))
+
+
+def vision_tower(evidence: StepEvidence) -> Observation | None:
+    """Backward of the vision tower."""
+    ns = _component_ns(evidence, "vision")
+    flops: Counter[str] = Counter()
+    for step in evidence.steps:
+        for name, phases in (evidence.step_fact(step, "useful_flops") or {}).items():
+            if name.startswith("vision"):
+                flops.update(phases)
+    if ns <= 0 or not flops["backward"]:
+        return None
+    saved = round(ns * flops["backward"] / flops.total())
+    return Observation(
+        saved,
+        f"matrix products of the vision tower took {evidence.share(ns)} of the time, {evidence.share(saved)} in its "
+        "backward.",
+        "images are many or large, and the tower learns with the rest.",
+        "model.freeze: [vision], if the tower need not learn; or smaller images (the processor's size).",
+    )
+
+
+def uneven_experts(evidence: StepEvidence) -> Observation | None:
+    """Experts that have more tokens than others, and are waited for."""
+    routers = [evidence.step_fact(step, "router") for step in evidence.steps]
+    numbers = [as_number(router.get("max_over_mean")) for router in routers if isinstance(router, Mapping)]
+    ratios = [ratio for ratio in numbers if ratio is not None]
+    if not ratios:
+        return None
+    ratio = sum(ratios) / len(ratios)
+    ns = round(_component_ns(evidence, "language.experts") * (1 - 1 / max(1.0, ratio)))
+    return Observation(
+        ns,
+        f"the busiest expert of a layer had {ratio:.1f} times the mean of its experts; waiting for it costs up to "
+        f"{evidence.share(ns)} of the time.",
+        "the router prefers some experts, so others and their devices idle.",
+        "a larger router_aux_loss_coef in the model's config.json, or fewer parallel.expert.",
+    )
+
+
+def throttled_clocks(evidence: StepEvidence) -> Observation | None:
+    """A clock of the device below its highest, so that what computes takes longer."""
     slower = 0.0
     for rank in evidence.ranks:
         clocks = evidence.fact("clocks", rank)

@@ -1,84 +1,111 @@
-"""Evidence that the rules read: the lines of all steps added up, what each event was for, and the loop's own facts.
+"""Evidence that rules read, of two kinds: the waterfalls of steps, and the records of a run's steps in a row.
 
-A rule sees waterfalls of a trace and those made of a run's records alike: the latter have lines and no events, so what
-needs events gives nothing for them, and the rule stays silent.
+A waterfall has lines, and where it is of a trace also events and what the loop wrote beside them; a rule that needs
+what is not there gives nothing. Records tell little of each step, and much of how steps differ.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from headway.explain.attribute import Phase
-from headway.explain.measure import MATMUL, MeasuredStep, MeasuredTrace
+from headway.explain.attribution import Phase
+from headway.explain.events import NONE, Product
+from headway.explain.explanation import StepWaterfall, num_first_steps
+from headway.explain.measurement import MATMUL, MeasuredStep, MeasuredTrace
 from headway.explain.ranks import WaitedFor
-from headway.explain.trace import NONE
 from headway.report import format_share
 from headway.report.numbers import quantity
-
-
-class AnyLine(Protocol):
-    """Line as a rule reads it; a `WaterfallLine` has it."""
-
-    @property
-    def key(self) -> str:
-        """Key of the line."""
-
-    @property
-    def ns(self) -> int:
-        """Time of the line [ns]."""
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Parts that the line consists of [ns]."""
-
-
-class AnyStep(Protocol):
-    """Step as a rule reads it; a `StepWaterfall` has it, and imports the rules, so they cannot name it."""
-
-    @property
-    def step(self) -> int:
-        """Number of the step."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of the process."""
-
-    @property
-    def duration_ns(self) -> int:
-        """Time of the step [ns]."""
-
-    @property
-    def mfu(self) -> float | None:
-        """MFU of the step, where it is known."""
-
-    @property
-    def lines(self) -> Sequence[AnyLine]:
-        """Lines that add up to the step's time."""
-
-    @property
-    def device_name(self) -> str:
-        """Name of the device that it ran on."""
-
-    @property
-    def measured(self) -> tuple[MeasuredTrace, MeasuredStep] | None:
-        """Events of the step; None where there was no trace."""
 
 
 class Observation(NamedTuple):
     """Observation of a rule in all steps together.
 
     Attributes:
-        ns: what it costs them, at most [ns].
+        ns: what it costs them [ns].
         message: what was seen, with its number, as a sentence.
         cause: the likely cause, as a sentence.
         next: what to try next, as a sentence.
     """
 
-    ns: int
+    ns: float
     message: str
     cause: str
     next: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """One step as its record or its line of a log tells it.
+
+    Attributes:
+        step: its number.
+        duration_ns: how long it took [ns].
+        mfu: a fraction; None where it is not known.
+        rate: work per second without the wait for data, in any unit that is the same for all steps; None if not known.
+        waited_ns: part of it in which the device waited for data [ns]; 0 where that is not known.
+        tokens: of the step; None where they are not known.
+        memory_share: peak memory / the device's, a fraction; None where it is not known.
+        has_compiled_again: whether something was compiled again in it.
+        imbalance: part of it in which ranks wait for the one with the most work, at least; a fraction.
+        heaviest_rank: which rank that is.
+        slowest_rank: the rank whose device computes slowest; None where it is not known.
+        slowest_speed: its speed / the median of all ranks; None where it is not known.
+    """
+
+    step: int
+    duration_ns: int
+    mfu: float | None = None
+    rate: float | None = None
+    waited_ns: int = 0
+    tokens: float | None = None
+    memory_share: float | None = None
+    has_compiled_again: bool = False
+    imbalance: float = 0.0
+    heaviest_rank: int = 0
+    slowest_rank: int | None = None
+    slowest_speed: float | None = None
+
+
+Step = TypeVar("Step", StepWaterfall, RunStep)
+
+
+class Evidence(Generic[Step]):
+    """Steps as the engine of findings sees them, whatever rules read in them.
+
+    Attributes:
+        steps: in their order.
+        beside_ns: time outside of the steps by what it was, such as "checkpoint" [ns].
+        most_mfu: the largest MFU that a finding may promise.
+    """
+
+    most_mfu: ClassVar[float]
+
+    def __init__(self, steps: Sequence[Step], beside_ns: Mapping[str, int] | None = None) -> None:
+        self.steps: Sequence[Step] = steps
+        self.beside_ns: Mapping[str, int] = beside_ns or {}
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps, those of all ranks."""
+        return len(self.steps)
+
+    @cached_property
+    def duration_ns(self) -> int:
+        """Time of all steps [ns]."""
+        return sum(step.duration_ns for step in self.steps)
+
+    @property
+    def useful_ns(self) -> float | None:
+        """Time that the useful FLOPs of all steps take at peak [ns]; None where that is not known of a step."""
+        useful_ns = [step.mfu * step.duration_ns for step in self.steps if step.mfu is not None]
+        return sum(useful_ns) if len(useful_ns) == self.num_steps else None
+
+    def of_a_step(self, ns: int) -> int:
+        """Mean of a time over the steps, in whole nanoseconds."""
+        raise NotImplementedError
 
 
 class EventTime(NamedTuple):
@@ -108,40 +135,44 @@ class EventTime(NamedTuple):
     trace: MeasuredTrace
     event: int
 
-
-def as_number(value: Any) -> float | None:
-    """A number of a loop's facts; the reader of traces leaves fractions as they are written, as text."""
-    try:
-        return None if value is None else quantity(float(value))
-    except (TypeError, ValueError, OverflowError):
-        return None
+    @property
+    def product(self) -> Product | None:
+        """Sizes of the matrix product that it belongs to; None if it is none, or they were not recorded."""
+        operands = self.trace.operands_of(self.event)
+        return None if operands is None else operands.product(self.operator)
 
 
-class Evidence:
+class StepEvidence(Evidence[StepWaterfall]):
     """Waterfalls of a job's steps, added up.
 
     Args:
-        steps: at least one.
-        facts: of each rank, what the loop said of itself, as the key `headway` of a trace has it.
+        steps: waterfalls of a trace, or of a run's records.
+        facts: by rank, what the loop said of itself, as the key `headway` of a trace has it, in place of what the
+            traces say. A key that is missing is not known.
         waits: of each step of several ranks, the one that the others waited for, and why.
     """
 
+    most_mfu = 1.0  # rules tell the most that a loss may be, which may be more than the peak leaves
+
     def __init__(
-        self, steps: Sequence[AnyStep], facts: Mapping[int, Mapping[str, Any]], waits: Sequence[WaitedFor] = ()
+        self,
+        steps: Sequence[StepWaterfall],
+        facts: Mapping[int, Mapping[str, Any]] | None = None,
+        waits: Sequence[WaitedFor] = (),
     ) -> None:
-        self.steps, self.waits = steps, waits
-        self._facts = facts
-        self.duration_ns = sum(step.duration_ns for step in steps)
+        super().__init__(steps)
+        self.waits = waits
+        of_traces = {step.rank: step.measured[0].trace.headway or {} for step in steps if step.measured is not None}
+        self._facts = {**of_traces, **(facts or {})}
         self._lines: Counter[str] = Counter()
         self._parts: dict[str, Counter[str]] = {}
         for line in (line for step in steps for line in step.lines):
             self._lines[line.key] += line.ns
             self._parts.setdefault(line.key, Counter()).update(line.parts)
 
-    @property
-    def num_steps(self) -> int:
-        """Waterfalls: steps of all ranks."""
-        return len(self.steps)
+    def of_a_step(self, ns: int) -> int:
+        """Mean of a time over the steps, to the nearest nanosecond."""
+        return round(ns / self.num_steps)
 
     @property
     def ranks(self) -> list[int]:
@@ -170,7 +201,7 @@ class Evidence:
         facts = self._facts.get(self.ranks[0] if rank is None else rank)
         return None if facts is None else facts.get(name)
 
-    def step_fact(self, step: AnyStep, name: str) -> Any:
+    def step_fact(self, step: StepWaterfall, name: str) -> Any:
         """Fact that the loop recorded of one step; None where it is not known."""
         steps = self.fact("steps", step.rank)
         facts = steps.get(str(step.step)) if isinstance(steps, Mapping) else None
@@ -214,3 +245,40 @@ def _spent(measured: MeasuredTrace, step: MeasuredStep) -> Iterator[EventTime]:
             trace=measured,
             event=event,
         )
+
+
+def as_number(value: Any) -> float | None:
+    """A number of a loop's facts; the reader of traces leaves fractions as they are written, as text."""
+    try:
+        return None if value is None else quantity(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+class RunEvidence(Evidence[RunStep]):
+    """Steps of one run in a row, as its records or its log tell them.
+
+    Args:
+        steps: at least one.
+        beside_ns: time of the run outside of its steps, by what it was: "evaluation", "checkpoint", "compile" [ns].
+    """
+
+    most_mfu = math.inf  # rules compare steps with faster ones, which have shown what can be had
+
+    def of_a_step(self, ns: int) -> int:
+        """Mean of a time over the steps, in whole nanoseconds, rounded down."""
+        return ns // self.num_steps
+
+    @property
+    def num_first(self) -> int:
+        """Number of slow steps that the run begins with."""
+        return num_first_steps([step.duration_ns for step in self.steps])
+
+    @cached_property
+    def steady(self) -> "SteadyEvidence":
+        """The run without its slow first steps, and without what is beside the steps."""
+        return SteadyEvidence(self.steps[self.num_first :])
+
+
+class SteadyEvidence(RunEvidence):
+    """Steps of a run without the slow ones that it began with."""

@@ -1,10 +1,35 @@
-"""Rules about the host: it launches late, waits for the device, or does something else than training."""
+"""Rules about the host: it comes late with data or with launches, waits for the device, or does not train."""
 
-from headway.explain.attribute import Phase
-from headway.explain.findings.compute import small_products
-from headway.explain.findings.evidence import Evidence, Observation, as_number
-from headway.explain.findings.optimizer import loop_over_parameters
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 
+from headway.explain.attribution import Phase
+from headway.explain.findings.evidence import EventTime, Observation, StepEvidence, as_number
+from headway.explain.measurement import MATMUL
+
+_UNKNOWN = ""
+_DATA_ADVICE = {
+    "read": ("reading rows and media from storage", "storage is slow or far away, and every sample is read when it is "
+             "needed.", "more data.workers, which read side by side, a larger data.prefetch_bytes, or a copy of the "
+             "data on a local disk."),
+    "decode": ("decoding images, videos and sounds", "media are large, or stored in a way that is slow to decode.",
+               "more data.workers; media that are stored at the size at which the model reads them."),
+    "tokenise": ("tokenising", "long texts or templates are tokenised anew in every epoch.",
+                 "more data.workers; documents that are tokenised once (data.train.N.format: tokens)."),
+    _UNKNOWN: ("the loader", "batches take longer to make than to train on.",
+               "more data.workers and a larger data.prefetch_bytes; in a DataLoader num_workers and prefetch_factor."),
+}  # fmt: skip
+# A launch takes the host some 5 us, and an operator of PyTorch on a CPU as long, so a product that takes less at peak
+# costs its launch.
+_LAUNCH_S = 5e-6
+_MANY_PRODUCTS = 16  # small products of one module in a step, from which they are a loop
+_AT_ONCE = ("aten::_fused_", "aten::_foreach_")
+# Of these, what updates weights: gradients are clipped at once (_foreach_norm, _foreach_mul_) beside a loop too.
+_UPDATES = re.compile(r"aten::(_fused_|_foreach_(add|sub|lerp))")
+# A fused update is a few kernels for each group of parameters, with clipping some tens; a loop is about ten for each of
+# hundreds of tensors.
+_MANY_UPDATES = 100
 _READ_BACK = "aten::item"
 _READ_LATE_HINT = "keep numbers on the device until they are logged, and log every N steps (run.log_every)."
 # In a step; models read some lengths and grids of a batch.
@@ -29,13 +54,45 @@ _CHORES = {
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::to ", "cudaMemcpy", "hipMemcpy", "cuMemcpy")
 
 
-def host_bound(evidence: Evidence) -> Observation | None:
-    """A device waits for launches; a CPU launches nothing ahead, so there the time between operators says little."""
+def data_wait(evidence: StepEvidence, part: str) -> Observation | None:
+    """Waiting for data, of whose making one part takes longest.
+
+    Args:
+        evidence: of the steps.
+        part: read, decode, tokenise; "" where nobody took down what the workers did.
+    """
+    spent_s = _making_s(evidence)
+    all_s = sum(spent_s.values())
+    dearest = max(sorted(spent_s), key=spent_s.__getitem__) if all_s else _UNKNOWN
+    if dearest != part:
+        return None
+    ns = evidence.ns("idle.data")
+    what, cause, advice = _DATA_ADVICE[part]
+    message = f"the step waited for data {evidence.share(ns)} of the time"
+    if all_s:
+        message += f"; of {all_s / evidence.num_steps:.2f} s that workers spent on a step's packs, "
+        message += f"{spent_s[part] / all_s:.0%} was {what}"
+    return Observation(ns, f"{message}.", cause, advice)
+
+
+def _making_s(evidence: StepEvidence) -> dict[str, float]:
+    """Time that workers spent on the packs of all steps by part [s]."""
+    spent_s: defaultdict[str, float] = defaultdict(float)
+    for step in evidence.steps:
+        seconds_by_part = evidence.step_fact(step, "making_s")
+        if isinstance(seconds_by_part, Mapping):
+            for part, seconds in seconds_by_part.items():
+                spent_s[part] += as_number(seconds) or 0.0
+    return spent_s
+
+
+def host_bound(evidence: StepEvidence) -> Observation | None:
+    """Launches that come late; a CPU launches nothing ahead, so there the time between operators says little."""
     if evidence.is_cpu:
         return None
     overheads_s = [as_number(evidence.fact("profiler_overhead_s", step.rank)) for step in evidence.steps]
     profiler_ns = sum(max(0, round(overhead_s * 1e9)) for overhead_s in overheads_s if overhead_s is not None)
-    other_findings = [*loop_over_parameters(evidence), *small_products(evidence)]  # which are findings of their own
+    other_findings = [*_loop_over_parameters(evidence), *_small_products(evidence)]  # which are findings of their own
     ns = max(0, evidence.ns("idle.launch") - profiler_ns - sum(event.late_ns for event in other_findings))
     return Observation(
         ns,
@@ -45,8 +102,76 @@ def host_bound(evidence: Evidence) -> Observation | None:
     )
 
 
-def synchronisation(evidence: Evidence) -> Observation | None:
-    """The host reads a number back from the device, which then waits for the host."""
+def small_gemms(evidence: StepEvidence) -> Observation | None:
+    """Matrix products that take less than their launch."""
+    products = _small_products(evidence)
+    names = Counter(event.operator for event in products if event.product is not None)
+    if not names:
+        return None
+    ns = sum(event.ns + event.late_ns for event in products)
+    ((name, number),) = names.most_common(1)
+    modules = Counter(event.module for event in products if event.module)
+    where = f", most of them in {modules.most_common(1)[0][0]}" if modules else ""
+    return Observation(
+        ns,
+        f"{names.total() / evidence.num_steps:,.0f} matrix products a step, {number / names.total():.0%} of them {name}"
+        f"{where}, take less than {_LAUNCH_S * 1e6:.0f} us at peak each; with what stands around them "
+        f"{evidence.share(ns)} of the time.",
+        "a loop over tokens, heads or experts multiplies small matrices one after the other.",
+        "one batched product (torch.bmm, a linear layer on the whole pack) in place of the loop, or larger packs "
+        "(data.tokens_per_pack).",
+    )
+
+
+def _small_products(evidence: StepEvidence) -> list[EventTime]:
+    """Matrix products that take less than their launch at peak, or where no peak is known did.
+
+    Of a module in which there are many, all events: slices, transposes and sums are how the loop hands them around.
+    """
+    small = [event for event in evidence.spent if _is_small(event)]
+    number_in = Counter(event.module for event in small if event.module)
+    loops = {module for module, number in number_in.items() if number >= _MANY_PRODUCTS * evidence.num_steps}
+    return [event for event in small if event.module not in loops] + [
+        event for event in evidence.spent if event.module in loops
+    ]
+
+
+def _is_small(event: EventTime) -> bool:
+    product = event.product
+    if product is None or event.line not in (MATMUL, ""):
+        return False
+    headway = event.trace.trace.headway or {}
+    peak = as_number(headway.get("ceiling_flops_per_s") or headway.get("peak_flops_per_s"))
+    at_best_s = product.flops / peak if peak else event.ns / 1e9
+    return at_best_s < _LAUNCH_S
+
+
+def optimizer_loop(evidence: StepEvidence) -> Observation | None:
+    """An optimizer that updates one tensor after the other."""
+    events = _loop_over_parameters(evidence)
+    if not events:
+        return None
+    ns = sum(event.ns + event.late_ns for event in events)
+    return Observation(
+        ns,
+        f"the optimizer ran {len(events) / evidence.num_steps:,.0f} operators a step, one tensor after the other, for "
+        f"{evidence.share(ns)} of the time.",
+        "the optimizer is not fused: each tensor's update is a dozen operators of its own.",
+        "AdamW(fused=True), or foreach=True; headway train's AdamW is fused (optim.name: adamw).",
+    )
+
+
+def _loop_over_parameters(evidence: StepEvidence) -> list[EventTime]:
+    """Events of an optimizer that updates one tensor after the other; none of one that takes all at once."""
+    all_of_it = [event for event in evidence.spent if event.phase is Phase.OPTIMIZER]
+    if any(_UPDATES.match(event.operator) for event in all_of_it):
+        return []
+    one_by_one = [event for event in all_of_it if not event.operator.startswith(_AT_ONCE)]
+    return one_by_one if len(one_by_one) > _MANY_UPDATES * evidence.num_steps else []
+
+
+def synchronisation(evidence: StepEvidence) -> Observation | None:
+    """Numbers that the host reads back from the device, which then waits for the host."""
     waits = {call: ns for call, ns in evidence.parts("idle.sync").items() if not call.startswith(_COPIES)}
     if not waits:
         return None
@@ -59,8 +184,8 @@ def synchronisation(evidence: Evidence) -> Observation | None:
     )
 
 
-def read_backs(evidence: Evidence) -> Observation | None:
-    """The loop reads numbers out of tensors; a CPU waits for nothing, but the same loop on a device would each time."""
+def read_backs(evidence: StepEvidence) -> Observation | None:
+    """Numbers that are read out of tensors on a CPU, which waits for nothing; on a device each would wait."""
     if not evidence.is_cpu:
         return None
     inside = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTED)
@@ -77,8 +202,8 @@ def read_backs(evidence: Evidence) -> Observation | None:
     )
 
 
-def blocking_copies(evidence: Evidence) -> Observation | None:
-    """Nothing computes while data are copied, or after the host has waited for a copy."""
+def blocking_copies(evidence: StepEvidence) -> Observation | None:
+    """Copies while nothing computes, and time after the host has waited for one."""
     waits = sum(ns for call, ns in evidence.parts("idle.sync").items() if call.startswith(_COPIES))
     ns = evidence.ns("copies") + waits
     return Observation(
@@ -90,8 +215,8 @@ def blocking_copies(evidence: Evidence) -> Observation | None:
     )
 
 
-def beside_training(evidence: Evidence, phase: Phase) -> Observation | None:
-    """The loop does something else than training within the steps.
+def beside_training(evidence: StepEvidence, phase: Phase) -> Observation | None:
+    """Time within the steps in which the loop does something else than training.
 
     Args:
         evidence: of the steps.

@@ -1,119 +1,175 @@
-"""All rules in one table, and what they find in the steps of a job."""
+"""All rules in one table, and the engine that evaluates them.
 
-from collections.abc import Callable, Mapping, Sequence
+A rule names the kind of evidence that it reads: waterfalls of steps (`StepEvidence`), all steps of a run in a row
+(`RunEvidence`), or those without the slow first ones (`SteadyEvidence`). To add a finding is to write a function from
+one of these to an `Observation`, in the file of its subject, and to add a line to the table.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, IntEnum
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from headway.explain.attribute import Phase
-from headway.explain.findings import compute, data, device, host, optimizer, ranks
-from headway.explain.findings.evidence import AnyStep, Evidence, Observation
-from headway.explain.findings.finding import MOST, Finding
-from headway.explain.ranks import WaitedFor
+from headway.explain.attribution import Phase
+from headway.explain.explanation import MOST, Finding
+from headway.explain.findings import device, host, ranks, series
+from headway.explain.findings.evidence import Evidence, Observation, RunEvidence, SteadyEvidence, StepEvidence
+
+EvidenceKind = TypeVar("EvidenceKind", bound=Evidence[Any])
+
+
+class TimeOf(Enum):
+    """Part of the time in which a loss lies."""
+
+    STEPS = "in the steps"
+    DATA = "in the steps, waiting for data"
+    BESIDE = "between the steps"
+
+
+class FindingPlace(IntEnum):
+    """Place of a finding in the list: those that name a cause come first, the dearest before the others."""
+
+    CAUSE = 0
+    LIMIT = 1  # costs nothing yet
+    VAGUE = 2  # names no cause, so that it is charged with what no other finding names
+    PASSING = 3  # passes by itself
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Generic[EvidenceKind]):
     """One cause of lost time, and how it is seen.
 
     Attributes:
-        id: the finding's.
-        least: share of the steps below which it stays silent.
-        look: what is seen in the evidence; None where the evidence does not tell, or tells otherwise.
+        name: the finding's.
+        evidence: the kind of evidence that it reads.
+        least: share of the time below which it stays silent; 0 where its condition says all.
+        look: the condition, the loss and the sentences: what is seen in the evidence; None where the evidence does not
+            tell, or tells otherwise.
+        time: in which its loss lies.
+        place: of its finding.
     """
 
-    id: str
+    name: str
+    evidence: type[EvidenceKind]
     least: float
-    look: Callable[[Evidence], Observation | None]
+    look: Callable[[EvidenceKind], Observation | None]
+    time: TimeOf = TimeOf.STEPS
+    place: FindingPlace = FindingPlace.CAUSE
 
 
-# Below its share a finding is not worth a change, or is what every run has.
-RULES: tuple[Rule, ...] = (
+# Below its share a finding is not worth a change, or is what every run has. Of two rules of one name the first that
+# sees something tells it. What is charged with the rest stands last.
+RULES: tuple[Rule[Any], ...] = (
     # A loader that keeps up is not waited for at all; 5 % is more than a batch that is late now and then.
-    Rule("data-storage", 0.05, partial(data.waiting, part="read")),
-    Rule("data-decoding", 0.05, partial(data.waiting, part="decode")),
-    Rule("data-tokenising", 0.05, partial(data.waiting, part="tokenise")),
-    Rule("data-bound", 0.05, partial(data.waiting, part="")),
+    Rule("data-storage", StepEvidence, 0.05, partial(host.data_wait, part="read"), TimeOf.DATA),
+    Rule("data-decoding", StepEvidence, 0.05, partial(host.data_wait, part="decode"), TimeOf.DATA),
+    Rule("data-tokenising", StepEvidence, 0.05, partial(host.data_wait, part="tokenise"), TimeOf.DATA),
+    Rule("data-bound", StepEvidence, 0.05, partial(host.data_wait, part=""), TimeOf.DATA),
     # A device that is launched ahead never waits; 10 % leaves the step's begin and end, and what a profiler adds.
-    Rule("host-bound", 0.10, host.host_bound),
+    Rule("host-bound", StepEvidence, 0.10, host.host_bound),
     # One read-back of a number per step costs a device some 1 %; a loop of them more.
-    Rule("synchronisation", 0.03, host.synchronisation),
+    Rule("synchronisation", StepEvidence, 0.03, host.synchronisation),
     # A CPU waits for nothing, so what counts is their number; a thousandth leaves out what cannot be measured.
-    Rule("read-back", 0.001, host.read_backs),
-    Rule("blocking-copy", 0.03, host.blocking_copies),
-    # After the first steps nothing should be compiled at all.
-    Rule("recompilation", 0.02, partial(host.beside_training, phase=Phase.COMPILE)),
-    # Young's formula puts a checkpoint's cost at a few per cent where devices fail daily; more is too often.
-    Rule("checkpoint", 0.10, partial(host.beside_training, phase=Phase.CHECKPOINT)),
-    Rule("logging", 0.05, partial(host.beside_training, phase=Phase.LOGGING)),
-    # Judging is useful work, but a fifth of the time is much of it.
-    Rule("evaluation", 0.20, partial(host.beside_training, phase=Phase.EVALUATION)),
+    Rule("read-back", StepEvidence, 0.001, host.read_backs),
+    Rule("blocking-copy", StepEvidence, 0.03, host.blocking_copies),
     # A fused AdamW moves 28 bytes a parameter: some 1 to 5 % of a step; a loop adds its launches to that.
-    Rule("optimizer-loop", 0.05, optimizer.optimizer_loop),
+    Rule("optimizer-loop", StepEvidence, 0.05, host.optimizer_loop),
     # A few small products, of norms' gains and routers, are in every model.
-    Rule("small-gemms", 0.10, compute.small_gemms),
-    Rule("misaligned-gemms", 0.05, compute.misaligned_gemms),
+    Rule("small-gemms", StepEvidence, 0.10, host.small_gemms),
+    # After the first steps nothing should be compiled at all; of a run their number counts.
+    Rule("recompilation", RunEvidence, 0.0, series.compiled_again, TimeOf.BESIDE),
+    Rule("recompilation", StepEvidence, 0.02, partial(host.beside_training, phase=Phase.COMPILE)),
+    # Below, a longer run makes up for it.
+    Rule("compiling", RunEvidence, 0.05, series.compiling, TimeOf.BESIDE),
+    # Young's formula puts a checkpoint's cost at a few per cent where devices fail daily; more is too often.
+    Rule("checkpoint", StepEvidence, 0.10, partial(host.beside_training, phase=Phase.CHECKPOINT)),
+    Rule("logging", StepEvidence, 0.05, partial(host.beside_training, phase=Phase.LOGGING)),
+    # Judging is useful work, but a fifth of the time is much of it.
+    Rule("evaluation", StepEvidence, 0.20, partial(host.beside_training, phase=Phase.EVALUATION)),
+    # A run that is watched and kept spends some per cent on both.
+    Rule("beside-training", RunEvidence, 0.10, series.beside_training, TimeOf.BESIDE),
+    Rule("misaligned-gemms", StepEvidence, 0.05, device.misaligned_gemms),
     # Fused norms and activations still take 5 to 10 % of an ordinary step.
-    Rule("unfused-chains", 0.10, compute.unfused_chains),
-    Rule("slow-attention", 0.03, compute.slow_attention),
+    Rule("unfused-chains", StepEvidence, 0.10, device.unfused_chains),
+    Rule("slow-attention", StepEvidence, 0.03, device.slow_attention),
     # Recomputing attention alone costs some 3 %; a whole forward again is a fifth to a quarter.
-    Rule("recomputation", 0.05, compute.recomputation),
+    Rule("recomputation", StepEvidence, 0.05, device.recomputation),
     # Packs of a balanced plan are 95 to 99 % full.
-    Rule("padding", 0.10, compute.padding),
+    Rule("padding", StepEvidence, 0.10, device.padding),
     # A frozen tower of ordinary images takes 10 to 20 %; its backward alone more than this is worth the question.
-    Rule("vision-tower", 0.30, compute.vision_tower),
-    Rule("uneven-experts", 0.05, compute.uneven_experts),
-    # Equal ranks still come a few per cent apart.
-    Rule("heavy-pack", 0.05, ranks.heavy_pack),
-    Rule("slow-rank", 0.05, ranks.slow_rank),
-    # What is exchanged last and first in a step cannot hide.
-    Rule("exposed-gathers", 0.05, ranks.exposed_gathers),
-    Rule("exposed-communication", 0.10, ranks.exposed_communication),
+    Rule("vision-tower", StepEvidence, 0.30, device.vision_tower),
+    Rule("uneven-experts", StepEvidence, 0.05, device.uneven_experts),
     # Boards vary by some per cent, and a product at its power limit runs 5 to 10 % below the highest clock.
-    Rule("throttled-clocks", 0.10, device.throttled_clocks),
+    Rule("throttled-clocks", StepEvidence, 0.10, device.throttled_clocks),
+    # Packs that are dealt out well lose 1 to 2 %, and equal ranks still come a few per cent apart.
+    Rule("heavy-pack", SteadyEvidence, 0.05, ranks.uneven_work),
+    Rule("heavy-pack", StepEvidence, 0.05, ranks.heavy_pack),
+    Rule("slow-rank", SteadyEvidence, 0.0, ranks.slow_device),
+    Rule("slow-rank", StepEvidence, 0.05, ranks.slow_rank),
+    # What is exchanged last and first in a step cannot hide.
+    Rule("exposed-gathers", StepEvidence, 0.05, ranks.exposed_gathers),
+    Rule("exposed-communication", StepEvidence, 0.10, ranks.exposed_communication),
+    Rule("unstable-steps", SteadyEvidence, 0.05, series.unstable),
+    # Less is not worth a search.
+    Rule("slow-steps", SteadyEvidence, 0.02, series.slow_now_and_then),
+    Rule(series.FALLING, SteadyEvidence, 0.0, series.drift),
+    Rule("memory-limit", RunEvidence, 0.0, series.memory_limit, place=FindingPlace.LIMIT),
+    Rule("not-compute-bound", SteadyEvidence, 0.05, series.far_from_compute, place=FindingPlace.VAGUE),
+    # A long run makes up for them.
+    Rule("first-steps", RunEvidence, 0.05, series.first_steps, place=FindingPlace.PASSING),
 )
 
 
-def find(
-    steps: Sequence[AnyStep],
-    facts: Mapping[int, Mapping[str, Any]] | None = None,
-    waits: Sequence[WaitedFor] = (),
-) -> tuple[Finding, ...]:
+def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> tuple[Finding, ...]:
     """Find what costs the steps of a job most, and say what to try first.
 
     Args:
-        steps: waterfalls of one job, of a trace or of a run's records.
-        facts: by rank, what the loop said of itself, as the key `headway` of a trace has it; that of the traces where
-            it is not given. A key that is missing is not known, and a rule that needs it stays silent.
-        waits: of each step of several ranks, the one that the others waited for, and why.
+        steps: waterfalls of a trace, or of a run's records without the slow first ones.
+        run: all steps of a run, as its records or its log tell them; None of a trace.
 
     Returns:
-        At most five, the dearest first.
+        At most five, the dearest first; behind them what costs nothing yet, names no cause, or passes by itself.
     """
-    if not steps:
-        return ()
-    of_traces = {step.rank: step.measured[0].trace.headway or {} for step in steps if step.measured is not None}
-    evidence = Evidence(steps, {**of_traces, **(facts or {})}, waits)
-    findings = []
+    kinds: dict[type, Evidence[Any]] = {
+        type(evidence): evidence
+        for evidence in (steps, run, run and run.steady)
+        if evidence is not None and evidence.num_steps
+    }
+    findings: dict[str, tuple[FindingPlace, Finding]] = {}
+    named_ns = 0  # time in the steps that findings so far name a cause of, without the wait for data
     for rule in RULES:
-        observation = rule.look(evidence)
-        if observation is not None and observation.ns >= rule.least * evidence.duration_ns:
-            findings.append(_finding(rule.id, observation, evidence))
-    findings.sort(key=lambda finding: (-finding.ns, finding.id))
-    return tuple(findings[:MOST])
+        evidence = kinds.get(rule.evidence)
+        observation = None if evidence is None or rule.name in findings else rule.look(evidence)
+        if evidence is None or observation is None:
+            continue
+        # A vague rule is charged with what is left; of time between the steps a loss is a share of both together.
+        lost_ns = max(0, observation.ns - (named_ns if rule.place is FindingPlace.VAGUE else 0))
+        beside_ns = sum(evidence.beside_ns.values()) if rule.time is TimeOf.BESIDE else 0
+        if lost_ns < rule.least * (evidence.duration_ns + beside_ns):
+            continue
+        finding = _finding(rule, observation, evidence, lost_ns, evidence.duration_ns + beside_ns)
+        findings[rule.name] = rule.place, finding
+        named_ns += finding.ns * evidence.num_steps if rule.time is TimeOf.STEPS else 0
+    in_order = sorted(findings.values(), key=lambda placed: (placed[0], -placed[1].ns, placed[1].id))
+    return tuple(finding for _, finding in in_order[:MOST])
 
 
-def _finding(rule_id: str, observation: Observation, evidence: Evidence) -> Finding:
-    useful_ns = [step.mfu * step.duration_ns for step in evidence.steps if step.mfu is not None]
-    needed_ns = sum(useful_ns) if len(useful_ns) == evidence.num_steps else None
-    left_ns = evidence.duration_ns - observation.ns
+def _finding(
+    rule: Rule[Any], observation: Observation, evidence: Evidence[Any], lost_ns: float, total_ns: int
+) -> Finding:
+    """Make the finding of an observation: its loss as a share of a time, and MFU with and without it."""
+    lost_ns, useful_ns, mfu_to = min(round(lost_ns), total_ns), evidence.useful_ns, None
+    is_promise = rule.place is not FindingPlace.VAGUE  # whose loss is a bound
+    if is_promise and useful_ns is not None and 0 < lost_ns < total_ns:
+        mfu_to = min(evidence.most_mfu, useful_ns / (total_ns - lost_ns))
     return Finding(
-        id=rule_id,
+        id=rule.name,
         seen=observation.message,
         cause=observation.cause,
         next=observation.next,
-        ns=round(observation.ns / evidence.num_steps),
-        share=observation.ns / evidence.duration_ns,
-        mfu_from=None if needed_ns is None else needed_ns / evidence.duration_ns,
-        mfu_to=None if needed_ns is None or left_ns <= 0 else min(1.0, needed_ns / left_ns),
+        ns=evidence.of_a_step(lost_ns),
+        share=lost_ns / total_ns,
+        mfu_from=None if useful_ns is None else useful_ns / total_ns,
+        mfu_to=mfu_to,
     )

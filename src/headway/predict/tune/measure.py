@@ -20,7 +20,7 @@ from typing import Literal
 import yaml
 
 from headway.config import TrainConfig, parse_config
-from headway.explain.records import METRICS
+from headway.log.run_files import METRICS
 from headway.predict.tune.search import Candidate
 from headway.safe_path import current_folder_kept_out
 

@@ -7,7 +7,7 @@ import headway
 from headway.count import Workload
 from headway.count.masks import causal_pairs, sliding_pairs
 from headway.errors import ConfigError
-from headway.explain.attribute import Phase
+from headway.explain.attribution import Phase
 from headway.explain.breakdown import NO_ATTENTION, NO_KERNEL, break_down
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace

@@ -1,6 +1,6 @@
 import pytest
 
-from headway.explain.operands import Operands, Product
+from headway.explain.events import Operands, Product
 from headway.explain.trace import read_trace
 from helpers.written_traces import WrittenTrace, shapes
 

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.explain.timeline import divide
+from headway.explain.measurement import divide
 
 INTERVALS = st.lists(st.tuples(st.integers(-5, 25), st.integers(0, 12), st.integers(0, 3)), max_size=12)
 

@@ -13,8 +13,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from headway.explain.classes import Work, is_compiled, work_of_kernel, work_of_operator
-from headway.explain.trace import NONE, Column, Kind, Trace
+from headway.explain.events import NONE, Column, Kind, Trace
+from headway.explain.kernels import Work, is_compiled, work_of_kernel, work_of_operator
 
 _ROUNDING_NS = 1000  # older profilers wrote whole microseconds, so an event may seem to begin within the one before
 COMPILING = " (dynamo_timed)"  # ends the names of torch.compile's own work

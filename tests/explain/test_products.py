@@ -1,7 +1,7 @@
 import pytest
 
 from headway.errors import ConfigError
-from headway.explain.gemms import OTHERS, gemms_of
+from headway.explain.products import OTHERS, gemms_of
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain

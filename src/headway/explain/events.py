@@ -1,12 +1,22 @@
-"""Operands of operators, where a trace has shapes: the bytes that they must move, and the sizes of products.
+"""Events of a trace as columns, in whole nanoseconds, and the operands of operators where a trace has shapes.
 
 Source: `Input Dims`, `Input type` and `Input Strides` of torch.profiler with record_shapes=True (torch 2.0 to 2.13).
 """
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
 from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+Column = npt.NDArray[np.int64]
+
+NONE = -1  # in any column: the event does not say
 
 # Size [byte] and short name of the types of elements, as the profiler calls them.
 _TYPES = {
@@ -39,6 +49,56 @@ _REDUCING = re.compile(
     r"(nan)?(sum|mean|prod|median)|(linalg_)?(vector_)?norm|a?(max|min)|aminmax|arg(max|min)|(std|var)(_mean)?|logsumexp|all|"
     r"any|count_nonzero|dot|(mse|l1|smooth_l1|huber|binary_cross_entropy)\w*_loss|equal|_local_scalar_dense"
 )
+
+
+class Kind(IntEnum):
+    """Kind of an event: the first three on the device, the others on the host."""
+
+    KERNEL = 0
+    MEMCPY = 1
+    MEMSET = 2
+    OPERATOR = 3
+    ANNOTATION = 4
+    PYTHON = 5
+    LAUNCH = 6  # a call of the device's runtime or driver; synchronisations are among them
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Events as columns of one length; NONE where an event does not say.
+
+    Attributes:
+        kind: a `Kind`.
+        name: index into the trace's names.
+        start_ns: beginning on the trace's clock [ns].
+        end_ns: end [ns], >= start_ns.
+        track: of the host, which thread of which process; of the device, which stream.
+        device: index of the device; NONE on the host.
+        correlation: number that a launch and what it launched share.
+        sequence: number that an operator of the forward pass and its backward share.
+        forward_thread: 0 in forward, above 0 in backward: the profiler's number of the forward's thread.
+        group: index into the trace's names of what a collective says of itself (kind, group, elements).
+        operands: index into the trace's operands, of an operator whose shapes were recorded.
+    """
+
+    kind: Column
+    name: Column
+    start_ns: Column
+    end_ns: Column
+    track: Column
+    device: Column
+    correlation: Column
+    sequence: Column
+    forward_thread: Column
+    group: Column
+    operands: Column
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def take(self, which: npt.NDArray[Any]) -> "Events":
+        """Events of a mask or in an order."""
+        return Events(*(getattr(self, field)[which] for field in self.__slots__))
 
 
 class Product(NamedTuple):
@@ -134,6 +194,44 @@ class Operands:
     def dtype(self) -> str | None:
         """Short name of the first tensor's type, such as "bf16"; None without one."""
         return next((_TYPES[kind][1] for kind in self.types if kind), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One process's trace.
+
+    Attributes:
+        path: the file.
+        names: every name that occurs, once.
+        operands: all that operators were called with, each once; empty where no shapes were recorded.
+        device: kernels, copies and fills, by start.
+        host: operators, annotations, Python functions and launches, by track, then start, the outer one first.
+        steps: number, start and end [ns] of each `ProfilerStep#`, by start.
+        step_track: the host thread of the steps; NONE without steps.
+        rank: of the job, 0 where the file does not say.
+        world_size: processes of the job, as the file says; None if it does not.
+        device_name: as the file says; "CPU" where nothing ran on a device.
+        headway: what Headway wrote beside the events; None in other people's traces.
+        capability: compute capability of an NVIDIA device, such as (9, 0); None where the file does not say.
+    """
+
+    path: Path
+    names: Sequence[str]
+    operands: Sequence[Operands]
+    device: Events
+    host: Events
+    steps: tuple[tuple[int, int, int], ...]
+    step_track: int
+    rank: int
+    world_size: int | None
+    device_name: str
+    headway: Mapping[str, Any] | None
+    capability: tuple[int, int] | None = None
+
+    @property
+    def is_cpu_only(self) -> bool:
+        """Whether nothing ran on a device, so that operators of the host take the place of kernels."""
+        return len(self.device) == 0
 
 
 def _is_size(size: Any) -> bool:

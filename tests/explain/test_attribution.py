@@ -1,8 +1,9 @@
 import pytest
 
-from headway.explain.attribute import Phase, attribute
-from headway.explain.classes import Work
-from headway.explain.trace import NONE, read_trace
+from headway.explain.attribution import Phase, attribute
+from headway.explain.events import NONE
+from headway.explain.kernels import Work
+from headway.explain.trace import read_trace
 from helpers.written_traces import BACKWARD_THREAD, MAIN, US, WrittenTrace
 
 

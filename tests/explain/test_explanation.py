@@ -1,3 +1,4 @@
+from headway.explain.explanation import num_first_steps
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
@@ -43,3 +44,8 @@ def test_nothing_is_said_where_no_shapes_were_recorded(tmp_path):
     found = explain([read_trace(trace.write(tmp_path / "t.json"))], as_one_step=True)
     assert found.steps[0].traffic is None
     assert "operands" not in as_text(found)
+
+
+def test_the_first_steps_end_where_one_is_as_fast_as_the_others():
+    assert num_first_steps([50, 30, 10, 40, 10, 11, 12, 9]) == 2
+    assert num_first_steps([50, 10, 10]) == 0

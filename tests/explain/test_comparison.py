@@ -2,11 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.explain.compare import compare
-from headway.explain.text_compare import comparison_text
+from headway.explain.comparison import compare, comparison_text
+from headway.explain.explanation import JobExplanation, unprofiled_waterfall
 from headway.explain.trace import read_trace
-from headway.explain.unprofiled import unprofiled
-from headway.explain.waterfall import JobExplanation, explain
+from headway.explain.waterfall import explain
 from helpers.written_traces import US, sidecar, two_kernels_a_step
 
 MS = 10**6
@@ -16,7 +15,7 @@ def job(*steps, notes=()):
     """Steps made of their lines: {key: ns}, which are all told but the rest."""
     return JobExplanation(
         tuple(
-            unprofiled(number, duration_ns, [(key, key, ns, {}) for key, ns in told.items()], "a device")
+            unprofiled_waterfall(number, duration_ns, [(key, key, ns, {}) for key, ns in told.items()], "a device")
             for number, (duration_ns, told) in enumerate(steps, start=1)
         ),
         notes,

@@ -1,0 +1,256 @@
+"""An explanation: waterfalls of steps, findings and notes, as the readers of traces, records and logs make it.
+
+A waterfall has lines, each a use or a loss of time with a name, that add up to the step exactly.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from headway.explain.budget import DeviceRates
+from headway.explain.measurement import MeasuredStep, MeasuredTrace
+from headway.explain.ranks import WaitedFor
+
+SCHEMA_VERSION = 1
+MOST = 5  # findings that are told: more are no order of work
+UNSEPARATED = "unseparated"
+NO_PROFILE_NOTE = (
+    "unseparated: kernels, communication, copies, launches and synchronisation are not separable without a profile. "
+    "Record some steps with `--set run.profile.start=N` of `headway train`, or with `headway.profile` in a loop of "
+    "your own, and explain the run again."
+)
+PER_SECOND_NOTE = (
+    "the lines do not tell how long a step takes: what is shown is one second of training at each one's rates."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WaterfallLine:
+    """A use or a loss of time.
+
+    Attributes:
+        key: which one, for programs.
+        name: which one, for people.
+        ns: its part of the step [ns]; below 0 only where a component's kernels beat the ceiling.
+        share: ns / the step's duration.
+        mfu_from: MFU of the step; None without its workload and a peak.
+        mfu_to: MFU that the step would have without this line; None where that says nothing.
+        parts: what it consists of, such as phases or the operators that waited [ns].
+    """
+
+    key: str
+    name: str
+    ns: int
+    share: float
+    mfu_from: float | None = None
+    mfu_to: float | None = None
+    parts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OperandTraffic:
+    """Bytes that the operators of a step's memory-bound kernels read and wrote, each operand once.
+
+    Attributes:
+        num_bytes: of the operators whose operands are known [byte].
+        known_ns: time of these operators' kernels [ns].
+        all_ns: time of all memory-bound kernels [ns].
+        bytes_per_s: of the device's memory [B/s]; None where it is not known.
+    """
+
+    num_bytes: int
+    known_ns: int
+    all_ns: int
+    bytes_per_s: float | None
+
+    @property
+    def at_bandwidth_ns(self) -> int | None:
+        """Time that the bytes take at full bandwidth [ns]; None where that is not known."""
+        return None if self.bytes_per_s is None else round(self.num_bytes / self.bytes_per_s * 1e9)
+
+    def as_record(self) -> dict[str, Any]:
+        """Give the JSON-ready record."""
+        return {
+            "bytes": self.num_bytes,
+            "at_bandwidth_ns": self.at_bandwidth_ns,
+            "known_ns": self.known_ns,
+            "bytes_per_s": self.bytes_per_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepWaterfall:
+    """One step of one rank.
+
+    Attributes:
+        step: its number.
+        rank: of the process.
+        duration_ns: from the step's first device event to the next step's [ns]; on a CPU, between the annotations.
+        mfu: of the step; None without its workload and a peak.
+        lines: they add up to `duration_ns`.
+        is_edge: first or last of its trace, so that its window is less sure.
+        device_name: what it ran on.
+        measured: what each event owned, and the trace; None where there was no trace.
+        rates: of the device; None where there was no trace.
+        traffic: what memory-bound kernels had to move; None where no shapes were recorded.
+    """
+
+    step: int
+    rank: int
+    duration_ns: int
+    mfu: float | None
+    lines: tuple[WaterfallLine, ...]
+    is_edge: bool
+    device_name: str
+    measured: tuple[MeasuredTrace, MeasuredStep] | None = field(default=None, repr=False)
+    rates: DeviceRates | None = None
+    traffic: OperandTraffic | None = None
+
+    def as_record(self) -> dict[str, Any]:
+        """Give the JSON-ready record."""
+        lines = [
+            {"name": line.name, "ns": line.ns, "share": line.share, "key": line.key, "mfu_from": line.mfu_from,
+             "mfu_to": line.mfu_to, "parts": line.parts}
+            for line in self.lines
+        ]  # fmt: skip
+        return {
+            "step": self.step,
+            "rank": self.rank,
+            "duration_ns": self.duration_ns,
+            "mfu": self.mfu,
+            "is_edge": self.is_edge,
+            "lines": lines,
+            "memory_bound": None if self.traffic is None else self.traffic.as_record(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing to do about a step's time.
+
+    Attributes:
+        id: the rule that found it, such as "data-bound".
+        seen: what was seen, with its number, as a sentence.
+        cause: the likely cause, as a sentence.
+        next: what to try next, by the name of a setting of `headway train` where there is one, as a sentence.
+        ns: what it costs a step, at most [ns].
+        share: the same / the step's duration.
+        mfu_from: MFU of the step; None where it is not known.
+        mfu_to: MFU that the step would have without it; None where it is not known.
+    """
+
+    id: str
+    seen: str
+    cause: str
+    next: str
+    ns: int
+    share: float
+    mfu_from: float | None = None
+    mfu_to: float | None = None
+
+    def as_record(self) -> dict[str, Any]:
+        """Give the JSON-ready record."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class JobExplanation:
+    """Waterfalls of the steps of a job.
+
+    Attributes:
+        steps: by step, then rank.
+        notes: what a reader must know of the traces, as sentences.
+        findings: what to do first, the dearest first.
+        waited_for: of each step of several ranks, the one that the others waited for.
+    """
+
+    steps: tuple[StepWaterfall, ...]
+    notes: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
+    waited_for: tuple[WaitedFor, ...] = ()
+
+    def as_record(self) -> dict[str, Any]:
+        """The object that `headway explain --json` prints."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "steps": [step.as_record() for step in self.steps],
+            "findings": [finding.as_record() for finding in self.findings],
+            "notes": list(self.notes),
+            "waited_for": [wait.as_record() for wait in self.waited_for],
+        }
+
+
+def unprofiled_waterfall(
+    step: int, duration_ns: int, known_lines: Iterable[tuple[str, str, int, dict[str, int]]], device_name: str
+) -> StepWaterfall:
+    """Make the waterfall of a step from the lines that are known, and one line of the rest.
+
+    Args:
+        step: its number.
+        duration_ns: how long it took [ns], above 0.
+        known_lines: key, name, time [ns] and parts of each line that is known; "useful" is the needed work at peak.
+        device_name: what it ran on.
+
+    Returns:
+        Lines that add up to the duration; the rest is below zero where the lines that are told exceed it.
+    """
+    amounts = list(known_lines)
+    rest_ns = duration_ns - sum(ns for _, _, ns, _ in amounts)
+    amounts.append((UNSEPARATED, "unseparated: no profile", rest_ns, {}))
+    useful_ns = next((ns for key, _, ns, _ in amounts if key == "useful"), None)
+    mfu = None if useful_ns is None else useful_ns / duration_ns
+
+    lines = tuple(
+        WaterfallLine(
+            key,
+            name,
+            ns,
+            ns / duration_ns,
+            mfu,
+            None if key == UNSEPARATED else mfu_without(useful_ns, duration_ns, key, ns),
+            parts,
+        )
+        for key, name, ns, parts in amounts
+    )
+    return StepWaterfall(step, 0, duration_ns, mfu, lines, is_edge=False, device_name=device_name)
+
+
+def mfu_without(at_peak_ns: float | None, duration_ns: int, key: str, ns: int) -> float | None:
+    """MFU of the step without a line of it; None where that says nothing."""
+    if at_peak_ns is None or key == "useful" or not 0 < ns < duration_ns:
+        return None
+    return at_peak_ns / (duration_ns - ns)
+
+
+def operand_traffic(measured: MeasuredTrace, step: MeasuredStep, bytes_per_s: float | None) -> OperandTraffic | None:
+    """Add up the operands of a step's memory-bound kernels; None where the trace has no shapes of them.
+
+    An operator counts once, however many kernels it launched.
+    """
+    num_bytes = known_ns = all_ns = 0
+    bytes_of: dict[int, int | None] = {}
+    for owned in (owned for owned in step.owned if owned.line == "memory"):
+        all_ns += owned.ns
+        operands = measured.operands_of(owned.event)
+        if operands is None:
+            continue
+        operator = measured.operator_of(owned.event)
+        if operator not in bytes_of:
+            bytes_of[operator] = operands.bytes_moved(measured.trace.names[measured.trace.host.name[operator]])
+            num_bytes += bytes_of[operator] or 0
+        known_ns += owned.ns if bytes_of[operator] is not None else 0
+    return OperandTraffic(num_bytes, known_ns, all_ns, bytes_per_s) if known_ns else None
+
+
+def num_first_steps(durations_ns: Sequence[int]) -> int:
+    """Count the slow steps that a run begins with: in a row, each over twice the median of all, of four or more steps.
+
+    >>> num_first_steps([50, 30, 10, 11, 12])
+    2
+    """
+    if len(durations_ns) < 4:
+        return 0
+    limit = 2 * median(durations_ns)  # warm steps of one work lie within some per cent of each other
+    slow = (number for number, duration_ns in enumerate(durations_ns) if duration_ns <= limit)
+    return next(slow, 0)

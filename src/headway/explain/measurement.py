@@ -1,0 +1,435 @@
+"""Steps measured: their windows on the device's clock, divided among events that overlap, and idle time by its cause.
+
+All that a trace tells without a workload. The host runs ahead: while it launches step 12 the device may still work on
+step 10. So a step's window goes from the first device event that was launched in it to the first that was launched in
+the next step. At every moment of it the most important event that runs owns the time. A gap is the host's fault where
+the event that ends it was launched after the gap began; where it had been launched before, the device waited for
+itself: for another stream, or between two kernels.
+"""
+
+import heapq
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from headway.errors import ConfigError
+from headway.explain.attribution import COMPILING, Attribution, Phase, attribute
+from headway.explain.events import NONE, Column, Events, Kind, Operands, Trace
+from headway.explain.kernels import Work
+
+_WHOLE_TRACE = 0  # number of the one "step" of a trace that is taken whole
+_PRIORITIES = {Work.MATMUL: 0, Work.MEMORY: 1, Work.UNKNOWN: 1, Work.COMMUNICATION: 2, Work.COPY: 3}
+_LEVEL = 100_000  # of the host's operators: deeper nesting than this has not been seen
+ASIDE = (Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILE)
+MATMUL = "matmul"
+_LINES = {
+    Work.MATMUL: MATMUL,
+    Work.MEMORY: "memory",
+    Work.COMMUNICATION: "communication",
+    Work.COPY: "copies",
+    Work.UNKNOWN: "unexplained",
+}
+# Calls of the runtime that block the host until the device has finished some work; cudaFree waits for all of it.
+_WAITS = re.compile(r"\w+Synchronize(_ptsz|_v\d+)?|(cuda|hip)(Memcpy(2D|3D)?|MemcpyWithStream|Free|Malloc)|cuMemcpy\w*")
+_ANNOTATED_PHASES = {Phase.DATA_WAIT, Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILE}
+
+
+@dataclass(frozen=True, slots=True)
+class StepWindow:
+    """A step's time.
+
+    Attributes:
+        step: its number.
+        start_ns: beginning [ns].
+        end_ns: end [ns]; the next step begins there.
+        is_edge: the first or the last of a trace of a device: the one still has kernels of before the trace, the other
+            has no successor that ends it.
+    """
+
+    step: int
+    start_ns: int
+    end_ns: int
+    is_edge: bool = False
+
+    @property
+    def ns(self) -> int:
+        """Duration [ns]."""
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Pieces of a window, without gaps and overlaps, in order.
+
+    Attributes:
+        start_ns: beginning of each piece [ns].
+        end_ns: its end [ns]; the next begins there.
+        owner: index of the event that owns it; NONE where none ran.
+    """
+
+    start_ns: Column
+    end_ns: Column
+    owner: Column
+
+    @property
+    def ns(self) -> Column:
+        """Length of each piece [ns]; their sum is the window's."""
+        return self.end_ns - self.start_ns
+
+    def of_none(self) -> list[tuple[int, int]]:
+        """The pieces in which no event ran."""
+        idle = self.owner == NONE
+        return list(zip(self.start_ns[idle].tolist(), self.end_ns[idle].tolist(), strict=True))
+
+
+@dataclass(slots=True)
+class IdleTime:
+    """Idle time of a window by cause [ns].
+
+    Attributes:
+        by_phase: while the host waited for data, logged, evaluated, wrote a checkpoint or compiled.
+        by_wait: after the host had waited for the device, by the operator that waited.
+        late_before: the host had not launched anything, for none of these reasons, by the event that it launched late;
+            NONE where nothing followed.
+        other_ns: the next event had been launched before.
+    """
+
+    by_phase: Counter[Phase] = field(default_factory=Counter)
+    by_wait: Counter[str] = field(default_factory=Counter)
+    late_before: Counter[int] = field(default_factory=Counter)
+    other_ns: int = 0
+
+    @property
+    def host_late_ns(self) -> int:
+        """Time that the host was late, for no other reason [ns]."""
+        return sum(self.late_before.values())
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedTime:
+    """Time that one event owned of a step, in which it ran and nothing more important did.
+
+    Attributes:
+        event: index of the event.
+        ns: time [ns], above 0.
+        line: key of the line that it counts towards.
+    """
+
+    event: int
+    ns: int
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step's window, divided: `owned` and `idle` add up to it exactly.
+
+    Attributes:
+        window: the step's time.
+        owned: events that owned time.
+        idle: the rest, by cause.
+    """
+
+    window: StepWindow
+    owned: tuple[OwnedTime, ...]
+    idle: IdleTime
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTrace:
+    """A trace with all its steps measured.
+
+    Attributes:
+        trace: the columns.
+        attribution: what each event was for.
+        steps: all steps, edges included.
+        notes: what a reader must know of the trace, as sentences.
+    """
+
+    trace: Trace
+    attribution: Attribution
+    steps: tuple[MeasuredStep, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def events(self) -> Events:
+        """The events that `OwnedTime.event` counts: those of the device, of the host where there is no device."""
+        return self.trace.host if self.trace.is_cpu_only else self.trace.device
+
+    def operator_of(self, event: int) -> int:
+        """Index of the host event of the operator that launched an event, or that it is; NONE where none is known."""
+        launch = int(self.attribution.launch[event])
+        return NONE if launch == NONE else self.attribution.contexts[launch].operator
+
+    def operands_of(self, event: int) -> Operands | None:
+        """Operands that the operator was called with; None where that was not recorded."""
+        operator = self.operator_of(event)
+        index = NONE if operator == NONE else int(self.trace.host.operands[operator])
+        return None if index == NONE else self.trace.operands[index]
+
+
+def measure(trace: Trace, *, as_one_step: bool = False) -> MeasuredTrace:
+    """Divide every step of a trace.
+
+    Args:
+        trace: the trace.
+        as_one_step: take it as one step.
+
+    Raises:
+        ConfigError: the trace has no steps.
+    """
+    attribution = attribute(trace)
+    notes: list[str] = []
+    which = _operators(trace, attribution) if trace.is_cpu_only else _of_one_device(trace, notes)
+    windows = _step_windows(trace, attribution, which, as_one_step=as_one_step)
+    causes = _IdleCauses(trace, attribution, which)
+    events = (trace.host if trace.is_cpu_only else trace.device).take(which)
+    priority = _priorities(trace, attribution, which)
+    steps = []
+    for window in windows:
+        pieces = divide(events.start_ns, events.end_ns, priority, (window.start_ns, window.end_ns))
+        idle = causes.split(pieces, (window.start_ns, window.end_ns))
+        steps.append(MeasuredStep(window, _owned(pieces, which, attribution), idle))
+    return MeasuredTrace(trace, attribution, tuple(steps), tuple(notes))
+
+
+def _of_one_device(trace: Trace, notes: list[str]) -> Column:
+    """Events of the device that worked longest: a process has one, as a rule."""
+    numbers, positions = np.unique(trace.device.device, return_inverse=True)
+    busy = np.bincount(positions, weights=trace.device.end_ns - trace.device.start_ns)
+    chosen = int(np.argmax(busy))
+    if len(numbers) > 1:
+        notes.append(f"the trace has {len(numbers)} devices; this is device {numbers[chosen]}, which worked longest.")
+    return np.flatnonzero(positions == chosen)
+
+
+def _operators(trace: Trace, attribution: Attribution) -> Column:
+    """Find what takes a kernel's place on a CPU: operators of the steps' thread, and collectives of any thread."""
+    track = trace.step_track
+    if track == NONE:
+        tracks, counts = np.unique(trace.host.track[trace.host.kind == Kind.OPERATOR], return_counts=True)
+        track = int(tracks[np.argmax(counts)]) if len(tracks) else NONE
+    communicates = np.array([work is Work.COMMUNICATION for work in attribution.work])
+    computes = np.array([work is not Work.HOST for work in attribution.work])
+    return np.flatnonzero(((trace.host.track == track) & computes) | communicates)
+
+
+def _priorities(trace: Trace, attribution: Attribution, which: Column) -> Column:
+    chosen = which.tolist()
+    if not trace.is_cpu_only:
+        return np.array([_PRIORITIES[attribution.work[i]] for i in chosen], dtype=np.int64)
+    communication = Work.COMMUNICATION
+    return np.array(  # of operators around each other the inner one runs; a collective is waited for
+        [_LEVEL * (attribution.work[i] is communication) - attribution.contexts[i].depth for i in chosen],
+        dtype=np.int64,
+    )
+
+
+def _owned(pieces: Segments, which: Column, attribution: Attribution) -> tuple[OwnedTime, ...]:
+    busy = pieces.owner != NONE
+    owners, positions = np.unique(pieces.owner[busy], return_inverse=True)
+    ns = np.zeros(len(owners), dtype=np.int64)
+    np.add.at(ns, positions, pieces.ns[busy])
+    events = which[owners].tolist()
+    return tuple(
+        OwnedTime(event, spent, _line(attribution.work[event], attribution.phase[event]))
+        for event, spent in zip(events, ns.tolist(), strict=True)
+    )
+
+
+def _line(work: Work, phase: Phase) -> str:
+    if phase in ASIDE:
+        return "aside"
+    if work in (Work.COMMUNICATION, Work.COPY):
+        return _LINES[work]
+    if phase is Phase.DATA_WAIT:
+        return "idle.data"
+    return "optimizer" if phase is Phase.OPTIMIZER else _LINES[work]
+
+
+def _step_windows(trace: Trace, attribution: Attribution, on_device: Column, *, as_one_step: bool) -> list[StepWindow]:
+    """Find the windows of all steps in a trace, in order.
+
+    Args:
+        trace: the trace.
+        attribution: which call launched what.
+        on_device: indices of the device's events that count, by start.
+        as_one_step: take the whole trace as one step.
+
+    Raises:
+        ConfigError: the trace has no steps, or nothing runs in them.
+    """
+    windows = [window for window in _windows(trace, attribution, on_device, as_one_step=as_one_step) if window.ns]
+    if not windows:
+        raise ConfigError(f"{trace.path}: nothing that takes time runs in it. Profile some training steps.")
+    return windows
+
+
+def _windows(trace: Trace, attribution: Attribution, on_device: Column, *, as_one_step: bool) -> list[StepWindow]:
+    if as_one_step:
+        events = trace.host if trace.is_cpu_only else trace.device.take(on_device)
+        return [StepWindow(_WHOLE_TRACE, int(events.start_ns.min()), int(events.end_ns.max()))]
+    if not trace.steps:
+        raise ConfigError(
+            f"{trace.path} has no steps. Call profiler.step() after each step, with a schedule, or give --whole to "
+            "take the trace as one step."
+        )
+    if trace.is_cpu_only:
+        starts = [start for _, start, _ in trace.steps]
+        ends = [*starts[1:], trace.steps[-1][2]]
+        return [StepWindow(number, start, end) for (number, start, _), end in zip(trace.steps, ends, strict=True)]
+    return _on_device(trace, attribution, on_device)
+
+
+def _on_device(trace: Trace, attribution: Attribution, on_device: Column) -> list[StepWindow]:
+    launched = on_device[attribution.launch[on_device] != NONE]
+    launched_at = trace.host.start_ns[attribution.launch[launched]]
+    host_starts = np.array([start for _, start, _ in trace.steps], dtype=np.int64)
+    step_of = np.searchsorted(host_starts, launched_at, side="right") - 1
+    begun: list[tuple[int, int]] = []  # number, start of a step that launched something
+    for order, (number, _, _) in enumerate(trace.steps):
+        of_it = launched[step_of == order]
+        if len(of_it):
+            start = int(trace.device.start_ns[of_it].min())
+            if not begun or start > begun[-1][1]:
+                begun.append((number, start))
+    if not begun:
+        raise ConfigError(
+            f"{trace.path}: none of its {len(trace.steps)} steps launched anything on the device. Give --whole to take "
+            "the trace as one step."
+        )
+    end = int(trace.device.end_ns[on_device].max())
+    starts = [start for _, start in begun]
+    last = len(begun) - 1
+    return [
+        StepWindow(number, start, following, is_edge=order in (0, last))
+        for order, ((number, start), following) in enumerate(zip(begun, [*starts[1:], end], strict=True))
+    ]
+
+
+def divide(start_ns: Column, end_ns: Column, priority: Column, window: tuple[int, int]) -> Segments:
+    """Divide a window among events by priority.
+
+    Args:
+        start_ns: beginnings of the events [ns], in any order, some outside the window.
+        end_ns: their ends [ns].
+        priority: a lower number goes first; of equals the one that began first, then the one that stands first.
+        window: beginning and end [ns].
+
+    >>> pieces = divide(np.array([0, 4]), np.array([6, 8]), np.array([1, 0]), (0, 10))
+    >>> list(zip(pieces.ns.tolist(), pieces.owner.tolist()))
+    [(4, 0), (4, 1), (2, -1)]
+    """
+    begin, finish = window
+    inside = np.flatnonzero((end_ns > begin) & (start_ns < finish) & (end_ns > start_ns))
+    inside = inside[np.argsort(start_ns[inside], kind="stable")]
+    starts = np.maximum(start_ns[inside], begin).tolist()
+    ends = np.minimum(end_ns[inside], finish).tolist()
+    running: list[tuple[int, int, int, int]] = []  # priority, order of beginning, end, index
+    cuts: list[tuple[int, int]] = []  # where a piece ends, and who owned it
+    at = begin
+    for order, (index, rank, next_start) in enumerate(
+        [*zip(inside.tolist(), priority[inside].tolist(), starts, strict=True), (NONE, 0, finish)]
+    ):
+        while at < next_start:
+            while running and running[0][2] <= at:
+                heapq.heappop(running)
+            until = min(running[0][2], next_start) if running else next_start
+            cuts.append((until, running[0][3] if running else NONE))
+            at = until
+        if index != NONE:
+            heapq.heappush(running, (rank, order, ends[order], index))
+    table = np.array(cuts, dtype=np.int64).reshape(-1, 2)
+    return Segments(np.concatenate([[begin], table[:-1, 0]]) if len(table) else table[:, 0], table[:, 0], table[:, 1])
+
+
+class _IdleCauses:
+    """Causes of the gaps of one trace.
+
+    Args:
+        trace: the whole trace.
+        attribution: what its events were for.
+        which: indices of the events that count, those of the device; of the host where there is no device.
+    """
+
+    def __init__(self, trace: Trace, attribution: Attribution, which: Column) -> None:
+        self._trace = trace
+        self._attribution = attribution
+        starts = (trace.host if trace.is_cpu_only else trace.device).start_ns[which]
+        order = np.argsort(starts, kind="stable")
+        self._events, self._starts = which[order], starts[order]
+        host, contexts = trace.host, attribution.contexts
+        compiling = [i for i, name in enumerate(trace.names) if name.endswith(COMPILING)]
+        tells = (host.kind == Kind.ANNOTATION) | np.isin(host.name, compiling)
+        annotations = [i for i in np.flatnonzero(tells).tolist() if contexts[i].phase in _ANNOTATED_PHASES]
+        self._annotations = np.array(annotations, dtype=np.int64)
+        self._depth = np.array([-contexts[i].depth for i in annotations], dtype=np.int64)
+        waiting = {i for i, name in enumerate(trace.names) if _WAITS.fullmatch(name)}
+        waits = np.flatnonzero((host.kind == Kind.LAUNCH) & np.isin(host.name, list(waiting)))
+        self._waits = waits[np.argsort(host.start_ns[waits], kind="stable")]
+        self._longest_wait_ns = int((host.end_ns[waits] - host.start_ns[waits]).max(initial=0))
+
+    def split(self, segments: Segments, window: tuple[int, int]) -> IdleTime:
+        """Split the pieces of a window in which nothing ran; the causes add up to them exactly."""
+        idle = IdleTime()
+        phases = self._phases(window)
+        for start, end in segments.of_none():
+            # What had been launched before the gap began was not late: the device waited for itself.
+            ends_it = self._event_at(end)
+            if not self._is_late(start, ends_it):
+                idle.other_ns += end - start
+                continue
+            # Time in which the host did something that is annotated has that for its cause.
+            left = end - start
+            first = int(np.searchsorted(phases.end_ns, start, side="right"))
+            last = int(np.searchsorted(phases.start_ns, end, side="left"))
+            for i in range(first, last):
+                owner = int(phases.owner[i])
+                phase = self._attribution.contexts[owner].phase if owner != NONE else None
+                if phase is not None:
+                    spent = min(end, int(phases.end_ns[i])) - max(start, int(phases.start_ns[i]))
+                    idle.by_phase[phase] += spent
+                    left -= spent
+            # The rest comes of a wait that the host was in when the device ran out of work, else of late launches.
+            waited = self._wait_at(start)
+            if waited is None:
+                idle.late_before[ends_it] += left
+            else:
+                idle.by_wait[waited] += left
+        return idle
+
+    def _phases(self, window: tuple[int, int]) -> Segments:
+        """Find the phase that the host annotated at each moment: the innermost one."""
+        host = self._trace.host
+        annotations = self._annotations
+        pieces = divide(host.start_ns[annotations], host.end_ns[annotations], self._depth, window)
+        owner = np.where(pieces.owner == NONE, NONE, annotations[pieces.owner] if len(annotations) else NONE)
+        return Segments(pieces.start_ns, pieces.end_ns, owner)
+
+    def _event_at(self, moment: int) -> int:
+        """The first event that begins then or later."""
+        place = int(np.searchsorted(self._starts, moment, side="left"))
+        return int(self._events[place]) if place < len(self._events) else NONE
+
+    def _is_late(self, start: int, ends_it: int) -> bool:
+        if self._trace.is_cpu_only or ends_it == NONE:
+            return True
+        launch = int(self._attribution.launch[ends_it])
+        return launch != NONE and int(self._trace.host.start_ns[launch]) >= start
+
+    def _wait_at(self, moment: int) -> str | None:
+        """Name the call that the host waited in when the device ran out of work."""
+        host = self._trace.host
+        i = int(np.searchsorted(host.start_ns[self._waits], moment, side="left")) - 1
+        while i >= 0 and int(host.start_ns[self._waits[i]]) + self._longest_wait_ns >= moment:
+            at = int(self._waits[i])
+            if int(host.end_ns[at]) >= moment:
+                context = self._attribution.contexts[at]
+                call = self._trace.names[host.name[at]]
+                operator = self._trace.names[host.name[context.operator]] if context.operator != NONE else ""
+                text = f"{operator} ({call})" if operator else call
+                return f"{text} in {context.module}" if context.module else text
+            i -= 1
+        return None
