@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from headway.cli.report_section import ReportSection
-from headway.explain.records import METRICS
 from headway.files import open_plain
 from headway.log.jsonl import as_object
+from headway.log.run_files import METRICS
 from headway.report import format_bytes, format_flops, format_rate, format_share
 from headway.report.charts import DrawnLine, bar_chart, heat_strip, line_chart
 from headway.report.numbers import number, numbers

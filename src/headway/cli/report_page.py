@@ -18,10 +18,10 @@ from headway.cli.report_settings import changed_settings, provenance
 from headway.errors import LogError
 from headway.explain.comparison import MeanStep, mean_step
 from headway.explain.explanation import UNSEPARATED, JobExplanation
-from headway.explain.records import METRICS, UNFINISHED_NOTE, explain_with_records
+from headway.explain.records import UNFINISHED_NOTE, explain_with_records
 from headway.explain.text import as_text, markdown_table
 from headway.log.jsonl import as_object
-from headway.log.run_files import CONFIG, RUN
+from headway.log.run_files import CONFIG, METRICS, RUN
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
 from headway.report import (
     Column,
