@@ -162,8 +162,8 @@ def _table(rows: list[dict[str, str]]) -> str:
 
 
 def _peers() -> str:
-    lines = ["| tool | families it lists | source |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {', '.join(peer['families'])} | {peer['source']} |" for name, peer in NAMES["peers"].items()]
+    lines = ["| tool | families it lists | source |", "| --- | ---: | --- |"]
+    lines += [f"| {name} | {len(peer['families'])} | {peer['source']} |" for name, peer in NAMES["peers"].items()]
     return "\n".join(lines)
 
 
