@@ -36,7 +36,8 @@ def test_pages_from_elsewhere_in_the_repository_have_no_broken_link(page):
 def test_links_lead_from_a_page_of_the_repository_to_the_same_in_the_site():
     readme = "[a](docs/planning.md#the-lines) [docs/planning.md](docs/planning.md) [b](recipes) [c](src/headway/hub.py)"
     assert relinked(readme, ROOT / "README.md", "index") == (
-        "[a](planning.md#the-lines) [Memory, time, cost, scale, tune](planning.md) [b](reference/recipes.md) [c](../src/headway/hub.py)"
+        "[a](planning.md#the-lines) [Memory, time, cost, scale, tune](planning.md) [b](reference/recipes.md) "
+        "[c](../src/headway/hub.py)"
     )
     result = "[a](../README.md) [b](../../docs/planning.md) [c](https://example.org)"
     assert relinked(result, ROOT / "benchmarks/results/x.md", "reference/benchmarks/x") == (

@@ -128,12 +128,12 @@ def _witness(outcomes: Sequence[Outcome]) -> list[str]:
         for e in checked.exceptions:
             what = _NUMBER.sub("N", e.what) if e.reason else e.what
             exceptions[e.reason or "unexplained", what].append(o)
-    lines = [
+    return [
         "",
         "## Second witness",
         "",
-        "Each model runs forward once more while its calls of PyTorch's functions are watched (`tools/sweep/witness.py`). "
-        "The FLOPs of a weight must be those of the calls that multiply it, those of experts 2 x the elements that a "
+        "Each model runs forward once more while its calls of PyTorch's functions are watched "
+        "(`tools/sweep/witness.py`). The FLOPs of a weight must be those of the calls that multiply it, those of experts 2 x the elements that a "
         "token's picks hold, and every parameter of two dimensions or more needs a row or a reason.",
         "",
         "| checked | number |",
@@ -150,7 +150,6 @@ def _witness(outcomes: Sequence[Outcome]) -> list[str]:
         "| --- | --- | --- |",
         *(f"| {what} | {reason} | {_types(found)} |" for (reason, what), found in exceptions.items()),
     ]
-    return lines
 
 
 def _sizes(outcomes: Sequence[Outcome]) -> list[str]:
@@ -177,6 +176,6 @@ def _sizes(outcomes: Sequence[Outcome]) -> list[str]:
         if reading.status != "agrees":
             reason = _NUMBERS.sub("N, ...", _NUMBER.sub("N", reading.detail.replace(o.model_type, "it")))
             reasons[reading.status, reason].append(o)
-    lines += ["", "With the ledger:", "", "| it | reason | architectures |", "| --- | --- | --- |"]
-    lines += [f"| {status} | {_cell(why)} | {_types(found)} |" for (status, why), found in reasons.items()]
+    lines += ["", "With the ledger:", "", "| it | reason | architectures |", "| --- | --- | ---: |"]
+    lines += [f"| {status} | {_cell(why)} | {len(found)} |" for (status, why), found in reasons.items()]
     return lines

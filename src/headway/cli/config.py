@@ -26,15 +26,15 @@ headway config optim                  # one section, or one setting: optim.lr
 headway config --json > schema.json   # JSON Schema, for an editor
 ```
 
-`headway train CONFIG.yaml` reads these settings; `--set a.b=c` changes one. Names are dotted here and nested in YAML; N is
-the number of a list's item, from 0. `null` takes back what a file inherits by `extends: FILE` (a path from the file's own
-folder): the default again, or off where `null` is a value. A first line `# yaml-language-server: $schema=schema.json` makes
-editors complete and check the file.
+`headway train CONFIG.yaml` reads these settings; `--set a.b=c` changes one. Names are dotted here and nested in YAML;
+N is the number of a list's item, from 0. `null` takes back what a file inherits by `extends: FILE` (a path from the
+file's own folder): the default again, or off where `null` is a value. A first line `# yaml-language-server:
+$schema=schema.json` makes editors complete and check the file.
 
-Numbers are read as people write them, also in the options of commands: `32k` (32,000), `1e9`, `100B` (billions), `40%`, `2GiB`,
-`90min`. A value alone stands for a list of it, and in the place of an optional section for its one required setting:
-`model.lora: 16`. A key that stands twice is an error; a setting of LLaMA-Factory, ms-swift, TRL or axolotl is answered with
-Headway's name for it.
+Numbers are read as people write them, also in the options of commands: `32k` (32,000), `1e9`, `100B` (billions),
+`40%`, `2GiB`, `90min`. A value alone stands for a list of it, and in the place of an optional section for its one
+required setting: `model.lora: 16`. A key that stands twice is an error; a setting of LLaMA-Factory, ms-swift, TRL or
+axolotl is answered with Headway's name for it.
 """
 
 
@@ -157,7 +157,8 @@ def _page() -> str:
         stated = one.meaning if first == one.name else f"As {first}"
         meaning = " ".join(part for part in (stated, f"({note})" if note else "") if part)
         default = f"`{one.default or repr('')}`" if one.default is not None else _default(one)
-        kind = _kind(one).replace("whole number", "integer").replace("at least ", "≥ ").replace("at most ", "≤ ")
+        kind = _kind(one).replace(" | null", " or null").replace(" | ", ", ")  # a bar would end the cell
+        kind = kind.replace("whole number", "integer").replace("at least ", "≥ ").replace("at most ", "≤ ")
         cells = [f"`{one.name}`", kind, default, meaning]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("*", "\\*") for cell in cells) + " |")
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"

@@ -22,16 +22,15 @@ class MediaConfig(Section):
     )
     max_pixels: Pixels | None = Field(
         default=None,
-        description="Largest image that the model reads; larger ones are shrunk; null likewise. Models that bound edges, "
-        "tiles or tokens refuse both [pixels]",
+        description="Largest image that the model reads; larger ones are shrunk; null likewise. Models that bound "
+        "edges, tiles or tokens refuse both [pixels]",
     )
     video_min_pixels: Pixels | None = Field(
         default=None,
-        description="The same of a video: of each frame, or of all together, as the model counts; null likewise [pixels]",
+        description="The same of a video: of each frame, or of all together, as the model counts; null likewise "
+        "[pixels]",
     )
-    video_max_pixels: Pixels | None = Field(
-        default=None, description="The same of a video; null likewise [pixels]"
-    )
+    video_max_pixels: Pixels | None = Field(default=None, description="The same of a video; null likewise [pixels]")
     fps: float | None = Field(
         default=None, gt=0, le=1000, description="Video frames read per second; null likewise [1/s]"
     )
@@ -109,8 +108,8 @@ class MixPart(SourceConfig):
 
     weight: Share | None = Field(
         default=None,
-        description="Share of the samples, relative to the others' weights; without weights each plays in proportion to "
-        "its size",
+        description="Share of the samples, relative to the others' weights; without weights each plays in proportion "
+        "to its size",
     )
 
     @model_validator(mode="after")
@@ -159,8 +158,8 @@ class TrainSource(StageConfig):
 
     weight: Share | None = Field(
         default=None,
-        description="Share of the samples, relative to the others' weights; without weights each plays in proportion to "
-        "its size",
+        description="Share of the samples, relative to the others' weights; without weights each plays in proportion "
+        "to its size",
     )
 
 
@@ -253,8 +252,8 @@ class DataConfig(MediaConfig, SourcesConfig):
     )
     max_characters: Positive = Field(
         default=5_000_000,
-        description="Longest rendered text of a sample; a longer one is a bad row, since tokenising takes up to 400 bytes "
-        "a character [characters]",
+        description="Longest rendered text of a sample; a longer one is a bad row, since tokenising takes up to 400 "
+        "bytes a character [characters]",
     )
     max_image_pixels: int = Field(
         default=89_478_485,

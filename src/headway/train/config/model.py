@@ -44,8 +44,8 @@ class DrawingConfig(Section):
     )
     drop_text: Fraction = Field(
         default=0.0,
-        description="Share of the texts before a drawn image that are left out, drawn anew in each epoch, for guidance; "
-        "texts that are learnt stay",
+        description="Share of the texts before a drawn image that are left out, drawn anew in each epoch, for "
+        "guidance; texts that are learnt stay",
     )
     drop_read: Fraction = Field(
         default=0.0, description="Share of the images before a drawn one that the tower does not read, likewise"
@@ -86,7 +86,8 @@ class ModelConfig(Section):
     )
     new_tokens: tuple[str, ...] = Field(
         default=(),
-        description="Tokens added to the tokenizer and the model, such as [<point>]; their rows learn beside adapters too",
+        description="Tokens added to the tokenizer and the model, such as [<point>]; their rows learn beside adapters "
+        "too",
     )
     new_special_tokens: tuple[str, ...] = Field(
         default=(),
@@ -186,8 +187,8 @@ class SpeedConfig(Section):
     )
     attention: Literal["auto", "torch", "fa3", "flash-attn"] = Field(
         default="auto",
-        description="Kernel of attention on CUDA: torch (PyTorch's FlashAttention-2), fa3 (FlashAttention-3, on Hopper, "
-        "with its package), auto (fa3 where it runs, else torch), or flash-attn, a package's own function",
+        description="Kernel of attention on CUDA: torch (PyTorch's FlashAttention-2), fa3 (FlashAttention-3, on "
+        "Hopper, with its package), auto (fa3 where it runs, else torch), or flash-attn, a package's own function",
     )
     loss_chunk: Positive | None = Field(
         default=2048,

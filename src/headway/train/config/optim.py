@@ -113,8 +113,8 @@ class OptimConfig(Section):
     muon: MuonConfig = Field(default=MuonConfig(), description="Muon's own settings")
     state: Literal["auto", "float32", "bfloat16", "8bit"] = Field(
         default="auto",
-        description="How moments are held: auto, as the parameters; float32; bfloat16, rounded stochastically; 8bit codes "
-        "with a scale per block",
+        description="How moments are held: auto, as the parameters; float32; bfloat16, rounded stochastically; 8bit "
+        "codes with a scale per block",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Linear rise of the learning rate [steps]")
     schedule: Literal["cosine", "constant", "linear", "polynomial", "wsd", "inverse_sqrt"] = Field(
