@@ -133,8 +133,9 @@ def _witness(outcomes: Sequence[Outcome]) -> list[str]:
         "## Second witness",
         "",
         "Each model runs forward once more while its calls of PyTorch's functions are watched "
-        "(`tools/sweep/witness.py`). The FLOPs of a weight must be those of the calls that multiply it, those of experts 2 x the elements that a "
-        "token's picks hold, and every parameter of two dimensions or more needs a row or a reason.",
+        "(`tools/sweep/witness.py`). The FLOPs of a weight must be those of the calls that multiply it, those of "
+        "experts 2 x the elements that a token's picks hold, and every parameter of two dimensions or more needs a row "
+        "or a reason.",
         "",
         "| checked | number |",
         "| --- | ---: |",
