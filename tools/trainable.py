@@ -30,7 +30,7 @@ from headway.tracing import trace
 from helpers.family_laws import CLOSE, COUNTED_OTHERWISE, TOLERANCES, FamilyPair
 from helpers.vlm_folders import FAMILIES, VLM_FOLDERS
 
-PAGE = Path(__file__).parent / "trainable.md"  # the page's words; the tables stand in place of {families} and {peers}
+PAGE = Path(__file__).parent / "trainable.md"  # the page's words; the table stands in place of {families}
 NAMES = json.loads((Path(__file__).parent / "trainable.json").read_text(encoding="utf-8"))
 _CLOSE = 1e-5
 
@@ -48,7 +48,7 @@ def main(target: Path) -> None:
         raise SystemExit(f"These families need packages that are not installed here: {', '.join(missing)}.")
     shared = _all_shared()
     rows = [_row(family, shared[family]) for family in NAMES["families"]]
-    words = PAGE.read_text(encoding="utf-8").replace("{families}", _table(rows)).replace("{peers}", _peers())
+    words = PAGE.read_text(encoding="utf-8").replace("{families}", _table(rows))
     versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
     target.write_text(words.replace("{versions}", versions), encoding="utf-8")
 
@@ -159,12 +159,6 @@ def _table(rows: list[dict[str, str]]) -> str:
     heads = list(rows[0])
     lines = [heads, ["---"] * len(heads), *([row[head] for head in heads] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _peers() -> str:
-    lines = ["| tool | families it lists | source |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {', '.join(peer['families'])} | {peer['source']} |" for name, peer in NAMES["peers"].items()]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

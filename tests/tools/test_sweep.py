@@ -89,6 +89,8 @@ def test_the_page_counts_what_transformers_could_build():
     assert "| causal language model | 2 | 2 | 1 | 50 % |" in page
     assert "| all | 3 | 2 | 1 | 50 % |" in page
     assert "| `two` | causal language model | a/b |" in page
+    assert "\n* causal language model: `one`\n" in page
+    assert page.endswith("\n* sequence to sequence: `three`\n")
 
 
 @pytest.mark.parametrize("target", ["page.md", "-"])
@@ -96,7 +98,7 @@ def test_the_command_writes_its_page(target, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([target, "--only", "gpt_neox"]) == 0
     page = capsys.readouterr().out if target == "-" else (tmp_path / target).read_text()
-    assert "| `gpt_neox` | causal language model | pairs:causal, tokens |" in page
+    assert "\n* causal language model: `gpt_neox`\n" in page
     assert "| architectures | 1 |" in page
     assert "| the configuration and the ledger | 1 | 0 | 0 |" in page
 
@@ -122,7 +124,7 @@ def test_the_page_groups_exceptions_by_their_reason():
         )
 
     page = render([outcome("one", 3), outcome("two", 4)])
-    assert "| billed N FLOPs, called N | padding | `layers.*.conv.weight` | `one`, `two` |" in page
+    assert "| billed N FLOPs, called N | padding | `one`, `two` |" in page
     assert "| modules of experts, in 2 architectures | 2 |" in page
     assert "| of them: row | 10 |" in page
 

@@ -34,7 +34,7 @@ def take(folder, first, last, *, lost=None, **given):
 
 
 def chain_of(steps):
-    """As docs/run-records.md says: BLAKE2b of the digest before and the five fields, as a JSON list."""
+    """As docs/metering.md says: BLAKE2b of the digest before and the five fields, as a JSON list."""
     chain = ""
     for step in steps:
         row = record(step)

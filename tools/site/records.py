@@ -18,7 +18,7 @@ head -1 runs/digits/run/metrics.jsonl      # one record, as `headway train` writ
 
 Schema version {version}. These are the keys that every step record has, whoever writes it, each with the type of its
 value in JSON and its meaning; a value that is not known is `null`. A record is of a window: consecutive steps of all
-ranks. [Records of a run](../run-records.md) says when they are written, how they add up, and what `headway train` adds.
+ranks. [The record of a step](../metering.md#the-record-of-a-step) says how they add up and what `headway train` adds.
 """
 # What the end of a key says of the quantity before it.
 _ENDINGS = {

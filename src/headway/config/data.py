@@ -17,27 +17,25 @@ class MediaConfig(Section):
 
     min_pixels: Pixels | None = Field(
         default=None,
-        description="Least that the model reads of an image, which is enlarged to it; null for what the run says, or "
-        "the model's folder [pixels]",
+        description="Smallest image that the model reads; smaller ones are enlarged; null for the run's value, or the "
+        "model folder's [pixels]",
     )
     max_pixels: Pixels | None = Field(
         default=None,
-        description="Most that the model reads of an image, which is shrunk to it; null likewise. Models that bound "
-        "edges, tiles or tokens instead refuse both [pixels]",
+        description="Largest image that the model reads; larger ones are shrunk; null likewise. Models that bound "
+        "edges, tiles or tokens refuse both [pixels]",
     )
     video_min_pixels: Pixels | None = Field(
         default=None,
-        description="Least that is read of a video, of each frame or of all of them as the model counts; null likewise "
+        description="The same of a video: of each frame, or of all together, as the model counts; null likewise "
         "[pixels]",
     )
-    video_max_pixels: Pixels | None = Field(
-        default=None, description="Most that is read of a video, likewise; null likewise [pixels]"
-    )
+    video_max_pixels: Pixels | None = Field(default=None, description="The same of a video; null likewise [pixels]")
     fps: float | None = Field(
-        default=None, gt=0, le=1000, description="Frames that are read of a second of a video; null likewise [1/s]"
+        default=None, gt=0, le=1000, description="Video frames read per second; null likewise [1/s]"
     )
     max_frames: int | None = Field(
-        default=None, ge=2, le=10**6, description="Most frames that are read of a video; null likewise [frames]"
+        default=None, ge=2, le=10**6, description="Most frames read of a video; null likewise [frames]"
     )
 
 
@@ -72,8 +70,7 @@ class RowsConfig(Section):
     )
     storage_options: dict[str, Any] = Field(
         default={},
-        description="Options of the file system behind a URL, as fsspec takes them; the run folder keeps what stands "
-        "here, so credentials belong into the environment",
+        description="fsspec's options for a URL; the run folder keeps them, so credentials belong into the environment",
     )
 
 
@@ -111,8 +108,8 @@ class MixPart(SourceConfig):
 
     weight: Share | None = Field(
         default=None,
-        description="Share of the samples, relative to the others' weights; where none has one, each plays in "
-        "proportion to its size, so that all their samples come equally often",
+        description="Share of the samples, relative to the others' weights; without weights each plays in proportion "
+        "to its size",
     )
 
     @model_validator(mode="after")
@@ -161,8 +158,8 @@ class TrainSource(StageConfig):
 
     weight: Share | None = Field(
         default=None,
-        description="Share of the samples, relative to the others' weights; where none has one, each plays in "
-        "proportion to its size, so that all their samples come equally often",
+        description="Share of the samples, relative to the others' weights; without weights each plays in proportion "
+        "to its size",
     )
 
 
@@ -220,8 +217,8 @@ class SourcesConfig(Section):
     ] = Field(default=(), description="Instead of data.train: sources or mixes that play one after the other")
     epoch_of: str | None = Field(
         default=None,
-        description="What an epoch of a mixture with weights is: longest (null), once through the source that lasts "
-        "longest; a source's name, once through that one; total, as many samples as all sources hold together",
+        description="An epoch of a mixture with weights: longest (null) or a source's name, once through that source; "
+        "total, as many samples as all sources hold",
     )
     eval: Annotated[
         DatasetConfig | None, BeforeValidator(_dataset, json_schema_input_type=str | DatasetConfig | None)
@@ -255,8 +252,8 @@ class DataConfig(MediaConfig, SourcesConfig):
     )
     max_characters: Positive = Field(
         default=5_000_000,
-        description="Longest text of a sample, as its chat template renders it; a longer one cannot be used, since "
-        "tokenising takes up to 400 bytes of memory per character [characters]",
+        description="Longest rendered text of a sample; a longer one is a bad row, since tokenising takes up to 400 "
+        "bytes a character [characters]",
     )
     max_image_pixels: int = Field(
         default=89_478_485,
@@ -266,8 +263,8 @@ class DataConfig(MediaConfig, SourcesConfig):
     )
     verify: Literal["size-and-time", "hash", "size"] = Field(
         default="size-and-time",
-        description="How a resume makes sure of its files: by sizes and times, and hashes of data of up to 1 GiB; by "
-        "hashes of whatever size; by names and sizes alone, as of copies whose times are others",
+        description="What a resume compares of its files: sizes and times, and hashes up to 1 GiB; hashes of any size; "
+        "names and sizes alone, for copies",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the order in which samples are read")
     stream: StreamConfig | None = Field(

@@ -23,8 +23,8 @@ class LoraConfig(Section):
     )
     targets: tuple[str, ...] | None = Field(
         default=None,
-        description="Linear modules that take one: last parts of their names ('q_proj') or globs over names; null for "
-        "all but the head, as all-linear means in PEFT. Modules that model.freeze names take none",
+        description="Linear modules with adapters: last parts of names ('q_proj') or globs; null for all but the head. "
+        "Modules that model.freeze names take none",
     )
 
     @field_validator("targets")
@@ -44,8 +44,8 @@ class DrawingConfig(Section):
     )
     drop_text: Fraction = Field(
         default=0.0,
-        description="Share of the texts before a drawn image that are left out, anew in each epoch, so that guidance "
-        "has something to lead away from; texts that are learnt stay",
+        description="Share of the texts before a drawn image that are left out, drawn anew in each epoch, for "
+        "guidance; texts that are learnt stay",
     )
     drop_read: Fraction = Field(
         default=0.0, description="Share of the images before a drawn one that the tower does not read, likewise"
@@ -81,13 +81,13 @@ class ModelConfig(Section):
     )
     learn_empty_thinking: bool = Field(
         default=True,
-        description="Learn the empty block of thoughts, <think></think>, with which some templates begin an answer "
-        "that has none; false shows it without learning it",
+        description="Learn the empty <think></think> with which some templates begin an answer; false shows it without "
+        "learning it",
     )
     new_tokens: tuple[str, ...] = Field(
         default=(),
-        description="Tokens that are added to the tokenizer and the model, such as [<point>]; beside adapters their "
-        "rows of the embedding and the head learn too",
+        description="Tokens added to the tokenizer and the model, such as [<point>]; their rows learn beside adapters "
+        "too",
     )
     new_special_tokens: tuple[str, ...] = Field(
         default=(),
@@ -174,23 +174,21 @@ class SpeedConfig(Section):
     )
     recompute: str = Field(
         default="none",
-        description="Blocks that keep their input alone and compute the rest again in backward: none, full, every:N "
-        "(every N-th of each tower), or memory:SIZE, such as memory:40GiB, for the least with which what the blocks "
-        "of the largest pack keep fits SIZE on each device. vision:full, language:every:N and audio:full are blocks of "
-        "one tower; more than one choice is joined by commas. ,-attention behind any of them keeps what attention "
-        "computed as well, so that it does not run again (selective activation checkpointing)",
+        description="Blocks that are computed again in backward: none, full, every:N (every N-th of each tower), or "
+        "memory:SIZE (memory:40GiB), the fewest with which the blocks' activations fit SIZE. vision:full, "
+        "language:every:N and audio:full are blocks of one tower; commas join choices; ,-attention keeps what "
+        "attention computed",
     )
 
     kernels: Literal["auto", "torch", "liger"] = Field(
         default="auto",
-        description="Whose kernels compute norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger "
-        "Kernel's on CUDA; auto is Liger's on CUDA where they are installed, but for the loss",
+        description="Kernels of norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger's on CUDA; auto "
+        "is Liger's where installed on CUDA, but for the loss",
     )
     attention: Literal["auto", "torch", "fa3", "flash-attn"] = Field(
         default="auto",
-        description="Kernel of attention within segments on CUDA: torch for PyTorch's FlashAttention-2, fa3 for "
-        "FlashAttention-3 in its place (on Hopper, with its package), auto for fa3 where it runs and torch elsewhere, "
-        "flash-attn for a package's own function",
+        description="Kernel of attention on CUDA: torch (PyTorch's FlashAttention-2), fa3 (FlashAttention-3, on "
+        "Hopper, with its package), auto (fa3 where it runs, else torch), or flash-attn, a package's own function",
     )
     loss_chunk: Positive | None = Field(
         default=2048,

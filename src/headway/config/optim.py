@@ -51,8 +51,8 @@ class MuonConfig(Section):
     iterations: Positive = Field(default=5, le=100, description="Newton-Schulz iterations, each three matrix products")
     scale: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw",
-        description="Step size of a matrix of A x B: 0.2 sqrt(max(A, B)) lr, as large as AdamW's so that its lr and "
-        "weight_decay serve both; or sqrt(max(1, A / B)) lr, Muon's first form",
+        description="Step size of a matrix of A x B: 0.2 sqrt(max(A, B)) lr, as large as AdamW's; or "
+        "sqrt(max(1, A / B)) lr, Muon's first form",
     )
     lr: Share | None = Field(
         default=None, description="Peak learning rate of Muon's matrices; null for optim.lr, as AdamW's"
@@ -102,8 +102,8 @@ class OptimConfig(Section):
     lr: float = Field(gt=0.0, description="Peak learning rate")
     lr_of: dict[str, Annotated[float | str, AfterValidator(_rate)]] = Field(
         default={},
-        description="Peak learning rates of parts: a component of the ledger or a glob over parameter names, as in "
-        "model.freeze, to a learning rate or a factor of lr ('x0.1'); the last pattern that matches a parameter holds",
+        description="Peak learning rates of parts: a pattern as in model.freeze, to a learning rate or a factor of lr "
+        "('x0.1'); the last that matches a parameter holds",
     )
     betas: tuple[Fraction, Fraction] = Field(
         default=(0.9, 0.95), description="AdamW's decay rates of its moments, below 1"
@@ -113,8 +113,8 @@ class OptimConfig(Section):
     muon: MuonConfig = Field(default=MuonConfig(), description="Muon's own settings")
     state: Literal["auto", "float32", "bfloat16", "8bit"] = Field(
         default="auto",
-        description="How moments are held: auto in the parameters' own type; float32; bfloat16, rounded "
-        "stochastically; 8bit codes with a scale per block of up to 256 values",
+        description="How moments are held: auto, as the parameters; float32; bfloat16, rounded stochastically; 8bit "
+        "codes with a scale per block",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Linear rise of the learning rate [steps]")
     schedule: Literal["cosine", "constant", "linear", "polynomial", "wsd", "inverse_sqrt"] = Field(

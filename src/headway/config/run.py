@@ -48,7 +48,7 @@ class RunConfig(Section):
     trackers: tuple[str, ...] = Field(
         default=(),
         description="Where records go besides metrics.jsonl: 'tensorboard:FOLDER', 'wandb:PROJECT', 'mlflow:URI', ...; "
-        "docs/trackers.md lists them",
+        "docs/metering.md lists them",
     )
     profile: ProfileConfig | None = Field(default=None, description="Steps to profile; null for none")
     watchdog_s: float | None = Field(

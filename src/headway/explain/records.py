@@ -1,6 +1,6 @@
 """A run's records as waterfalls: what its counters tell of every step, without a trace.
 
-Records are those of `headway train`, `Meter` and every integration (docs/run-records.md): one of each step, or of each
+Records are those of `headway train`, `Meter` and every integration (docs/metering.md): one of each step, or of each
 window of steps, of all ranks together.
 """
 

@@ -1,6 +1,6 @@
 """MBU: the bytes that a step must move at least, over what the memory could have moved in its time.
 
-What is counted, and why it is a lower bound, is in docs/mbu.md.
+What is counted, and why it is a lower bound, is in docs/metering.md.
 """
 
 import math

@@ -23,7 +23,7 @@ class MFUCallback(HeadwayCallback):
     """Log `mfu`, `hfu`, `mbu` and `tokens_per_sec` of a `transformers.Trainer` run.
 
     What is counted are the batches that the Trainer really runs, over the wall time of whole steps; ranks are added
-    up. `mbu` is the meter's (docs/mbu.md): the bytes that the steps must move at least, not the weights alone.
+    up. `mbu` is the meter's (docs/metering.md): the bytes that the steps must move at least, not the weights alone.
 
     Args:
         sample_batch: not needed: the batches themselves are counted.
