@@ -5,9 +5,9 @@ import torch
 
 from headway.errors import TrainingError
 from headway.log.run_files import write_json
+from headway.meter.clock import HostCopy
 from headway.train.progress import evaluation_line, step_line
 from headway.train.record import MetricsLog
-from headway.train.recorder import HostCopy
 from helpers.refusing_disk import a_full_disk
 from helpers.run_records import read_metrics
 

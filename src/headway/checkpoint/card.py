@@ -19,11 +19,10 @@ from headway.config.data import MediaConfig
 from headway.config.sections import changed
 from headway.data.sources.files import without_query
 from headway.errors import HeadwayError
-from headway.explain.text import markdown_table
 from headway.log.jsonl import as_object
 from headway.log.run_files import CONFIG, METRICS, RUN, LossTally
 from headway.report import Column, format_count, format_duration, format_rate, format_share
-from headway.report.markdown import markdown_code, markdown_text
+from headway.report.markdown import markdown_code, markdown_table, markdown_text
 
 FILE_NAME = "README.md"
 _ON_HUB = "hf://datasets/"  # as fsspec names a dataset of the Hub, with OWNER/NAME[@REVISION]/FILE behind it

@@ -19,7 +19,7 @@ from headway.errors import LogError
 from headway.explain.comparison import MeanStep, mean_step
 from headway.explain.explanation import UNSEPARATED, JobExplanation
 from headway.explain.records import UNFINISHED_NOTE, explain_with_records
-from headway.explain.text import as_text, markdown_table
+from headway.explain.text import as_text
 from headway.log.jsonl import as_object
 from headway.log.run_files import CONFIG, METRICS, RUN
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
@@ -35,7 +35,7 @@ from headway.report import (
 )
 from headway.report.charts import DrawnLine, bar_chart, histogram, lines_chart
 from headway.report.hover import SCRIPT
-from headway.report.markdown import markdown_text
+from headway.report.markdown import markdown_table, markdown_text
 from headway.report.numbers import number
 from headway.report.page import CHART_STYLE, fact_list, html_page, safe, sentence, with_code
 from headway.report.secrets import without_secrets

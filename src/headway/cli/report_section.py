@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headway.explain.text import markdown_table
 from headway.report import Column
-from headway.report.markdown import markdown_text
+from headway.report.markdown import markdown_table, markdown_text
 from headway.report.page import chart_figure, html_table, safe, with_code
 
 _NARROW = 3  # columns of a table that stands beside others

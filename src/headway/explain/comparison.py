@@ -13,8 +13,9 @@ from headway.explain.explanation import (
     StepWaterfall,
     num_first_steps,
 )
-from headway.explain.text import markdown_table, plain_table, sentences
+from headway.explain.text import plain_table, sentences
 from headway.report import Column, format_ms, format_share
+from headway.report.markdown import markdown_table
 
 _SAME = 0.005  # of a step: smaller differences are not named in the sentence
 _MOST_NAMED = 3

@@ -19,7 +19,7 @@ from headway.report import (
     render_lines,
     render_table,
 )
-from headway.report.markdown import markdown_cell, markdown_text
+from headway.report.markdown import markdown_table, markdown_text
 from headway.report.terminal import coloured, width_of
 
 _MOST_STEPS = 20  # that are shown each
@@ -75,16 +75,6 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
 def plain_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:
     """Render a table for a terminal, a pipe or a log."""
     return render_table(columns, rows, footer=footer)
-
-
-def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:
-    """Render a table as Markdown has it."""
-    lines = [
-        [markdown_cell(column.heading) for column in columns],
-        ["---" if c.align == "left" else "---:" for c in columns],
-    ]
-    lines += [[markdown_cell(cell) for cell in row] for row in [*rows, *([footer] if footer else [])]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def sentences(lines: Sequence[str], *, markdown: bool) -> str:

@@ -1,8 +1,10 @@
 """Text of anyone as Markdown that shows it: no tag, link, emphasis or control character comes out of it."""
 
 import re
+from collections.abc import Sequence
 
 from headway.report.format import printable
+from headway.report.table import Column
 
 _CODE = re.compile(r"(`[^`<]+`)")
 _BAR = re.compile(r"[ #<|]+")
@@ -32,6 +34,16 @@ def markdown_cell(text: str) -> str:
     if text and _BAR.fullmatch(text):
         return f"`{text}`".replace("|", "\\|")
     return markdown_text(text).replace("|", "\\|")
+
+
+def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], footer: Sequence[str] | None) -> str:
+    """Render a table as Markdown has it."""
+    lines = [
+        [markdown_cell(column.heading) for column in columns],
+        ["---" if c.align == "left" else "---:" for c in columns],
+    ]
+    lines += [[markdown_cell(cell) for cell in row] for row in [*rows, *([footer] if footer else [])]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _escaped(text: str) -> str:

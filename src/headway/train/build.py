@@ -166,9 +166,9 @@ def distribute(
 
 def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
     wanted = _architecture(config.model.path, rows_of(config.model))
-    found = _architecture(str(checkpoint.model_folder))
-    if wanted != found:
-        keys = [key for key in sorted(wanted.keys() | found.keys()) if wanted.get(key) != found.get(key)]
+    saved = _architecture(str(checkpoint.model_folder))
+    if wanted != saved:
+        keys = [key for key in sorted(wanted.keys() | saved.keys()) if wanted.get(key) != saved.get(key)]
         raise CheckpointError(
             f"the checkpoint {checkpoint.folder} holds another model than {config.model.path}: they differ in "
             f"{', '.join(keys)}. Put the model's folder back as it was, or start a new run in another run.folder."

@@ -203,10 +203,10 @@ def check_run(folder: Path, other: Path | None = None) -> Check:
 
 
 def _compare(folder: Path, other: Path | None) -> Check:
-    steps, seen = _Steps(folder), _Witnesses()
+    steps, witnesses = _Steps(folder), _Witnesses()
     for path in sorted((folder / "checkpoints").glob("step-*/position.json")):
         step = int(path.parent.name.removeprefix("step-"))
-        _compare_checkpoint(json.loads(path.read_text(encoding="utf-8")), step, steps, seen)
+        _compare_checkpoint(json.loads(path.read_text(encoding="utf-8")), step, steps, witnesses)
 
     # Steps that were lost, as they were the first time.
     resumes, regrouped, redone = 0, 0, set[int]()
@@ -224,50 +224,50 @@ def _compare(folder: Path, other: Path | None) -> Check:
             compared += 1
             redone.add(step)
             if _digest(lost["samples_digest"]) != steps.digests[step - 1]:
-                seen.faults.append(
+                witnesses.faults.append(
                     f"after going on from step {resume['step']}, step {step} had other samples than before"
                 )
         if not compared:
             unwitnessed.append(int(resume["step"]))
     others, differing = _compare_runs(steps, other)
-    seen.faults += differing
-    _compare_restarts(folder, resumes, seen)
+    witnesses.faults += differing
+    _compare_restarts(folder, resumes, witnesses)
 
     # What remains is proved, unless something disagrees.
-    last = max(seen.sums, default=0)
+    last = max(witnesses.sums, default=0)
     witnessed = [(1, last), *((step, step) for step in redone), (1, others or 0)]
-    ordered = [(since + 1, step) for step, since in seen.chains.items()]
+    ordered = [(since + 1, step) for step, since in witnesses.chains.items()]
     return Check(
         steps=len(steps),
         resumes=resumes,
         redone=len(redone),
         unwitnessed=tuple(step for step in unwitnessed if (others or 0) <= step),
         regrouped=regrouped,
-        checkpoints=seen.checkpoints,
-        chains=len(seen.chains),
-        counts=seen.counts,
+        checkpoints=witnesses.checkpoints,
+        chains=len(witnesses.chains),
+        counts=witnesses.counts,
         others=others,
-        proved=() if seen.faults else _joined(witnessed),
-        in_order=() if seen.faults else _joined(ordered),
-        faults=tuple(seen.faults),
+        proved=() if witnesses.faults else _joined(witnessed),
+        in_order=() if witnesses.faults else _joined(ordered),
+        faults=tuple(witnesses.faults),
     )
 
 
-def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, seen: _Witnesses) -> None:
+def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, witnesses: _Witnesses) -> None:
     """Compare what a checkpoint says of the steps behind it with their records."""
-    seen.resumes = max(seen.resumes, int(saved.get("resumes", 0)))
+    witnesses.resumes = max(witnesses.resumes, int(saved.get("resumes", 0)))
     if saved.get("samples_digest") is None:
         return
-    seen.checkpoints += 1
+    witnesses.checkpoints += 1
     if step > len(steps):
-        seen.faults.append(f"there is a checkpoint of step {step}, and the records end at step {len(steps)}")
+        witnesses.faults.append(f"there is a checkpoint of step {step}, and the records end at step {len(steps)}")
         return
     faults = []
     if _digest(saved["samples_digest"]) != steps.sums[step]:
         faults.append(f"the checkpoint of step {step} had other samples behind it than the records")
     if (chain := saved.get("samples_chain")) is not None:
         if chain["digest"] == steps.chain(chain["since"], step):
-            seen.chains[step] = int(chain["since"])
+            witnesses.chains[step] = int(chain["since"])
         elif not faults:
             faults.append(
                 f"the checkpoint of step {step} had steps in another order behind it, or with other packs, tokens or "
@@ -277,15 +277,15 @@ def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, seen: _
         recorded = steps.total(name, step)
         if recorded is None:
             continue
-        seen.counts += name == "tokens"
+        witnesses.counts += name == "tokens"
         if count != recorded:
             faults.append(
                 f"by the checkpoint of step {step} the feed had handed out {format_count(count)} {name}, and the "
                 f"records have {format_count(recorded)}"
             )
     if not faults:
-        seen.sums.add(step)
-    seen.faults += faults
+        witnesses.sums.add(step)
+    witnesses.faults += faults
 
 
 def _feed_counts(report: Mapping[str, Any] | None) -> dict[str, int]:
@@ -311,13 +311,13 @@ def _compare_runs(steps: _Steps, other: Path | None) -> tuple[int | None, list[s
     return both, [f"{len(differing)} steps, the first of them step {differing[0] + 1}, differ from {other}"]
 
 
-def _compare_restarts(folder: Path, resumes: int, seen: _Witnesses) -> None:
+def _compare_restarts(folder: Path, resumes: int, witnesses: _Witnesses) -> None:
     """Compare the restarts that resumes.jsonl tells of with what checkpoints and the ledger of seconds count."""
     ledger = folder / "goodput.jsonl"
     counted = sum(line.get("kind") == "resumed" for line in _lines(ledger)) if ledger.exists() else 0
-    for where, count in (("a checkpoint", seen.resumes), (ledger.name, counted)):
+    for where, count in (("a checkpoint", witnesses.resumes), (ledger.name, counted)):
         if count > resumes:
-            seen.faults.append(f"{where} counts {count} restarts, and resumes.jsonl tells of {resumes}")
+            witnesses.faults.append(f"{where} counts {count} restarts, and resumes.jsonl tells of {resumes}")
 
 
 def _link(before: str, fields: Sequence[Any]) -> str:

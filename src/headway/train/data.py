@@ -118,13 +118,13 @@ def _identities(sources: tuple[Source, ...], data: DataConfig, ranks: Ranks, pos
     Raises:
         CheckpointError: they are not those of the checkpoint; the same on all ranks.
     """
-    files, asked = identify(sources), data.verify == "hash"
-    if asked and not ranks.is_first:
+    files, hashes = identify(sources), data.verify == "hash"
+    if hashes and not ranks.is_first:
         ranks.wait()  # the first rank hashes, and the others of its machine find its digests in the cache
-    if asked or (ranks.is_first and data.verify == "size-and-time" and is_small(sources)):
+    if hashes or (ranks.is_first and data.verify == "size-and-time" and is_small(sources)):
         with working("hashing the data"):
             files = with_hashes(files, sources)
-    if asked and ranks.is_first:
+    if hashes and ranks.is_first:
         ranks.wait()
     if FILES in position:
         # Ranks on other machines may read copies of their own, whose times are others.
@@ -161,13 +161,13 @@ def _indices(
     if not ranks.is_first:
         ranks.wait()
         bad = replace(bad, quarantine=None)  # the first rank has named them
-    found = {}
+    indices = {}
     for source in sources:
         with measuring_rows(source.name) as progress:
-            found[source.name] = build_index(source, encoder, workers=workers, policy=bad, progress=progress)
+            indices[source.name] = build_index(source, encoder, workers=workers, policy=bad, progress=progress)
     if ranks.is_first:
         ranks.wait()
-    return found
+    return indices
 
 
 def bad_samples(config: TrainConfig) -> BadSamples:
@@ -214,8 +214,8 @@ def open_stages(data: DataConfig, epochs: float | None = None) -> tuple[tuple[So
 
 def overlong_of(data: DataConfig) -> Policies:
     """Policy for samples that exceed a pack: the run's, or where a source has its own, that of each by its name."""
-    named = {name: part.overlong or data.overlong for name, part in _named_parts(data)}
-    return named if set(named.values()) - {data.overlong} else data.overlong
+    policies = {name: part.overlong or data.overlong for name, part in _named_parts(data)}
+    return policies if set(policies.values()) - {data.overlong} else data.overlong
 
 
 def _named_parts(data: DataConfig) -> list[tuple[str, SourceConfig]]:

@@ -35,7 +35,6 @@ from headway.meter.window import SCHEMA_VERSION
 from headway.models.parallel import clip_, reduce_gradients
 from headway.models.parallel.ranks import own_rank
 from headway.optim import learning_rate, set_learning_rate, take_step
-from headway.train.billed import billed_by_conventions
 from headway.train.memory_error import Explanation
 from headway.train.memory_record import record_memory
 from headway.train.prepare import Run, exports_of, prepare
@@ -46,7 +45,8 @@ from headway.train.recorder import LaunchedStep, StepRecorder
 from headway.train.run_folder import RunFolder
 from headway.train.salvage import LastStep
 from headway.train.share import Flags, exchange_step
-from headway.train.summary import RunSummary
+from headway.train.step_numbers import StepSums
+from headway.train.summary import RunSummary, billed_by_conventions
 from headway.train.watch import STOPPING, LoopPhase, Watchdog, explain_errors, stop_requests
 
 _SHOWN_ANSWERS = 3  # on the screen; samples.jsonl has all
@@ -83,8 +83,8 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
         RunFolder(config.run.folder, is_smoke=is_smoke) as folder,
     ):
         try:
-            with working("setting up the run") as tell:
-                phase.on_enter = lambda name: tell(f"setting up the run: {name}")
+            with working("setting up the run") as progress:
+                phase.on_enter = lambda name: progress(f"setting up the run: {name}")
                 run = prepare(config, resume=resume, phase=phase, folder=folder)
                 phase.on_enter = None
             return _loop(config, run, phase, start_ns)
@@ -119,6 +119,15 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             out.progress.note(line)
         model.train()
 
+        def judge() -> Evaluation | None:
+            """Evaluate after a step, outside of the time of training."""
+            if run.eval_set is None:
+                return None
+            _leave(run, out, phase, "evaluation")
+            judged = _evaluate(run, run.eval_set, step, out)
+            last.complete(step)
+            return judged
+
         while step < run.steps and not stopped_by:
             step += 1
             lr = learning_rate(step, optim, run.steps)
@@ -134,27 +143,26 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
             flags = Flags(is_at_end, stop_signal(), saver.has_failed, "" if failure is None else _reason(failure))
             batches = batches or [run.feed.padding() for _ in range(optim.accumulation)]
             phase.at("exchange of what each rank computes")
-            batches, whole, finished = exchange_step(batches, run.feed, ranks, flags, meter.finished())
+            batches, shared, finished = exchange_step(batches, run.feed, ranks, flags, meter.finished())
             phase.at("logging")
             out.recorder.write(meter.merge(finished))
-            saver.finished(wait=whole.flags.save_failed)
-            if whole.flags.failure:
+            saver.finished(wait=shared.flags.save_failed)
+            if shared.flags.failure:
                 phase.at("data wait")
                 last.all_know = True
-                raise failure or TrainingError(f"{whole.flags.failure} So this process ends with it.")
-            if has_ended := whole.flags.has_ended:  # of a stream; how far an index reaches is known beforehand
+                raise failure or TrainingError(f"{shared.flags.failure} So this process ends with it.")
+            if has_ended := shared.flags.has_ended:  # of a stream; how far an index reaches is known beforehand
                 step -= 1
                 break
-            stopped_by = whole.flags.stop_signal
+            stopped_by = shared.flags.stop_signal
 
             # Forward and backward, pack by pack.
-            loss_S = torch.zeros(len(run.feed.names), device=device)
-            drawn_D = torch.zeros(int(run.draws), device=device)  # summed squared error of drawn patches
+            sums = StepSums(len(run.feed.names), run.loss_terms, device)
             batches = [
                 batch.noised(config.run.seed, step, drawing.timestep_shift).dealt(run.sequence_group)
                 for batch in batches
             ]
-            per, per_drawn = max(1, whole.num_supervised), max(1, whole.workload.drawn)
+            per, per_drawn = max(1, shared.num_supervised), max(1, shared.workload.drawn)
             for number, batch in enumerate(on_device(batches, device), start=1):
                 phase.at("forward", batch=batch)
                 reduce_gradients(model, now=number == len(batches) or config.parallel.reduce == "pack")
@@ -164,43 +172,39 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
                     pack = trained.model_with_loss(batch.model_inputs(), labels_L, per=per, per_drawn=per_drawn)
                 phase.at("backward", batch=batch)
                 torch.autograd.backward(pack.total)
-                loss_S.index_add_(0, batch.source_of_slots()[local], pack.loss_T)
-                if pack.drawn_K is not None:
-                    drawn_D += pack.drawn_K.sum()
+                sums.add(pack, batch.source_of_slots()[local])
                 meter.count(batch.workload, elsewhere=not ranks.bills)
 
             # Update, if there was anything to learn from.
             phase.at("update")
             last.updating()
             compilations = trained.compile_watch.since()
-            sums = torch.cat([loss_S, drawn_D, torch.full((1,), len(compilations.guards), device=device)])
-            ranks.sum_(sums)
-            grad_norm = clip_(parameters, max_norm)
-            numbers_K = torch.cat([sums, grad_norm.to(sums)[None], run.router_load.take(ranks.sum_)])
-            take_step(optimizer, numbers_K, skips=optim.on_nonfinite == "skip", learns=whole.learns)
-            if run.ema is not None and whole.learns:
+            numbers = sums.over_ranks(
+                len(compilations.guards),
+                ranks.sum_,
+                norm=lambda: clip_(parameters, max_norm),
+                router=run.router_load.take,
+            )
+            take_step(optimizer, numbers.vector(), skips=optim.on_nonfinite == "skip", learns=shared.learns)
+            if run.ema is not None and shared.learns:
                 run.ema.update(step)
             optimizer.zero_grad(set_to_none=True)
             last.complete(step)
-            launched = LaunchedStep(step, lr, run.feed.epochs, whole, batches, ranks.num_data_ranks, compilations)
-            out.recorder.add(launched, numbers_K)
+            launched = LaunchedStep(step, lr, run.feed.epochs, shared, batches, ranks.num_data_ranks, compilations)
+            out.recorder.add(launched, numbers)
             meter.step()
             out.progress.recompiled(step, compilations.news)
 
             # Now and then, and at the end.
             is_last = step == run.steps
-            if run.eval_set is not None and (_is_due(step, config.eval.every) or (is_last and config.eval.at_end)):
-                _leave(run, out, phase, "evaluation")
-                evaluation = _evaluate(run, run.eval_set, step, out)
-                last.complete(step)
+            if _is_due(step, config.eval.every) or (is_last and config.eval.at_end):
+                evaluation = judge() or evaluation
             if _is_due(step, config.checkpoint.every) or is_last or stopped_by:
                 last.save()
         if has_ended:  # what the last step does, now that it is known which one it was
             out.progress.note(_data_ended(run, step))
-            if run.eval_set is not None and config.eval.at_end:
-                _leave(run, out, phase, "evaluation")
-                evaluation = _evaluate(run, run.eval_set, step, out)
-                last.complete(step)
+            if config.eval.at_end:
+                evaluation = judge() or evaluation
             last.save()
         phase.at("checkpoint")
         saved = saver.wait()
@@ -303,7 +307,6 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[_Outputs]
             bad_samples=settings.folder / f"not-finite-rank-{ranks.rank}.json",
             before=run.checkpoint.position() if run.checkpoint else {},
             resumes=metrics.resumes,
-            draws=run.draws,
             boundary=boundary,
         )
         yield _Outputs(progress, metrics, samples, goodput, recorder)
@@ -319,7 +322,7 @@ def _profile(config: TrainConfig, run: Run, phase: LoopPhase, out: _Outputs) -> 
         size=run.ranks.size,
         feed=run.feed,
         recorder=out.recorder,
-        tell=out.progress.note,
+        note=out.progress.note,
     )
     phase.on_enter = window.enter
     return window

@@ -44,11 +44,11 @@ class Explanation:
     def __call__(self, error: BaseException) -> str:
         """Explain an error while its traceback still holds the tensors of the pack that failed."""
         run, phase = self._run, self._phase
-        held = held_bytes(run)
-        activations = max(0, used_memory(run.device) - sum(held.values()) - self._program)
-        held |= {"activations and temporaries": activations, "the program": self._program}
-        asked, total = asked_bytes(error), sum(held.values())
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items() if size)
+        holders = held_bytes(run)
+        activations = max(0, used_memory(run.device) - sum(holders.values()) - self._program)
+        holders |= {"activations and temporaries": activations, "the program": self._program}
+        requested, total = asked_bytes(error), sum(holders.values())
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in holders.items() if size)
         pack = ""
         if phase.batch is not None:
             load = phase.batch.workload
@@ -58,8 +58,8 @@ class Explanation:
             )
         return (
             f"out of memory on {run.device} (rank {run.ranks.rank}) in {phase}"
-            f"{f', when {format_bytes(asked)} more were asked for' if asked else ''}. Held were {format_bytes(total)}: "
-            f"{parts}.{pack} {self._way_out(held, activations + (asked or 0))} "
+            f"{f', when {format_bytes(requested)} more were asked for' if requested else ''}. "
+            f"Held were {format_bytes(total)}: {parts}.{pack} {self._way_out(holders, activations + (requested or 0))} "
             f"{self._snapshot()}The last checkpoint is whole; change the setting and go on with --resume where it may "
             "be changed."
         )
@@ -76,7 +76,7 @@ class Explanation:
             return f"No snapshot of the allocator could be written: {error}. "
         return f"What the allocator held is in {path}; open it at https://docs.pytorch.org/memory_viz. "
 
-    def _way_out(self, held: dict[str, int], activations: int) -> str:
+    def _way_out(self, holders: dict[str, int], activations: int) -> str:
         """Say which settings fit the device by the memory plan; without a plan, which would need less."""
         run, phase = self._run, self._phase
         if run.device.type == "cuda" and phase.batch is not None:
@@ -85,8 +85,10 @@ class Explanation:
             planned = planned_ways(run, self._config, load.slots, load.patches, total)
             if planned is not None:
                 return planned
-        savings = sorted(possible_savings(held, activations, run, self._config, phase), key=lambda one: -one[1])
-        least = _WORTH * sum(held.values())
+        savings = sorted(
+            possible_savings(holders, activations, run, self._config, phase), key=lambda saving: -saving[1]
+        )
+        least = _WORTH * sum(holders.values())
         ways = [f"{setting}: about {format_bytes(size)} less" for setting, size in savings if size > least]
         return f"What would need less, by estimate: {'; '.join(ways) or 'a smaller model or a larger device'}."
 
@@ -112,11 +114,11 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
         return None
     now, fullest = planned.peak, planned.fullest
     largest, *others = sorted(fullest.parts.items(), key=lambda part: -part[1])
-    rest = ", ".join(f"{part} {format_bytes(size)}" for part, size in others)
+    smaller = ", ".join(f"{part} {format_bytes(size)}" for part, size in others)
     expected = (
         f"The memory plan expects {format_bytes(now)} of this pack, where {format_bytes(total_bytes)} are there; it is "
         f"fullest in {fullest.name}, and most of that is {largest[0]}, {PARTS[largest[0]]}: {format_bytes(largest[1])} "
-        f"(then {rest})"
+        f"(then {smaller})"
     )
     if ways[0].peak_bytes > room:
         return f"{expected}, and no settings that fit; the least is {ways[0]}, {format_bytes(ways[0].peak_bytes)}."
@@ -140,7 +142,7 @@ def held_bytes(run: Run) -> dict[str, int]:
 
 
 def possible_savings(
-    held: dict[str, int], activations: int, run: Run, config: TrainConfig, phase: LoopPhase
+    holders: dict[str, int], activations: int, run: Run, config: TrainConfig, phase: LoopPhase
 ) -> Iterable[tuple[str, int]]:
     """Settings that need less memory, each with its estimated effect on this process [bytes].
 
@@ -148,34 +150,34 @@ def possible_savings(
     one block; sharded and offloaded are weights, gradients, moments and averages alike.
 
     Args:
-        held: as `held_bytes` gives it.
+        holders: as `held_bytes` gives it.
         activations: of the pack, what was asked for last included [bytes].
         run: its model, optimizer and device.
         config: its settings.
         phase: with the pack that is computed.
     """
-    moments = held["optimizer"]
-    state = held["weights"] + held["gradients"] + moments + held["average"]
+    moments = holders["optimizer"]
+    state = holders["weights"] + holders["gradients"] + moments + holders["average"]
     budget = config.data.tokens_per_pack
     yield f"data.tokens_per_pack={budget // 2} (from {budget})", activations // 2
     num_blocks, text = _num_blocks(run.model), run.model.config.get_text_config()
     slots = 0 if phase.batch is None else phase.batch.workload.slots
     if slots and num_blocks and config.speed.recompute == "none":
-        kept = slots * text.hidden_size * run.precision.compute.itemsize * num_blocks
-        yield "speed.recompute=full", max(0, activations - activations // num_blocks - kept)
+        block_inputs = slots * text.hidden_size * run.precision.compute.itemsize * num_blocks
+        yield "speed.recompute=full", max(0, activations - activations // num_blocks - block_inputs)
     chunk = SpeedConfig().loss_chunk or 0
     if slots > chunk and config.speed.loss_chunk is None:  # logits and their gradient, in float32
         yield f"speed.loss_chunk={chunk}", (slots - chunk) * text.vocab_size * 2 * 4
     yield f"twice the processes that share the weights ({run.ranks.size} train now)", state // 2
     if run.device.type == "cuda" and run.mesh is not None and not config.parallel.offload:
-        yield "parallel.offload=true", held["weights"] + moments + held["average"]
+        yield "parallel.offload=true", holders["weights"] + moments + holders["average"]
     if config.optim.state in ("auto", "float32"):
         yield "optim.state=bfloat16", moments // 2
         yield "optim.state=8bit", moments * 3 // 4
     elif config.optim.state == "bfloat16":
         yield "optim.state=8bit", moments // 2
     if run.ema is not None:
-        yield "no optim.ema", held["average"]
+        yield "no optim.ema", holders["average"]
 
 
 def local_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
@@ -195,8 +197,8 @@ def asked_bytes(error: BaseException) -> int | None:
     >>> asked_bytes(RuntimeError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has ..."))
     1610612736
     """
-    found = _ASKED.search(str(error))
-    return int(float(found[1]) * _UNITS[found[2].lower()]) if found else None
+    match = _ASKED.search(str(error))
+    return int(float(match[1]) * _UNITS[match[2].lower()]) if match else None
 
 
 def _num_blocks(model: PreTrainedModel) -> int:

@@ -75,10 +75,10 @@ def last_residual(folder: Path, names: Collection[str]) -> dict[str, Any] | None
         `predicted` and `more` [bytes], and `torch`; None without a whole record of this device and the installed torch.
     """
     try:
-        found = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
-        if found["device"] not in names or found["torch"] != version("torch"):
+        record = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+        if record["device"] not in names or record["torch"] != version("torch"):
             return None
-        predicted, measured = int(found["predicted"]["peak"]), int(found["measured"]["peak"])
+        predicted, measured = int(record["predicted"]["peak"]), int(record["measured"]["peak"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or one that is not whole
         return None
-    return {"predicted": predicted, "more": measured - predicted, "torch": found["torch"]}
+    return {"predicted": predicted, "more": measured - predicted, "torch": record["torch"]}

@@ -112,9 +112,9 @@ class Run:
         return nullcontext() if self.ema is None or not self.ema.is_judged else self.ema.in_place()
 
     @property
-    def draws(self) -> bool:
-        """Whether the model draws images."""
-        return bool(getattr(self.model, "draws", False))
+    def loss_terms(self) -> tuple[str, ...]:
+        """Names of the losses beside that of tokens; see `step_numbers.TERMS`."""
+        return ("flow",) if getattr(self.model, "draws", False) else ()
 
     @property
     def sequence_group(self) -> ProcessGroup | None:
@@ -283,23 +283,23 @@ def _held_out(
 
 def _length(config: TrainConfig, feed: Feed, checkpoint: Checkpoint | None) -> tuple[int, tuple[str, ...]]:
     """Steps of the whole run, those before a resume included, and what is to be told of settings that they outdo."""
-    asked, done = config.optim.steps, checkpoint.step if checkpoint is not None else 0
-    left, notes = feed.steps_left(None if asked is None else asked - done), list[str]()
+    limit, done = config.optim.steps, checkpoint.step if checkpoint is not None else 0
+    left, notes = feed.steps_left(None if limit is None else limit - done), list[str]()
     if left is None:
-        assert asked is not None  # the configuration has checked that epochs can be counted
-        steps = asked
+        assert limit is not None  # the configuration has checked that epochs can be counted
+        steps = limit
     else:
         steps = done + left
         if checkpoint is not None and not left:
             raise _nothing_left(config, checkpoint)
-        if asked is None:
+        if limit is None:
             notes = [f"{config.optim.epochs:g} epochs are {format_count(steps)} steps"]
-        elif steps < asked:
+        elif steps < limit:
             notes = [
-                f"warning: the data end after {format_count(steps)} of {format_count(asked)} steps, the run and its "
+                f"warning: the data end after {format_count(steps)} of {format_count(limit)} steps, the run and its "
                 "schedule with them; optim.epochs instead of optim.steps says how often they play"
             ]
-    return steps, (*notes, *(f"warning: {one}" for one in warnings(config, steps)))
+    return steps, (*notes, *(f"warning: {text}" for text in warnings(config, steps)))
 
 
 def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> RunCompleteError:
@@ -338,19 +338,19 @@ def make_mesh(parallel: ParallelConfig, ranks: Ranks, device: torch.device) -> M
     return build_mesh(shape, device.type) if ranks.size > 1 else None
 
 
-def save(run: Run, place: Place, behind: Mapping[str, Any], *, goes_on: bool = True) -> None:
+def save(run: Run, place: Place, history: Mapping[str, Any], *, goes_on: bool = True) -> None:
     """Begin to save everything after a step, all ranks together.
 
     Args:
         run: its parts.
         place: where this process stood after the step.
-        behind: what the run has behind it, for the recorder of a continuation.
+        history: what the run has behind it, for the recorder of a continuation.
         goes_on: whether training may go on meanwhile.
 
     Raises:
         CheckpointError: the checkpoint before could not be written, or this one.
     """
-    position = {**run.feed.merged(run.ranks.gather(place.feed)), **behind}
+    position = {**run.feed.merged(run.ranks.gather(place.feed)), **history}
     tensors = training_tensors(run.model, run.optimizer, run.ema)
     shape = MeshShape() if run.mesh is None else run.mesh.shape
     contents = Contents(tensors, place.random, position, asdict(shape), run.write_model)

@@ -57,7 +57,7 @@ class ProfileWindow(ProfiledSteps):
         size: int,
         feed: Feed,
         recorder: StepRecorder,
-        tell: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         if max(settings.ranks) >= size:
             raise ConfigError(
@@ -70,7 +70,7 @@ class ProfileWindow(ProfiledSteps):
                 f"{meter.device}. Take it out."
             )
         steps = range(settings.start, settings.last + 1)
-        super().__init__(meter, folder / "profile", steps=steps, ranks=settings.ranks, tell=tell)
+        super().__init__(meter, folder / "profile", steps=steps, ranks=settings.ranks, tell=note)
         self._memory = settings.memory
         self._feed, self._recorder = feed, recorder
         # By the step's number; of experts a function, since the device is not to be waited for within the window.
@@ -86,8 +86,8 @@ class ProfileWindow(ProfiledSteps):
         """Note what making the step's packs took, and how evenly experts were used, too."""
         assert self._meter is not None
         if self._profiler is not None:
-            told = dict(self._feed.making_s), self._recorder.router_of_last()
-            self._told[self._meter.steps_before + step.number] = told
+            facts = dict(self._feed.making_s), self._recorder.router_of_last()
+            self._told[self._meter.steps_before + step.number] = facts
         super().took(step)
 
     def _start_profiler(self, meter: Meter) -> None:

@@ -185,7 +185,7 @@ def _as_record(line: bytes) -> dict[str, Any] | None:
 
 def _git_commit() -> str | None:
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=5)
+        result = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
         return None
-    return found.stdout.strip()
+    return result.stdout.strip()

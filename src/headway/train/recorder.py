@@ -6,20 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from headway.checkpoint.folder import CHAIN, DIGEST, RESUMES, SKIPPED
 from headway.data import Batch
 from headway.errors import NotFiniteError
 from headway.log.boundary import ErrorBoundary
 from headway.log.run_files import write_json
 from headway.meter import Window
-from headway.meter.clock import HostCopy
 from headway.models.compiling import Compilations
 from headway.models.router import RouterSummary
 from headway.train.check import chained
 from headway.train.record import MetricsLog
 from headway.train.share import DIGESTS, StepShare
+from headway.train.step_numbers import TERMS, DeviceNumbers, StepNumbers
 
 
 class LaunchedStep(NamedTuple):
@@ -60,7 +58,6 @@ class StepRecorder:
         bad_samples: file for the samples of a step whose numbers are not finite, when they end the run.
         before: what the run has behind it, as `behind` gave it at the checkpoint that it goes on from.
         resumes: times that the run went on after it was interrupted, this time included.
-        draws: whether the model draws images, whose loss is recorded beside that of tokens.
         boundary: around the making and writing of records.
     """
 
@@ -74,11 +71,9 @@ class StepRecorder:
         bad_samples: Path,
         before: Mapping[str, Any],
         resumes: int = 0,
-        draws: bool = False,
         boundary: ErrorBoundary | None = None,
     ) -> None:
         self._boundary = boundary or ErrorBoundary()
-        self._draws = int(draws)
         self._log = log
         self._show = show
         self._sources = sources
@@ -87,23 +82,21 @@ class StepRecorder:
         self._digest = int(before.get(DIGEST, "0"), 16)
         self._chain: dict[str, Any] | None = before.get(CHAIN)
         self._resumes = max(resumes, int(before.get(RESUMES, 0)))
-        self._pending: deque[tuple[LaunchedStep, HostCopy]] = deque()
+        self._pending: deque[tuple[LaunchedStep, Callable[[], StepNumbers]]] = deque()
 
-    def add(self, pending: LaunchedStep, numbers_K: torch.Tensor) -> None:
+    def add(self, pending: LaunchedStep, numbers: DeviceNumbers) -> None:
         """Take in a step that has been launched; call it before the meter ends the step.
 
         Args:
             pending: what the host knows of it.
-            numbers_K: over all ranks, the summed losses of each source [nats], of a model that draws the summed errors
-                of drawn patches, the recompilations, the gradient's norm and, where the model has experts, the three
-                numbers of a `RouterSummary`; on the device.
+            numbers: of all ranks, on the device.
         """
-        self._pending.append((pending, HostCopy(numbers_K)))
+        self._pending.append((pending, numbers.arriving()))
 
     def router_of_last(self) -> Callable[[], RouterSummary | None]:
         """How evenly the last step used experts, None without any; to be called once the device has passed it."""
-        _, copy = self._pending[-1]
-        return lambda: _router(copy.read()[len(self._sources) + self._draws + 2 :])
+        _, arrived = self._pending[-1]
+        return lambda: arrived().router
 
     def behind(self) -> dict[str, Any]:
         """State for a checkpoint: skipped updates in a row, and what `headway check` compares with the records."""
@@ -122,53 +115,48 @@ class StepRecorder:
         for window in windows:
             self._write(window, *self._pending.popleft())
 
-    def _write(self, window: Window, pending: LaunchedStep, copy: HostCopy) -> None:
-        read = copy.read()  # the device has passed it
-        words = len(self._sources)
-        losses, drawn = read[:words], read[words:][: self._draws]
-        grad_norm = read[words + self._draws + 1]
-        is_finite = all(map(math.isfinite, (*losses, *drawn, grad_norm)))
-        self._skipped = 0 if is_finite else self._skipped + 1
+    def _write(self, window: Window, pending: LaunchedStep, arrived: Callable[[], StepNumbers]) -> None:
+        numbers = arrived()  # the device has passed it
+        self._skipped = 0 if numbers.is_finite else self._skipped + 1
         self._digest = (self._digest + pending.share.digest) % DIGESTS
         if self._skipped > self._may_skip:
-            loss = sum(losses) / max(1, pending.share.num_supervised)
-            raise NotFiniteError(self._not_finite(pending, loss, grad_norm))
+            loss = sum(numbers.losses) / max(1, pending.share.num_supervised)
+            raise NotFiniteError(self._not_finite(pending, loss, numbers.grad_norm))
         with self._boundary.guard("Records of steps"):
-            record = self._record(window, pending, read, is_finite=is_finite)
+            record = self._record(window, pending, numbers)
             self._chain = chained(self._chain, record)
             self._log.write(record)
             self._show(record)
 
-    def _record(
-        self, window: Window, pending: LaunchedStep, read: Sequence[float], *, is_finite: bool
-    ) -> dict[str, Any]:
-        """The record of a step, from its window and the numbers that the device has given."""
-        words = len(self._sources)
-        losses, drawn = read[:words], read[words:][: self._draws]
-        recompiles, grad_norm, *router = read[words + self._draws :]
-        targets, patches = pending.share.num_supervised, pending.share.workload.drawn
+    def _record(self, window: Window, pending: LaunchedStep, numbers: StepNumbers) -> dict[str, Any]:
+        """Put a step's record together, from its window and the numbers that the device has given."""
+        is_finite, targets = numbers.is_finite, pending.share.num_supervised
+        # Each further loss is a mean over what its driver counts.
+        counts = {name: getattr(pending.share.workload, TERMS[name]) for name in numbers.terms}
         record = {
             **window.as_record(),
             # JSON has no numbers for what is not finite, and nothing to learn from has no loss
-            "loss": sum(losses) / targets if is_finite and targets else None,
-            **({"flow_loss": drawn[0] / patches if is_finite and patches else None} if drawn else {}),
+            "loss": sum(numbers.losses) / targets if is_finite and targets else None,
+            **{
+                f"{name}_loss": total / counts[name] if is_finite and counts[name] else None
+                for name, total in numbers.terms.items()
+            },
             "lr": pending.lr,
             **({} if pending.epochs is None else {"epoch": pending.epochs}),
-            "grad_norm": grad_norm if is_finite else None,
+            "grad_norm": numbers.grad_norm if is_finite else None,
             **({} if is_finite else {"skipped": True}),
             **({} if pending.share.learns else {"empty": True}),
             "compiled": pending.compilations.happened,
-            "recompiles": round(recompiles),
+            "recompiles": numbers.recompiles,
             "packs": len(pending.batches) * pending.num_data_ranks,
             "samples_digest": f"{pending.share.digest:016x}",
         }
         if pending.compilations.guards:
             record["recompile_guards"] = list(pending.compilations.guards)
         if len(self._sources) > 1:
-            record["sources"] = self._by_source(losses, pending.share)
-        balance = _router(router)
-        if balance is not None:
-            record["router"] = balance._asdict()
+            record["sources"] = self._by_source(numbers.losses, pending.share)
+        if numbers.router is not None:
+            record["router"] = numbers.router._asdict()
         return record
 
     def _not_finite(self, pending: LaunchedStep, loss: float, grad_norm: float) -> str:
@@ -200,7 +188,3 @@ class StepRecorder:
             }
             for name, loss, tokens, supervised, lost in parts
         }
-
-
-def _router(numbers: Sequence[float]) -> RouterSummary | None:
-    return RouterSummary(numbers[0], numbers[1], int(numbers[2])) if numbers else None

@@ -71,9 +71,9 @@ def from_weights_of(folder: Path) -> str:
     """How another run begins with the weights of the one in a folder."""
     exports = sorted((folder / EXPORTS).glob("step-*"))
     model = exports[-1] if exports else "MODEL"
-    made = "" if exports else f", a folder that `headway export {folder} MODEL` makes"
+    hint = "" if exports else f", a folder that `headway export {folder} MODEL` makes"
     return (
-        f"from its weights, with --set run.folder=FOLDER --set model.random_init=false --set model.path={model}{made}"
+        f"from its weights, with --set run.folder=FOLDER --set model.random_init=false --set model.path={model}{hint}"
     )
 
 

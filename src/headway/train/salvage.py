@@ -26,16 +26,16 @@ class LastStep:
         run: its parts.
         recorder: of its steps.
         leave: waits for the device, and records the steps that it has taken.
-        tell: prints a line.
+        note: prints a line.
 
     Attributes:
         all_know: whether all processes know of the error that is raised next; a lone process always does.
     """
 
     def __init__(
-        self, run: Run, recorder: StepRecorder, leave: Callable[[], None], tell: Callable[[str], None]
+        self, run: Run, recorder: StepRecorder, leave: Callable[[], None], note: Callable[[str], None]
     ) -> None:
-        self._run, self._recorder, self._leave, self._tell = run, recorder, leave, tell
+        self._run, self._recorder, self._leave, self._note = run, recorder, leave, note
         self._saved = run.checkpoint.step if run.checkpoint else 0
         self._place: Place | None = None
         self.all_know = run.ranks.size == 1
@@ -78,9 +78,9 @@ class LastStep:
             self.save(goes_on=False)
             folder = self._run.saver.wait().folder
         except Exception as reason:  # noqa: BLE001 - the error that ends the run is the one to be raised
-            self._tell(f"step {step}, the last complete one, could not be saved: {reason}")
+            self._note(f"step {step}, the last complete one, could not be saved: {reason}")
         else:
-            self._tell(f"an error ends the run; step {step}, the last complete one, is saved in {folder}")
+            self._note(f"an error ends the run; step {step}, the last complete one, is saved in {folder}")
 
     def _may_save_after(self, error: BaseException | None) -> bool:
         fatal = (NotFiniteError, CheckpointError, RankLostError)

@@ -32,10 +32,10 @@ class Flags(NamedTuple):
     def total(cls, flags: Sequence["Flags"]) -> "Flags":
         """All of them together: the data have ended once they have for all; of the rest, one process is enough."""
         return cls(
-            all(one.has_ended for one in flags),
-            max(one.stop_signal for one in flags),
-            any(one.save_failed for one in flags),
-            next((f"rank {rank}: {one.failure}" for rank, one in enumerate(flags) if one.failure), ""),
+            all(own.has_ended for own in flags),
+            max(own.stop_signal for own in flags),
+            any(own.save_failed for own in flags),
+            next((f"rank {rank}: {own.failure}" for rank, own in enumerate(flags) if own.failure), ""),
         )
 
 
@@ -103,7 +103,7 @@ def digest_of(batches: Sequence[Batch]) -> int:
     """A number that tells which samples some packs hold: another one, if any is lost, repeated, cut or exchanged.
 
     It is the sum of a hash of each sample's source, file, row and length, modulo 2**64. So the digests of parts add up
-    to that of the whole, and neither the order of the samples nor who computes them changes it.
+    to that of the total, and neither the order of the samples nor who computes them changes it.
     """
     total = 0
     for batch in batches:
@@ -134,8 +134,8 @@ def exchange_step(
     everyone, done = [share for share, _ in heard], [steps for _, steps in heard]
     flags = Flags.total([share.flags for share in everyone])  # a signal may reach any process
     shares = everyone[:: ranks.sequence]
-    whole = StepShare.total(shares)._replace(flags=flags)
-    if all(share.modalities == whole.modalities for share in shares):
-        return batches, whole, done
-    batches = [feed.with_blanks(batch, wanted) for batch, wanted in zip(batches, whole.modalities, strict=True)]
+    total = StepShare.total(shares)._replace(flags=flags)
+    if all(share.modalities == total.modalities for share in shares):
+        return batches, total, done
+    batches = [feed.with_blanks(batch, wanted) for batch, wanted in zip(batches, total.modalities, strict=True)]
     return batches, StepShare.total(ranks.gather(StepShare.of(batches, feed, flags))), done

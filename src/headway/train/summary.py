@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from headway.answer.evaluate import Evaluation
+from headway.conventions import Step, architecture, conventions
+from headway.count import CostModel, Workload
+from headway.data import Batch
 from headway.data.bad_rows import OUTCOMES
 from headway.data.feed import FeedReport
+from headway.errors import HeadwayError
 from headway.meter import Window
 from headway.models.load import processor_note
 from headway.models.lora import ADAPTER_CONFIG
@@ -145,8 +149,8 @@ class RunSummary:
     def not_recorded(self) -> list[tuple[str, str]]:
         """Name and value of what the run could not write down, if anything."""
         missing = f"{format_count(self.missing_records)} records are not in metrics.jsonl"
-        told = [*([missing] if self.missing_records else []), *(f"{what}: {why}" for what, why in self.lost.items())]
-        return [("not recorded", "; ".join(told))] if told else []
+        losses = [*([missing] if self.missing_records else []), *(f"{what}: {why}" for what, why in self.lost.items())]
+        return [("not recorded", "; ".join(losses))] if losses else []
 
     def _exported(self) -> list[tuple[str, str]]:
         """What kind of folder the run leaves to be used, where, and how its processor opens if not as usual."""
@@ -173,3 +177,39 @@ def _samples(report: FeedReport) -> str:
     if left_out["dropped"]:
         parts.append(f"{format_count(left_out['dropped'])} left out as over-long")
     return ", ".join(parts)
+
+
+def billed_by_conventions(
+    model_config: dict[str, Any], cost_model: CostModel, batches: Sequence[Batch], *, row_length: int, recompute: str
+) -> list[dict[str, Any]]:
+    """Bill the packs that this process trained on in one step in every convention.
+
+    Args:
+        model_config: the content of the model's `config.json`.
+        cost_model: of the model.
+        batches: the packs.
+        row_length: slots of a pack, which tools that bill the configured length take [tokens].
+        recompute: which blocks are computed again in backward, as `CostModel.count` takes it.
+
+    Returns:
+        Of each convention its name, version, FLOPs, their ratio to the useful ones (both None where the rule has no
+        number for this model), and what it counts differently; nothing of a model whose sizes no rule can read.
+    """
+    workload = Workload.total(batch.workload for batch in batches)
+    step = Step(workload, max([row_length, *workload.segments.tolist()]), recompute)
+    try:
+        sizes = architecture(model_config, cost_model.name, cost_model)
+        bills = [(rule, rule.bill(sizes, step)) for rule in conventions(sizes.model_type)]
+    except HeadwayError:
+        return []
+    useful = next(bill.flops for rule, bill in bills if rule.name == "useful")
+    return [
+        {
+            "name": rule.name,
+            "version": rule.version,
+            "flops": bill.flops,
+            "ratio_to_useful": bill.flops / useful if bill.flops is not None and useful else None,
+            "why": bill.reason or rule.why,
+        }
+        for rule, bill in bills
+    ]

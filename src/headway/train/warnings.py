@@ -23,13 +23,13 @@ class RunWarnings:
     that of all looks before.
 
     Args:
-        tell: prints a line.
+        note: prints a line.
     """
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
         self._records: deque[Mapping[str, Any]] = deque(maxlen=_KEPT)
-        self._since, self._told = 0, set[str]()
+        self._since, self._warned = 0, set[str]()
         self._usual: list[float] = []  # median MFU of each look
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -49,21 +49,23 @@ class RunWarnings:
             self._warn(FALLING, f"{fall} Likely: {FALLING_CAUSE} Try: {FALLING_HINT}")
 
     def _warn(self, cause: str, text: str) -> None:
-        if cause not in self._told:
-            self._told.add(cause)
-            self._tell(f"warning: {text}")
+        if cause not in self._warned:
+            self._warned.add(cause)
+            self._note(f"warning: {text}")
 
     def _fall(self, last: Sequence[Mapping[str, Any]]) -> str:
         """Say that MFU is below the run's own median by a tenth, and by more than looks differ; "" where it is not."""
-        known = [mfu for record in last if (mfu := _mfu(record)) is not None]
-        if not known:
+        measured = [mfu for record in last if (mfu := _mfu(record)) is not None]
+        if not measured:
             return ""
-        now, before = median(known), [*self._usual]
+        now, before = median(measured), [*self._usual]
         self._usual.append(now)
         if len(before) < _LOOKS:
             return ""
         usual = median(before)
-        scatter = median(abs(after - one) for one, after in pairwise(before))  # which a slow fall does not widen
+        scatter = median(
+            abs(after - before_it) for before_it, after in pairwise(before)
+        )  # which a slow fall does not widen
         if usual - now <= max(LEAST * usual, 3 * scatter):
             return ""
         return (

@@ -121,8 +121,8 @@ class Watchdog:
             "else, is the cause."
         )
         try:
-            kept = _in_time(lambda: self._write_traces(text))
-            _in_time(lambda: self._say(text, kept=kept))
+            is_written = _in_time(lambda: self._write_traces(text))
+            _in_time(lambda: self._say(text, is_written=is_written))
         finally:
             os._exit(HUNG)  # the main thread cannot be reached: it hangs
 
@@ -132,27 +132,27 @@ class Watchdog:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
 
-    def _say(self, text: str, *, kept: bool) -> None:
-        where = f"are in {self._path}" if kept else f"follow, as {self._path} could not be written"
+    def _say(self, text: str, *, is_written: bool) -> None:
+        where = f"are in {self._path}" if is_written else f"follow, as {self._path} could not be written"
         sys.stderr.write(f"Error: {text} The stack traces of its threads {where}.\n")
         sys.stderr.flush()
-        if not kept:
+        if not is_written:
             faulthandler.dump_traceback(sys.stderr, all_threads=True)
 
 
-def _in_time(tell: Callable[[], None]) -> bool:
+def _in_time(report: Callable[[], None]) -> bool:
     """Run a report in a thread of its own, which may hang; whether it succeeded soon enough."""
-    told = threading.Event()
+    is_done = threading.Event()
 
     def try_to() -> None:
         with suppress(OSError, ValueError):
-            tell()
-            told.set()
+            report()
+            is_done.set()
 
     teller = threading.Thread(target=try_to, name="watchdog's last words", daemon=True)
     teller.start()
     teller.join(_TELLING_S)
-    return told.is_set()
+    return is_done.is_set()
 
 
 @contextmanager
