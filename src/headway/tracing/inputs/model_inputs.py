@@ -262,6 +262,9 @@ class ExampleInputs:
 class FamilyForm(Protocol):
     """The inputs of a family of models that makes them itself, as `headway.plugins` finds it.
 
+    A form may also have `text_alone()`: the arguments of a pack without media, which shows what parameters a token of
+    text meets where a model has several copies of its blocks.
+
     Attributes:
         strided: as `Inputs` has it.
         notes: facts for the cost model's source.
@@ -274,9 +277,6 @@ class FamilyForm(Protocol):
 
     def workloads(self, longest_window: int = 0) -> list[Workload]:
         """Plan packs of unlike proportions."""
-
-    def text_alone(self) -> dict[str, Any]:
-        """Make the arguments of a pack without media, which shows what parameters a token of text meets."""
 
     def arguments(self, workload: Workload, device: torch.device | None = None) -> dict[str, Any]:
         """Make the arguments of one forward; see `Inputs.arguments`."""
@@ -332,10 +332,10 @@ def without_arguments(
     inputs: Inputs | FamilyForm | FunctionInputs | ExampleInputs, workload: Workload, tried: Sequence[str]
 ) -> list[str]:
     """Name the tensor arguments of a forward that neither the plain pass nor an alternate one was given."""
-    if hasattr(inputs, "text_alone"):  # a family's own form gives all
-        return []
-    if not isinstance(inputs, Inputs):
+    if isinstance(inputs, FunctionInputs | ExampleInputs):
         return ["whatever is not given"]
+    if not isinstance(inputs, Inputs):  # a family's own form gives all
+        return []
     names = {*inputs.arguments(workload), *_EVERYWHERE, *tried}
     if "decoder_input_ids" in names:  # what an encoder would give, which itself runs
         names.add("encoder_outputs")

@@ -1,0 +1,128 @@
+"""A family of models that another distribution brings is served at every seam that it names, and at no other."""
+
+import subprocess
+import sys
+
+import pytest
+
+from headway.plugins import families, families_with, family_hook
+from helpers.processes import ROOT
+
+# A plain diffusion transformer: two linear layers on latent patches, moved by one vector of each image. It reads no
+# text, so nothing that a language model has is there.
+PACKAGE = """
+from headway.plugins import Family
+
+FAMILY = Family(
+    model_types=("plain_dit",), package=__name__, hooks={"inputs": "parts:Latents", "register": "parts:register"}
+)
+"""
+PARTS = """
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+
+from headway import Workload
+from headway.tracing.phantom import phantom_floats
+
+
+class DitConfig(PreTrainedConfig):
+    model_type = "plain_dit"
+
+    def __init__(self, width=12, features=4, **more):
+        self.width, self.features = width, features
+        super().__init__(**more)
+
+
+class Dit(PreTrainedModel):
+    config_class = DitConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.inside = nn.Linear(config.features, config.width)
+        self.condition = nn.Linear(config.width, config.width)
+        self.out = nn.Linear(config.width, config.features)
+        self.post_init()
+
+    def forward(self, latents, conditions, images):
+        states = torch.relu(self.inside(latents)) + self.condition(conditions)[images]
+        return self.out(states)
+
+
+def workload_of(grids):  # each latent patch is a token of the segment of its image
+    return Workload([t * h * w for t, h, w in grids], latents=grids)
+
+
+class Latents:
+    strided = ()
+    notes = {}
+    drivers = ("latents", "latent_grids")
+
+    def __init__(self, model):
+        self.config = model.config
+
+    def workloads(self, _longest_window=0):
+        packs = ([(1, 4, 3)], [(1, 5, 7), (1, 7, 6)], [(1, 6, 6)], [(1, 3, 8), (1, 8, 4)])
+        return [workload_of(grids) for grids in packs]
+
+    def arguments(self, workload, device=None):
+        def floats(*shape):
+            return phantom_floats(shape) if device is None else torch.randn(shape, device=device)
+
+        sizes = torch.tensor([t * h * w for t, h, w in workload.latents.tolist()])
+        images = torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(device)
+        latents = floats(int(sizes.sum()), self.config.features)
+        return {"latents": latents, "conditions": floats(len(sizes), self.config.width), "images": images}
+
+
+def register():
+    AutoConfig.register("plain_dit", DitConfig, exist_ok=True)
+    AutoModel.register(DitConfig, Dit, exist_ok=True)
+"""
+USE = """
+from headway import trace
+from headway.plugins import families_with, register_families
+from plain_dit.parts import Dit, DitConfig, workload_of
+from transformers import AutoConfig
+
+register_families()
+assert isinstance(AutoConfig.for_model("plain_dit"), DitConfig)
+model = trace(Dit(DitConfig()))
+for grids in ([(1, 2, 3)], [(1, 2, 3), (1, 9, 9)]):
+    patches = sum(t * h * w for t, h, w in grids)
+    linear = 2 * (patches * 4 * 12 + len(grids) * 12 * 12 + patches * 12 * 4)  # FLOPs of a forward pass
+    count = model.count(workload_of(grids))
+    assert count.forward == linear, (count.forward, linear)
+    assert count.total == 3 * linear - 2 * (patches * 4 * 12 + len(grids) * 12 * 12)  # no gradients of what is given
+print([name for family in families_with("inputs") for name in family.model_types])
+"""
+
+
+def test_an_installed_distribution_brings_a_family(tmp_path):
+    """In a process of its own, with a distribution as pip leaves it: a package, and metadata with an entry point."""
+    package, metadata = tmp_path / "plain_dit", tmp_path / "plain_dit-1.0.dist-info"
+    package.mkdir()
+    metadata.mkdir()
+    (package / "__init__.py").write_text(PACKAGE)
+    (package / "parts.py").write_text(PARTS)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plain_dit\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[headway.families]\nplain_dit = plain_dit\n")
+    (tmp_path / "use.py").write_text(USE)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}", "PATH": "", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(
+        [sys.executable, tmp_path / "use.py"], capture_output=True, text=True, check=False, env=environment
+    )
+    assert run.returncode == 0, run.stderr
+    assert "plain_dit" in run.stdout
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.package)
+def test_every_hook_of_a_family_is_there(family):
+    for name in family.hooks:
+        assert callable(family.hook(name))
+    assert family in families_with(next(iter(family.hooks)))
+
+
+def test_what_belongs_to_no_family_has_no_hook():
+    assert family_hook(None, "encoder") is None
+    assert family_hook(type("Config", (), {"model_type": "qwen3"})(), "encoder") is None
