@@ -27,7 +27,7 @@ from headway.data.encode import EncodedSample
 from headway.data.samples import Origin
 from headway.families.bagel.encoding import DrawingCollator
 from headway.families.bagel.layout import lay_out
-from headway.families.bagel.model import BagelConfig, register_architectures
+from headway.families.bagel.model import BagelConfig
 from headway.models.load import rope_index
 from headway.models.losses import IGNORED
 from headway.models.parallel import local, reduce_gradients
@@ -38,6 +38,7 @@ from headway.optim import make_optimizer
 from headway.optim.ema import WeightAverage
 from headway.optim.optimizer import Optimizer, set_learning_rate, take_step
 from headway.packing.parts import SamplePart
+from headway.plugins import register_families
 from headway.predict.dry_run import memory_plan
 from headway.predict.memory import MemoryPlan
 from headway.predict.saved_activations import saved_of_partly_trained
@@ -48,7 +49,7 @@ from headway.tracing.build import model_on_shapes
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
 """When memory is looked at; the last three are of the second step, in which moments are there from the start."""
 
-register_architectures()
+register_families()
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,

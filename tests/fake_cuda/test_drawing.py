@@ -65,4 +65,4 @@ def test_a_step_does_not_wait_for_the_device(samples):
     assert found.waits == ()
     assert found.ops["aten::_fused_adamw_"] > 0
     assert found.patches > 0
-    assert isinstance(batch.drawing.inputs["latent_pixels"][0], torch.Tensor)
+    assert isinstance(batch.family_inputs.inputs["latent_pixels"][0], torch.Tensor)

@@ -306,11 +306,11 @@ def test_noise_depends_on_the_sample_and_the_step_alone(folder):
     encoder = DrawingEncoder(load_processor(folder / "model"), config)
     samples = [encoder.encode(sample) for sample in read_samples(folder / "data" / "all.jsonl")[:6]]
     collate = collator_of(encoder)
-    together = collate(samples).noised(3, 7, 1.0).drawing.inputs
-    alone = [collate([sample]).noised(3, 7, 1.0).drawing.inputs for sample in samples]
+    together = collate(samples).noised(3, 7, 1.0).family_inputs.inputs
+    alone = [collate([sample]).noised(3, 7, 1.0).family_inputs.inputs for sample in samples]
     for name in ("noise", "timesteps"):
         assert torch.equal(together[name], torch.cat([one[name] for one in alone if name in one]))
-    assert not torch.equal(together["noise"], collate(samples).noised(3, 8, 1.0).drawing.inputs["noise"])
+    assert not torch.equal(together["noise"], collate(samples).noised(3, 8, 1.0).family_inputs.inputs["noise"])
     assert (together["timesteps"] == 0).sum() == sum(part.kind == "reference" for s in samples for part in s.parts)
 
 
@@ -318,8 +318,8 @@ def test_latents_of_an_autoencoder_are_drawn_by_sample_and_step(folder):
     encoder = DrawingEncoder(load_processor(folder / "latents"), load_config(folder / "latents"))
     samples = [encoder.encode(sample) for sample in read_samples(folder / "data" / "all.jsonl")[:4]]
     collate = collator_of(encoder)
-    together, later = (collate(samples).noised(3, step, 1.0).drawing.inputs["encoder_noise"] for step in (7, 8))
-    alone = [collate([sample]).noised(3, 7, 1.0).drawing.inputs for sample in samples if sample.drawn_images]
+    together, later = (collate(samples).noised(3, step, 1.0).family_inputs.inputs["encoder_noise"] for step in (7, 8))
+    alone = [collate([sample]).noised(3, 7, 1.0).family_inputs.inputs for sample in samples if sample.drawn_images]
     assert torch.equal(together, torch.cat([one["encoder_noise"] for one in alone]))
     assert not torch.equal(together, later)
 
@@ -328,9 +328,9 @@ def test_the_models_own_shift_of_times_holds_where_the_run_says_none(folder):
     config = load_config(folder / "model")
     encoder = DrawingEncoder(load_processor(folder / "model"), config)
     samples = [encoder.encode(sample) for sample in read_samples(folder / "data" / "all.jsonl")[:2]]
-    plain = collator_of(encoder)(samples).noised(0, 1).drawing.inputs["timesteps"]
+    plain = collator_of(encoder)(samples).noised(0, 1).family_inputs.inputs["timesteps"]
     config.timestep_shift = 3.0
-    own, said = (collator_of(encoder)(samples).noised(0, 1, s).drawing.inputs["timesteps"] for s in (None, 1.0))
+    own, said = (collator_of(encoder)(samples).noised(0, 1, s).family_inputs.inputs["timesteps"] for s in (None, 1.0))
     assert torch.equal(said, plain)
     torch.testing.assert_close(own, 3 * plain / (1 + 2 * plain))
 
@@ -341,7 +341,7 @@ def test_data_that_are_moved_have_the_same_noise(folder, tmp_path):
     noise = []
     for path in (folder / "data", tmp_path / "elsewhere"):
         sample = encoder.encode(read_samples(path / "all.jsonl")[0])
-        noise.append(collator_of(encoder)([sample]).noised(0, 1, 1.0).drawing.inputs["noise"])
+        noise.append(collator_of(encoder)([sample]).noised(0, 1, 1.0).family_inputs.inputs["noise"])
     assert torch.equal(*noise)
 
 
