@@ -80,6 +80,13 @@ def test_names_say_what_they_hold(files):
     assert {room: count for room, count in rooms.items() if count > OPAQUE_STILL.get(room, 0)} == {}
 
 
+def test_a_result_becomes_a_dictionary_by_one_verb(files):
+    others = {"as_dict", "as_json", "as_record", "to_json", "to_record"}
+    functions = ((file.name, node) for file in files.values() for node in ast.walk(file.tree))
+    names = [(file, node.name) for file, node in functions if isinstance(node, ast.FunctionDef) and node.name in others]
+    assert names == []
+
+
 def test_no_file_is_longer_than_five_hundred_lines(files):
     assert {file.name: file.lines for file in files.values() if file.lines > 500} == {}
 

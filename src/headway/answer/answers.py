@@ -54,7 +54,7 @@ class Answer:
     is_exact: bool
     picture: str = ""
 
-    def as_record(self, step: int) -> dict[str, Any]:
+    def to_dict(self, step: int) -> dict[str, Any]:
         """Flatten into JSON-ready values."""
         words = {"where": self.where, "prompt": self.prompt, "gold": self.gold, "answer": self.answer}
         picture = {"picture": self.picture} if self.picture else {}

@@ -64,7 +64,7 @@ class Evaluation:
         loss = sum(part.loss * part.tokens for part in parts) / tokens
         return cls(sum(part.samples for part in parts), sum(part.exact for part in parts), loss, tokens)
 
-    def as_record(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float]:
         """Flatten into JSON-ready values."""
         return {"samples": self.samples, "exact": self.exact, "exact_match": self.exact_match, "loss": self.loss}
 

@@ -221,7 +221,7 @@ def _name(path: str) -> str:
 
 def _hyperparameters(config: TrainConfig) -> dict[str, Any]:
     """Settings that say how it was trained; none of them is a path."""
-    raw, optim = config.as_dict(), config.optim
+    raw, optim = config.to_dict(), config.optim
     shown = {
         "model": {name: raw["model"][name] for name in _OF_MODEL if raw["model"].get(name)},
         "data": {name: raw["data"][name] for name in _OF_DATA if raw["data"].get(name) is not None},

@@ -65,7 +65,7 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
     lengths = lengths_of_data(config)
     planned = dry_run(config, cost_model, saved_of_recipe(config), devices=count, device=found, lengths=lengths)
     if as_json:
-        print(json.dumps(planned.as_json()))
+        print(json.dumps(planned.to_dict()))
     else:
         print(_render(config, planned).replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
     if planned.fits is False:

@@ -66,7 +66,7 @@ def import_config(
         warn(f"--leave-out {key}: {file} has no such key, so nothing was left out for it.")
     if as_json:
         text = json.dumps(
-            {"schema_version": SCHEMA_VERSION, "recipe": imported.recipe, "keys": [key.as_json() for key in keys]}
+            {"schema_version": SCHEMA_VERSION, "recipe": imported.recipe, "keys": [key.to_dict() for key in keys]}
         )
     else:
         text = imported.as_yaml().rstrip("\n")

@@ -44,7 +44,7 @@ class Recipe:
         """The recipe of a file, with what it says of the settings of these names, each once."""
         return cls(path, tuple(f"{name}={_json_at(said, name)}" for name in dict.fromkeys(changed)), said)
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What run.json has of it."""
         return {"path": self.path, "overridden": list(self.overridden)}
 
@@ -100,7 +100,7 @@ class TrainConfig(Section):
         """The file that it was read from, and what that says of settings that were given another value."""
         return self._recipe
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain YAML and JSON types."""
         return self.model_dump(mode="json", by_alias=True)
 
@@ -145,7 +145,7 @@ def changed_config(
     changed = with_overrides(raw, overrides, source=source)
     if config.recipe.path:
         names = [one.partition("=")[0] for one in config.recipe.overridden]
-        names += _differing(config.as_dict(), changed.as_dict())
+        names += _differing(config.to_dict(), changed.to_dict())
         changed._recipe = Recipe.of(config.recipe.path, config.recipe.said, names)
     return changed
 

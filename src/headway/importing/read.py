@@ -32,7 +32,7 @@ class KeyOutcome:
     given: bool  # whether the file says it
     outcome: Outcome
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         one = {"key": self.key, "value": self.value, "given": self.given, "fate": self.outcome.fate}
         return {**one, "settings": dict(self.outcome.settings), "reason": self.outcome.reason}

@@ -32,7 +32,7 @@ class HeadwayCallback(Observer, TrainerCallback):
         cost_model: of the model; traced when training begins where it is None.
         peak: as for `Meter`.
         prefix: of the names in the log: "headway" logs `headway/mfu` and the others of `names`.
-        names: keys of `Window.as_record()` that are logged. With "mbu" among them the model is traced once more.
+        names: keys of `Window.to_dict()` that are logged. With "mbu" among them the model is traced once more.
         num_warmup_steps: first steps to leave out.
         recompute: as for `Meter`; read off the model, which the Trainer has set up by then, where it is None.
         workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.

@@ -34,7 +34,7 @@ class HeadwayMonitor(Observer, Callback):
         model: path of the module within the LightningModule, such as "model" or "net.backbone", "" for the
             LightningModule itself; where it is None, the only module with parameters that it holds.
         prefix: of the names in the loggers: "headway" logs `headway/mfu` and the others of `names`.
-        names: keys of `Window.as_record()` that are logged. With "mbu" among them the model is traced once more.
+        names: keys of `Window.to_dict()` that are logged. With "mbu" among them the model is traced once more.
         workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
         meter_options: what else `Meter` takes, such as `cost_model`, `peak` or `goodput`.
 

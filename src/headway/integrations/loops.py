@@ -140,7 +140,7 @@ def logged(window: Window, names: Sequence[str] = LOGGED, prefix: str = "headway
 
     Args:
         window: steps of a loop.
-        names: keys of `Window.as_record()`; one that holds others, such as `flops`, gives each of them.
+        names: keys of `Window.to_dict()`; one that holds others, such as `flops`, gives each of them.
         prefix: of the names in the log.
 
     Returns:
@@ -149,7 +149,7 @@ def logged(window: Window, names: Sequence[str] = LOGGED, prefix: str = "headway
     Raises:
         UsageError: a name is no key of a record.
     """
-    record = window.as_record()
+    record = window.to_dict()
     if missing := [name for name in names if name not in record]:
         raise UsageError(f"a window has no {', '.join(missing)} to log; it has {', '.join(record)}.")
     flat = flatten({"step": window.step, **{name: record[name] for name in names}})

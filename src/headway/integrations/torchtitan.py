@@ -254,7 +254,7 @@ class _Hook(Observer):
         return self._metrics(window) if window is not None else {}
 
     def _metrics(self, window: Window) -> dict[str, float]:
-        record = window.as_record()
+        record = window.to_dict()
         names = [name for name in _IN_PERCENT if name != "hfu" or self._knows_recompute]
         found = {f"headway/{_IN_PERCENT[name]}": 100 * record[name] for name in names if record[name] is not None}
         return found | {f"headway/{name}": record[name] for name in _AS_IT_IS}

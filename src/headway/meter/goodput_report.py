@@ -48,7 +48,7 @@ class GoodputReport:
         total_ns = sum(self.ns.values())
         return self.ns["step"] / total_ns if total_ns else 0.0
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """One JSON-ready object; seconds, counts and fractions."""
         return {
             "schema_version": SCHEMA_VERSION,

@@ -347,7 +347,7 @@ class Meter(StepClock):
             return None
         if self._sinks is not None:
             with self.boundary.guard("Records of the meter's windows"):
-                self._sinks.write(window.as_record())
+                self._sinks.write(window.to_dict())
         if self._on_window is not None:
             self._on_window(window)
         return window

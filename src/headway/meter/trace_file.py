@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from headway.cache import write_whole
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.flop_count import USEFUL
-from headway.count.step_facts import as_dict, components_of, flops_on_padding
+from headway.count.step_facts import components_of, flops_on_padding
 from headway.count.step_facts import step_facts as what_it_computed
 from headway.count.storage import to_dict
 from headway.meter.batches import workload_of
@@ -106,7 +106,7 @@ def _packs(meter: Meter, step: PendingStep) -> list[dict[str, Any]]:
                 before = attention.get(row.name, [0, 0, 0])
                 own = (row.forward, row.dgrad + row.wgrad, row.recompute)
                 attention[row.name] = [a + b for a, b in zip(before, own, strict=True)]
-        packs.append({"workload": as_dict(workload), "attention": attention})
+        packs.append({"workload": workload.to_dict(), "attention": attention})
     return packs
 
 

@@ -115,7 +115,7 @@ class Utilisation:
             f"world_size={self.world_size}.",
         )
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Flatten into JSON-ready values; seconds, counts and fractions, never percent; None for what is not known."""
         record: dict[str, Any] = known(self._record())
         return record
@@ -227,7 +227,7 @@ class Window(Utilisation):
         return ratio(self.tokens, self.num_batches * (self.packing_length or 0))
 
     def __str__(self) -> str:
-        """The window in a line, as for `print`; `as_record` has all of it."""
+        """The window in a line, as for `print`; `to_dict` has all of it."""
         steps = f"{format_count(self.num_steps)} step{'' if self.num_steps == 1 else 's'}"
         return (
             f"step {format_count(self.step)}: {steps} in {format_duration(self.wall_s)}, MFU {format_share(self.mfu)}, "

@@ -34,7 +34,7 @@ class TimedBlocks:
     measured_at: datetime
     is_cached: bool
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {
             "passes": [{"segments": [*segments], "seconds": seconds} for segments, seconds in self.seconds.items()],

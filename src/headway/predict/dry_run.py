@@ -66,7 +66,7 @@ class Packs:
         """Tokens that are trained on for each sample of the data, those that are left out among the samples."""
         return self.epoch_tokens / self.counts.read
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         names = ("lengths", "samples_per_pack", "most_tokens", "most_patches", "mean_patches")
         one = {name: getattr(self, name) for name in names}
@@ -103,7 +103,7 @@ class DryRun:
         room = room_of(self.device)
         return None if room is None else self.memory.peak <= room
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         shape, params, device = self.shape, self.params, self.device
         return {
@@ -113,11 +113,11 @@ class DryRun:
             "mesh": asdict(shape),
             "device": None if device is None else {"name": device.title, "memory_bytes": device.memory_bytes},
             "params": {"total": params.total, "trainable": params.trainable, "active": params.active},
-            "memory": self.memory.as_json(),
+            "memory": self.memory.to_dict(),
             "fits": self.fits,
-            "ways": [way.as_json() for way in self.ways],
+            "ways": [way.to_dict() for way in self.ways],
             "flops": None if self.packs is None else _flops_json(self.packs.flops),
-            "packs": None if self.packs is None else self.packs.as_json(),
+            "packs": None if self.packs is None else self.packs.to_dict(),
             "notes": list(self.notes),
         }
 

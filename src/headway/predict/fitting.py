@@ -56,7 +56,7 @@ class Way:
     def __str__(self) -> str:
         return " and ".join(self.settings) or f"{self.devices:,} devices"
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {"settings": list(self.settings), "devices": self.devices, "peak_bytes": self.peak_bytes}
 
@@ -138,7 +138,7 @@ def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
 def _tried(config: TrainConfig, settings: tuple[str, ...], devices: int, peak: Peak) -> Way | None:
     """Memory plan with some settings on top of a configuration; None where they cannot take effect."""
     try:
-        changed = with_overrides(config.as_dict(), settings)
+        changed = with_overrides(config.to_dict(), settings)
         return Way(settings, devices, peak(changed, devices))
     except ConfigError:
         return None

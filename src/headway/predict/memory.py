@@ -110,7 +110,7 @@ class MemoryPlan:
         """The moment of a name, one of `headway.predict.moments.MOMENTS`."""
         return next(one for one in self.moments if one.name == name)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The parts, the moments with theirs, and the peak [bytes]."""
         parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moments"}
         moments = {one.name: {**one.parts, "total": one.total} for one in self.moments}

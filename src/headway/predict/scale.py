@@ -93,7 +93,7 @@ class SizedRun:
     def _line(self, key: str) -> Cases:
         return next((line.seconds for line in self.time.lines if line.key == key), Cases.exact(0.0))
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; of each time the best, the expected and the worst case."""
         return {
             "devices": self.devices,
@@ -103,9 +103,9 @@ class SizedRun:
             "balance": self.packs.report.balance,
             "memory_bytes": self.memory.peak,
             "fits": self.fits,
-            "ways": [way.as_json() for way in self.ways],
+            "ways": [way.to_dict() for way in self.ways],
             "padding": self.padding,
-            "time": self.time.as_json(),
+            "time": self.time.to_dict(),
             "exposed_s": [*self.exposed],
             "waiting_s": [*self.waiting],
             "interruptions": None if self.interruptions is None else asdict(self.interruptions),

@@ -87,7 +87,7 @@ class StepForecast:
         """Real tokens per second, all devices together."""
         return Cases(*(self.tokens / seconds for seconds in self.seconds))
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; of each quantity the best, the expected and the worst case."""
         lines = [{"key": line.key, "name": line.name, "seconds": [*line.seconds]} for line in self.lines]
         return {

@@ -148,7 +148,7 @@ class StepRecorder:
         recompiles, grad_norm, *router = read[words + self._draws :]
         targets, patches = pending.share.num_supervised, pending.share.workload.drawn
         record = {
-            **window.as_record(),
+            **window.to_dict(),
             # JSON has no numbers for what is not finite, and nothing to learn from has no loss
             "loss": sum(losses) / targets if is_finite and targets else None,
             **({"flow_loss": drawn[0] / patches if is_finite and patches else None} if drawn else {}),

@@ -44,7 +44,7 @@ def test_packs_and_memory_are_those_of_a_dry_run(make_search):
     best = search.run().ranked[0]
     name, lengths = search.lengths
     packs = plan_packs(best.config, search.cost_model, best.shape, "none", lengths=(name, lengths))
-    assert packs.as_json() == best.packs.as_json()
+    assert packs.to_dict() == best.packs.to_dict()
     memory = memory_plan(best.config, search.cost_model, search.saved, 8, packs.most_tokens, packs.most_patches)
     assert memory == best.memory
 

@@ -77,7 +77,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="headway-tune-") as name:
         folder = Path(name)
         path = folder / "train.yaml"
-        path.write_text(yaml.safe_dump(_short(config, folder / "run", WARM_UP + steps).as_dict()), encoding="utf-8")
+        path.write_text(yaml.safe_dump(_short(config, folder / "run", WARM_UP + steps).to_dict()), encoding="utf-8")
         with current_folder_kept_out():
             process = subprocess.Popen(
                 (command or _train_command)(path, processes),
@@ -130,7 +130,7 @@ def corrected(
 
 def _short(config: TrainConfig, folder: Path, steps: int) -> TrainConfig:
     """The same run with so many steps, and with nothing beside them."""
-    raw = config.as_dict()
+    raw = config.to_dict()
     raw["optim"] |= {"steps": steps, "epochs": None, "warmup_steps": min(config.optim.warmup_steps, 1)}
     raw["eval"] = {}
     raw["checkpoint"] = {"export": "never"}

@@ -224,7 +224,7 @@ def assignment(name: str, value: Any) -> str:
 
 def differences(config: TrainConfig, changed: TrainConfig) -> dict[str, Any]:
     """Settings in which one configuration differs from another, by their dotted names."""
-    before, after = config.as_dict(), changed.as_dict()
+    before, after = config.to_dict(), changed.to_dict()
     return {
         f"{section}.{name}": value
         for section, settings in after.items()
