@@ -27,7 +27,7 @@ from headway.data.encode import EncodedSample
 from headway.data.samples import Origin
 from headway.families.bagel.encoding import DrawingCollator
 from headway.families.bagel.layout import lay_out
-from headway.families.bagel.model import BagelConfig, register_architectures
+from headway.families.bagel.model import BagelConfig, register
 from headway.models.load import rope_index
 from headway.models.losses import IGNORED
 from headway.models.parallel import local, reduce_gradients
@@ -48,7 +48,7 @@ from headway.tracing.build import model_on_shapes
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
 """When memory is looked at; the last three are of the second step, in which moments are there from the start."""
 
-register_architectures()
+register()
 
 _TEXT: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,

@@ -175,7 +175,7 @@ def _in_words(moment: str) -> str:
 
 
 def _left_out(config: "TrainConfig", planned: "DryRun") -> str:
-    from headway.predict.allowance import allowances
+    from headway.predict.memory import allowances
 
     shape = planned.shape
     groups = sum(size > 1 for size in (shape.fsdp, shape.replicate, shape.sequence, shape.expert))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headway.devices import Device
-    from headway.predict.tune import Candidate, Found, Trial
+    from headway.predict.tune import Candidate, SearchResult, Trial
 
 T = TypeVar("T")
 _GIB, _MIB = 2**30, 2**20
@@ -41,7 +41,7 @@ class Tuned:
     tolerance: float
     peak_flops_per_s: float | None  # of one device in the dtype of the products; None of one that was measured
     source: str  # of the device's speeds
-    found: "Found"
+    found: "SearchResult"
     best: "Sequence[Candidate]"
     front: "Sequence[Candidate]"
     seen: "Mapping[Candidate, Trial]"

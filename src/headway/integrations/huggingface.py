@@ -171,10 +171,10 @@ class HeadwayCallback(Observer, TrainerCallback):
         window = meter.log()
         if window is None:
             return
-        found = self.numbers(window)
-        logs.update(found)
+        numbers = self.numbers(window)
+        logs.update(numbers)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(found)  # the Trainer copied the dictionary before it called us
+            state.log_history[-1].update(numbers)  # the Trainer copied the dictionary before it called us
 
     def numbers(self, window: Window) -> dict[str, int | float]:
         """Pick what the Trainer logs of a window, by name."""
@@ -254,13 +254,13 @@ class _References:
 def _others(trainer: Any, model: nn.Module) -> list[nn.Module]:
     """List the reference models of a trainer: those that share no parameter with the trained one."""
     trained = {id(parameter) for parameter in model.parameters()}
-    held = [
+    modules = [
         value
         for attribute in vars(trainer).values()
         for value in (attribute if isinstance(attribute, list | tuple) else [attribute])
         if isinstance(value, nn.Module)
     ]
-    others = {id(value): value for value in held if next(value.parameters(), None) is not None}
+    others = {id(value): value for value in modules if next(value.parameters(), None) is not None}
     return [other for other in others.values() if not any(id(p) in trained for p in other.parameters())]
 
 

@@ -1,4 +1,4 @@
-"""From the lines of a goodput ledger to seconds per bucket."""
+"""Seconds per bucket from the lines of a goodput ledger."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ FILE_NAME = "goodput.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class GoodputReport:
-    """Where the wall time of a run went.
+    """Wall time of a run by bucket.
 
     Attributes:
         ns: time in each bucket, all buckets in their order [ns].

@@ -48,10 +48,10 @@ def facts_of(meter: Meter, *, rank: int, world_size: int, overhead_s: float | No
         "world_size": world_size,
         "device": meter.peak.name,
         "versions": _versions(),
-        "peak_flops_per_s": _known(meter.peak.flops_per_s),
+        "peak_flops_per_s": _finite_or_none(meter.peak.flops_per_s),
         "peak_source": meter.peak.source,
-        "ceiling_flops_per_s": _known(ceiling),
-        "memory_bytes_per_s": _known(meter.memory_bytes_per_s),
+        "ceiling_flops_per_s": _finite_or_none(ceiling),
+        "memory_bytes_per_s": _finite_or_none(meter.memory_bytes_per_s),
         "convention": USEFUL,
         "recompute": meter.recompute,
         "components": components_of(*meter.models),
@@ -149,7 +149,7 @@ def _memory(device: Any) -> dict[str, int] | None:
     return {"peak_bytes": largest_memory(device), "total_bytes": total}
 
 
-def _known(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

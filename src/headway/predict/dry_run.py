@@ -69,13 +69,13 @@ class Packs:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         names = ("lengths", "samples_per_pack", "most_tokens", "most_patches", "mean_patches")
-        one = {name: getattr(self, name) for name in names}
-        return {**one, **self.report.to_dict(), "overlong": self.counts.to_dict()}
+        numbers = {name: getattr(self, name) for name in names}
+        return {**numbers, **self.report.to_dict(), "overlong": self.counts.to_dict()}
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Everything that a dry run finds.
+    """Result of a dry run.
 
     Attributes:
         model: name of the ledger.
@@ -288,7 +288,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
 
 
 def sharing_of(config: TrainConfig, shape: MeshShape) -> Sharing:
-    """How the processes of a recipe share its model."""
+    """Read off a recipe how its processes share the model."""
     parallel = config.parallel
     return Sharing(
         shards=shape.fsdp,
@@ -325,11 +325,12 @@ def plan_packs(
         ConfigError: none of the lengths fits a pack, or too many samples would have to be planned.
         DataError: a sample exceeds a pack and the policy for those is "error".
     """
-    found = lengths or lengths_of(config, cost_model, shape)
-    if found is None:
+    named_lengths = lengths or lengths_of(config, cost_model, shape)
+    if named_lengths is None:
         return None
-    name, table = found
+    name, table = named_lengths
     data, accumulation = config.data, config.optim.accumulation
+    # the planner of training, over one epoch of these lengths
     budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
     ranks = shape.data_ranks
     items, counts = Items.build({"planned": table}, budget, data.overlong_of_all, cost_model)
@@ -339,23 +340,28 @@ def plan_packs(
     plan = Plan(items, order, budget, ranks * accumulation, strategy=data.strategy, accumulation=accumulation)
     steps = [step for step, _ in plan.steps()]
     report, _ = report_on(steps, items, order, budget, ranks, data.strategy, 0.0)
-    whole = steps[:-1] or steps
-    chosen = np.concatenate([pack for step in whole for pack in step.packs])
+    # the last step of an epoch is short, and no mean step is like it
+    full_steps = steps[:-1] or steps
+    chosen = np.concatenate([pack for step in full_steps for pack in step.packs])
     rows = items.locate(chosen).row
     assert table.grids is not None
     assert table.grid_rows is not None
     grids = table.grids[np.isin(table.grid_rows, rows)]
-    pieces = zip(rows.tolist(), *(each.tolist() for each in items.locate(chosen)[2:4]), strict=True)
+    # a sample that is split goes into packs in pieces, of which each has its own segments
+    pieces = zip(rows.tolist(), *(column.tolist() for column in items.locate(chosen)[2:4]), strict=True)
     lengths_N = [
         length
         for row, start, stop in pieces
         for length in segments_within(table.segments_of(row), start, stop) or (stop - start,)
     ]
-    work = Workload(lengths_N, images=grids, packs=len(whole) * ranks * accumulation)
-    count = cost_model.count(work, recompute=recompute).split(len(whole))[0]
-    num_packs = sum(len(step.packs) for step in whole)
+    # the FLOPs of all these packs, divided by their steps, are those of a mean step
+    work = Workload(lengths_N, images=grids, packs=len(full_steps) * ranks * accumulation)
+    count = cost_model.count(work, recompute=recompute).split(len(full_steps))[0]
+    num_packs = sum(len(step.packs) for step in full_steps)
+    # of the largest packs, tokens and patches need not be of the same one
     most = [
-        max(int(sizes[pack].sum()) for step in whole for pack in step.packs) for sizes in (items.tokens, items.patches)
+        max(int(sizes[pack].sum()) for step in full_steps for pack in step.packs)
+        for sizes in (items.tokens, items.patches)
     ]
     segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
     epoch = int(items.tokens.sum())

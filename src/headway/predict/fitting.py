@@ -50,7 +50,7 @@ class Way:
     @property
     def price(self) -> str:
         """Price of the settings, in words."""
-        prices = [PRICES.get(one) or PRICES[one.partition("=")[0]] for one in self.settings]
+        prices = [PRICES.get(setting) or PRICES[setting.partition("=")[0]] for setting in self.settings]
         return "; ".join(prices) or "more devices"
 
     def __str__(self) -> str:
@@ -99,12 +99,14 @@ def _together(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) ->
     for settings in _gentlest_first(config):
         if best.peak_bytes <= room_bytes:
             break
-        kept = tuple(one for one in best.settings if one.partition("=")[0] != settings[0].partition("=")[0])
-        way = _tried(config, (*kept, *settings), devices, peak)
+        others = tuple(
+            setting for setting in best.settings if setting.partition("=")[0] != settings[0].partition("=")[0]
+        )
+        way = _tried(config, (*others, *settings), devices, peak)
         if way is not None and way.peak_bytes < _WORTH * best.peak_bytes:
             best = way
     for setting in best.settings:
-        way = _tried(config, tuple(one for one in best.settings if one != setting), devices, peak)
+        way = _tried(config, tuple(other for other in best.settings if other != setting), devices, peak)
         if way is not None and way.peak_bytes <= room_bytes:
             best = way
     return best

@@ -12,7 +12,7 @@ from headway.errors import ConfigError, DataError, TrainingError
 from headway.families.bagel import vae
 from headway.families.bagel.inputs import Drawings
 from headway.families.bagel.layout import lay_out
-from headway.families.bagel.model import BagelConfig, register_architectures
+from headway.families.bagel.model import BagelConfig, register
 from headway.models.kernels import gated_mlps, rms_norms, rotary_functions
 from headway.models.load import load_model
 from headway.packing.parts import SamplePart
@@ -211,7 +211,7 @@ def test_a_frozen_vae_costs_its_forward_alone():
 def test_its_configuration_and_weights_open_like_any_other(tmp_path):
     model = tiny_bagel(VAE)
     model.save_pretrained(tmp_path)
-    register_architectures()
+    register()
     assert isinstance(AutoConfig.from_pretrained(tmp_path), BagelConfig)
     opened = load_model(tmp_path)
     given, _ = pack([EDIT], model.config)
