@@ -189,7 +189,7 @@ def test_a_whole_file_is_translated_key_by_key(write):
         for key in (values if isinstance(values, dict) else [""])
     }
     parse_config(imported.recipe)
-    by_hand = {key.key: key.outcome.reason for key in imported.keys if key.outcome.fate == "by hand" and key.given}
+    by_hand = {key.key: key.outcome.reason for key in imported.keys if key.outcome.fate == "by hand" and key.is_set}
     assert by_hand.keys() == {"dataset_config.video_max_frames"}
     assert "# " + "  dataset_config.video_max_frames = 512: " in imported.as_yaml()
 

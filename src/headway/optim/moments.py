@@ -79,7 +79,7 @@ class _Coded(Values):
     """
 
     def __init__(self, codes: list[torch.Tensor], scales: list[torch.Tensor], block: int, *, signed: bool) -> None:
-        self._codes, self._scales = codes, scales
+        self._stored, self._scales = codes, scales
         self._codes_RB, self._scales_R1 = torch.cat(codes).view(-1, block), torch.cat(scales).view(-1, 1)
         self._table = code_table(signed=signed, device=self._codes_RB.device)
         self.put((self._table[self._codes_RB.int()] * self._scales_R1).view(-1))
@@ -93,7 +93,7 @@ class _Coded(Values):
         if skip is not None:  # the codes of a value that a code stands for need not be that code
             codes_RB = torch.where(skip, self._codes_RB, codes_RB)
             scales_R1 = torch.where(skip, self._scales_R1, scales_R1)
-        for stored, values in ((self._codes, codes_RB), (self._scales, scales_R1)):
+        for stored, values in ((self._stored, codes_RB), (self._scales, scales_R1)):
             torch._foreach_copy_(stored, laid_as(stored, values.view(-1)))
 
 
