@@ -35,7 +35,7 @@ class Memory:
         is_cuda = self._device.type == "cuda"
         return {
             "memory": {
-                "predicted": self._predicted.as_json(),
+                "predicted": self._predicted.to_dict(),
                 "packs": self._packs_bytes,
                 "allocated": torch.cuda.max_memory_allocated(self._device) if is_cuda else None,
                 "reserved": torch.cuda.max_memory_reserved(self._device) if is_cuda else None,

@@ -133,8 +133,8 @@ def explained(traces: list[Path]) -> dict[str, Any]:
         "step_ms": [step.duration_ns / 1e6 for step in found.steps],
         "mfu": [step.mfu for step in found.steps],
         "shown": {"step": shown.step, "rank": shown.rank},
-        "rows": [row.as_record() for row in break_down(shown, "component")],
-        "attention": [row.as_record() for row in attention],
+        "rows": [row.to_dict() for row in break_down(shown, "component")],
+        "attention": [row.to_dict() for row in attention],
     }
 
 

@@ -76,7 +76,7 @@ def measure(rule: str, dtype: torch.dtype, held: str | None, device: torch.devic
     shapes = [shape for shape in shapes if rule == "adamw" or len(shape) > 1] * layers
     parameters = [torch.nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
     groups = [{"params": parameters, "rule": rule, "lr_factor": 1.0, "weight_decay": 0.1}]
-    optimizer = Optimizer(groups, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), held=held)
+    optimizer = Optimizer(groups, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=held)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     clock = time.perf_counter if on_cuda else time.process_time

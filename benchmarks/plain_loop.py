@@ -85,7 +85,7 @@ def run(
         for _ in range(options.steps):
             tracked.append(theirs.step(trained, optimizer, batch))
     return {
-        "headway": window.as_record(),
+        "headway": window.to_dict(),
         "mfu_tracker": None if theirs is None else theirs.numbers(tracked),
     }
 

@@ -123,7 +123,7 @@ def measure(kind: str, processes: int, overrides: tuple[str, ...]) -> dict[str, 
         "witness": None if witness is None else witness.peak,
         "held": found.held,
         "planned": {one.name: one.total for one in plan.moments},
-        "parts": plan.as_json(),
+        "parts": plan.to_dict(),
         "error": plan.peak / found.peak - 1,
         "processor_s": time.process_time() - start_s,
     }

@@ -120,7 +120,7 @@ def run_of(name: str, devices: int) -> dict[str, Any]:
     return {
         "recipe": name,
         "device": device,
-        **run.as_json(),
+        **run.to_dict(),
         "planned_s": planned_s,
         "peak_bytes": peak,
         "samples": run.packs.report.samples,

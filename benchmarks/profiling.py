@@ -80,7 +80,7 @@ def opened(loop: Loop, steps: int) -> Iterator[headway.Meter]:
     """A profile whose window all steps are in."""
     with tempfile.TemporaryDirectory() as folder:
         meter = loop.meter()
-        with headway.profile(meter, folder, steps=range(1, steps + 2), tell=lambda _: None) as window:
+        with headway.profile(meter, folder, steps=range(1, steps + 2), report=lambda _: None) as window:
             begin_s = time.perf_counter()
             meter.start()
             loop.note("start_s", time.perf_counter() - begin_s)

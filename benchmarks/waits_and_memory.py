@@ -86,7 +86,7 @@ def measure(config: TrainConfig, name: str) -> dict[str, Any]:
 
 
 def _step_of(config: TrainConfig) -> str:
-    whole = config.as_dict()
+    whole = config.to_dict()
     whole["run"].pop("folder")
     whole.pop("checkpoint")
     return json.dumps(whole, sort_keys=True, default=str)
@@ -102,7 +102,7 @@ def _planned(config: TrainConfig) -> dict[str, int]:
         model: Any = model_on_shapes(model_of(config), torch.float32)
         cost_model = trace(model)
         saved = saved_by_block(model, autocast=torch.bfloat16 if precision == "bfloat16-autocast" else None)
-    return dry_run(config, cost_model, {precision: saved}, devices=1, device=None).memory.as_json()
+    return dry_run(config, cost_model, {precision: saved}, devices=1, device=None).memory.to_dict()
 
 
 def render(record: dict[str, Any]) -> str:

@@ -91,7 +91,7 @@ def test_the_page_of_a_command_has_every_word_of_its_help(command):
 
 
 def test_every_key_of_a_record_is_told_and_explained_on_the_page_of_records():
-    record = example().as_record()
+    record = example().to_dict()
     assert None not in record.values()
     page = record_page()
     assert all(f"| `{key}` |" in page for key in record)

@@ -27,7 +27,7 @@ def trace_preset(name: str) -> CostModel:
 
 def trace_activations(name: str) -> dict[str, list[Any]]:
     """Trace what the model that a shipped configuration describes saves, by precision."""
-    return {p: activations.to_dict(saved_of_config(preset_config(name), p)) for p in activations.PRECISIONS}
+    return {p: activations.to_lists(saved_of_config(preset_config(name), p)) for p in activations.PRECISIONS}
 
 
 def main(names: list[str]) -> int:

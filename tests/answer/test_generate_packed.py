@@ -8,7 +8,7 @@ import yaml
 
 from headway.answer.answers import GenerationEval
 from headway.answer.generate import Decoding
-from headway.answer.model_folder import FoundModel, OpenedModel, make_encoder
+from headway.answer.model_folder import ModelLocation, OpenedModel, make_encoder
 from headway.config import parse_config
 from headway.data import Budget, read_samples
 from headway.data.encoders import collator_of
@@ -47,7 +47,7 @@ def opened(folder):
     for weight in model.language_model.model.layers.parameters():  # so that what is before decides what comes next
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, std=0.4)
-    return OpenedModel(FoundModel(str(folder / "model"), "model"), model, load_processor(folder / "model"))
+    return OpenedModel(ModelLocation(str(folder / "model"), "model"), model, load_processor(folder / "model"))
 
 
 @pytest.fixture(scope="module")

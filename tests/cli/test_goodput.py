@@ -48,7 +48,7 @@ def test_json_is_the_reports_record(headway, run):
     result = headway("goodput", run / FILE_NAME, "--json")
     assert (result.code, result.err) == (0, "")
     record = json.loads(result.out)
-    assert record == read_goodput(run).as_record()
+    assert record == read_goodput(run).to_dict()
     assert record["schema_version"] == 1
     assert sum(record["seconds"].values()) == record["wall_s"] == 200.0
     assert record["seconds"]["data wait"] == 10.0

@@ -40,7 +40,7 @@ def test_a_minimal_file_is_completed_with_defaults(minimal):
 
 def test_the_resolved_configuration_reads_back_as_itself(minimal):
     config = load_config(minimal)
-    assert parse_config(config.as_dict()) == config
+    assert parse_config(config.to_dict()) == config
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_name_that_is_near_nothing_is_not_guessed(minimal, key):
 def test_a_resolved_configuration_can_be_read_again(minimal):
     """A resumed run compares itself with what the first one wrote, all defaults included."""
     config = load_config(minimal, ("optim.schedule=constant",))
-    assert parse_config(config.as_dict()) == config
+    assert parse_config(config.to_dict()) == config
 
 
 def test_min_lr_ratio_without_a_cosine_is_refused(minimal):
@@ -366,7 +366,7 @@ def test_sources_mix_by_weight_or_by_epochs(minimal):
     assert [(part.path, part.weight, part.limit) for part in stage.parts] == [("a.jsonl", 2, None), ("b.jsonl", 1, 9)]
     assert not stage.is_endless
     config = load_config(minimal, (MIX, "data.stream={lanes: 4}", "data.bad={policy: skip}"))
-    assert parse_config(config.as_dict()) == config
+    assert parse_config(config.to_dict()) == config
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,7 @@ def test_a_chunk_of_the_loss_beside_kernels_that_choose_their_own_is_refused(min
     with pytest.raises(ConfigError, match="loss_chunk has no effect with kernels 'liger'"):
         load_config(minimal, ("speed.kernels=liger", "speed.loss_chunk=512"))
     config = load_config(minimal, ("speed.kernels=liger",))
-    assert parse_config(config.as_dict()) == config
+    assert parse_config(config.to_dict()) == config
     assert load_config(minimal, ("speed.kernels=liger", "speed.loss_chunk=null")).speed.loss_chunk is None
 
 
@@ -533,5 +533,5 @@ def test_what_the_file_says_of_overridden_settings_is_kept_beside_equal_configur
     changed = load_config(minimal, ("optim.lr=0.25", "optim.lr=0.125", "run.seed=3", "optim.steps=100"))
     assert changed.recipe.path == str(minimal)
     assert changed.recipe.overridden == ('optim.lr="1e-3"', "run.seed=")  # steps are those of the file
-    assert parse_config(changed.as_dict()) == changed
+    assert parse_config(changed.to_dict()) == changed
     assert load_config(minimal).recipe.overridden == ()

@@ -28,7 +28,7 @@ def test_every_size_is_measured_once_and_kept():
     again = model_rates("cpu", "fp32", SHAPES, (2, 8), attend)
     assert again.is_cached
     assert again.products == first.products
-    assert again.as_json()["products"][0]["shape"] == [8, 4, 2]
+    assert again.to_dict()["products"][0]["shape"] == [8, 4, 2]
     assert not model_rates("cpu", "fp32", SHAPES, (2, 8), attend, refresh=True).is_cached
     assert not model_rates("cpu", "fp32", [(8, 4, 4)], (2, 8), attend).is_cached  # other sizes
 

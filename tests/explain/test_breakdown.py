@@ -49,7 +49,7 @@ def explanation(tmp_path_factory):
     recompute_blocks(model, "full")
     meter = Meter(model, cost_model=cost_model, peak=PEAK, recompute="full")
     folder = tmp_path_factory.mktemp("packs")
-    with headway.profile(meter, folder, steps=range(2, 4), tell=lambda _: None) as window:
+    with headway.profile(meter, folder, steps=range(2, 4), report=lambda _: None) as window:
         for packs in ([[4]], *STEPS.values()):
             for segments in packs:
                 meter.count(Workload(segments))

@@ -24,7 +24,7 @@ def test_operators_count_once_and_those_without_shapes_not_at_all(tmp_path):
     assert found.traffic.num_bytes == 3 * 2**20 + 2**20
     assert (found.traffic.known_ns, found.traffic.all_ns) == (60 * US, 90 * US)
     assert found.traffic.at_bandwidth_ns == round(2**22 / 4.8e12 * 1e9)
-    assert found.as_record()["memory_bound"]["bytes"] == 2**22
+    assert found.to_dict()["memory_bound"]["bytes"] == 2**22
 
 
 def test_the_bytes_stand_below_the_waterfall_beside_the_time_at_full_bandwidth(tmp_path):

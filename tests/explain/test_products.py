@@ -33,7 +33,7 @@ def test_products_are_joined_by_size_and_have_a_rate(tmp_path):
     assert one.of_ceiling == pytest.approx(one.flops_per_s / 989.4e12, rel=1e-3)  # the H200's peak in bf16
     assert (batch.name, batch.calls, batch.ns) == ("4*64x16x32", 1, 5 * US)
     assert (rest.name, rest.ns, rest.flops_per_s) == (OTHERS, 20 * US, None)
-    assert one.as_record()["flops"] == 2 * flops
+    assert one.to_dict()["flops"] == 2 * flops
 
 
 def test_a_stated_peak_takes_the_place_of_the_tables(tmp_path):

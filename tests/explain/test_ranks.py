@@ -40,7 +40,7 @@ def test_the_rank_that_was_waited_for_has_a_cause(slow, flops, cause, said):
     found = waited_for(7, [*others, slow])
     assert (found.step, found.rank, found.wait_ns, found.cause) == (7, 3, 41 * MS, cause)
     assert found.sentence().startswith(f"rank 3 made the others wait 41.00 ms: {said}")
-    assert found.as_record()["cause_ns"] == found.cause_ns
+    assert found.to_dict()["cause_ns"] == found.cause_ns
 
 
 def test_where_none_waited_there_is_none():

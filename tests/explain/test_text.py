@@ -116,7 +116,7 @@ def test_what_to_do_first_stands_below_the_waterfall(tmp_path):
     )
     marked = as_text(explained, markdown=True)
     assert "1. **throttled-clocks: up to 30.0 % of the time, MFU 30.0 % -> 42.9 %.** The device's clock" in marked
-    assert first.as_record() == {
+    assert first.to_dict() == {
         "id": "throttled-clocks", "seen": first.seen, "cause": first.cause, "next": first.next, "ns": 30 * US,
         "share": pytest.approx(0.3), "mfu_from": pytest.approx(0.3), "mfu_to": pytest.approx(3 / 7),
     }  # fmt: skip

@@ -23,7 +23,7 @@ def main(folder, sleep_s):
     rank = dist.get_rank()
     weight = torch.ones(3, 5)
     meter = Meter(COST_MODEL, peak=PEAK, device=torch.device("cpu"))
-    with headway.profile(meter, folder, steps=STEPS, ranks=range(2), tell=lambda _: None):
+    with headway.profile(meter, folder, steps=STEPS, ranks=range(2), report=lambda _: None):
         for _ in range(STEPS[-1]):
             meter.count(Workload([TOKENS[rank]]))
             product = torch.ones(TOKENS[rank], 3) @ weight

@@ -68,7 +68,7 @@ def loop(folder, *, model=None, optimizer=None, batches=None, recompute="none", 
     model = small_model() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if optimizer is None else optimizer(model)
     meter = Meter(model, cost_model=cost_model(), peak=PEAK, recompute=recompute, log_every=100)
-    with headway.profile(meter, folder, steps=WINDOW, ranks=ranks, tell=lambda _: None) as window:
+    with headway.profile(meter, folder, steps=WINDOW, ranks=ranks, report=lambda _: None) as window:
         for batch in meter.batches([batch_of()] * WINDOW.stop if batches is None else batches):
             meter.count(batch)
             output = (model if call is None else call)(**batch)

@@ -188,7 +188,7 @@ def measured(*processes, depth=1_000, mark=None):
             with Goodput(path, wall_clock=device.now_s, heartbeat_s=1e6) as ledger:
                 device.work(0.3)  # set-up, and work that is queued before the first step
                 device.launch(0.5)
-                runs.append(process(device, goodput=ledger, on_window=lambda w: records.append(w.as_record())))
+                runs.append(process(device, goodput=ledger, on_window=lambda w: records.append(w.to_dict())))
                 device.work(0.7)  # after the end
                 seconds = ledger.report().seconds
             wall_s += (device.host_ns - start_ns) / 1e9

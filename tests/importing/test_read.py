@@ -125,7 +125,7 @@ def test_the_pages_snippets_become_recipes(name, write):
     }
     for key, value in (expected | shared).items():
         assert settings[key] == value
-    fates = {key.key: key.outcome.fate for key in imported.keys if key.given}
+    fates = {key.key: key.outcome.fate for key in imported.keys if key.is_set}
     assert fates["trainer_args.use_rmpad"] == fates["trainer_args.fsdp2"] == "not needed"
     assert set(fates.values()) <= {"translated", "not needed"}
     parse_config(imported.recipe)
@@ -182,14 +182,14 @@ def test_a_whole_file_is_translated_key_by_key(write):
         "run.dtype": "bfloat16-params",
         "run.trackers": ["wandb:vlm"],
     }
-    given = {key.key for key in imported.keys if key.given}
+    given = {key.key for key in imported.keys if key.is_set}
     assert given == {
         f"{section}.{key}" if isinstance(values, dict) else section
         for section, values in WHOLE.items()
         for key in (values if isinstance(values, dict) else [""])
     }
     parse_config(imported.recipe)
-    by_hand = {key.key: key.outcome.reason for key in imported.keys if key.outcome.fate == "by hand" and key.given}
+    by_hand = {key.key: key.outcome.reason for key in imported.keys if key.outcome.fate == "by hand" and key.is_set}
     assert by_hand.keys() == {"dataset_config.video_max_frames"}
     assert "# " + "  dataset_config.video_max_frames = 512: " in imported.as_yaml()
 

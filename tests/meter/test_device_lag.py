@@ -39,9 +39,7 @@ def run(script, *, depth, mark=None, **options):
         start_ns = device.host_ns
         device.work(1.5)  # set-up, and work that is queued before the first step
         device.launch(0.5)
-        meter = Meter(
-            COST_MODEL, peak=PEAK, goodput=ledger, on_window=lambda w: records.append(w.as_record()), **options
-        )
+        meter = Meter(COST_MODEL, peak=PEAK, goodput=ledger, on_window=lambda w: records.append(w.to_dict()), **options)
         for step in script:
             for _ in range(step["micro_batches"]):
                 meter.await_data()

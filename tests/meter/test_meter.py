@@ -72,7 +72,7 @@ def test_warm_up_is_left_out_and_said():
     only_warm_up, _ = run([(1.0, [Workload([10])])], num_warmup_steps=1)
     with pytest.warns(UserWarning, match="of 1 steps, all were warm-up"):
         nothing = only_warm_up.close()
-    assert (nothing.num_steps, nothing.as_record()["mfu"], nothing.as_record()["step_s"]) == (0, None, None)
+    assert (nothing.num_steps, nothing.to_dict()["mfu"], nothing.to_dict()["step_s"]) == (0, None, None)
 
 
 def test_steps_that_compile_are_left_out():
@@ -101,8 +101,8 @@ def test_what_is_not_training_and_waits_for_data_are_told_apart():
             clock.now_s += 60.0  # an evaluation
         window = meter.step(loss=0.5)
     assert (window.wall_s, window.data_wait_s, window.data_wait_share) == (2.0, 0.5, 0.25)
-    assert (window.away_s, window.as_record()["away_s"]) == (120.0, 120.0)
-    assert window.as_record()["loss"] == 0.5
+    assert (window.away_s, window.to_dict()["away_s"]) == (120.0, 120.0)
+    assert window.to_dict()["loss"] == 0.5
 
 
 def test_a_skipped_update_was_computed_all_the_same():
@@ -191,7 +191,7 @@ def test_an_unknown_device_has_no_mfu_and_says_what_to_do():
     with pytest.warns(UserWarning, match="no MFU will be shown.*HEADWAY_PEAK_FLOPS"):
         meter = Meter(linear_on("meta"), log_every=1)
     meter.count(Workload([1]))
-    record = meter.step().as_record()
+    record = meter.step().to_dict()
     assert record["mfu"] is None
     assert record["tokens"] == 1
 
@@ -247,7 +247,7 @@ def test_a_clock_that_steps_back_makes_a_step_of_no_time():
     meter = Meter(COST_MODEL, peak=PEAK, clock=(clock := Clock()), log_every=1)
     meter.count(Workload([10]))
     clock.now_s -= 5
-    record = meter.step().as_record()
+    record = meter.step().to_dict()
     assert (record["wall_s"], record["tokens_per_s"], record["mfu"], record["tokens"]) == (0.0, None, None, 10)
 
 
@@ -372,25 +372,25 @@ def test_smoothed_numbers_are_those_of_the_last_windows_together():
     steps = [(1.0, [Workload([10])]), (3.0, [Workload([10])]), (2.0, [Workload([40])])]
     _, windows = run(steps, log_every=1, smooth_over=2)
     assert windows[0].smoothed is None
-    assert "mfu_smoothed" not in windows[0].as_record()
-    assert windows[1].as_record()["tokens_per_s_smoothed"] == 20 / 4.0
-    last = windows[2].as_record()
+    assert "mfu_smoothed" not in windows[0].to_dict()
+    assert windows[1].to_dict()["tokens_per_s_smoothed"] == 20 / 4.0
+    last = windows[2].to_dict()
     assert (last["tokens_per_s"], last["tokens_per_s_smoothed"], last["step_s_smoothed"]) == (20.0, 10.0, 2.5)
     assert last["mfu_smoothed"] == pytest.approx(50 * PER_TOKEN / 5.0 / PEAK.flops_per_s)
 
 
 def test_fill_is_of_the_room_in_the_micro_batches():
     _, (window,) = run([(1.0, [Workload([10, 5]), Workload([9])])], log_every=1, packing_length=16)
-    assert window.as_record()["fill"] == 24 / 32
+    assert window.to_dict()["fill"] == 24 / 32
     _, (window,) = run([(1.0, [Workload([10])])], log_every=1)
-    assert window.as_record()["fill"] is None
+    assert window.to_dict()["fill"] is None
 
 
 def test_windows_are_written_where_the_loop_asks(tmp_path):
     meter, windows = run([(1.0, [Workload([10])])] * 4, log_every=2, log_to=[tmp_path / "metrics.jsonl"])
     meter.close()
     records = read_jsonl(tmp_path / "metrics.jsonl")
-    assert records == [window.as_record() for window in windows]
+    assert records == [window.to_dict() for window in windows]
     assert [record["step"] for record in records] == [2, 4]
     assert records[0]["flops_share_by_component"] == {"language.mlp": 1.0}
 
@@ -465,11 +465,11 @@ def test_mbu_is_what_the_steps_must_move_over_what_memory_could():
     traffic = traffic_of(model, optimizer, cost_model=meter.cost_model)
     expected = traffic.bytes_of(Workload([3, 3]), num_batches=2).total
     assert window.bytes_moved == expected > least
-    assert window.as_record()["mbu"] == pytest.approx(expected / 2.0 / 1e4)
+    assert window.to_dict()["mbu"] == pytest.approx(expected / 2.0 / 1e4)
     without = Meter(model, memory_bytes_per_s=1e4, **options)
     without.count(Workload([3]))
     clock.now_s += 1.0
-    assert without.step().as_record()["mbu"] is None
+    assert without.step().to_dict()["mbu"] is None
     with pytest.raises(UsageError, match="a cost model has no weights for an optimizer"):
         Meter(COST_MODEL, peak=PEAK, optimizer=optimizer)
 

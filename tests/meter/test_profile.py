@@ -76,7 +76,9 @@ def profiled(tmp_path_factory):
     recompute_blocks(model.train(), "full,-attention")
     meter = Meter(model, peak=PEAK, recompute="full,-attention", log_every=2)
     before = num_hooks(model)
-    with headway.profile(meter, tmp_path_factory.mktemp("p") / "deep", steps=range(3, 5), tell=lines.append) as window:
+    with headway.profile(
+        meter, tmp_path_factory.mktemp("p") / "deep", steps=range(3, 5), report=lines.append
+    ) as window:
         losses = run(model, meter)
     assert num_hooks(model) < before  # the meter's own are gone too
     return model, meter, lines, window.path, losses

@@ -78,13 +78,13 @@ def test_every_number_of_a_window_is_one_or_not_known(window):
         derived = isinstance(getattr(Window, name, None), property)
         derived = derived and name != "peak_flops_per_s"  # a peak is what it was given as
         assert not derived or not any(map(math.isinf, known)), name
-    assert {"mfu", "slowest_rank_speed", "as_record", "warnings", "balance"} <= set(names)
-    assert is_total(window.as_record())
+    assert {"mfu", "slowest_rank_speed", "to_dict", "warnings", "balance"} <= set(names)
+    assert is_total(window.to_dict())
 
 
 @given(windows())
 def test_what_reads_a_record_can_read_every_window(window):
-    record = window.as_record()
+    record = window.to_dict()
     assert all(isinstance(text, str) and "nan" not in text for _, text in shown_fields(record))
     with LiveSink(every=1, console=Console(quiet=True)) as live:
         live.write(record)
@@ -122,7 +122,7 @@ def test_records_of_empty_steps_are_logged_reported_and_explained(order):
             path = Path(folder, "metrics.jsonl")
             with Sinks.open([f"jsonl:{path}", f"tensorboard:{folder}/tb"]) as sinks:
                 for step, name in enumerate(names, start=1):
-                    sinks.write(window_of(step, WINDOWS[name]).as_record())
+                    sinks.write(window_of(step, WINDOWS[name]).to_dict())
             assert read_events(Path(folder, "tb")).Tags()["scalars"]
             for command in (["explain", folder], ["report", folder, "-o", f"{folder}/r.html"], ["audit", str(path)]):
                 result = CliRunner().invoke(app, command)
@@ -133,19 +133,19 @@ def test_a_rank_that_had_no_work_says_nothing_of_its_device():
     window = window_of(1, {"rank_flops": (300, 300, 0), "rank_busy_flops": (100, 50, 0), "rank_busy_s": (0.4,) * 3})
     assert (window.slowest_rank, window.heaviest_rank) == (1, 0)
     assert window.slowest_rank_speed == pytest.approx(125 / ((125 + 250) / 2))  # of the two that worked
-    assert window.as_record()["rank_flops_per_busy_s"] == [250.0, 125.0, None]
+    assert window.to_dict()["rank_flops_per_busy_s"] == [250.0, 125.0, None]
     assert window.balance == pytest.approx((600 / 3) / 300)
     idle = window_of(1, WINDOWS["most ranks idle"])
     assert (idle.slowest_rank, idle.slowest_rank_speed, idle.heaviest_rank_load) == (0, 1.0, pytest.approx(3.0))
     nothing = window_of(1, WINDOWS["nothing at all"])
     assert (nothing.slowest_rank, nothing.heaviest_rank) == (None, None)
-    assert nothing.as_record()["balance"] is None
+    assert nothing.to_dict()["balance"] is None
 
 
 def test_lines_of_a_window_are_those_of_json(tmp_path):
     file = LineFile(tmp_path / "a.jsonl")
     for step, changes in enumerate(WINDOWS.values(), start=1):
-        file.append(window_of(step, changes).as_record())  # refuses what is no number
+        file.append(window_of(step, changes).to_dict())  # refuses what is no number
     file.close()
 
 

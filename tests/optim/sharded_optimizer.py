@@ -54,7 +54,7 @@ def muon():
         optimizers = [
             Optimizer(
                 [{"params": each, "rule": "muon", "lr_factor": 1.0, "weight_decay": 0.1}],
-                lr=0.02, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), held=None,
+                lr=0.02, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=None,
             )
             for each in (whole, parts)
         ]  # fmt: skip
@@ -81,7 +81,7 @@ def copies():
         ]
         optimizer = Optimizer(
             [{"params": parts, "rule": rule, "lr_factor": 1.0, "weight_decay": 0.1}],
-            lr=1e-3, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), held=None,
+            lr=1e-3, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=None,
         )  # fmt: skip
         for _ in range(3):
             for part in parts:

@@ -59,6 +59,6 @@ def test_a_host_that_runs_ahead_is_seen_where_packs_are_short():
 
 
 def test_json_has_every_pass():
-    found = blocks(2e-10, 7e-5).as_json()
+    found = blocks(2e-10, 7e-5).to_dict()
     assert [tuple(one["segments"]) for one in found["passes"]] == [*PACKS]
     assert found["cached"] is False

@@ -62,7 +62,7 @@ def test_exposed_exchanges_and_failures_grow_with_devices():
     assert memory == sorted(memory, reverse=True)  # every device keeps a smaller slice
     for run in runs:
         assert run.lasting_tokens_per_s == run.interruptions.goodput * run.time.tokens_per_s.expected
-        assert run.as_json()["time"]["step_s"][1] == run.time.step_s
+        assert run.to_dict()["time"]["step_s"][1] == run.time.step_s
 
 
 def test_copies_take_what_a_number_of_shards_leaves():

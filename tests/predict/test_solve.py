@@ -42,7 +42,7 @@ def test_a_sufficient_set_gives_all_the_others(keys):
     plan = solve({key: RUN[key] for key in keys})
     assert plan.unknown == ()
     assert dict(plan.values) == pytest.approx(RUN)
-    assert plan.given == set(keys)
+    assert plan.inputs == set(keys)
     assert plan.warnings == ()
 
 

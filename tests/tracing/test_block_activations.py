@@ -12,9 +12,9 @@ from headway.count.activations import (
     SavedActivations,
     SavedBlock,
     bytes_of,
-    from_dict,
+    from_lists,
     shipped_activations,
-    to_dict,
+    to_lists,
 )
 from headway.count.models import presets, shipped_models
 from headway.errors import CostModelError
@@ -138,9 +138,9 @@ def test_what_ships_reads_back_as_it_was_written():
     saved = SavedActivations({"": SavedBlock(rows, rows, {}, {})} | {
         f"model.layers.{i}": SavedBlock(rows, {}, {"patches": Fraction(i // 2)}, rows) for i in range(4)
     })  # fmt: skip
-    lists = to_dict(saved)
+    lists = to_lists(saved)
     assert len(lists) == 3  # outside, and two kinds of layers
-    assert from_dict(lists) == saved
+    assert from_lists(lists) == saved
 
 
 def test_every_shipped_model_has_its_activations():
@@ -158,7 +158,7 @@ def test_every_shipped_model_has_its_activations():
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen3-vl-2b", marks=pytest.mark.slow)])
 def test_what_ships_is_what_is_traced(name):
     for precision, traced in trace_activations(name).items():
-        assert from_dict(traced) == shipped_activations(name, precision)
+        assert from_lists(traced) == shipped_activations(name, precision)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

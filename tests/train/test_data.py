@@ -34,7 +34,7 @@ def test_formats_are_read_as_yaml_says_and_two_files_may_have_one_name(raw, fold
         ]
     }
     raw["optim"] |= {"steps": None, "epochs": 2, "warmup_steps": 0}
-    counted = train(parse_config(raw)).as_json()["data"]["samples"]
+    counted = train(parse_config(raw)).to_dict()["data"]["samples"]
     assert {name: count["used"]["samples"] for name, count in counted.items()} == {"words/train": 6, "ids/train": 10}
     assert counted["ids/train"]["used"]["tokens"] == 2 * 5 * 4
 

@@ -158,7 +158,7 @@ def test_a_list_of_files_is_a_mixture_of_all_their_samples_or_by_weight(raw, dig
     ):
         raw["data"] |= {"train": train_on, "epoch_of": epoch_of}
         raw["run"]["folder"] += "-next"
-        counted = train(parse_config(raw)).as_json()["data"]["samples"]
+        counted = train(parse_config(raw)).to_dict()["data"]["samples"]
         assert {name: counted[name]["used"]["samples"] for name in paths} == expected
 
 

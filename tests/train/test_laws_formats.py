@@ -99,7 +99,7 @@ def check_sources_add_up(summary, steps):
         assert step["tokens"] == sum(part["tokens"] for part in step["sources"].values())
         for name, part in step["sources"].items():
             tokens[name] += part["tokens"]
-    counted = summary.as_json()["data"]["samples"]
+    counted = summary.to_dict()["data"]["samples"]
     for name in NAMES:
         assert counted[name]["read"] == counted[name]["used"]
         assert counted[name]["used"]["tokens"] == tokens[name]

@@ -47,7 +47,7 @@ def test_each_source_of_a_mixture_has_its_loss_and_tokens(mixed, stream):
         summed = sum(source["loss"] * source["supervised"] for source in sources.values() if source["supervised"])
         assert summed / supervised == pytest.approx(step["loss"], rel=1e-5)
         assert all(source["waste"] == 0.0 for source in sources.values())
-    counted = summary.as_json()["data"]["samples"]
+    counted = summary.to_dict()["data"]["samples"]
     assert counted["lines"]["used"]["samples"] > counted["words"]["used"]["samples"] > 0
     assert sum(source["used"]["tokens"] for source in counted.values()) == sum(step["tokens"] for step in steps)
     assert steps[-1]["sources"]["lines"]["loss"] < steps[0]["sources"]["lines"]["loss"]

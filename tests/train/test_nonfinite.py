@@ -21,7 +21,7 @@ from helpers.run_records import read_metrics
 
 def optimizer_of(model, rule, held):
     groups = [{"params": list(model.parameters()), "rule": rule, "lr_factor": 1.0, "weight_decay": 0.1}]
-    return Optimizer(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), held=held)
+    return Optimizer(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=held)
 
 
 @pytest.mark.parametrize(("rule", "held"), [("adamw", None), ("adamw", "bfloat16"), ("muon", None)])

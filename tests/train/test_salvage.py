@@ -150,7 +150,7 @@ def test_an_observer_that_fails_ends_no_run_and_the_summary_tells(raw, monkeypat
     summary = train(config)
     assert summary.is_complete
     assert latest_checkpoint(config.run.folder / "checkpoints").step == 6
-    told = " ".join(summary.as_json()["not_recorded"])
+    told = " ".join(summary.to_dict()["not_recorded"])
     assert (lost or "") in told
     assert summary.missing_records == (6 if observer == "disk" else 0)
     assert ("not recorded" in summary.as_table()) == (lost is not None)

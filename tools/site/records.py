@@ -66,7 +66,7 @@ def record_page() -> str:
     Raises:
         LookupError: the code says of a key neither as attribute nor as property what it means.
     """
-    record = example().as_record()
+    record = example().to_dict()
     rows = [(f"`{key}`", _JSON[type(value)], cell(meaning(key))) for key, value in record.items()]
     shown = json.dumps(record, indent=1)
     return "\n".join(

@@ -54,7 +54,7 @@ class Answer:
     is_exact: bool
     picture: str = ""
 
-    def as_record(self, step: int) -> dict[str, Any]:
+    def to_dict(self, step: int) -> dict[str, Any]:
         """Flatten into JSON-ready values."""
         words = {"where": self.where, "prompt": self.prompt, "gold": self.gold, "answer": self.answer}
         picture = {"picture": self.picture} if self.picture else {}
@@ -82,8 +82,8 @@ def answer_line(answer: Answer, *, longest: int = 60) -> str:
     >>> answer_line(Answer("a.jsonl, line 1", "What is this?", "a cat", "a dog", False))
     'What is this? -> a dog (gold: a cat)'
     """
-    prompt, said, gold = (_on_one_line(text, longest) for text in (answer.prompt, answer.answer, answer.gold))
-    return f"{prompt} -> {said} ({'exact' if answer.is_exact else f'gold: {gold}'})"
+    prompt, answered, gold = (_on_one_line(text, longest) for text in (answer.prompt, answer.answer, answer.gold))
+    return f"{prompt} -> {answered} ({'exact' if answer.is_exact else f'gold: {gold}'})"
 
 
 def _on_one_line(text: str, longest: int) -> str:
@@ -240,8 +240,8 @@ def _is_drawn(chat: Chat) -> bool:
 
 def _question(chat: Chat) -> str:
     """Write down what a chat asks before its last answer: a question as it stands, several turns with their roles."""
-    asked = chat.messages[: chat.answers[-1]] if chat.answers else chat.messages
-    turns = [(message.role, " ".join(map(_shown, message.parts))) for message in asked]
+    messages = chat.messages[: chat.answers[-1]] if chat.answers else chat.messages
+    turns = [(message.role, " ".join(map(_shown, message.parts))) for message in messages]
     if len(turns) == 1:
         return turns[0][1]
     return "\n".join(f"{role}: {words}" for role, words in turns)

@@ -64,7 +64,7 @@ class Evaluation:
         loss = sum(part.loss * part.tokens for part in parts) / tokens
         return cls(sum(part.samples for part in parts), sum(part.exact for part in parts), loss, tokens)
 
-    def as_record(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float]:
         """Flatten into JSON-ready values."""
         return {"samples": self.samples, "exact": self.exact, "exact_match": self.exact_match, "loss": self.loss}
 
@@ -93,14 +93,16 @@ class EvalSet:
         geometry: VisionGeometry | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        # each sample is encoded once; an evaluation must see all of them, so none may exceed a pack
         encoded = [encoder.encode(sample) for sample in samples]
         if not encoded:
             raise DataError("there is no held-out sample to evaluate; data.eval must hold at least one.")
-        for one in encoded:
-            if not budget.holds(one.size):
-                raise DataError(over_budget(f"{one.where}: the held-out sample", one.size, budget))
-        plan = pack([one.size for one in encoded], budget)
+        for sample in encoded:
+            if not budget.holds(sample.size):
+                raise DataError(over_budget(f"{sample.where}: the held-out sample", sample.size, budget))
+        plan = pack([sample.size for sample in encoded], budget)
         plan += [[]] * (-len(plan) % ranks.num_data_ranks)  # all ranks run equally often
+        # in each round a pack for each rank; all of a round have blanks of the kinds of input that one of them has
         collator = eval_collator(encoder, geometry, ranks)
         self._packs = []
         for start in range(0, len(plan), ranks.num_data_ranks):

@@ -28,7 +28,7 @@ _OF_PACKS = ("position_ids", "pack_cu_seqlens", "pack_max_seqlen", "use_cache")
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen.
+    """Settings by which tokens are chosen.
 
     Attributes:
         max_new_tokens: an answer that has not ended by then is cut [tokens].
@@ -60,8 +60,8 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Generated:
-    """What a model said to a prompt.
+class Completion:
+    """Answer of a model to a prompt.
 
     Attributes:
         text: its words, special tokens left out.
@@ -99,7 +99,7 @@ class Generator:
 
     def answer(
         self, prompts: Sequence[Sample], decoding: Decoding, *, batch: int = 1, streamer: Any = None
-    ) -> Iterator[Generated]:
+    ) -> Iterator[Completion]:
         """Answer prompts, in order.
 
         Args:
@@ -114,14 +114,14 @@ class Generator:
         """
         torch.manual_seed(decoding.seed)
         for (media, _), group in groupby(prompts, lambda prompt: (_media_of(prompt), isinstance(prompt, Document))):
-            alone = bool(media & {"video", "audio"})  # their features do not lie in rows
-            waiting, size = list(group), 1 if alone else batch
+            one_by_one = bool(media & {"video", "audio"})  # their features do not lie in rows
+            waiting, size = list(group), 1 if one_by_one else batch
             for together in (waiting[start : start + size] for start in range(0, len(waiting), size)):
-                inputs = self._encoded(together[0]) if alone else self._processed(together)
+                inputs = self._encoded(together[0]) if one_by_one else self._processed(together)
                 yield from self._generated(inputs, decoding, streamer)
 
     @torch.no_grad()
-    def _generated(self, inputs: dict[str, Any], decoding: Decoding, streamer: Any) -> list[Generated]:
+    def _generated(self, inputs: dict[str, Any], decoding: Decoding, streamer: Any) -> list[Completion]:
         ids_BP = inputs["input_ids"]
         mask_BP = inputs.get("attention_mask", torch.ones_like(ids_BP))
         model: Any = self._opened.model
@@ -134,14 +134,14 @@ class Generator:
             pad_token_id=self._padding(),
             **_sampled(decoding),
         )
-        whole_BS = model.generate(**moved, generation_config=config, streamer=streamer).cpu()
-        found = []
-        for answer, mask in zip(whole_BS[:, ids_BP.shape[1] :].tolist(), mask_BP, strict=True):
+        ids_BS = model.generate(**moved, generation_config=config, streamer=streamer).cpu()
+        completions = []
+        for answer, mask in zip(ids_BS[:, ids_BP.shape[1] :].tolist(), mask_BP, strict=True):
             ends = [place for place, token in enumerate(answer) if token in self._ends]
             tokens = answer[: ends[0] + 1] if ends else answer
             text = self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-            found.append(Generated(text, int(mask.sum()), len(tokens), bool(ends)))
-        return found
+            completions.append(Completion(text, int(mask.sum()), len(tokens), bool(ends)))
+        return completions
 
     def _processed(self, prompts: Sequence[Sample]) -> dict[str, Any]:
         """Inputs by the model's own processor, prompts filled up on their left to the length of the longest."""
@@ -161,10 +161,12 @@ class Generator:
         pictures = [self._pictures(chat) for chat in chats]
         if any(pictures):
             if not hasattr(self._processor, "image_processor"):
-                raise DataError(f"{prompts[0].where}: the model {self._opened.found.path} reads text alone, no images.")
+                raise DataError(
+                    f"{prompts[0].where}: the model {self._opened.location.path} reads text alone, no images."
+                )
             options["images"] = pictures
-        given: dict[str, Any] = dict(self._processor(text=texts, **options))
-        return given
+        inputs: dict[str, Any] = dict(self._processor(text=texts, **options))
+        return inputs
 
     def _encoded(self, chat: Sample) -> dict[str, Any]:
         """Inputs of one chat with videos or sounds, as in training."""
@@ -199,8 +201,8 @@ class Generator:
     def _closing_tokens(self) -> set[int]:
         """Tokens that end an answer: the model's own, the tokenizer's, and what the chat template ends one with."""
         settings: Any = self._opened.model.generation_config  # None where the model has none
-        named = None if settings is None else settings.eos_token_id
-        ends = {self.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
+        own_ends = None if settings is None else settings.eos_token_id
+        ends = {self.tokenizer.eos_token_id, *(own_ends if isinstance(own_ends, list) else [own_ends])}
         return {int(token) for token in ends if token is not None} | self._template.stop_ids()
 
 
@@ -238,7 +240,7 @@ def _sampled(decoding: Decoding) -> dict[str, Any]:
 
 
 class AnswerGenerator(Protocol):
-    """What answers prompts in words: `Generator`, or that of a family of models.
+    """Interface of what answers prompts in words: `Generator`, or that of a family of models.
 
     Attributes:
         tokenizer: the model's.
@@ -250,7 +252,7 @@ class AnswerGenerator(Protocol):
 
     def answer(
         self, prompts: Sequence[Sample], decoding: Decoding, *, batch: int = 1, streamer: Any = None
-    ) -> Iterator[Generated]:
+    ) -> Iterator[Completion]:
         """Answer prompts, in order; see `Generator.answer`."""
 
 
@@ -262,5 +264,5 @@ def generator_of(opened: OpenedModel, device: torch.device) -> AnswerGenerator:
         device: where it lives.
     """
     make: Any = family_hook(opened.model.config, "generator") or Generator
-    made: AnswerGenerator = make(opened, device)
-    return made
+    generator: AnswerGenerator = make(opened, device)
+    return generator

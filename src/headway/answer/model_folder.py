@@ -28,8 +28,8 @@ Kind = Literal["model", "adapters", "checkpoint"]
 
 
 @dataclass(frozen=True)
-class FoundModel:
-    """Where a model is, and in which form.
+class ModelLocation:
+    """Place of a model, and the form in which it is there.
 
     Attributes:
         path: folder, or a name on the Hub.
@@ -49,17 +49,17 @@ class OpenedModel:
     """A model with its weights, and what turns text and media into its inputs.
 
     Attributes:
-        found: where it was.
+        location: where it was.
         model: in evaluation mode.
         processor: its processor, or the tokenizer of a text-only model.
     """
 
-    found: FoundModel
+    location: ModelLocation
     model: PreTrainedModel
     processor: Processor
 
 
-def find_model(name: str, base: str | None = None) -> FoundModel:
+def find_model(name: str, base: str | None = None) -> ModelLocation:
     """Find out what a path or name stands for, without reading weights.
 
     Args:
@@ -77,14 +77,14 @@ def find_model(name: str, base: str | None = None) -> FoundModel:
     if run is not None:
         path = _newest_of(run)
     if (path / MANIFEST).is_file():
-        found = FoundModel(str(path), "checkpoint", run=run)
+        location = ModelLocation(str(path), "checkpoint", run=run)
     elif (path / ADAPTER_CONFIG).is_file():
-        return FoundModel(str(path), "adapters", base or _base_of(path), run)
+        return ModelLocation(str(path), "adapters", base or _base_of(path), run)
     else:
-        found = FoundModel(str(path) if path.exists() else name, "model", run=run)
+        location = ModelLocation(str(path) if path.exists() else name, "model", run=run)
     if base is not None:
-        raise ConfigError(f"--base {base} has no effect: {found.path} is a whole {found.kind}. Leave it out.")
-    return found
+        raise ConfigError(f"--base {base} has no effect: {location.path} is a whole {location.kind}. Leave it out.")
+    return location
 
 
 def _newest_of(run: Path) -> Path:
@@ -112,7 +112,7 @@ def _base_of(folder: Path) -> str:
 
 
 def open_model(
-    found: FoundModel,
+    location: ModelLocation,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -122,7 +122,7 @@ def open_model(
     """Read a model's weights.
 
     Args:
-        found: by `find_model`.
+        location: from `find_model`.
         dtype: the parameters' floating-point type.
         device: where the model will compute.
         for_generation: with the attention that transformers' generation is made for, else with that for packs.
@@ -132,20 +132,21 @@ def open_model(
         UnknownModelError: nothing of that name, on this machine or on the Hub.
         CheckpointError: files that are damaged, incomplete or of another model.
     """
-    folder: str | Path = found.path
-    if found.kind == "checkpoint":
-        checkpoint = find_checkpoint_in(Path(found.path))
+    folder: str | Path = location.path
+    if location.kind == "checkpoint":
+        checkpoint = find_checkpoint_in(Path(location.path))
         folder = checkpoint.model_folder
         model = _of_checkpoint(checkpoint, device, dtype)
-    elif found.kind == "adapters":
-        assert found.base is not None
-        model = load_model(found.base, dtype=dtype, device=device)
-        add_saved_adapters(model, Path(found.path))
+    elif location.kind == "adapters":
+        assert location.base is not None
+        model = load_model(location.base, dtype=dtype, device=device)
+        add_saved_adapters(model, Path(location.path))
         initialise_adapters(model, 0, device)
-        read_adapters(model, Path(found.path))
-        folder = found.path if any(Path(found.path).glob("tokenizer*")) else found.base
+        read_adapters(model, Path(location.path))
+        folder = location.path if any(Path(location.path).glob("tokenizer*")) else location.base
     else:
-        model = load_model(found.path, dtype=dtype, device=device)
+        model = load_model(location.path, dtype=dtype, device=device)
+    # not with what packs need: a model that draws is asked in packs too
     if for_generation and not getattr(model, "draws", False):  # whose prompts are packs
         parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         use_attention(model, "sdpa" if all(part._supports_sdpa for part in parts) else "eager")
@@ -153,7 +154,7 @@ def open_model(
     processor = load_processor(folder)
     if chats is not None:
         chats.write_into(processor)
-    return OpenedModel(found, model, processor)
+    return OpenedModel(location, model, processor)
 
 
 def _of_checkpoint(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

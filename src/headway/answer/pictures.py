@@ -127,8 +127,8 @@ def open_drawer(opened: OpenedModel) -> Drawer:
     if drawer is None:
         types = ", ".join(name for family in families_with("drawer") for name in family.model_types)
         raise UsageError(
-            f"{opened.found.path} draws no images: its model type is {opened.model.config.model_type!r}. Models of the "
-            f"type {types} do; `headway demo draw` trains a small one."
+            f"{opened.location.path} draws no images: its model type is {opened.model.config.model_type!r}. Models of "
+            f"the type {types} do; `headway demo draw` trains a small one."
         )
-    made: Drawer = drawer(opened)
-    return made
+    opened_drawer: Drawer = drawer(opened)
+    return opened_drawer

@@ -42,7 +42,7 @@ _FACTS = (Column("", "left"), Column("", "left"))
 
 @dataclass
 class _Sums:
-    """What the records of all steps up to the checkpoint come to."""
+    """Sums over the records of all steps up to the checkpoint."""
 
     losses: LossTally = field(default_factory=LossTally)
     tokens: int = 0
@@ -124,6 +124,7 @@ def _card(
     config: TrainConfig, machine: Mapping[str, Any], sums: _Sums, step: int, stops: list[str], *, adapters: bool
 ) -> str:
     kind, software = machine.get("model") or {}, machine.get("software") or {}
+    # the front matter that the Hub reads, then what people read
     base = _base(config)
     front = ModelCardData(
         base_model=base,
@@ -136,12 +137,13 @@ def _card(
     model = str(kind.get("class", "model"))
     what = "Low-rank adapters of a" if adapters else "A"
     parts = [
+        # front matter; then what it is, how it was trained, on what and with which settings
         f"---\n{front.to_yaml()}\n---",
         f"# {markdown_text(model)} after {step:,} steps",
         f"{what} {markdown_code(model)}, trained {markdown_text(start)} by Headway {software.get('headway', '')} on "
         f"{format_count(sums.tokens)} tokens.",
         *([_stop_sentence(stops)] if stops else []),
-        *([_ROWS_SENTENCE] if adapters and config.model.adds_tokens else []),
+        *([_ROWS_MESSAGE] if adapters and config.model.adds_tokens else []),
         "## Training",
         markdown_table(_FACTS, _facts(machine, sums), None),
         "## Data",
@@ -152,7 +154,7 @@ def _card(
     return "\n\n".join(parts) + "\n"
 
 
-_ROWS_SENTENCE = (
+_ROWS_MESSAGE = (
     "The tokenizer here has tokens that the model beneath lacks. Give that model as many rows first, where it has "
     "fewer: `model.resize_token_embeddings(len(tokenizer))`, and then `PeftModel.from_pretrained`, which has their "
     "values."
@@ -160,28 +162,30 @@ _ROWS_SENTENCE = (
 
 
 def _stop_sentence(stops: list[str]) -> str:
-    named = " and ".join(map(markdown_code, stops))
-    return f"Generation stops at {named}: `generation_config.json` names the tokens that ended answers in training."
+    tokens = " and ".join(map(markdown_code, stops))
+    return f"Generation stops at {tokens}: `generation_config.json` names the tokens that ended answers in training."
 
 
 def _facts(machine: Mapping[str, Any], sums: _Sums) -> list[tuple[str, str]]:
     last, kind, device = sums.last, machine.get("model") or {}, machine.get("device") or {}
     software, losses = machine.get("software") or {}, sums.losses
     facts = [("parameters", f"{kind['parameters']:,}, {kind['trainable']:,} of them trained")] if kind else []
+    # what it learnt, as far as the records say
     if losses.last is not None:
         facts.append(("loss", f"{losses.first:.4f} first, {losses.last:.4f} at the end"))
     if sums.evaluation is not None:
-        found = sums.evaluation
+        evaluation = sums.evaluation
         facts.append((
             "held-out samples",
-            f"{format_share(found['exact_match'])} exact ({found['exact']:,} of {found['samples']:,}), loss "
-            f"{found['loss']:.4f} after step {found['step']:,}",
+            f"{format_share(evaluation['exact_match'])} exact ({evaluation['exact']:,} of {evaluation['samples']:,}), "
+            f"loss {evaluation['loss']:.4f} after step {evaluation['step']:,}",
         ))  # fmt: skip
     facts += [
         ("FLOPs", f"{sums.flops:.4g} of the model, convention `{last['convention']}`"),
         ("time in steps", format_duration(sums.wall_s)),
         ("MFU", f"{format_share(sums.flops / sums.at_peak)} over all steps"),
     ]
+    # HFU bills recomputation as well; without any it is MFU
     if sums.recomputed:
         facts.append(("HFU", format_share((sums.flops + sums.recomputed) / sums.at_peak)))
     peak = f"{format_rate(last['peak_flops_per_s'])} {last['peak_dtype']} a device; {last['peak_source']}"
@@ -189,19 +193,19 @@ def _facts(machine: Mapping[str, Any], sums: _Sums) -> list[tuple[str, str]]:
     if sums.energy_j is not None:
         facts.append(("energy", f"{sums.energy_j / 3.6e6:.4g} kWh, as the devices measured it"))
     facts.append(("hardware", f"{last['world_size']:,} x {device.get('name', 'unknown device')}"))
-    named = [f"{name} {software[name]}" for name in ("headway", "torch", "transformers") if software.get(name)]
-    facts.append(("software", ", ".join([*named, *([machine["precision"]] if machine.get("precision") else [])])))
+    versions = [f"{name} {software[name]}" for name in ("headway", "torch", "transformers") if software.get(name)]
+    facts.append(("software", ", ".join([*versions, *([machine["precision"]] if machine.get("precision") else [])])))
     return facts
 
 
 def _data(config: TrainConfig, sums: _Sums) -> str:
     if not sums.sources:
         parts = [part for stage in config.data.played for part in stage.parts]
-        named = ", ".join(markdown_code(_name(part.path or "")) for part in parts)
-        return f"{format_count(sums.tokens)} tokens of {named}."
+        names = ", ".join(markdown_code(_name(part.path or "")) for part in parts)
+        return f"{format_count(sums.tokens)} tokens of {names}."
     rows = [
         (name, format_count(tokens), format_share(tokens / max(1, sum(sums.sources.values()))))
-        for name, tokens in sorted(sums.sources.items(), key=lambda one: -one[1])
+        for name, tokens in sorted(sums.sources.items(), key=lambda source: -source[1])
         if tokens
     ]
     return markdown_table((Column("source", "left"), Column("tokens"), Column("share")), rows, None)
@@ -210,8 +214,8 @@ def _data(config: TrainConfig, sums: _Sums) -> str:
 def _hub_datasets(config: TrainConfig) -> list[str]:
     """Names on the Hub of the datasets that were trained on; other places are not named."""
     paths = [part.path or "" for stage in config.data.played for part in stage.parts]
-    found = (path.removeprefix(_ON_HUB).split("/") for path in paths if path.startswith(_ON_HUB))
-    return list(dict.fromkeys("/".join(parts[:2]).partition("@")[0] for parts in found if len(parts) > 1))
+    names = (path.removeprefix(_ON_HUB).split("/") for path in paths if path.startswith(_ON_HUB))
+    return list(dict.fromkeys("/".join(parts[:2]).partition("@")[0] for parts in names if len(parts) > 1))
 
 
 def _name(path: str) -> str:
@@ -220,7 +224,7 @@ def _name(path: str) -> str:
 
 def _hyperparameters(config: TrainConfig) -> dict[str, Any]:
     """Settings that say how it was trained; none of them is a path."""
-    raw, optim = config.as_dict(), config.optim
+    raw, optim = config.to_dict(), config.optim
     shown = {
         "model": {name: raw["model"][name] for name in _OF_MODEL if raw["model"].get(name)},
         "data": {name: raw["data"][name] for name in _OF_DATA if raw["data"].get(name) is not None},

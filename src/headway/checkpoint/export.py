@@ -65,7 +65,7 @@ class Exports:
     merge_adapters: bool = False
 
     def folder(self, checkpoint: Checkpoint) -> Path | None:
-        """Where a checkpoint's model folder is; None if there is to be none."""
+        """Model folder of a checkpoint; None if there is to be none."""
         return None if self.when == "never" else self.root / checkpoint.folder.name
 
     def make(self, checkpoint: Checkpoint) -> None:
@@ -110,6 +110,7 @@ def export(
             f"the checkpoint {checkpoint.folder} holds no moving average of the weights; train with optim.ema, or "
             "export the weights themselves."
         )
+    # the model on no device: its code says which weights there are and how transformers names them
     plain = load_model(checkpoint.model_folder, random_init=True, device="meta")
     model = plain
     if adapts := holds_adapters(checkpoint):
@@ -118,6 +119,7 @@ def export(
     elif merge_adapters:
         raise UsageError(f"the checkpoint {checkpoint.folder} holds no adapters to merge; leave --merge-lora out.")
     check_architecture(checkpoint, {name: tensor.shape for name, tensor in saved.items()}, model)
+    # a folder beside it, renamed once it is complete
     temporary = folder.with_name(f".{folder.name}.writing")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -125,8 +127,10 @@ def export(
         kind = dtype or next(t.dtype for name, t in saved.items() if name.startswith(WEIGHTS) and t.is_floating_point())
         files = _WeightFiles(temporary, max_file_bytes, ADAPTERS if adapts and not merge_adapters else WHOLE)
         _write_described(checkpoint, temporary, plain, kind, adapters=adapts and not merge_adapters)
+        # layer by layer, so that no more than a layer is in memory
         for part in _parts(checkpoint, saved, model, average=average):
             cast = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in part.items()}
+            # under the names of transformers: all weights, the adapters added into them, or the adapters alone
             if not adapts:
                 files.add(revert_weight_conversion(plain, cast))
             elif merge_adapters:
@@ -179,9 +183,9 @@ def _parts(
         sources = {
             name: AVERAGE + name if average and AVERAGE + name in saved else WEIGHTS + name for name in sorted(names)
         }
-        read = {source: torch.empty_like(saved[source], device="cpu") for source in sources.values()}
-        read_tensors(checkpoint.folder, read)
-        yield {name: read[source].to(saved[WEIGHTS + name].dtype) for name, source in sources.items()}
+        tensors = {source: torch.empty_like(saved[source], device="cpu") for source in sources.values()}
+        read_tensors(checkpoint.folder, tensors)
+        yield {name: tensors[source].to(saved[WEIGHTS + name].dtype) for name, source in sources.items()}
 
 
 def _write_described(

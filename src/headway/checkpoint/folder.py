@@ -118,7 +118,7 @@ class Checkpoint:
 
 
 def step_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """Folder of a step's checkpoint."""
     return root / f"step-{step:06d}"
 
 
@@ -182,6 +182,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        # other versions have other keys, so the version comes first
         version = manifest["schema_version"]
         if version != SCHEMA_VERSION:
             raise CheckpointError(
@@ -195,6 +196,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             dict(manifest["mesh"]),
             {name: Entry(**entry) for name, entry in manifest["files"].items()},
         )
+        # well-formed, but of no checkpoint that could be
         nonsense = _nonsense(checkpoint)
     except FileNotFoundError as error:
         raise CheckpointError(
@@ -212,8 +214,8 @@ def _nonsense(checkpoint: Checkpoint) -> str:
     step, world_size, files = checkpoint.step, checkpoint.world_size, checkpoint.files
     if not _is_count(step, 0):
         return f"gives the step {step!r}"
-    named = _STEP_FOLDER.fullmatch(checkpoint.folder.name)
-    if named and int(named[1]) != step:
+    number = _STEP_FOLDER.fullmatch(checkpoint.folder.name)
+    if number and int(number[1]) != step:
         return f"gives the step {step}, and the folder's name another"
     if not _is_count(world_size, 1) or not all(_is_count(size, 1) for size in checkpoint.mesh.values()):
         return f"gives {world_size!r} processes as {checkpoint.mesh}"
@@ -260,11 +262,11 @@ def begin(root: Path, step: int) -> Path:
 
 def entries(folder: Path, paths: Iterable[Path]) -> dict[str, Entry]:
     """Flush files to disk, and give their sizes and hashes."""
-    found = {}
+    entries_by_name = {}
     for path in sorted(paths):
-        found[path.relative_to(folder).as_posix()] = Entry(path.stat().st_size, _sha256(path))
+        entries_by_name[path.relative_to(folder).as_posix()] = Entry(path.stat().st_size, _sha256(path))
         sync(path)
-    return found
+    return entries_by_name
 
 
 def seal(temporary: Path, facts: dict[str, Any], files: dict[str, Entry]) -> None:
@@ -304,8 +306,8 @@ def _skipped_in_a_row(folder: Path) -> int:
 
 def step_folders(root: Path) -> list[Path]:
     """The folders of whole checkpoints, oldest first."""
-    found = [path for path in root.glob("step-*") if path.is_dir() and _STEP_FOLDER.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    folders = [path for path in root.glob("step-*") if path.is_dir() and _STEP_FOLDER.fullmatch(path.name)]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def remove(folder: Path) -> None:

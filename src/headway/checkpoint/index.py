@@ -79,8 +79,8 @@ def read_index(folder: Path) -> Metadata:
     """
     try:
         with (folder / INDEX).open("rb") as file:
-            found = _Reader(file).load()
-        return _metadata(found)
+            pickled = _Reader(file).load()
+        return _metadata(pickled)
     except _DAMAGE as error:
         raise CheckpointError(
             f"the checkpoint {folder} cannot be read: its {INDEX} is no index of tensors ({_reason(error)}). "
@@ -121,8 +121,8 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names an object outside of it, {pid!r}")
 
 
-def _metadata(found: Any) -> Metadata:
-    state = _state(found, "Metadata")
+def _metadata(pickled: Any) -> Metadata:
+    state = _state(pickled, "Metadata")
     tensors = {_text(name): _entry(entry) for name, entry in state["state_dict_metadata"].items()}
     places = {_key(key): _place(place) for key, place in state["storage_data"].items()}
     version = state.get("version")

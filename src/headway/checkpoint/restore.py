@@ -119,8 +119,8 @@ def restore(
     saved = saved_tensors(checkpoint.folder)
     check_architecture(checkpoint, {name: tensor.shape for name, tensor in saved.items()}, model)
     if optimizer is not None:
-        kept = [name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in saved if name.startswith(OPTIMIZER)]
-        make_optimizer_state(model, optimizer, set(kept))
+        parameters = [name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in saved if name.startswith(OPTIMIZER)]
+        make_optimizer_state(model, optimizer, set(parameters))
     read_tensors(checkpoint.folder, training_tensors(model, optimizer, average))
     if isinstance(optimizer, Optimizer):
         optimizer.updates = checkpoint.step  # left-out ones among them, which no parameter's own count has

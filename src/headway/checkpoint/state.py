@@ -39,24 +39,24 @@ def training_tensors(
         optimizer: what it keeps of each parameter that has had a gradient.
         average: of the weights.
     """
-    found = {WEIGHTS + name: tensor for name, tensor in model_tensors(model)}
+    tensors = {WEIGHTS + name: tensor for name, tensor in model_tensors(model)}
     if optimizer is not None:
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if not isinstance(value, torch.Tensor):
                     raise TypeError(f"the optimizer keeps a {type(value).__name__} as {key} of {name}, not a tensor")
-                found[f"{OPTIMIZER}{name}.{key}"] = value
+                tensors[f"{OPTIMIZER}{name}.{key}"] = value
     if average is not None:
-        found |= {AVERAGE + name: value for name, value in average.state_dict().items()}
-    return found
+        tensors |= {AVERAGE + name: value for name, value in average.state_dict().items()}
+    return tensors
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and persistent buffers of a model, each once, by the first of its names."""
-    seen = set()
+    visited = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
+        if isinstance(tensor, torch.Tensor) and id(tensor) not in visited:
+            visited.add(id(tensor))
             yield name, tensor.detach()
 
 

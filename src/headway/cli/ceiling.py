@@ -81,7 +81,7 @@ def _of_model(model: str, device: str | None, dtypes: list[str] | None, *, refre
         around = environment(where)
     if as_json:
         rates = [
-            {"dtype": name, **rates.as_json(), "blocks": None if blocks is None else blocks.as_json()}
+            {"dtype": name, **rates.to_dict(), "blocks": None if blocks is None else blocks.to_dict()}
             for name, (rates, blocks) in found.items()
         ]
         print_json({"model": model, "device": around, "rates": rates})

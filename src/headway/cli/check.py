@@ -30,7 +30,7 @@ def check(run: RunArgument, other: OtherArgument = None, as_json: JsonOption = F
     from headway.train.check import check_run
 
     checked = check_run(run, other)
-    print(json.dumps(checked.as_json()) if as_json else checked.as_table())
+    print(json.dumps(checked.to_dict()) if as_json else checked.as_table())
     if checked.faults:
         raise LogError(f"{run} lost or repeated samples, or its records were changed: {'; '.join(checked.faults)}.")
     if not checked.proved:

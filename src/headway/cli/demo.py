@@ -85,7 +85,7 @@ def demo(
     with working("drawing digits"):
         judged = judge_drawings(config)
     if as_json:
-        print_json(summary.as_json() | {"drawings": judged})
+        print_json(summary.to_dict() | {"drawings": judged})
         return
     print_summary(summary, as_json=False)
     print(said_of(judged, config.run.folder / f"{DRAWN}.png"))

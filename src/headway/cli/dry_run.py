@@ -65,7 +65,7 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
     lengths = lengths_of_data(config)
     planned = dry_run(config, cost_model, saved_of_recipe(config), devices=count, device=found, lengths=lengths)
     if as_json:
-        print(json.dumps(planned.as_json()))
+        print(json.dumps(planned.to_dict()))
     else:
         print(_render(config, planned).replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
     if planned.fits is False:
@@ -175,7 +175,7 @@ def _in_words(moment: str) -> str:
 
 
 def _left_out(config: "TrainConfig", planned: "DryRun") -> str:
-    from headway.predict.allowance import allowances
+    from headway.predict.memory import allowances
 
     shape = planned.shape
     groups = sum(size > 1 for size in (shape.fsdp, shape.replicate, shape.sequence, shape.expert))

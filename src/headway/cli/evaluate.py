@@ -144,7 +144,7 @@ def _budget(
 
 
 def _record(result: "Evaluation") -> dict[str, Any]:
-    return {**result.as_record(), "perplexity": result.perplexity, "tokens": result.tokens}
+    return {**result.to_dict(), "perplexity": result.perplexity, "tokens": result.tokens}
 
 
 def _answers(answers: "Sequence[Answer] | None") -> dict[str, Any]:

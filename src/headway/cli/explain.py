@@ -128,7 +128,7 @@ def explain(
     if not isinstance(found, JobExplanation):
         _compare(found, by, as_json=as_json, markdown=markdown)
         return
-    record = found.as_record()
+    record = found.to_dict()
     if by is not None:
         for written, waterfall in zip(record["steps"], found.steps, strict=True):
             written["by"] = gemms_record(waterfall) if by == "gemm" else breakdown_record(waterfall, by)
@@ -141,7 +141,7 @@ def _compare(pair: Pair, by: _Rows | None, *, as_json: bool, markdown: bool) -> 
     if by is not None:
         raise UsageError(f"--by {by} cannot take effect in a comparison, which is by line. Leave it out.")
     compared = compare(*pair)
-    print(json.dumps(compared.as_record()) if as_json else comparison_text(compared, markdown=markdown))
+    print(json.dumps(compared.to_dict()) if as_json else comparison_text(compared, markdown=markdown))
 
 
 def _keep(record: dict[str, Any], path: Path) -> None:

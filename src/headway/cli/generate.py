@@ -18,7 +18,7 @@ from headway.files import is_taken, open_output
 from headway.log.working import working
 
 if TYPE_CHECKING:
-    from headway.answer.generate import AnswerGenerator, Generated
+    from headway.answer.generate import AnswerGenerator, Completion
     from headway.data import Chat, Sample
 
 Asked = tuple["Sample", str | None]
@@ -180,7 +180,7 @@ def _as_document(sample: "Sample", model: str) -> "Sample":
     return Document(sample.messages[0].text, sample.origin)
 
 
-def _record(sample: "Sample", gold: str | None, answer: "Generated", generator: "AnswerGenerator") -> dict[str, Any]:
+def _record(sample: "Sample", gold: str | None, answer: "Completion", generator: "AnswerGenerator") -> dict[str, Any]:
     from headway.data import Chat
 
     if isinstance(sample, Chat):

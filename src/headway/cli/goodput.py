@@ -23,6 +23,6 @@ def goodput(run: RunArgument, as_json: JsonOption = False) -> None:
     from headway.meter.goodput_report import read_goodput
 
     report = read_goodput(run)
-    print(json.dumps(report.as_record()) if as_json else report.as_table())
+    print(json.dumps(report.to_dict()) if as_json else report.as_table())
     for warning in report.warnings:
         warn(warning)

@@ -60,13 +60,13 @@ def import_config(
         given["optim.steps"] = steps
     imported = translate(file, given, leave_out=tuple(leave_out or ()))
     parse_config(imported.recipe, source=f"the recipe made from {file}")
-    keys = [key for key in imported.keys if key.given or key.outcome.settings]
+    keys = [key for key in imported.keys if key.is_set or key.outcome.settings]
     print(_table(keys), file=sys.stderr)
     for key in imported.absent:
         warn(f"--leave-out {key}: {file} has no such key, so nothing was left out for it.")
     if as_json:
         text = json.dumps(
-            {"schema_version": SCHEMA_VERSION, "recipe": imported.recipe, "keys": [key.as_json() for key in keys]}
+            {"schema_version": SCHEMA_VERSION, "recipe": imported.recipe, "keys": [key.to_dict() for key in keys]}
         )
     else:
         text = imported.as_yaml().rstrip("\n")
@@ -81,7 +81,7 @@ def _table(keys: "Sequence[KeyOutcome]") -> str:
     rows = [
         [
             key.key,
-            _short(key.value) + ("" if key.given else " (its default)"),
+            _short(key.value) + ("" if key.is_set else " (its default)"),
             key.outcome.fate,
             ", ".join(f"{name}={_short(value)}" for name, value in key.outcome.settings.items()),
             key.outcome.reason,

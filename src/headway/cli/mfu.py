@@ -87,7 +87,7 @@ def mfu(
     given |= _work(model, segments, {**towers, **drawn}, seq_len, freeze, flops_per_token, tokens_per_step)
     plan = solve({key: value for key, value in given.items() if value is not None})
     if as_json:
-        record = {"model": model, "given": sorted(plan.given), **plan.values}
+        record = {"model": model, "given": sorted(plan.inputs), **plan.values}
         print_json({**record, "unknown": [quantity.key for quantity in plan.unknown]})
     else:
         print(_render(plan))
@@ -143,7 +143,7 @@ def _render(plan: "Solution") -> str:
     for quantity in QUANTITIES:
         if quantity.key in plan.values:
             text = _format(quantity.key, quantity.unit, plan.values[quantity.key])
-            pairs.append((quantity.label, f"{text}{'  (given)' if quantity.key in plan.given else ''}"))
+            pairs.append((quantity.label, f"{text}{'  (given)' if quantity.key in plan.inputs else ''}"))
     missing = ", ".join(quantity.label for quantity in plan.unknown)
     return render_pairs(pairs) + (f"\n\nnot determined: {missing}" if missing else "")
 

@@ -16,7 +16,7 @@ from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOpti
 from headway.cli.measured_data import lengths_of_data, measured_data
 from headway.cli.options import ImagesOption, JsonOption, SegmentsOption, VideosOption
 from headway.cli.output import needs_extra, print_json, warn
-from headway.cli.plan_text import WholeRun, as_record, as_text
+from headway.cli.plan_text import WholeRun, as_text, to_dict
 from headway.cli.resolve import in_patches, resolve_cost_model, resolve_ledger
 from headway.cli.train import SetOption
 from headway.cli.workload import samples_in_turn
@@ -150,7 +150,7 @@ def plan(
     total = ends.total(planned.packs, planned.packs.counts.read)
     run = None if total is None else WholeRun.of(total, time, count, price, speeds)
     if as_json:
-        print_json(as_record(planned, time, speeds, run))
+        print_json(to_dict(planned, time, speeds, run))
     else:
         text = as_text(config, planned, time, speeds, run, count, links, making_s)
         print(text.replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))

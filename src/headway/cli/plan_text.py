@@ -70,7 +70,7 @@ class WholeRun:
             None if power_w is None else hours.times(power_w / 1000),
         )
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; of each time the best, the expected and the worst case."""
         return {
             "tokens": self.tokens,
@@ -82,12 +82,12 @@ class WholeRun:
         }
 
 
-def as_record(planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: WholeRun | None) -> dict[str, Any]:
+def to_dict(planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: WholeRun | None) -> dict[str, Any]:
     """The dry run, the step and the whole run, as plain JSON types."""
     source = {"device": speeds.name, "source": speeds.source, "measured": speeds.is_measured}
-    dry = planned.as_json()
+    dry = planned.to_dict()
     dry.pop("schema_version")
-    return {**dry, "speeds": source, "time": time.as_json(), "run": run and run.as_json()}
+    return {**dry, "speeds": source, "time": time.to_dict(), "run": run and run.to_dict()}
 
 
 def as_text(

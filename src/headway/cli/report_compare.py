@@ -101,7 +101,7 @@ def _machine(a: ReportedRun, b: ReportedRun, compared: Comparison) -> dict[str, 
     return {
         "schema_version": SCHEMA_VERSION,
         "runs": [machine(a), machine(b)],
-        "compared": compared.as_record(),
+        "compared": compared.to_dict(),
         "step_interval_95": None if min(len(a_s), len(b_s)) < _FEW else _interval(a_s, b_s),
         "settings": {name: [one, other] for name, one, other in _settings(a, b).rows},
     }

@@ -391,9 +391,9 @@ def machine(seen: ReportedRun) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "name": seen.name,
         "num_records": len(seen.records),
-        "mean_step": seen.mean.as_record() | {"lines": {key: ns for key, (_, ns) in seen.mean.lines.items()}},
-        "goodput": None if seen.goodput is None else seen.goodput.as_record(),
-        "findings": [finding.as_record() for finding in seen.explanation.findings],
+        "mean_step": seen.mean.to_dict() | {"lines": {key: ns for key, (_, ns) in seen.mean.lines.items()}},
+        "goodput": None if seen.goodput is None else seen.goodput.to_dict(),
+        "findings": [finding.to_dict() for finding in seen.explanation.findings],
         "series": {
             key: _summary(seen.records, values)
             for key, values in by_key.items()

@@ -48,7 +48,7 @@ def scale_record(
             "source": scaling.links.source,
         },
         "lengths": sizes[0].packs.lengths,
-        "sizes": [{**size.as_json(), "run": run and run.as_json()} for size, run in zip(sizes, runs, strict=True)],
+        "sizes": [{**size.to_dict(), "run": run and run.to_dict()} for size, run in zip(sizes, runs, strict=True)],
         "assumptions": assumptions(config, scaling, sizes),
     }
 

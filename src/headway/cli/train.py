@@ -182,7 +182,7 @@ def print_summary(summary: "RunSummary", *, as_json: bool) -> None:
     from headway.models.parallel.ranks import own_rank
 
     if own_rank() == 0:  # of all processes of a run, the first one speaks
-        print(json.dumps(summary.as_json()) if as_json else summary.as_table())
+        print(json.dumps(summary.to_dict()) if as_json else summary.as_table())
     sys.stdout.flush()
     if not summary.is_complete and summary.stopped_by == signal.SIGINT:  # who sends SIGTERM expects 0
         raise typer.Exit(INTERRUPTED)

@@ -13,7 +13,7 @@ from headway.cli.output import print_json, say
 from headway.cli.plan import named_recipe, speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_ledger
 from headway.cli.train import SetOption, find_inputs
-from headway.cli.tune_text import Tuned, as_record, as_text, note_on_tokens
+from headway.cli.tune_text import Tuned, as_text, note_on_tokens, to_dict
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
 from headway.files import write_output
 from headway.log.working import working
@@ -111,7 +111,7 @@ def tune(
     if write is not None:
         _write(write, Path(recipe), tuned)
     if as_json:
-        print_json(as_record(tuned))
+        print_json(to_dict(tuned))
     else:
         print(as_text(tuned))
 
@@ -124,7 +124,7 @@ def _planned_for(
 
     if lengths is not None and measured:
         raise UsageError("--lengths and --data are two places for lengths; give one of them.")
-    raw = config.as_dict()
+    raw = config.to_dict()
     plan = raw["plan"]
     plan["devices"] = devices or plan["devices"] or 1
     plan["device"] = device or plan["device"]

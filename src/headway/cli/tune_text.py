@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from headway.devices import Device
-    from headway.predict.tune import Candidate, Found, Trial
+    from headway.predict.tune import Candidate, SearchResult, Trial
 
 T = TypeVar("T")
 _GIB, _MIB = 2**30, 2**20
@@ -41,7 +41,7 @@ class Tuned:
     tolerance: float
     peak_flops_per_s: float | None  # of one device in the dtype of the products; None of one that was measured
     source: str  # of the device's speeds
-    found: "Found"
+    found: "SearchResult"
     best: "Sequence[Candidate]"
     front: "Sequence[Candidate]"
     seen: "Mapping[Candidate, Trial]"
@@ -64,7 +64,7 @@ class Tuned:
         return min(faster, key=lambda one: one.memory.peak, default=None)
 
 
-def as_record(tuned: Tuned) -> dict[str, Any]:
+def to_dict(tuned: Tuned) -> dict[str, Any]:
     """Everything as plain JSON types; sizes in bytes, times in seconds, rates in FLOP/s, shares as fractions."""
     found, further = tuned.found, tuned.next_better
     return {
@@ -108,7 +108,7 @@ def _candidate_record(tuned: Tuned, one: "Candidate") -> dict[str, Any]:
         "fill": one.packs.report.fill,
         "balance": one.packs.report.balance,
         "padding_as_batches": one.packs.report.padding_loss,
-        "memory": one.memory.as_json(),
+        "memory": one.memory.to_dict(),
         "fits": tuned.found.fits(one),
         "step_s": one.step_s,
         "flops_per_s": one.flops_per_s,

@@ -1,11 +1,11 @@
-"""What a configuration says that has no effect in a run of so many steps: harmless, so told and not refused."""
+"""Notes on settings that have no effect in a run of so many steps: harmless, so warned of and not refused."""
 
 from headway.config.read import TrainConfig
 from headway.config.sections import changed
 
 
 def warnings(config: TrainConfig, steps: int) -> list[str]:
-    """What the settings of a run promise that its length, or another setting, takes away.
+    """List what the settings of a run promise and its length, or another setting, takes away.
 
     Args:
         config: everything there is to say.
@@ -19,13 +19,13 @@ def warnings(config: TrainConfig, steps: int) -> list[str]:
 
 def _never_reached(config: TrainConfig, steps: int) -> list[str]:
     optim, profile = config.optim, config.run.profile
-    found = []
+    notes = []
     if optim.warmup_steps >= steps:
-        found.append(
+        notes.append(
             f"optim.warmup_steps {optim.warmup_steps} leaves nothing of the {steps} steps: the learning rate only rises"
         )
     elif optim.schedule == "wsd" and optim.warmup_steps + round(optim.decay_share * steps) > steps:
-        found.append(
+        notes.append(
             f"optim.decay_share {optim.decay_share:g} of {steps} steps is more than {optim.warmup_steps} steps of "
             "warm-up leave: the decay is shorter"
         )
@@ -36,22 +36,22 @@ def _never_reached(config: TrainConfig, steps: int) -> list[str]:
         "optim.nonfinite_limit": optim.nonfinite_limit if optim.on_nonfinite == "skip" else None,
         "the end of run.profile, step": profile and profile.last,
     }
-    found += [f"{name} {at} is never reached in {steps} steps" for name, at in reached.items() if at and at > steps]
-    return found
+    notes += [f"{name} {at} is never reached in {steps} steps" for name, at in reached.items() if at and at > steps]
+    return notes
 
 
 def _never_used(config: TrainConfig) -> list[str]:
     judged, optim = config.eval, config.optim
-    found = []
+    notes = []
     if not judged.evaluates:
         unused = {
             "data.eval": config.data.eval is not None,
             "eval.generate": judged.generate is not None,
             "optim.ema.evaluate": optim.ema is not None and not optim.ema.evaluate,
         }
-        found += [
+        notes += [
             f"{name} has no effect without eval.every or eval.at_end" for name, is_set in unused.items() if is_set
         ]
     if judged.generate is None and "max_new_tokens" in changed(judged):
-        found.append("eval.max_new_tokens has no effect without eval.generate")
-    return found
+        notes.append("eval.max_new_tokens has no effect without eval.generate")
+    return notes

@@ -94,7 +94,7 @@ class SourceConfig(DatasetConfig):
 
 
 def _listed(value: Any) -> Any:
-    return [_dataset(each) for each in value] if isinstance(value, list | tuple) else [_dataset(value)]
+    return [_dataset(entry) for entry in value] if isinstance(value, list | tuple) else [_dataset(value)]
 
 
 def _dataset(value: Any) -> Any:
@@ -134,9 +134,9 @@ class StageConfig(SourceConfig):
         if (self.path is None) == (not self.mix):
             raise ValueError("a source needs 'path', or 'mix' with several of them; not both")
         if self.mix:
-            given = sorted(changed(self) - {"mix", "samples"})
-            if given:
-                raise ValueError(f"{', '.join(given)} have no effect beside 'mix'; give them in its parts")
+            unused = sorted(changed(self) - {"mix", "samples"})
+            if unused:
+                raise ValueError(f"{', '.join(unused)} have no effect beside 'mix'; give them in its parts")
         _check_shares(self.mix)
         if self.samples is not None and not (self.mix and self.mix[0].epochs is None):
             raise ValueError("'samples' is the length of a mix with weights; elsewhere 'epochs' say how long it is")
@@ -286,7 +286,7 @@ class DataConfig(MediaConfig, SourcesConfig):
         if self.stages or len(self.train) == 1:
             return self.stages or self.train
         names = MixPart.model_fields
-        mix = [MixPart.model_validate({name: getattr(one, name) for name in names}) for one in self.train]
+        mix = [MixPart.model_validate({name: getattr(source, name) for name in names}) for source in self.train]
         return (StageConfig(mix=tuple(mix)),)
 
     @property

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration in words of its settings: where, what was given, what is allowed."""
+"""Mistakes of a configuration in words of its settings: where, what was given, what is allowed."""
 
 import difflib
 import re
@@ -68,7 +68,7 @@ def describe_all(errors: Iterable[Mapping[str, Any]], root: type[BaseModel]) -> 
 
 
 def _values(annotation: Any, info: Any) -> str:
-    """What a setting takes, with an example where it is easily written in another way."""
+    """Name the values that a setting takes, with an example where it is easily written in another way."""
     section = _section(annotation)
     if section is not None:
         keys = list(_fields(section))
@@ -105,12 +105,16 @@ def hint_for(name: str, allowed: Iterable[str], root: type[BaseModel]) -> str | 
         everywhere.setdefault(setting.name.rpartition(".")[2], []).append(setting.name)
     # Of equal names those that lie highest: data.seed and run.seed, but not that of each dataset.
     highest = {
-        last: [each for each in names if each.count(".") == min(other.count(".") for other in names)]
+        last: [
+            setting_name
+            for setting_name in names
+            if setting_name.count(".") == min(other.count(".") for other in names)
+        ]
         for last, names in everywhere.items()
     }
     # From the surest guess to the least sure: words of a name, an equal name elsewhere, equal letters.
     words = set(key.split("_"))
-    if longer := [each for each in allowed if words < set(each.split("_"))]:
+    if longer := [other for other in allowed if words < set(other.split("_"))]:
         return _did_you_mean(longer[:3])
     if key in highest:
         return _did_you_mean(highest[key])

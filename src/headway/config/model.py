@@ -98,13 +98,13 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _tokens_are_new_to_each_other(self) -> Self:
-        named = (*self.new_tokens, *self.new_special_tokens)
-        for token in named:
+        tokens = (*self.new_tokens, *self.new_special_tokens)
+        for token in tokens:
             if not token.strip():
                 raise ValueError(f"new_tokens names {token!r}, which has no letters; take it out")
-            if named.count(token) > 1:
+            if tokens.count(token) > 1:
                 raise ValueError(
-                    f"new_tokens names {token!r} {named.count(token)} times; take it out where it is too many"
+                    f"new_tokens names {token!r} {tokens.count(token)} times; take it out where it is too many"
                 )
         return self
 

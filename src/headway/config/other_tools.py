@@ -126,7 +126,7 @@ ABSENT = _by_word(_ABSENT)
 
 
 def translated(name: str) -> str | None:
-    """What another tool's setting is here, as the end of a sentence; None for a name that none of them uses.
+    """Translate another tool's setting into the one here, as the end of a sentence; None for a name of no other tool.
 
     Args:
         name: dotted; its last part counts, or its last two where they are one tool's name.

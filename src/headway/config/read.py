@@ -16,7 +16,6 @@ from headway.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.config.optim import OptimConfig
 from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
 from headway.config.sections import Section
-from headway.config.yaml_text import load_yaml
 from headway.errors import ConfigError
 
 EXTENDS = "extends"
@@ -37,20 +36,20 @@ class Recipe:
 
     path: str = field(default="", compare=False)
     overridden: tuple[str, ...] = field(default=(), compare=False)
-    said: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    content: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, path: str, said: Mapping[str, Any], changed: Iterable[str]) -> Self:
+    def of(cls, path: str, content: Mapping[str, Any], changed: Iterable[str]) -> Self:
         """The recipe of a file, with what it says of the settings of these names, each once."""
-        return cls(path, tuple(f"{name}={_json_at(said, name)}" for name in dict.fromkeys(changed)), said)
+        return cls(path, tuple(f"{name}={_json_at(content, name)}" for name in dict.fromkeys(changed)), content)
 
-    def as_record(self) -> dict[str, Any]:
-        """What run.json has of it."""
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, as run.json has them."""
         return {"path": self.path, "overridden": list(self.overridden)}
 
 
 class TrainConfig(Section):
-    """Everything that a training run can be told."""
+    """Settings of a training run."""
 
     _recipe: Recipe = PrivateAttr(default_factory=Recipe)
 
@@ -65,7 +64,7 @@ class TrainConfig(Section):
     run: RunConfig
 
     def of_processor(self) -> dict[str, Any]:
-        """What is changed of the model's processor, as `headway.data.processor_settings.ProcessorSettings.of` reads."""
+        """Changes to the model's processor, as `headway.data.processor_settings.ProcessorSettings.of` reads."""
         return {"chats": self.model.of_chats(), "sizes": self.data, "tokens": self.model}
 
     @model_validator(mode="after")
@@ -100,7 +99,7 @@ class TrainConfig(Section):
         """The file that it was read from, and what that says of settings that were given another value."""
         return self._recipe
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain YAML and JSON types."""
         return self.model_dump(mode="json", by_alias=True)
 
@@ -120,11 +119,11 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
             other in a circle.
     """
     raw = _read(path, ())
-    said = copy.deepcopy(raw)
+    content = copy.deepcopy(raw)
     config = with_overrides(raw, overrides, source=str(path))
     names = dict.fromkeys(override.partition("=")[0].strip() for override in overrides)
-    changed = [name for name in names if _json_at(said, name) != _json_at(raw, name)]
-    config._recipe = Recipe.of(str(path), said, changed)
+    changed = [name for name in names if _json_at(content, name) != _json_at(raw, name)]
+    config._recipe = Recipe.of(str(path), content, changed)
     return config
 
 
@@ -144,9 +143,9 @@ def changed_config(
     """
     changed = with_overrides(raw, overrides, source=source)
     if config.recipe.path:
-        names = [one.partition("=")[0] for one in config.recipe.overridden]
-        names += _differing(config.as_dict(), changed.as_dict())
-        changed._recipe = Recipe.of(config.recipe.path, config.recipe.said, names)
+        names = [override.partition("=")[0] for override in config.recipe.overridden]
+        names += _differing(config.to_dict(), changed.to_dict())
+        changed._recipe = Recipe.of(config.recipe.path, config.recipe.content, names)
     return changed
 
 
@@ -159,7 +158,11 @@ def _differing(before: Any, after: Any, name: str = "") -> list[str]:
         pairs = [(number, *both) for number, both in enumerate(zip(before, after, strict=True))]
     else:
         return [] if before == after else [name]
-    return [one for key, was, is_now in pairs for one in _differing(was, is_now, f"{name}.{key}" if name else str(key))]
+    return [
+        setting
+        for key, was, is_now in pairs
+        for setting in _differing(was, is_now, f"{name}.{key}" if name else str(key))
+    ]
 
 
 def _json_at(raw: Any, name: str) -> str:
@@ -230,10 +233,10 @@ def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> T
     try:
         return TrainConfig.model_validate(raw)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        mistakes = "; ".join(describe_all(found, TrainConfig))
+        errors = error.errors(include_url=False)
+        mistakes = "; ".join(describe_all(errors, TrainConfig))
         end = "" if mistakes.endswith("?") else "."
-        sections = {str(item["loc"][0]) for item in found if item["loc"]} & TrainConfig.model_fields.keys()
+        sections = {str(item["loc"][0]) for item in errors if item["loc"]} & TrainConfig.model_fields.keys()
         page = f"headway config {sections.pop()}" if len(sections) == 1 else "headway config"
         raise ConfigError(f"{source}: {mistakes}{end} `{page}` lists what can be set.") from error
 
@@ -269,9 +272,11 @@ def _assign(raw: dict[str, Any], override: str) -> None:
         ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--set {dotted}: the value cannot be read: {_beyond(error)}.") from error
+    # down to the section or list that holds the last key; what is missing on the way is made by `_assigned`
     node: Any = raw
     for depth, key in enumerate(keys):
         last = depth == len(keys) - 1
+        # items of a list by index, sections and settings by name
         if isinstance(node, list):
             if not key.isdecimal() or int(key) >= len(node):
                 where = ".".join(keys[:depth])
@@ -293,3 +298,38 @@ def _assigned(node: dict[str, Any], key: str, value: Any, last: bool) -> Any:
         node.pop(_EITHER.get(key, ""), None)
     node[key] = value if last else {} if node.get(key) is None else node[key]
     return node[key]
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice; PyYAML itself lets the last one win without a word."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        # As it is composed, before `<<` lays other mappings into it, whose keys it may well have too.
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in lines:
+                first = lines[key.tag, key.value]
+                places = f"line {line}" if first == line else f"lines {first} and {line}"
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} stands twice in one mapping, in {places}, where one of them would "
+                    "have no effect; join them, or remove one",
+                    problem_mark=key.start_mark,
+                )
+            lines[key.tag, key.value] = line
+        return node
+
+
+def load_yaml(text: str) -> Any:
+    """Read a YAML document as plain types.
+
+    Raises:
+        yaml.YAMLError: no YAML, or a key that stands twice in one mapping.
+
+    >>> load_yaml("{a: 1, b: [2]}")
+    {'a': 1, 'b': [2]}
+    """
+    return yaml.load(text, Loader=_UniqueKeyLoader)  # a SafeLoader

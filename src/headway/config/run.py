@@ -1,4 +1,4 @@
-"""Where a run happens, what it leaves behind, how it is judged, and what a dry run assumes about it."""
+"""Sections on a run: its place, what it leaves behind, how it is judged, what a dry run assumes about it."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self

@@ -25,7 +25,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_stands_for_the_default(cls, raw: Any) -> Any:
-        """What a file inherits is switched off with null, also where a setting has no null of its own."""
+        """Switch off what a file inherits with null, also where a setting has no null of its own."""
         if not isinstance(raw, dict):
             return raw
         fields = {name: info for key, info in cls.model_fields.items() for name in (key, info.alias)}
@@ -45,9 +45,9 @@ class Section(BaseModel):
         inside = value.values() if isinstance(value, dict) else listed
         field = cls.model_fields[info.field_name or ""]
         annotation = field.annotation
-        if any(type(each) is bool for each in inside) and _takes_numbers(annotation):
+        if any(type(item) is bool for item in inside) and _takes_numbers(annotation):
             raise ValueError("true and false are no numbers")
-        if any(isinstance(each, str) and "\0" in each for each in listed):
+        if any(isinstance(item, str) and "\0" in item for item in listed):
             raise ValueError("no text of the configuration may hold the character NUL")
         return _as_meant(value, annotation, unit_of(field.description or "")[1])
 
@@ -71,7 +71,7 @@ def _as_meant(value: Any, annotation: Any, unit: str) -> Any:
     for kind in choices:
         is_sequence = get_origin(kind) is tuple
         if is_sequence and isinstance(value, list | tuple):
-            return [_as_meant(each, get_args(kind)[0], unit) for each in value]
+            return [_as_meant(item, get_args(kind)[0], unit) for item in value]
         if is_sequence and scalar and get_args(kind)[-1] is Ellipsis:
             return [_as_meant(value, get_args(kind)[0], unit)]
         # Of sections that may be absent: an adapter's rank, the first step of a profile.

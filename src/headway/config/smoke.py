@@ -15,7 +15,7 @@ def smoke_of(config: TrainConfig, steps: int) -> TrainConfig:
         config: the recipe.
         steps: how many [steps].
     """
-    raw = config.as_dict()
+    raw = config.to_dict()
     optim, judged, run = raw["optim"], raw["eval"], raw["run"]
     optim |= {"steps": steps, "epochs": None, "warmup_steps": min(optim["warmup_steps"], max(1, steps // 10))}
     for section in (judged, raw["checkpoint"], optim["ema"]):

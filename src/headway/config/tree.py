@@ -50,12 +50,12 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> list[Setting]:
         section: its class.
         prefix: its dotted name, with a dot at the end.
     """
-    found = []
+    settings = []
     for key, info in section.model_fields.items():
         below = _section(info.annotation)
         described = info.description or " ".join((below.__doc__ or "" if below else "").split())
         meaning, unit = unit_of(described)
-        found.append(
+        settings.append(
             Setting(
                 name=prefix + (info.alias or key),
                 values=words_of(info.annotation, bounds_of(info.metadata)),
@@ -66,7 +66,7 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> list[Setting]:
                 is_list=below is not None and _is_list(info.annotation),
             )
         )
-    return found
+    return settings
 
 
 def walk(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
@@ -78,14 +78,14 @@ def walk(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
 
 
 def inside(setting: Setting) -> str:
-    """What the names of the settings in a section begin with."""
+    """Prefix of the names of the settings in a section."""
     return f"{setting.name}.{ITEM}." if setting.is_list else f"{setting.name}."
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for kind in get_args(annotation) if (found := _section(kind))), None)
+    return next((section for kind in get_args(annotation) if (section := _section(kind))), None)
 
 
 def _is_list(annotation: Any) -> bool:
@@ -95,11 +95,11 @@ def _is_list(annotation: Any) -> bool:
 def bounds_of(metadata: Any) -> str:
     """The limits of a number in words; none that are there only to catch slips of the hand."""
     words = []
-    for each in metadata:
-        if isinstance(each, FieldInfo):
-            words += [bounds_of(each.metadata)] if each.metadata else []
+    for bound in metadata:
+        if isinstance(bound, FieldInfo):
+            words += [bounds_of(bound.metadata)] if bound.metadata else []
         for name, text in _BOUNDS.items():
-            limit = getattr(each, name, None)
+            limit = getattr(bound, name, None)
             if limit is not None and limit < _SANITY:
                 words.append(text.format(f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"))
     return ", ".join(word for word in words if word)

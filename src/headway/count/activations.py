@@ -70,7 +70,7 @@ def bytes_of(rows: Rows, workload: Workload) -> int:
     return round(sum(factor * drivers.parse(driver)(workload) for driver, factor in rows.items()))
 
 
-def to_dict(saved: SavedActivations) -> list[Any]:
+def to_lists(saved: SavedActivations) -> list[Any]:
     """Turn what is saved into plain lists: blocks of one list that save the same become one entry."""
     entries: dict[tuple[str, str], list[Any]] = {}
     for name, block in saved.blocks.items():
@@ -81,8 +81,8 @@ def to_dict(saved: SavedActivations) -> list[Any]:
     return [[stack, to_ranges(numbers), *rows] for stack, numbers, *rows in entries.values()]
 
 
-def from_dict(entries: list[Any]) -> SavedActivations:
-    """Build what `to_dict` turned into lists; blocks stand in the order of their stacks and numbers."""
+def from_lists(entries: list[Any]) -> SavedActivations:
+    """Build what `to_lists` turned into lists; blocks stand in the order of their stacks and numbers."""
     stacks: dict[str, dict[int, SavedBlock]] = {}
     for stack, numbers, *parts in entries:
         block = SavedBlock(*({driver: Fraction(factor) for driver, factor in rows.items()} for rows in parts))
@@ -107,7 +107,7 @@ def shipped_activations(name: str, precision: str) -> SavedActivations:
     precisions = _shipped().get(name)
     if precisions is None:
         raise CostModelError(f"no saved activations of {name!r} ship with Headway; there are {', '.join(_shipped())}.")
-    return from_dict(precisions[precision])
+    return from_lists(precisions[precision])
 
 
 def save(name: str, traced: Mapping[str, list[Any]]) -> None:

@@ -25,21 +25,13 @@ def step_facts(count: FlopCount, workload: Workload, padding_flops: int | None) 
         if row.recompute:
             again[row.name] = again.get(row.name, 0) + row.recompute
     return {
-        "workload": as_dict(workload),
+        "workload": workload.to_dict(),
         "tokens": workload.tokens,
         "slots": workload.slots,
         "useful_flops": useful,
         "recomputed_flops": again,
         "padding_flops": padding_flops,
     }
-
-
-def as_dict(workload: Workload) -> dict[str, Any]:
-    """Write a workload as plain lists, by the names of `Workload`'s arguments."""
-    lists = {
-        name: getattr(workload, name).tolist() for name in ("segments", "images", "videos", "sources", "audio", "past")
-    }
-    return {**lists, "slots": workload.slots, "packs": workload.num_packs}
 
 
 def components_of(*cost_models: CostModel) -> dict[str, str]:

@@ -305,6 +305,13 @@ class Workload:
     def __reduce__(self) -> tuple[Any, ...]:
         return Workload, self._state()
 
+    def to_dict(self) -> dict[str, Any]:
+        """Write the workload as plain lists by the names of its arguments, without latents, splits and references."""
+        lists = {
+            name: getattr(self, name).tolist() for name in ("segments", "images", "videos", "sources", "audio", "past")
+        }
+        return {**lists, "slots": self.slots, "packs": self.num_packs}
+
     def __repr__(self) -> str:
         parts = [f"{self.num_segments} segments", f"{self._tokens} tokens", f"{self._slots} slots"]
         if self.num_images or self.num_videos:

@@ -50,7 +50,7 @@ class ModelRates:
     measured_at: datetime
     is_cached: bool
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {
             "products": [{"shape": [*shape], "flops_per_s": rate} for shape, rate in self.products.items()],

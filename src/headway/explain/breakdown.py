@@ -54,7 +54,7 @@ class BreakdownRow:
         """Rate at which its matmul-class kernels ran; None where there were none, or their FLOPs are not known."""
         return self.flops / self.matmul_ns * 1e9 if self.flops and self.matmul_ns else None
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
         return {
             "name": self.name,
@@ -182,7 +182,7 @@ def breakdown_record(waterfall: StepWaterfall, by: By) -> dict[str, Any]:
     """A step's breakdown, JSON-ready; see `break_down`."""
     rows = break_down(waterfall, by)
     attributed = {"attributed": attributed_share(rows)} if by == "component" else {}
-    return {"key": by, **attributed, "rows": [row.as_record() for row in rows]}
+    return {"key": by, **attributed, "rows": [row.to_dict() for row in rows]}
 
 
 def _budget(measured: MeasuredTrace, by: By) -> NeededWork:

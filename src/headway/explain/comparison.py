@@ -43,7 +43,7 @@ class MeanStep:
     lines: dict[str, tuple[str, int]]
     notes: tuple[str, ...]
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
         return {
             "name": self.name,
@@ -98,12 +98,12 @@ class Comparison:
         """Time that a step of the second job takes longer [ns]."""
         return self.b.duration_ns - self.a.duration_ns
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The object that `headway explain A B --json` prints."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "a": self.a.as_record(),
-            "b": self.b.as_record(),
+            "a": self.a.to_dict(),
+            "b": self.b.to_dict(),
             "difference_ns": self.ns,
             "lines": [
                 {"name": line.name, "key": line.key, "a_ns": line.a_ns, "b_ns": line.b_ns, "difference_ns": line.ns}

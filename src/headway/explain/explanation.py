@@ -69,7 +69,7 @@ class OperandTraffic:
         """Time that the bytes take at full bandwidth [ns]; None where that is not known."""
         return None if self.bytes_per_s is None else round(self.num_bytes / self.bytes_per_s * 1e9)
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
         return {
             "bytes": self.num_bytes,
@@ -107,7 +107,7 @@ class StepWaterfall:
     rates: DeviceRates | None = None
     traffic: OperandTraffic | None = None
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
         lines = [
             {"name": line.name, "ns": line.ns, "share": line.share, "key": line.key, "mfu_from": line.mfu_from,
@@ -121,7 +121,7 @@ class StepWaterfall:
             "mfu": self.mfu,
             "is_edge": self.is_edge,
             "lines": lines,
-            "memory_bound": None if self.traffic is None else self.traffic.as_record(),
+            "memory_bound": None if self.traffic is None else self.traffic.to_dict(),
         }
 
 
@@ -149,7 +149,7 @@ class Finding:
     mfu_from: float | None = None
     mfu_to: float | None = None
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
         return asdict(self)
 
@@ -170,14 +170,14 @@ class JobExplanation:
     findings: tuple[Finding, ...] = ()
     waited_for: tuple[WaitedFor, ...] = ()
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The object that `headway explain --json` prints."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "steps": [step.as_record() for step in self.steps],
-            "findings": [finding.as_record() for finding in self.findings],
+            "steps": [step.to_dict() for step in self.steps],
+            "findings": [finding.to_dict() for finding in self.findings],
             "notes": list(self.notes),
-            "waited_for": [wait.as_record() for wait in self.waited_for],
+            "waited_for": [wait.to_dict() for wait in self.waited_for],
         }
 
 

@@ -38,7 +38,7 @@ class GemmRow:
         batch, m, n, k, _ = self.product
         return f"{m}x{n}x{k}" if batch == 1 else f"{batch}*{m}x{n}x{k}"
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
         return {
             "name": self.name,
@@ -117,4 +117,4 @@ def gemms_of(waterfall: StepWaterfall) -> list[GemmRow]:
 
 def gemms_record(waterfall: StepWaterfall) -> dict[str, Any]:
     """A step's products, JSON-ready; see `gemms_of`."""
-    return {"key": "gemm", "rows": [row.as_record() for row in gemms_of(waterfall)]}
+    return {"key": "gemm", "rows": [row.to_dict() for row in gemms_of(waterfall)]}

@@ -75,7 +75,7 @@ class WaitedFor:
         """Say it in a sentence, without a full stop."""
         return f"rank {self.rank} made the others wait {format_ms(self.wait_ns)} ms: {self.why()}"
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
         return asdict(self)
 

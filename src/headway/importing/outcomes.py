@@ -1,4 +1,4 @@
-"""What may become of a key of a foreign configuration, and rules that several keys share."""
+"""Outcomes of a key of a foreign configuration, and rules that several keys share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -29,17 +29,17 @@ class KeyOutcome:
 
     key: str  # dotted
     value: Any  # as given, else the default
-    given: bool  # whether the file says it
+    is_set: bool  # whether the file says it
     outcome: Outcome
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        one = {"key": self.key, "value": self.value, "given": self.given, "fate": self.outcome.fate}
-        return {**one, "settings": dict(self.outcome.settings), "reason": self.outcome.reason}
+        fields = {"key": self.key, "value": self.value, "given": self.is_set, "fate": self.outcome.fate}
+        return {**fields, "settings": dict(self.outcome.settings), "reason": self.outcome.reason}
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedRecipe:
     """A recipe and where it came from."""
 
     source: str  # name of the configuration's file
@@ -56,12 +56,12 @@ class Imported:
         return "\n".join(lines) + "\n\n" + yaml.safe_dump(self.recipe, sort_keys=False)
 
 
-def import_config(path: Path, given: Mapping[str, Any], *, leave_out: tuple[str, ...] = ()) -> Imported:
+def import_config(path: Path, overrides: Mapping[str, Any], *, leave_out: tuple[str, ...] = ()) -> ImportedRecipe:
     """Translate a configuration of LMMs-Engine.
 
     Args:
         path: its YAML or JSON file.
-        given: settings of the recipe that the configuration does not have, or that go before it, dotted.
+        overrides: settings of the recipe that the configuration does not have, or that go before it, dotted.
         leave_out: keys that are to be left out although they cannot be translated, dotted. One that the file does not
             have is noted in the result: one command line serves a folder of configurations.
 
@@ -70,32 +70,35 @@ def import_config(path: Path, given: Mapping[str, Any], *, leave_out: tuple[str,
             every recipe needs; each with all of them named.
     """
     raw = _sections(path)
+    # every key that LMMs-Engine has, with its default where the file does not set it
     filled = {name: {**DEFAULTS.get(name, {}), **raw[name]} for name in (*SECTIONS, "")}
-    if "optim.steps" in given:
-        filled["trainer_args"]["max_steps"] = given["optim.steps"]
+    if "optim.steps" in overrides:
+        filled["trainer_args"]["max_steps"] = overrides["optim.steps"]
     context = Context(filled, path.parent)
     keys = []
+    # each key becomes settings, or is not needed, or is refused
     for section, values in filled.items():
         for name, value in values.items():
             key = f"{section}.{name}".lstrip(".")
             outcome = _outcome(key, value, context)
-            if "data.train" in given and key in _DATA:
+            if "data.train" in overrides and key in _DATA:
                 outcome = Outcome("not needed", "the data are given")
             keys.append(KeyOutcome(key, value, name in raw[section], outcome))
-    refused = [one for one in keys if one.outcome.fate == "refused" and one.key not in leave_out]
+    refused = [row for row in keys if row.outcome.fate == "refused" and row.key not in leave_out]
     if refused:
-        told = "; ".join(f"{one.key} = {one.value!r} ({one.outcome.reason})" for one in refused)
+        reasons = "; ".join(f"{row.key} = {row.value!r} ({row.outcome.reason})" for row in refused)
         count = "1 key" if len(refused) == 1 else f"{len(refused)} keys"
         raise ConfigError(
-            f"{path}: {count} cannot be taken over: {told}. Change or remove them, or leave them out "
-            f"knowingly with {' '.join(f'--leave-out {one.key}' for one in refused)}."
+            f"{path}: {count} cannot be taken over: {reasons}. Change or remove them, or leave them out "
+            f"knowingly with {' '.join(f'--leave-out {row.key}' for row in refused)}."
         )
-    absent = tuple(key for key in leave_out if key not in {one.key for one in keys})
+    absent = tuple(key for key in leave_out if key not in {row.key for row in keys})
+    # settings in the order of their keys; those from outside of the file come last and win
     settings: dict[str, Any] = {}
-    for one in keys:
-        settings |= one.outcome.settings
-    settings |= given
-    return Imported(path.name, _nested(settings, path), tuple(keys), absent)
+    for row in keys:
+        settings |= row.outcome.settings
+    settings |= overrides
+    return ImportedRecipe(path.name, _nested(settings, path), tuple(keys), absent)
 
 
 def _outcome(key: str, value: Any, context: Context) -> Outcome:
@@ -105,8 +108,8 @@ def _outcome(key: str, value: Any, context: Context) -> Outcome:
     try:
         return rule(value, context)
     except (ArithmeticError, AttributeError, LookupError, TypeError, *_UNREADABLE) as error:
-        said = " ".join(str(error).split())
-        return Outcome("refused", f"it, or what it goes with, has a value of another kind: {said}")
+        reason = " ".join(str(error).split())
+        return Outcome("refused", f"it, or what it goes with, has a value of another kind: {reason}")
 
 
 def _sections(path: Path) -> dict[str, dict[str, Any]]:
@@ -126,11 +129,11 @@ def _sections(path: Path) -> dict[str, dict[str, Any]]:
             f"{path} is no configuration of LMMs-Engine, which has the sections {', '.join(SECTIONS)}. For one of "
             "another framework, write a recipe by hand; recipes/ has some to start from."
         )
-    found = {section: raw.pop(section, None) or {} for section in SECTIONS}
-    for name, section in found.items():
+    sections = {section: raw.pop(section, None) or {} for section in SECTIONS}
+    for name, section in sections.items():
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: {name} is {section!r}, but must be a mapping of keys to values.")
-    return {**found, "": raw}
+    return {**sections, "": raw}
 
 
 def _nested(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -140,8 +143,8 @@ def _nested(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
         "data.train": ("dataset_config.dataset_path or datasets", "--data"),
         "optim.steps": ("trainer_args.max_steps or num_train_epochs", "--steps"),
     }
-    known = settings.keys() | ({"optim.steps"} if "optim.epochs" in settings else set())
-    missing = [f"{source} (or give {option})" for key, (source, option) in needs.items() if key not in known]
+    names = settings.keys() | ({"optim.steps"} if "optim.epochs" in settings else set())
+    missing = [f"{source} (or give {option})" for key, (source, option) in needs.items() if key not in names]
     if missing:
         raise ConfigError(f"{path} does not say everything that a run needs; it lacks {'; '.join(missing)}.")
     recipe: dict[str, Any] = {name: {} for name in ("model", "data", "optim", "parallel", "speed", "checkpoint", "run")}

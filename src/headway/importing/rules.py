@@ -1,4 +1,4 @@
-"""How keys of LMMs-Engine are translated that mean something else here, or something together with other keys.
+"""Rules for keys of LMMs-Engine that mean something else here, or something together with other keys.
 
 Each rule is given a key's value and what stands beside it. Source: as for `keys`.
 """
@@ -58,7 +58,7 @@ def datasets(value: Any, context: Context) -> Outcome:
     """Translate datasets that are listed in the configuration."""
     if value is None:
         return Outcome("not needed", "none")
-    if not isinstance(value, list) or not all(isinstance(one, dict) and one.get("path") for one in value):
+    if not isinstance(value, list) or not all(isinstance(dataset, dict) and dataset.get("path") for dataset in value):
         return Outcome("refused", "must be a list of datasets, each with a path")
     return sources(value, context)
 
@@ -78,28 +78,30 @@ def dataset_path(value: Any, context: Context) -> Outcome:
 
 def sources(datasets: list[dict[str, Any]], context: Context) -> Outcome:
     """Make a stage of datasets: one alone, or several mixed."""
-    known = {"path", "data_folder", "data_type"}
-    unknown = sorted({key for one in datasets for key in one} - known)
+    keys = {"path", "data_folder", "data_type"}
+    unknown = sorted({key for dataset in datasets for key in dataset} - keys)
     if unknown:
         return Outcome(
-            "refused", f"{', '.join(unknown)} of a dataset is not known; known are {', '.join(sorted(known))}"
+            "refused", f"{', '.join(unknown)} of a dataset is not known; known are {', '.join(sorted(keys))}"
         )
-    if any(one.get("data_type") == "csv" for one in datasets):
+    if any(dataset.get("data_type") == "csv" for dataset in datasets):
         return Outcome("refused", "CSV is not read; write JSON Lines or Parquet")
     sources = [
-        {"path": one["path"]} | ({"root": one["data_folder"]} if one.get("data_folder") else {}) for one in datasets
+        {"path": dataset["path"]} | ({"root": dataset["data_folder"]} if dataset.get("data_folder") else {})
+        for dataset in datasets
     ]
     if len(sources) == 1:
         return Outcome("translated", settings={"data.train": sources})
     if counts_epochs(context):
         return Outcome("translated", "every sample once an epoch", {"data.train": sources})
-    mix = [{**one, "epochs": float(ENDLESS)} for one in sources]
+    mix = [{**dataset, "epochs": float(ENDLESS)} for dataset in sources]
     return Outcome("translated", "as often as each other, until the steps are done", {"data.train": [{"mix": mix}]})
 
 
 def schedule(value: Any, context: Context) -> Outcome:
     """Translate the learning-rate schedule; transformers' schedules end at 0 unless told otherwise."""
     extra = dict(context.get("trainer_args.lr_scheduler_kwargs") or {})
+    # what is left of `extra` in the end has no counterpart here
     lr = context.get("trainer_args.learning_rate")
     names = {
         "linear": "linear",
@@ -115,7 +117,9 @@ def schedule(value: Any, context: Context) -> Outcome:
     if value not in names:
         return Outcome("refused", f"known are {', '.join(names)}")
     settings: dict[str, Any] = {"optim.schedule": names[value]}
+    # what each schedule has beside its name, under the names of transformers
     if names[value] in ("linear", "cosine", "polynomial", "wsd"):
+        # the least rate: a share of the rate, or a rate itself
         least = extra.pop("min_lr_ratio", None) or extra.pop("min_lr_rate", None)
         least = least or (extra.pop("min_lr", None) or extra.pop("lr_end", 0.0)) / lr
         settings["optim.min_lr_ratio"] = least
@@ -215,17 +219,17 @@ def freeze(value: Any, _: Context) -> Outcome:
 
 def fsdp_config(value: Any, context: Context) -> Outcome:
     """Translate how weights are sharded; blocks are found without being named."""
-    rest = dict(value or {})
+    others = dict(value or {})
     settings: dict[str, Any] = {}
-    reshard, group = rest.pop("reshard_after_forward", None), rest.pop("hsdp_shard_size", 0)
+    reshard, group = others.pop("reshard_after_forward", None), others.pop("hsdp_shard_size", 0)
     if reshard is not None:
         settings["parallel.reshard"] = bool(reshard)
     if group and group > 1:
         sequence = context.get("trainer_args.sp_ulysses_degree") or 1
         settings["parallel.shard"] = group // sequence
     for name in ("transformer_layer_cls_to_wrap", "min_num_params", "version", "activation_checkpointing"):
-        rest.pop(name, None)
-    wanted = [name for name, setting in rest.items() if not is_off(setting, (0,))]
+        others.pop(name, None)
+    wanted = [name for name, setting in others.items() if not is_off(setting, (0,))]
     if wanted:
         return Outcome("refused", f"{', '.join(wanted)} of it is not known; blocks are found without being named")
     if "parallel.shard" in settings:
@@ -259,12 +263,12 @@ def trackers(value: Any, context: Context) -> Outcome:
     names = [name for name in names if name not in ("none", "console")]
     folder = context.get("trainer_args.output_dir")
     project = context.get("trainer_args.project") or "huggingface"  # transformers' default
-    known = {"wandb": f"wandb:{project}", "tensorboard": f"tensorboard:{folder}/tensorboard", "mlflow": "mlflow"}
-    if unknown := [name for name in names if name not in known]:
-        return Outcome("refused", f"{', '.join(unknown)} is no tracker here; known are {', '.join(known)}")
+    places = {"wandb": f"wandb:{project}", "tensorboard": f"tensorboard:{folder}/tensorboard", "mlflow": "mlflow"}
+    if unknown := [name for name in names if name not in places]:
+        return Outcome("refused", f"{', '.join(unknown)} is no tracker here; known are {', '.join(places)}")
     if not names:
         return Outcome("not needed", "metrics.jsonl is always written")
-    return Outcome("translated", settings={"run.trackers": [known[name] for name in names]})
+    return Outcome("translated", settings={"run.trackers": [places[name] for name in names]})
 
 
 def save_steps(value: Any, context: Context) -> Outcome:

@@ -25,7 +25,7 @@ class AccelerateMeter(Observer, Meter):
         model: what `accelerator.prepare` gave back, or the model inside.
         completed_steps: optimizer steps of earlier processes, from whose number on windows are numbered.
         prefix: of the names in the trackers: "headway" logs `headway/mfu` and the others of `names`.
-        names: keys of `Window.as_record()` that the trackers are given.
+        names: keys of `Window.to_dict()` that the trackers are given.
         workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
         on_window: as for `Meter`; called after the trackers.
         meter_options: what else `Meter` takes.

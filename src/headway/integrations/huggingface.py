@@ -32,7 +32,7 @@ class HeadwayCallback(Observer, TrainerCallback):
         cost_model: of the model; traced when training begins where it is None.
         peak: as for `Meter`.
         prefix: of the names in the log: "headway" logs `headway/mfu` and the others of `names`.
-        names: keys of `Window.as_record()` that are logged. With "mbu" among them the model is traced once more.
+        names: keys of `Window.to_dict()` that are logged. With "mbu" among them the model is traced once more.
         num_warmup_steps: first steps to leave out.
         recompute: as for `Meter`; read off the model, which the Trainer has set up by then, where it is None.
         workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
@@ -171,10 +171,10 @@ class HeadwayCallback(Observer, TrainerCallback):
         window = meter.log()
         if window is None:
             return
-        found = self.numbers(window)
-        logs.update(found)
+        numbers = self.numbers(window)
+        logs.update(numbers)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(found)  # the Trainer copied the dictionary before it called us
+            state.log_history[-1].update(numbers)  # the Trainer copied the dictionary before it called us
 
     def numbers(self, window: Window) -> dict[str, int | float]:
         """Pick what the Trainer logs of a window, by name."""
@@ -254,13 +254,13 @@ class _References:
 def _others(trainer: Any, model: nn.Module) -> list[nn.Module]:
     """List the reference models of a trainer: those that share no parameter with the trained one."""
     trained = {id(parameter) for parameter in model.parameters()}
-    held = [
+    modules = [
         value
         for attribute in vars(trainer).values()
         for value in (attribute if isinstance(attribute, list | tuple) else [attribute])
         if isinstance(value, nn.Module)
     ]
-    others = {id(value): value for value in held if next(value.parameters(), None) is not None}
+    others = {id(value): value for value in modules if next(value.parameters(), None) is not None}
     return [other for other in others.values() if not any(id(p) in trained for p in other.parameters())]
 
 

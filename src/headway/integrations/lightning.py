@@ -34,7 +34,7 @@ class HeadwayMonitor(Observer, Callback):
         model: path of the module within the LightningModule, such as "model" or "net.backbone", "" for the
             LightningModule itself; where it is None, the only module with parameters that it holds.
         prefix: of the names in the loggers: "headway" logs `headway/mfu` and the others of `names`.
-        names: keys of `Window.as_record()` that are logged. With "mbu" among them the model is traced once more.
+        names: keys of `Window.to_dict()` that are logged. With "mbu" among them the model is traced once more.
         workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
         meter_options: what else `Meter` takes, such as `cost_model`, `peak` or `goodput`.
 
@@ -72,6 +72,7 @@ class HeadwayMonitor(Observer, Callback):
 
     @observing
     def _begin(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        # a meter of the one module that is measured, from the step at which the trainer goes on
         path = _only_module(pl_module) if self._path is None else self._path
         model = pl_module.get_submodule(path)
         optimizers = trainer.optimizers if "mbu" in self._names else None
@@ -79,6 +80,7 @@ class HeadwayMonitor(Observer, Callback):
         self.meter = meter = Meter(model, **{"optimizer": optimizers, "steps_before": place, **self._options})
         self._calls = ForwardCalls(model, meter, workload=self._workload, on_error=self.stop_measuring).__enter__()
         self._num_updates, self._num_calls = trainer.global_step, 0
+        # Lightning has no hook for these two, so its methods are wrapped until the run ends
         save = trainer.save_checkpoint
 
         @functools.wraps(save)
@@ -179,16 +181,16 @@ class HeadwayMonitor(Observer, Callback):
             self._calls.__exit__()
             self._calls = None
             trainer: Any = self._trainer
-            for held, name in ((trainer, "save_checkpoint"), (trainer.profiler, "start")):
-                vars(held).pop(name, None)  # what was put there hides the class's own
+            for patched, name in ((trainer, "save_checkpoint"), (trainer.profiler, "start")):
+                vars(patched).pop(name, None)  # what was put there hides the class's own
 
 
 def _only_module(pl_module: "LightningModule") -> str:
-    held = [name for name, child in pl_module.named_children() if next(child.parameters(), None) is not None]
-    if len(held) != 1:
+    names = [name for name, child in pl_module.named_children() if next(child.parameters(), None) is not None]
+    if len(names) != 1:
         raise UsageError(
-            f"{type(pl_module).__name__} holds {', '.join(held) or 'no module with parameters'}: which one "
+            f"{type(pl_module).__name__} holds {', '.join(names) or 'no module with parameters'}: which one "
             "HeadwayMonitor is to measure is not known. Name it: HeadwayMonitor(model=...), with a path within the "
             "LightningModule."
         )
-    return held[0]
+    return names[0]

@@ -119,8 +119,8 @@ class ForwardCalls:
         trained = self.model if self.trained is None else self.trained
         if not trained.training:
             return
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if (past := given.get("past_key_values")) is not None and past.get_seq_length():
+        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if (past := arguments.get("past_key_values")) is not None and past.get_seq_length():
             raise WorkloadError(
                 f"{type(self.model).__name__} goes on from cached keys and values while it trains: it generates, and "
                 "that is not counted from its forwards. If it is no part of training, switch the model to eval() for "
@@ -128,10 +128,10 @@ class ForwardCalls:
             )
         self.num_calls += 1
         self.meter.count(
-            given if self.workload is None else self.workload(given),
+            arguments if self.workload is None else self.workload(arguments),
             forward_only=not torch.is_grad_enabled(),
             cost_model=self.cost_model() if callable(self.cost_model) else self.cost_model,
-            input_gradients=input_gradients_of(given),
+            input_gradients=input_gradients_of(arguments),
         )
 
 
@@ -140,7 +140,7 @@ def logged(window: Window, names: Sequence[str] = LOGGED, prefix: str = "headway
 
     Args:
         window: steps of a loop.
-        names: keys of `Window.as_record()`; one that holds others, such as `flops`, gives each of them.
+        names: keys of `Window.to_dict()`; one that holds others, such as `flops`, gives each of them.
         prefix: of the names in the log.
 
     Returns:
@@ -149,7 +149,7 @@ def logged(window: Window, names: Sequence[str] = LOGGED, prefix: str = "headway
     Raises:
         UsageError: a name is no key of a record.
     """
-    record = window.as_record()
+    record = window.to_dict()
     if missing := [name for name in names if name not in record]:
         raise UsageError(f"a window has no {', '.join(missing)} to log; it has {', '.join(record)}.")
     flat = flatten({"step": window.step, **{name: record[name] for name in names}})

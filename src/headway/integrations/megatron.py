@@ -93,6 +93,7 @@ class FlopsAccumulator:
             WorkloadError: boundaries that do not start at 0, decrease, or reach past the slots. For tensors on an
                 accelerator this is raised where the window is logged.
         """
+        # called with tokens alone, or with Megatron-Bridge's arguments
         if tokens is _LEFT_OUT:
             state, tokens = None, state
         if tokens is _LEFT_OUT or hasattr(state, "shape"):
@@ -102,6 +103,7 @@ class FlopsAccumulator:
             )
         if self._evaluates:
             return
+        # of a pipeline one stage and one chunk bill a micro-batch, so that no other counts it again
         if tokens is None or not self.billed or vp_stage:
             self.meter.count(Workload())
             return
@@ -113,6 +115,7 @@ class FlopsAccumulator:
         if image_grid_thw is None and video_grid_thw is None:
             _check_no_patches("num_vision_patches", [num_vision_patches])
             _check_no_patches("vision_patch_stats", vision_patch_stats or ())
+        # the arguments by the names that `workload_of` reads
         batch = {
             "tokens": tokens,
             "context_parallel_size": self._ranks_of_a_row(tokens, config_seq_len, cu_seqlens, cu_seqlens_unpadded),
@@ -127,11 +130,13 @@ class FlopsAccumulator:
 
     def _ranks_of_a_row(self, tokens: Any, config_seq_len: int | None, *boundaries: Any) -> int:
         """Find out over how many ranks a row is split; its configured length says so where there are no boundaries."""
-        if config_seq_len is None or any(given is not None and math.prod(given.shape) > 1 for given in boundaries):
+        if config_seq_len is None or any(
+            cu_seqlens is not None and math.prod(cu_seqlens.shape) > 1 for cu_seqlens in boundaries
+        ):
             return self.context_parallel_size
         slots = int(tokens.shape[1])
-        ranks, rest = divmod(config_seq_len, slots)
-        if rest or ranks < 1 or self.context_parallel_size not in (1, ranks):
+        ranks, remainder = divmod(config_seq_len, slots)
+        if remainder or ranks < 1 or self.context_parallel_size not in (1, ranks):
             raise UsageError(
                 f"config_seq_len={config_seq_len} is the length of a whole row, but the tokens have {slots} slots and "
                 f"context_parallel_size is {self.context_parallel_size}. Leave it out where rows have another length "

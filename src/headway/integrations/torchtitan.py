@@ -242,10 +242,10 @@ class _Hook(Observer):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         """Log as torchtitan does, the window since the last log added."""
-        found = self._numbers() or {}
-        log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics={**(extra_metrics or {}), **found})
-        if found:
-            shown = (f"{name.removeprefix('headway/')}: {value:,.2f}" for name, value in found.items())
+        numbers = self._numbers() or {}
+        log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics={**(extra_metrics or {}), **numbers})
+        if numbers:
+            shown = (f"{name.removeprefix('headway/')}: {value:,.2f}" for name, value in numbers.items())
             logger.info(f"headway at step {step}: {'  '.join(shown)}")
 
     @observing
@@ -254,10 +254,10 @@ class _Hook(Observer):
         return self._metrics(window) if window is not None else {}
 
     def _metrics(self, window: Window) -> dict[str, float]:
-        record = window.as_record()
+        record = window.to_dict()
         names = [name for name in _IN_PERCENT if name != "hfu" or self._knows_recompute]
-        found = {f"headway/{_IN_PERCENT[name]}": 100 * record[name] for name in names if record[name] is not None}
-        return found | {f"headway/{name}": record[name] for name in _AS_IT_IS}
+        shares = {f"headway/{_IN_PERCENT[name]}": 100 * record[name] for name in names if record[name] is not None}
+        return shares | {f"headway/{name}": record[name] for name in _AS_IT_IS}
 
     def _close(self, close: Callable[[], None]) -> None:
         self._sum_up()

@@ -1,1 +1,1 @@
-"""Where numbers go: JSON lines, the live line in a terminal, TensorBoard, Weights & Biases, MLflow, Prometheus."""
+"""Places where numbers go: JSON lines, a live line, TensorBoard, Weights & Biases, MLflow, Prometheus."""

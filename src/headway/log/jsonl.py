@@ -156,11 +156,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def sharing_decoder() -> json.JSONDecoder:
     """A decoder whose objects share their names and texts: many records of one kind take a third less memory."""
-    known: dict[str, str] = {}
+    cached: dict[str, str] = {}
 
     def shared(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return {
-            known.setdefault(name, name): known.setdefault(value, value) if isinstance(value, str) else value
+            cached.setdefault(name, name): cached.setdefault(value, value) if isinstance(value, str) else value
             for name, value in pairs
         }
 
@@ -175,7 +175,7 @@ def as_object(line: bytes, decoder: json.JSONDecoder | None = None) -> dict[str,
         decoder: of `sharing_decoder`, where many lines are kept.
     """
     try:
-        found = json.loads(line) if decoder is None else decoder.decode(line.decode())
+        value = json.loads(line) if decoder is None else decoder.decode(line.decode())
     except (ValueError, RecursionError):  # of the text or its encoding; of lists nested too deeply
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

@@ -167,20 +167,20 @@ def fitted(fields: Iterable[tuple[str, str]], width: int | None) -> str:
     >>> fitted([("step", "7"), ("memory", "62.1 GiB"), ("MFU", "41.2 %")], 20)
     'step 7  MFU 41.2 %'
     """
-    kept = list(fields)
+    shown = list(fields)
     for name in _LEAST_MISSED:
-        if width is None or len(joined(kept)) <= width:
+        if width is None or len(joined(shown)) <= width:
             break
-        kept = [field for field in kept if field[0] != name]
-    return joined(kept)
+        shown = [field for field in shown if field[0] != name]
+    return joined(shown)
 
 
 def _stragglers(record: Mapping[str, Any]) -> list[str]:
     """Name the rank that the others wait for, and why: its device is slow, or its pack is heavy."""
-    told = []
+    notes = []
     if (record.get("slowest_rank_speed") or 1.0) < _SLOW:
         share = format_share(record["slowest_rank_speed"])
-        told.append(f"rank {record['slowest_rank']} computes at {share} of the median speed")
+        notes.append(f"rank {record['slowest_rank']} computes at {share} of the median speed")
     if (record.get("heaviest_rank_load") or 1.0) > _HEAVY:
-        told.append(f"rank {record['heaviest_rank']} has {record['heaviest_rank_load']:.2f} times the mean work")
-    return told
+        notes.append(f"rank {record['heaviest_rank']} has {record['heaviest_rank_load']:.2f} times the mean work")
+    return notes

@@ -1,4 +1,4 @@
-"""What every place for records has: it takes them in one by one, and is closed."""
+"""Interface of a place for records: it takes them in one by one, and is closed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping

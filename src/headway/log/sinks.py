@@ -1,6 +1,6 @@
-"""Where records go: a file of JSON lines, trackers, a scrape, the screen.
+"""Places for records: a file of JSON lines, trackers, a scrape, the screen.
 
-A record is what `as_record()` of a step or window gives: JSON-ready, possibly nested, with an integer `step`. `Sinks`
+A record is what `to_dict()` of a step or window gives: JSON-ready, possibly nested, with an integer `step`. `Sinks`
 hands each record to several sinks and keeps one sink's failure from the others and from the training loop.
 """
 

@@ -37,9 +37,9 @@ def grouped(name: str) -> str:
     ['train/loss', 'speed/mfu', 'flops/total', 'eval/loss']
     """
     inside = name.removeprefix(f"{PREFIX}/")
-    first, _, rest = inside.partition("/")
+    first, _, name_in_group = inside.partition("/")
     if first == "evaluation":
-        return f"eval/{rest}"
+        return f"eval/{name_in_group}"
     if first == "answers":
         return f"eval/{inside}"
     group = _GROUP_OF.get(first, "train")

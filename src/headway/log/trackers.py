@@ -163,8 +163,10 @@ class MlflowSink(Tracker):
                 self._client.update_run(run_id, status="RUNNING")
             else:
                 name = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PREFIX
-                found = self._client.get_experiment_by_name(name)
-                experiment_id = found.experiment_id if found else self._client.create_experiment(name)
+                known_experiment = self._client.get_experiment_by_name(name)
+                experiment_id = (
+                    known_experiment.experiment_id if known_experiment else self._client.create_experiment(name)
+                )
                 run_id = self._client.create_run(experiment_id).info.run_id
             self.run_id: str = run_id
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headway-mlflow")
@@ -258,9 +260,9 @@ class PrometheusSink(Sink):
         numbers, texts = tracked(record)
         kind = str(record.get("kind", "step"))
         numbers[f"{PREFIX}/step" if kind == "step" else f"{PREFIX}/{kind}/step"] = record["step"]
-        seen: dict[str, str] = {}
+        names: dict[str, str] = {}
         for name in numbers:
-            other = seen.setdefault(_gauge_name(name), name)
+            other = names.setdefault(_gauge_name(name), name)
             if other != name:
                 raise UsageError(f"{other} and {name} are both {_gauge_name(name)} to Prometheus. Rename one.")
         self._last = {**self._last, kind: (numbers, texts)}

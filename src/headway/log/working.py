@@ -1,4 +1,4 @@
-"""What is done that can take over two seconds, on stderr until it is done: a line, or a bar where rows are counted."""
+"""Notes on stderr of what can take over two seconds, until it is done: a line, or a bar where rows are counted."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str], None]
 """A function that replaces the text on show, such as by "tracing the model"."""
-RowsTold = Callable[[int, int, int], None]
+RowsReport = Callable[[int, int, int], None]
 """Told rows that are measured, all rows, and rows that cannot be used."""
 
 LINE_S = 30.0
@@ -67,7 +67,7 @@ def working(doing: str, *, every_s: float = LINE_S) -> Iterator[Tell]:
 
 
 @contextmanager
-def measuring_rows(name: str) -> Iterator[RowsTold]:
+def measuring_rows(name: str) -> Iterator[RowsReport]:
     """Say on stderr how far the rows of a dataset are measured: a bar on a terminal, elsewhere a line now and then.
 
     Args:
@@ -78,7 +78,8 @@ def measuring_rows(name: str) -> Iterator[RowsTold]:
     shown, left, last_s = presentable(name), TimeLeft(None), time.monotonic()
     outer, console = _Line.on_show, _console()
 
-    def told(measured: int, rows: int, bad: int) -> str:
+    # time left is counted from the first rows, so that opening the file is not in it
+    def progress(measured: int, rows: int, bad: int) -> str:
         nonlocal left
         if measured == 0:
             left = TimeLeft(rows)
@@ -87,14 +88,15 @@ def measuring_rows(name: str) -> Iterator[RowsTold]:
 
     def to_log(measured: int, rows: int, bad: int) -> None:
         nonlocal last_s
-        line = told(measured, rows, bad)
+        line = progress(measured, rows, bad)
         if line.endswith(" left") and time.monotonic() - last_s >= LINE_S:
             last_s = time.monotonic()
             console.print(line)
 
+    # on the line of the note around it, or as lines of a log now and then, or as a bar
     if outer is not None:
-        with working(f"indexing {shown}") as tell:
-            yield lambda measured, rows, bad: tell(told(measured, rows, bad))
+        with working(f"indexing {shown}") as report:
+            yield lambda measured, rows, bad: report(progress(measured, rows, bad))
     elif not console.is_terminal:
         yield to_log
     else:
@@ -138,7 +140,7 @@ def _in_log(doing: str, every_s: float, console: "Console") -> Iterator[_Line]:
 
 
 @contextmanager
-def _bar(name: str, console: "Console") -> Iterator[RowsTold]:
+def _bar(name: str, console: "Console") -> Iterator[RowsReport]:
     """A bar, which appears with the first rows."""
     from rich.progress import (
         BarColumn,
@@ -150,7 +152,7 @@ def _bar(name: str, console: "Console") -> Iterator[RowsTold]:
     )
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("rows, {task.fields[bad]:,} bad"), TimeElapsedColumn())
-    named = TextColumn("indexing {task.description}", markup=False)
-    with Progress(named, *columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+    title = TextColumn("indexing {task.description}", markup=False)
+    with Progress(title, *columns, TimeRemainingColumn(), console=console, transient=True) as bar:
         task = bar.add_task(name, total=None, bad=0)
         yield lambda measured, rows, bad: bar.update(task, completed=measured, total=rows, bad=bad)

@@ -43,7 +43,7 @@ class Annotations:
         if self._model is None:
             return
         root = self._model
-        inner = _whole(root)
+        inner = _unwrapped(root)
         outside = _compiled_around()
         self._hook(outside.get(id(root), root), "")
         for path, module in _units(inner, outside):
@@ -104,15 +104,15 @@ class Annotations:
     def after(self, module: "nn.Module") -> None:
         """Note that a module's forward ends, or is left by an error, and with it what it has called."""
         lasting = _lasting()
-        if all(module is not one for one, _ in lasting):
+        if all(module is not entered for entered, _ in lasting):
             return
         while lasting:
-            one, record = lasting.pop()
+            entered, record = lasting.pop()
             if record is not None:
                 _exit(record)
             elif self.phase == "forward":
                 self.switch(None)
-            if one is module:
+            if entered is module:
                 return
 
 
@@ -131,15 +131,15 @@ def _lasting() -> list[tuple[Any, Any]]:
 def _before_forward(module: "nn.Module", _args: Any) -> None:
     import torch
 
-    if not torch.compiler.is_compiling() and (found := _owners.get(module)) is not None:
-        found[0].before(module, found[1])
+    if not torch.compiler.is_compiling() and (owner := _owners.get(module)) is not None:
+        owner[0].before(module, owner[1])
 
 
 def _after_forward(module: "nn.Module", _args: Any, _output: Any) -> None:
     import torch
 
-    if not torch.compiler.is_compiling() and (found := _owners.get(module)) is not None:
-        found[0].after(module)
+    if not torch.compiler.is_compiling() and (owner := _owners.get(module)) is not None:
+        owner[0].after(module)
 
 
 def _named(module: "nn.Module", compiled: Any) -> Any:
@@ -163,7 +163,7 @@ def _exit(record: Any) -> None:
     record.__exit__(None, None, None)
 
 
-def _whole(model: "nn.Module") -> "nn.Module":
+def _unwrapped(model: "nn.Module") -> "nn.Module":
     """The model whose paths the ledger has: what data parallelism and adapters of peft wrap."""
     from headway.tracing.unwrap import unwrapped
 
@@ -181,19 +181,19 @@ def _compiled_around() -> dict[int, Any]:
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # where nobody imported it, nothing is compiled
     if dynamo is None:
         return {}
-    made = gc.get_referrers(dynamo.OptimizedModule)
-    return {id(one._orig_mod): one for one in made if type(one) is dynamo.OptimizedModule}
+    objects = gc.get_referrers(dynamo.OptimizedModule)
+    return {id(item._orig_mod): item for item in objects if type(item) is dynamo.OptimizedModule}
 
 
 def _units(model: "nn.Module", outside: dict[int, Any]) -> "Iterator[tuple[str, nn.Module]]":
     """List modules by path, those inside a compiled one left out; a module with several paths has its first."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     stack = [("", model)]
     while stack:
         path, module = stack.pop()
-        if id(module) in seen:
+        if id(module) in visited:
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         if (unit := outside.get(id(module), module)) is not module or _is_compiled(module):
             yield path, unit
             continue

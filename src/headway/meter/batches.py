@@ -92,10 +92,10 @@ def workload_of(batch: Workload | Mapping[str, Any], cost_model: CostModel | Non
     if isinstance(batch, Workload):
         return batch
     reads_encoder = cost_model is not None and "source" in cost_model.towers
-    if isinstance(given := batch.get("workload"), Workload):
+    if isinstance(workload := batch.get("workload"), Workload):
         if not reads_encoder:  # whose ids are the encoder's
-            _check_slots(given, batch)
-        return given
+            _check_slots(workload, batch)
+        return workload
     grids = {name: batch[key] for name, key in _GRIDS.items() if batch.get(key) is not None}
     if "images" not in grids and batch.get("pixel_values") is not None:
         grids["images"] = _frames(batch["pixel_values"], cost_model)
@@ -107,15 +107,15 @@ def workload_of(batch: Workload | Mapping[str, Any], cost_model: CostModel | Non
     return _segments(batch, _shape(batch), grids)
 
 
-def _check_slots(given: Workload, batch: Mapping[str, Any]) -> None:
+def _check_slots(workload: Workload, batch: Mapping[str, Any]) -> None:
     """Refuse a workload that bills other tokens than the batch beside it holds."""
     if not _has_ids(batch):
         return
     rows, slots = _shape(batch)
-    if given.slots != rows * slots:
+    if workload.slots != rows * slots:
         raise WorkloadError(
-            f"the batch's workload bills {given.slots} slots, but its tensors hold {rows} x {slots} = {rows * slots}. "
-            "Build the workload from this very batch, or leave it out and the batch is read instead."
+            f"the batch's workload bills {workload.slots} slots, but its tensors hold {rows} x {slots} = "
+            f"{rows * slots}. Build the workload from this very batch, or leave it out and the batch is read instead."
         )
 
 
@@ -176,8 +176,8 @@ def _segments(batch: Mapping[str, Any], shape: tuple[int, int], grids: dict[str,
 
 def _boundaries(batch: Mapping[str, Any]) -> tuple[Ints, Ints | None]:
     """Read the boundaries of a pack's segments, and those of their real tokens where the batch tells them apart."""
-    given = next((batch[key] for key in _BOUNDARIES if batch.get(key) is not None), ())
-    padded = boundaries_of(given, batch.get("cu_seqlens_argmin"), "cu_seqlens")
+    values = next((batch[key] for key in _BOUNDARIES if batch.get(key) is not None), ())
+    padded = boundaries_of(values, batch.get("cu_seqlens_argmin"), "cu_seqlens")
     if batch.get("cu_seqlens_unpadded") is None:
         return padded, None
     real = boundaries_of(batch["cu_seqlens_unpadded"], batch.get("cu_seqlens_unpadded_argmin"), "cu_seqlens_unpadded")
@@ -205,10 +205,10 @@ def _decoded(batch: Mapping[str, Any], grids: dict[str, Any]) -> Workload:
         lengths = (target >= 0).sum(-1).tolist()  # labels of padding are -100
     speech = batch.get("input_features")
     if speech is None and batch.get("attention_mask") is not None:
-        read = batch["attention_mask"].sum(-1).tolist()
+        sources = batch["attention_mask"].sum(-1).tolist()
     else:
-        read = [(speech if speech is not None else batch["input_ids"]).shape[-1]] * rows
-    return Workload(lengths, slots=rows * slots, sources=read, **grids)
+        sources = [(speech if speech is not None else batch["input_ids"]).shape[-1]] * rows
+    return Workload(lengths, slots=rows * slots, sources=sources, **grids)
 
 
 def _frames(pixels: Any, cost_model: CostModel | None) -> list[tuple[int, int, int]]:

@@ -111,7 +111,7 @@ class ForwardTimer:
         self._mark = mark
         self._begin: Mark | None = None
         self._waits: list[Span] = []
-        self._found: list[tuple[Span, list[Span]]] = []
+        self._forwards: list[tuple[Span, list[Span]]] = []
         self._wrapped: list[Any] | None = None
         _timers[model] = self
         self._handles = [
@@ -126,8 +126,8 @@ class ForwardTimer:
 
     def take(self) -> list[tuple[Span, list[Span]]]:
         """Return the forwards since the last call, each with its waits."""
-        found, self._found = self._found, []
-        return found
+        forwards, self._forwards = self._forwards, []
+        return forwards
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -152,7 +152,7 @@ class ForwardTimer:
     def after(self) -> None:
         """Note that a forward ends."""
         if self._begin is not None:
-            self._found.append((Span(self._begin, self._mark()), self._waits))
+            self._forwards.append((Span(self._begin, self._mark()), self._waits))
             self._begin = None
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:

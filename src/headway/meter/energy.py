@@ -104,40 +104,40 @@ class WindowEnergy:
             with boundary.guard(_ENERGY):
                 self._meter = EnergyMeter(device.index or 0)
         self._mark_j = 0.0
-        self._kept_j: float | None = 0.0 if is_cuda else None
+        self._counted_j: float | None = 0.0 if is_cuda else None
         self._has_counted = False
 
     def leave(self) -> None:
         """Note that training stops for a while."""
-        self._mark(kept=True)
+        self._mark(counts=True)
 
     def back(self) -> None:
         """Note that training goes on."""
-        self._mark(kept=False)
+        self._mark(counts=False)
 
     def step(self, *, left_out: bool) -> None:
         """Note the end of a step; the first ones of a window are dropped where they are left out."""
         if left_out and not self._has_counted:
-            self._mark(kept=False)
+            self._mark(counts=False)
         self._has_counted = self._has_counted or not left_out
 
     def add_to(self, sums: Sums) -> None:
         """Add what was drawn since the last time to a window's sums."""
-        self._mark(kept=True)
-        if self._kept_j is None:
+        self._mark(counts=True)
+        if self._counted_j is None:
             sums.totals["num_without_energy"] += 1
             return
-        sums.totals["energy_mj"] += round(self._kept_j * 1000)
-        self._kept_j, self._has_counted = 0.0, False
+        sums.totals["energy_mj"] += round(self._counted_j * 1000)
+        self._counted_j, self._has_counted = 0.0, False
 
-    def _mark(self, *, kept: bool) -> None:
+    def _mark(self, *, counts: bool) -> None:
         now_j = None
         with self._boundary.guard(_ENERGY):
             now_j = self._meter.joules() if self._meter is not None else None
-        if now_j is None or self._kept_j is None:
-            self._kept_j = None
+        if now_j is None or self._counted_j is None:
+            self._counted_j = None
             return
-        self._kept_j += (now_j - self._mark_j) * kept
+        self._counted_j += (now_j - self._mark_j) * counts
         self._mark_j = now_j
 
 
@@ -154,6 +154,7 @@ def _find(nvml: Any, device_index: int) -> Any:
     uuid = _uuid_from_torch(device_index)
     if uuid is not None:
         return nvml.nvmlDeviceGetHandleByUUID(uuid)
+    # without torch: the entry of CUDA_VISIBLE_DEVICES, an index or the beginning of a UUID
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     entry = str(device_index)
     if visible is not None:

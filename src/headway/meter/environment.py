@@ -1,4 +1,4 @@
-"""What the meter asks of a model, its device and the compiler; nothing here waits for a device."""
+"""Facts that the meter asks of a model, its device and the compiler; nothing here waits for a device."""
 
 import math
 import re
@@ -137,9 +137,9 @@ def largest_memory(device: Any) -> int:
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     # Linux's getrusage has the peak of the program that started this one in it
-    found = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    if found is not None:
-        return int(found[1]) * 1024
+    match = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+    if match is not None:
+        return int(match[1]) * 1024
     return _largest_of_process()
 
 

@@ -66,15 +66,17 @@ class Goodput:
             raise UsageError(f"heartbeat_s={heartbeat_s} is not a duration; give seconds, more than 0.")
         self._clock = clock = clock or meter_clock.now_ns
         self._wall_clock, self._heartbeat_s = wall_clock, heartbeat_s
+        # time before this object: from the process's start, where that is known
         start_ns = clock()
         self._last_ns = start_ns if since_ns is None else since_ns
         start_s = wall_clock() - (start_ns - self._last_ns) / 1e9
         self._file = LineFile(Path(path), exclusive=True)
         self._is_open = True
         self._is_restart = not self._file.is_empty
+        # seconds by bucket, and moves between buckets that are not applied yet
         self._current: Bucket = self._as_charged("set-up")
         self._ns = dict.fromkeys(BUCKETS, 0)
-        self._owed: dict[tuple[Bucket, Bucket], int] = {}
+        self._moves: dict[tuple[Bucket, Bucket], int] = {}
         origin = {"wall_s": start_s, "pid": os.getpid(), "host": socket.gethostname()}
         self._unwritten: list[dict[str, Any]] = [{"kind": "start", "schema_version": SCHEMA_VERSION, **origin}]
         self._has_warned = False
@@ -118,7 +120,7 @@ class Goodput:
         """
         self._check_open()
         with self._lock:
-            self._owed[source, target] = self._owed.get((source, target), 0) + max(0, ns)
+            self._moves[source, target] = self._moves.get((source, target), 0) + max(0, ns)
 
     def bucket(self, bucket: Bucket) -> "_Span":
         """Charge a `with` block to a bucket; an inner block wins, and afterwards the outer bucket goes on.
@@ -194,11 +196,11 @@ class Goodput:
 
     def _settle(self) -> None:
         """Apply the moves that are owed, as far as the file does not have their time yet."""
-        for (source, target), owed in list(self._owed.items()):
-            moved = min(owed, self._ns[source])
+        for (source, target), owed_ns in list(self._moves.items()):
+            moved = min(owed_ns, self._ns[source])
             self._ns[source] -= moved
             self._ns[target] += moved
-            self._owed[source, target] = owed - moved
+            self._moves[source, target] = owed_ns - moved
 
     def _note(self, kind: str, step: int) -> None:
         self._check_open()

@@ -1,4 +1,4 @@
-"""From the lines of a goodput ledger to seconds per bucket."""
+"""Seconds per bucket from the lines of a goodput ledger."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ FILE_NAME = "goodput.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class GoodputReport:
-    """Where the wall time of a run went.
+    """Wall time of a run by bucket.
 
     Attributes:
         ns: time in each bucket, all buckets in their order [ns].
@@ -48,7 +48,7 @@ class GoodputReport:
         total_ns = sum(self.ns.values())
         return self.ns["step"] / total_ns if total_ns else 0.0
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """One JSON-ready object; seconds, counts and fractions."""
         return {
             "schema_version": SCHEMA_VERSION,

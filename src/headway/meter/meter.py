@@ -108,19 +108,21 @@ class Meter(StepClock):
                 f"log_every={log_every}, smooth_over={smooth_over}, num_warmup_steps={num_warmup_steps}: a window has "
                 "at least 1 step, is smoothed over at least 1 window, and a number of warm-up steps is 0 or more."
             )
+        # a cost model is on no device, so that the process's own is meant
         if device is None:
             device = device_here() if isinstance(model, CostModel) else device_of(model)
         super().__init__(device, goodput, clock)
-        given = model if isinstance(model, CostModel) else cost_model
-        if given is not None and results is not None:
+        # the ledger: given, or traced here
+        ledger = model if isinstance(model, CostModel) else cost_model
+        if ledger is not None and results is not None:
             raise UsageError(
                 f"results={results!r} of a model with a cost model: nothing is traced. Give one of the two."
             )
-        if given is None:
+        if ledger is None:
             from headway.tracing import trace
 
-            given = trace(model, results=results)
-        self.cost_model = given
+            ledger = trace(model, results=results)
+        self.cost_model = ledger
         self.peak = peak if peak is not None else peak_of(model, self.device)
         self.log_every = log_every
         self.num_warmup_steps = num_warmup_steps
@@ -131,6 +133,7 @@ class Meter(StepClock):
         self._traffic = (
             None if optimizer is None else traffic_or_warn(model, optimizer, self.cost_model, recompute, results)
         )
+        # where windows go
         self._on_window = on_window
         self._ranks: HostAllGather | None = None
         self._timeout_s = timeout_s
@@ -139,6 +142,7 @@ class Meter(StepClock):
         self.models = (self.cost_model, *others)
         self.ceiling, self.batch_ranks = ceiling, batch_ranks
         self.memory_bytes_per_s = memory_bytes_per_s or bandwidth_of(self.device)
+        # what steps add up to, and what rates are compared with
         self._tally = Tally(
             Yardstick(
                 self.peak,
@@ -152,15 +156,16 @@ class Meter(StepClock):
         self._arrived: list[list[list[int]]] = []  # of each rank, steps that not all ranks have passed yet
         self._num_merged = 0
         self._left_out: list[int] = []  # steps since the last log
-        self._whole: Window | None = None
+        self._run: Window | None = None
         self._has_warned = self._has_warned_of_no_batch = False
+        # forwards are timed where there is a module, and steps wait here until the device has passed them
         self._forwards = None if isinstance(model, CostModel) else ForwardTimer(model, self._mark)
         self._batches: list[tuple[Any, Billing]] = []
         self._pending = PendingSteps(self.models, recompute, self._last)
 
     def start(self) -> None:
         """Start the clock; the first `count`, `batches` or `away` does so by itself. The device is waited for once."""
-        if self._whole is not None:
+        if self._run is not None:
             raise UsageError("the meter is closed, and its run summed up: make a new Meter for another run.")
         if self.has_started:
             return
@@ -217,8 +222,8 @@ class Meter(StepClock):
         return None if self._forwards is None else self._forwards.model
 
     def _place_of(self, cost_model: CostModel) -> int:
-        for place, known in enumerate(self.models):
-            if known is cost_model:
+        for place, candidate in enumerate(self.models):
+            if candidate is cost_model:
                 return place
         raise UsageError(
             f"this meter does not know the cost model {cost_model.name}: pass it to Meter as others=[...]."
@@ -347,7 +352,7 @@ class Meter(StepClock):
             return None
         if self._sinks is not None:
             with self.boundary.guard("Records of the meter's windows"):
-                self._sinks.write(window.as_record())
+                self._sinks.write(window.to_dict())
         if self._on_window is not None:
             self._on_window(window)
         return window
@@ -357,8 +362,8 @@ class Meter(StepClock):
 
         Where there are none, that is a warning, and the run is a window of 0 steps without any rate.
         """
-        if self._whole is not None:
-            return self._whole
+        if self._run is not None:
+            return self._run
         self._finish()
         self._tell_watchers(lambda watcher: watcher.stop())
         self.log()
@@ -372,14 +377,14 @@ class Meter(StepClock):
             )
         if self._exchanges:
             self._warn(run)
-        self._whole = run
+        self._run = run
         return run
 
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_rest: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         if kind is None and self.num_steps:
             self.close()
         else:

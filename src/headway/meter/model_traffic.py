@@ -28,7 +28,7 @@ from headway.tracing.unwrap import is_sharded, local
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _RankParameter:
     """One parameter as a rank holds it."""
 
     parameter: torch.Tensor  # tensor that the optimizer updates; one rank's shard where it is sharded
@@ -75,23 +75,25 @@ def traffic_of(
         TraceError: the model cannot be traced.
         UsageError: the ledger is of another model, or ranks hold parts of one product (tensor parallelism).
     """
+    # parameters as this rank holds them, against those of the ledger
     plain = unwrap.unwrapped(model)
     cost = trace(model, inputs=inputs, results=results) if cost_model is None else cost_model
-    held = _held(plain)
-    if [h.parameter.numel() for h in held] != [p.numel for p in cost.parameters]:
+    parameters = _parameters_of_rank(plain)
+    if [h.parameter.numel() for h in parameters] != [p.numel for p in cost.parameters]:
         raise UsageError(
             f"the cost model {cost.name} has other parameters than the {type(plain).__name__} at hand: trace the model "
             "as it is trained, adapters included, or leave cost_model out."
         )
+    # activations in the dtypes that forward sees
     saved = saved_activations(
         plain,
         inputs=inputs,
-        dtypes={id(p): h.dtype for p, h in zip(plain.parameters(), held, strict=True)},
+        dtypes={id(p): h.dtype for p, h in zip(plain.parameters(), parameters, strict=True)},
         autocast=autocast,
         products_only=_is_compiled(model) if compiled is None else compiled,
         results=results,
     )
-    always, towers = _parts(cost, held, recompute, autocast, saved.reached, _updated(optimizer))
+    always, towers = _parts(cost, parameters, recompute, autocast, saved.reached, _updated(optimizer))
     return Traffic(always, towers, saved.rows, saved.left_out)
 
 
@@ -103,30 +105,32 @@ def _met(parameter: Parameter) -> int:
 
 def _parts(
     cost: CostModel,
-    held: Sequence[_Held],
+    parameters: Sequence[_RankParameter],
     recompute: str,
     autocast: torch.dtype | None,
     reached: int,
     state: dict[int, int],
 ) -> list[ParameterBytes]:
     """Add up bytes by part: parameters that every micro-batch uses, and those that only images or sound use."""
-    trained = sum(1 << i for i, h in enumerate(held) if h.parameter.requires_grad)
-    read = _read(cost, trained, recompute)
-    gated = _of_towers(cost, read)
+    trained = sum(1 << i for i, h in enumerate(parameters) if h.parameter.requires_grad)
+    # bits of the parameters that products read, by phase
+    phases = _weights_read(cost, trained, recompute)
+    gated = _of_towers(cost, phases)
     cast = autocast.itemsize if autocast else sys.maxsize
-    sizes = [_met(p) * min(h.dtype.itemsize, cast) for h, p in zip(held, cost.parameters, strict=True)]
+    sizes = [_met(p) * min(h.dtype.itemsize, cast) for h, p in zip(parameters, cost.parameters, strict=True)]
     parts = []
-    for kept in (~gated, gated):
-        forward, dgrad, recomputed = (sum(n for i, n in enumerate(sizes) if (bits & kept) >> i & 1) for bits in read)
-        given = [h for i, h in enumerate(held) if (reached & kept) >> i & 1]
-        updated = [h for h in given if id(h.parameter) in state]
+    # what every micro-batch uses, then what needs pictures or sound
+    for group in (~gated, gated):
+        forward, dgrad, recomputed = (sum(n for i, n in enumerate(sizes) if (bits & group) >> i & 1) for bits in phases)
+        with_gradient = [h for i, h in enumerate(parameters) if (reached & group) >> i & 1]
+        updated = [h for h in with_gradient if id(h.parameter) in state]
         parts.append(
             ParameterBytes(
                 forward,
                 dgrad,
                 recomputed,
-                gradients=sum(h.whole_bytes if h.sharded else 2 * h.local_bytes for h in given),
-                gradients_of_step=sum(h.local_bytes if h.sharded else -h.local_bytes for h in given),
+                gradients=sum(h.whole_bytes if h.sharded else 2 * h.local_bytes for h in with_gradient),
+                gradients_of_step=sum(h.local_bytes if h.sharded else -h.local_bytes for h in with_gradient),
                 gradients_of_update=sum(h.local_bytes for h in updated),
                 update=2 * sum(h.local_bytes + state[id(h.parameter)] for h in updated),
             )
@@ -134,7 +138,7 @@ def _parts(
     return parts
 
 
-def _read(cost: CostModel, trained: int, recompute: str) -> tuple[int, int, int]:
+def _weights_read(cost: CostModel, trained: int, recompute: str) -> tuple[int, int, int]:
     """Find the parameters, bit i for parameter i, that products read: of forward, of backward, of recomputation."""
     again = run_again(cost.rows, trained, recompute, cost.name)
     forward = dgrad = recomputed = 0
@@ -152,25 +156,25 @@ def _weights(row: Row) -> int:
     return functools.reduce(operator.or_, (g.needs for g in row.gradients if g.phase == "wgrad"), 0)
 
 
-def _of_towers(cost: CostModel, read: tuple[int, int, int]) -> int:
+def _of_towers(cost: CostModel, phases: tuple[int, int, int]) -> int:
     """Find the parameters that only images and sound use; norms and biases go with their component's products."""
-    seen, rest, of_rest = 0, 0, set()
+    of_media, of_text, text_components = 0, 0, set()
     for row in cost.rows:
         weights = _weights(row)
         if tower(row.driver) in ("vision", "audio"):
-            seen |= weights
+            of_media |= weights
         else:
-            rest |= weights
-            of_rest.add(row.component.partition(".")[0])
-    if not rest:  # a model of pictures alone
+            of_text |= weights
+            text_components.add(row.component.partition(".")[0])
+    if not of_text:  # a model of pictures alone
         return 0
     for i, p in enumerate(cost.parameters):
-        if not read[0] >> i & 1 and p.component.partition(".")[0] in {"vision", "audio"} - of_rest:
-            seen |= 1 << i
-    return seen & ~rest
+        if not phases[0] >> i & 1 and p.component.partition(".")[0] in {"vision", "audio"} - text_components:
+            of_media |= 1 << i
+    return of_media & ~of_text
 
 
-def _held(model: nn.Module) -> list[_Held]:
+def _parameters_of_rank(model: nn.Module) -> list[_RankParameter]:
     """List a model's parameters as this rank holds them, tied ones once."""
     gathered: dict[int, Any] = {}
     for module in model.modules():
@@ -178,31 +182,31 @@ def _held(model: nn.Module) -> list[_Held]:
             for shard in group.fsdp_params:
                 for parameter in (shard.sharded_param, getattr(shard, "_unsharded_param", None)):
                     gathered[id(parameter)] = shard
-    found = []
+    parameters = []
     for name, parameter in model.named_parameters():
         shard = gathered.get(id(parameter))
         if shard is None and not is_sharded(parameter):
-            found.append(_Held(parameter, parameter.dtype, sharded=False))
+            parameters.append(_RankParameter(parameter, parameter.dtype, sharded=False))
         elif shard is not None and not shard.is_dtensor:
-            kept = shard.sharded_param
-            found.append(_Held(kept, shard.mp_policy.param_dtype or kept.dtype, sharded=True))
+            sharded = shard.sharded_param
+            parameters.append(_RankParameter(sharded, shard.mp_policy.param_dtype or sharded.dtype, sharded=True))
         else:
             raise UsageError(
                 f"{name} is split over ranks that share one product (tensor or expert parallelism): which activations "
                 "and weights each of them moves is not known here. MBU is counted on one rank, under DDP and under "
                 "fully_shard."
             )
-    return found
+    return parameters
 
 
 def _updated(optimizers: Any) -> dict[int, int]:
     """Map each parameter's id to the bytes of its optimizer state on this rank."""
     if optimizers is None:
         return {}
-    found: dict[int, int] = {}
+    bytes_of: dict[int, int] = {}
     for optimizer in [optimizers] if hasattr(optimizers, "param_groups") else optimizers:
-        found |= state_bytes(optimizer)
-    return found
+        bytes_of |= state_bytes(optimizer)
+    return bytes_of
 
 
 def _is_compiled(model: nn.Module) -> bool:
@@ -224,14 +228,14 @@ def state_bytes(optimizer: Optimizer) -> dict[int, int]:
     own: Any = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
     if hasattr(own, "state_bytes_of"):
         return {id(p): own.state_bytes_of(p) for group in own.param_groups for p in group["params"]}
-    found = {}
+    bytes_of = {}
     for group in own.param_groups:
         for parameter in group["params"]:
             state, device = own.state.get(parameter), local(parameter).device
             if not state and type(own).__module__.startswith("torch.optim") and not isinstance(own, _UNSEEN):
                 state, device = _after_a_step(own, group, local(parameter)), torch.device("cpu")  # where shapes live
-            found[id(parameter)] = _bytes(state or {}, device)
-    return found
+            bytes_of[id(parameter)] = _bytes(state or {}, device)
+    return bytes_of
 
 
 def _after_a_step(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> Mapping[str, Any]:

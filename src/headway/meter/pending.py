@@ -19,7 +19,7 @@ _MOST = 128  # steps, or batches, after which they are added up without waiting 
 
 @dataclass(frozen=True, slots=True)
 class Billing:
-    """How a batch is billed."""
+    """Rule by which a batch is billed."""
 
     model: int = 0  # which of the models computed it; 0 is the one that is trained
     forward_only: bool = False  # it has no backward
@@ -123,13 +123,13 @@ class PendingSteps:
 
     def take_each(self) -> list[Sums]:
         """Return the sums of each step that the device has passed, those that are left out as well, and start over."""
-        found = []
+        sums_of_steps = []
         for step in self._passed():
             self._take_in(step, counted=True)
             sums = self._take_sums()
             sums.totals["num_left_out"] = int(step.left_out)
-            found.append(sums)
-        return found
+            sums_of_steps.append(sums)
+        return sums_of_steps
 
     def sums(self, numbers: Sequence[int]) -> Sums:
         """Read sums that another rank has listed."""
@@ -153,6 +153,7 @@ class PendingSteps:
     def _take_in(self, step: PendingStep, *, counted: bool) -> None:
         totals = self._sums.totals
         time = step.time
+        # a step lasts from the end of the one before, time away taken out
         wall_ns = max(0, round((time.end.seconds_since(self._last_end) - time.away_s) * NS))
         wait_ns = round(sum(wait.seconds for wait in time.waits) * NS)
         if self._goodput is not None:  # which has charged all the host's waiting to data
@@ -165,6 +166,7 @@ class PendingSteps:
             totals["num_left_out"] += 1
             totals["left_out_ns"] += wall_ns
             return
+        # batches whose tokens another rank counts are empty here
         for batch, billed in step.batches:
             workload = Workload() if billed.elsewhere else workload_of(batch, self._cost_models[billed.model])
             self._workloads[billed].append(workload)
@@ -172,6 +174,7 @@ class PendingSteps:
         totals["wall_ns"] += wall_ns
         totals["data_wait_ns"] += min(wait_ns, wall_ns)
         totals["away_ns"] += round(time.away_s * NS)
+        # busy: inside of forwards and backwards, without waits for data in them
         busy_s = sum(span.seconds - sum(wait.seconds for wait in waits) for span, waits in step.forwards)
         totals["busy_ns"] += round(busy_s * NS)
         totals["num_steps"] += 1

@@ -31,7 +31,7 @@ def profile(
     steps: range,
     ranks: Collection[int] = (0,),
     model: "nn.Module | None" = None,
-    tell: Callable[[str], None] = print,
+    report: Callable[[str], None] = print,
 ) -> "ProfiledSteps":
     """Profile some steps of a loop while entered, with `torch.profiler`.
 
@@ -47,7 +47,7 @@ def profile(
         steps: to record, by the numbers that the meter gives them, one after the other.
         ranks: processes that record.
         model: whose modules are named; the meter's when None.
-        tell: is given the line about the profile.
+        report: is given the line about the profile.
 
     Raises:
         UsageError: no steps, ranks that do not exist, or a folder that cannot be made.
@@ -55,7 +55,7 @@ def profile(
     >>> with headway.profile(meter, "profile", steps=range(20, 23)):   # doctest: +SKIP
     ...     train()
     """
-    return ProfiledSteps(meter, folder, steps=steps, ranks=ranks, model=model, tell=tell)
+    return ProfiledSteps(meter, folder, steps=steps, ranks=ranks, model=model, report=report)
 
 
 class ProfiledSteps(LoopWatcher):
@@ -77,14 +77,14 @@ class ProfiledSteps(LoopWatcher):
         steps: range,
         ranks: Collection[int] = (0,),
         model: "nn.Module | None" = None,
-        tell: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> None:
         if not steps or steps.step != 1 or steps[0] < 1:
             raise UsageError(f"steps={steps} to profile: give steps in a row, from 1 on, such as range(20, 23).")
         if not ranks or min(ranks) < 0:
             raise UsageError(f"ranks={ranks!r} to profile: give at least one; the first is 0.")
         self.path: Path | None = None
-        self._meter, self._model, self._tell = meter, model, tell
+        self._meter, self._model, self._report = meter, model, report
         self._folder, self._steps, self._ranks = Path(folder), steps, ranks
         self._rank, self._world_size = 0, 1
         self._is_over = False
@@ -173,10 +173,10 @@ class ProfiledSteps(LoopWatcher):
             return
         self.give_up()
         if meter is None or not meter.has_started:
-            went = "no loop with a meter has run"
+            outcome = "no loop with a meter has run"
         else:
-            went = f"the loop took steps {meter.steps_before + 1} to {meter.steps_before + meter.num_steps}"
-        warnings.warn(f"steps {first} to {last} were to be profiled, but {went}: there is no trace.", stacklevel=2)
+            outcome = f"the loop took steps {meter.steps_before + 1} to {meter.steps_before + meter.num_steps}"
+        warnings.warn(f"steps {first} to {last} were to be profiled, but {outcome}: there is no trace.", stacklevel=2)
 
     def give_up(self) -> None:
         """Record no more, and write nothing."""
@@ -231,7 +231,7 @@ class ProfiledSteps(LoopWatcher):
         path = self._folder / f"steps-{first:06d}-{last:06d}-rank-{self._rank}.json.gz"
         self._write(profiler, path, facts)
         self.path = path
-        self._tell(f"profile of steps {first} to {last}: {path}; {cost}")
+        self._report(f"profile of steps {first} to {last}: {path}; {cost}")
         self._let_go()
 
     def _write(self, profiler: Any, path: Path, facts: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""When steps begin and end, what they wait for, and what is not training: every second of a loop in one place."""
+"""Times of steps: begin, end, what they wait for, and what is not training: every second of a loop in one place."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -215,12 +215,12 @@ class StepClock:
     def _end(self, phase: str) -> None:
         self._tell_watchers(lambda watcher: watcher.end(phase))
 
-    def _tell_watchers(self, tell: Callable[[LoopWatcher], None]) -> None:
+    def _tell_watchers(self, event: Callable[[LoopWatcher], None]) -> None:
         """Tell all watchers something; one that fails is told so, and nothing more."""
         for watcher in tuple(self.watchers):
             watches = False
             with self.boundary.guard(watcher.product):
-                tell(watcher)
+                event(watcher)
                 watches = True
             if not watches:
                 self.watchers.remove(watcher)

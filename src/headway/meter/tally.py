@@ -1,4 +1,4 @@
-"""What steps add up to: sums of one rank, as whole numbers that ranks exchange exactly, and windows of all ranks."""
+"""Sums of steps: those of one rank, as whole numbers that ranks exchange exactly, and windows of all ranks."""
 
 import math
 from collections import deque
@@ -44,8 +44,8 @@ class Sums:
         self.keys = keys
         numbers = [0] * (len(_TOTALS) + len(_PHASES) * len(keys)) if numbers is None else numbers
         self.totals = dict(zip(_TOTALS, numbers, strict=False))
-        rest = numbers[len(_TOTALS) :]
-        self.flops = [list(rest[i :: len(_PHASES)]) for i in range(len(_PHASES))]
+        of_phases = numbers[len(_TOTALS) :]
+        self.flops = [list(of_phases[i :: len(_PHASES)]) for i in range(len(_PHASES))]
 
     def numbers(self) -> list[int]:
         """List all numbers in one order."""
@@ -157,11 +157,12 @@ class Tally:
         )
 
     def _describe(self, ranks: Sequence[Sums], step: int, extra: dict[str, Any]) -> Window:
-        whole, first, yardstick = sum(ranks[1:], ranks[0]), ranks[0].totals, self._yardstick
+        total, first, yardstick = sum(ranks[1:], ranks[0]), ranks[0].totals, self._yardstick
+        # ranks that work on each batch together know it whole on the first of them; each is billed its share
         billed = [ranks[place - place % yardstick.batch_ranks] for place in range(len(ranks))]
-        counted: dict[str, Any] = {name: whole.totals[name] for name in COUNTED}
+        counted: dict[str, Any] = {name: total.totals[name] for name in COUNTED}
         return Window(
-            flops=whole.count(),
+            flops=total.count(),
             wall_s=first["wall_ns"] / NS,
             data_wait_s=first["data_wait_ns"] / NS,
             away_s=first["away_ns"] / NS,
@@ -176,11 +177,12 @@ class Tally:
             rank_busy_s=tuple(rank.totals["busy_ns"] / NS for rank in ranks),
             rank_busy_flops=tuple(rank.totals["busy_flops"] // yardstick.batch_ranks for rank in billed),
             peak_memory_bytes=self._memory,
-            energy_j=math.nan if whole.totals["num_without_energy"] else whole.totals["energy_mj"] / 1000,
+            # not known as soon as one rank has none
+            energy_j=math.nan if total.totals["num_without_energy"] else total.totals["energy_mj"] / 1000,
             packing_length=yardstick.packing_length,
-            bytes_moved=whole.totals["bytes_moved"],
+            bytes_moved=total.totals["bytes_moved"],
             peak_bytes_per_s=yardstick.peak_bytes_per_s,
-            num_batches=whole.totals["num_batches"],
+            num_batches=total.totals["num_batches"],
             ceiling_flops_per_s=yardstick.ceiling_flops_per_s,
             extra=extra,
             **counted,

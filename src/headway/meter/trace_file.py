@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from headway.cache import write_whole
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.flop_count import USEFUL
-from headway.count.step_facts import as_dict, components_of, flops_on_padding
+from headway.count.step_facts import components_of, flops_on_padding
 from headway.count.step_facts import step_facts as what_it_computed
 from headway.count.storage import to_dict
 from headway.meter.batches import workload_of
@@ -48,10 +48,10 @@ def facts_of(meter: Meter, *, rank: int, world_size: int, overhead_s: float | No
         "world_size": world_size,
         "device": meter.peak.name,
         "versions": _versions(),
-        "peak_flops_per_s": _known(meter.peak.flops_per_s),
+        "peak_flops_per_s": _finite_or_none(meter.peak.flops_per_s),
         "peak_source": meter.peak.source,
-        "ceiling_flops_per_s": _known(ceiling),
-        "memory_bytes_per_s": _known(meter.memory_bytes_per_s),
+        "ceiling_flops_per_s": _finite_or_none(ceiling),
+        "memory_bytes_per_s": _finite_or_none(meter.memory_bytes_per_s),
         "convention": USEFUL,
         "recompute": meter.recompute,
         "components": components_of(*meter.models),
@@ -106,7 +106,7 @@ def _packs(meter: Meter, step: PendingStep) -> list[dict[str, Any]]:
                 before = attention.get(row.name, [0, 0, 0])
                 own = (row.forward, row.dgrad + row.wgrad, row.recompute)
                 attention[row.name] = [a + b for a, b in zip(before, own, strict=True)]
-        packs.append({"workload": as_dict(workload), "attention": attention})
+        packs.append({"workload": workload.to_dict(), "attention": attention})
     return packs
 
 
@@ -149,7 +149,7 @@ def _memory(device: Any) -> dict[str, int] | None:
     return {"peak_bytes": largest_memory(device), "total_bytes": total}
 
 
-def _known(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

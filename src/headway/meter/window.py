@@ -1,4 +1,4 @@
-"""What steps made of the hardware: MFU, HFU, rates and waste, of one device's step or of a window of all ranks."""
+"""Use that steps made of the hardware: MFU, HFU, rates and waste, of one device's step or of a window of all ranks."""
 
 import math
 from dataclasses import dataclass
@@ -115,7 +115,7 @@ class Utilisation:
             f"world_size={self.world_size}.",
         )
 
-    def as_record(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Flatten into JSON-ready values; seconds, counts and fractions, never percent; None for what is not known."""
         record: dict[str, Any] = known(self._record())
         return record
@@ -125,6 +125,7 @@ class Utilisation:
             "wall_s": self.wall_s,
             "data_wait_s": self.data_wait_s,
             "data_wait_share": self.data_wait_share,
+            # tokens are real ones, slots have padding too
             "tokens": self.tokens,
             "slots": self.slots,
             "tokens_per_s": self.tokens_per_s,
@@ -138,6 +139,7 @@ class Utilisation:
                 "recompute": self.flops.recompute,
             },
             "flops_by_component": self.flops.by_component(),
+            # shares of the peak, with the convention and the peak that they are of
             "mfu": self.mfu,
             "hfu": self.hfu,
             "convention": self.convention,
@@ -227,7 +229,7 @@ class Window(Utilisation):
         return ratio(self.tokens, self.num_batches * (self.packing_length or 0))
 
     def __str__(self) -> str:
-        """The window in a line, as for `print`; `as_record` has all of it."""
+        """The window in a line, as for `print`; `to_dict` has all of it."""
         steps = f"{format_count(self.num_steps)} step{'' if self.num_steps == 1 else 's'}"
         return (
             f"step {format_count(self.step)}: {steps} in {format_duration(self.wall_s)}, MFU {format_share(self.mfu)}, "
@@ -295,15 +297,18 @@ class Window(Utilisation):
             **Utilisation._record(self),  # slots rebuild the class, which a bare super() would miss
             "step": self.step,
             "num_steps": self.num_steps,
+            # time that no step is billed for
             "num_left_out": self.num_left_out,
             "left_out_s": self.left_out_s,
             "away_s": self.away_s,
             "num_skipped": self.num_skipped,
             "step_s": self.step_s,
+            # rates of all devices together, and of one
             "flops_per_s": self.flops_per_s,
             "flops_per_s_per_device": ratio(self.flops_per_s, self.world_size),
             "tokens_per_s_per_device": ratio(self.tokens, per_device),
             "slots_per_s_per_device": ratio(self.slots, per_device),
+            # what the tokens belonged to, and media
             "segments": self.segments,
             "images": self.images,
             "videos": self.videos,
@@ -318,6 +323,7 @@ class Window(Utilisation):
             "fill": self.fill,
             "energy_j": self.energy_j,
             "joules_per_token": self.joules_per_token,
+            # differences between ranks; each rank's own numbers where there are few
             "balance": self.balance,
             "straggler_share": self.straggler_share,
             "heaviest_rank": self.heaviest_rank,

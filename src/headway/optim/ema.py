@@ -44,14 +44,14 @@ class WeightAverage:
         Args:
             step: just taken, counted from 1.
         """
-        count, rest = divmod(step, self._ema.every)
-        if rest:
+        count, remainder = divmod(step, self._ema.every)
+        if remainder:
             return
         decay = min(self._ema.decay, (1 + count) / (10 + count)) if self._ema.warmup else self._ema.decay
-        whole = [name for name, p in self._parameters.items() if p.dtype is torch.float32]
-        if whole:
-            averages = [local(self._averages[name]) for name in whole]
-            torch._foreach_lerp_(averages, [local(self._parameters[name]) for name in whole], 1.0 - decay)
+        in_float32 = [name for name, p in self._parameters.items() if p.dtype is torch.float32]
+        if in_float32:
+            averages = [local(self._averages[name]) for name in in_float32]
+            torch._foreach_lerp_(averages, [local(self._parameters[name]) for name in in_float32], 1.0 - decay)
         others: dict[torch.Tensor, torch.Tensor] = {
             p: self._averages[name] for name, p in self._parameters.items() if p.dtype is not torch.float32
         }
@@ -82,9 +82,9 @@ class WeightAverage:
             if name in own:
                 weight.copy_(average if into_model else own[name])
             else:
-                held = weight.clone()
+                copy = weight.clone()
                 weight.copy_(average)
-                average.copy_(held)
+                average.copy_(copy)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages under the names of their parameters, sharded as these are."""

@@ -1,4 +1,4 @@
-"""Which parameters learn, frozen parts and adapters aside, and which are updated together: rule, rate and decay."""
+"""Groups of parameters that are updated together, by rule, rate and decay; frozen ones are in none."""
 
 import copy
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def adapt(model: PreTrainedModel, cost_model: CostModel, settings: ModelConfig) 
 
 
 def new_ids_of(settings: ModelConfig) -> NewIds:
-    """Where the tokens that a run adds are in its model's vocabulary.
+    """Find the tokens that a run adds in its model's vocabulary.
 
     Raises:
         ConfigError: one cannot be added.
@@ -162,15 +162,15 @@ def _rates(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> dict[
     last: dict[str, str] = {}
     for pattern in optim.lr_of:
         try:
-            named = {cost_model.parameters[i].name for i in cost_model.matching(pattern)}
+            matches = {cost_model.parameters[i].name for i in cost_model.matching(pattern)}
         except UsageError as error:
             raise ConfigError(f"optim.lr_of: {error}") from error
-        if not named & learning:
+        if not matches & learning:
             raise ConfigError(
-                f"optim.lr_of: {pattern} matches {len(named)} parameters of {cost_model.name}, and none of them "
+                f"optim.lr_of: {pattern} matches {len(matches)} parameters of {cost_model.name}, and none of them "
                 "learns. Take it out, or take them out of model.freeze."
             )
-        last |= dict.fromkeys(named & learning, pattern)
+        last |= dict.fromkeys(matches & learning, pattern)
     for pattern in optim.lr_of:
         if pattern not in last.values():
             raise ConfigError(

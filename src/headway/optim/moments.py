@@ -1,4 +1,4 @@
-"""How moments are held between steps: in full, in bfloat16, or as 8-bit codes with a scale per block.
+"""Storage of moments between steps: in full, in bfloat16, or as 8-bit codes with a scale per block.
 
 They are computed in float32 whatever they are held in. Blocks lie within rows, so a sharded parameter's codes and
 scales are sharded as it is, and a checkpoint goes on with any number of processes. Letters: R rows of blocks, B values
@@ -17,7 +17,7 @@ from headway.errors import ConfigError
 from headway.models.parallel import local
 from headway.optim.parts import Part, Values, laid_as
 
-Held = Literal["float32", "bfloat16", "8bit"]
+MomentType = Literal["float32", "bfloat16", "8bit"]
 
 MAX_BLOCK = 256  # values that share a scale, as in torchao and newer bitsandbytes
 _MIN_BLOCK = 64  # below it scales would cost more than they save
@@ -36,14 +36,14 @@ def block_size(shape: torch.Size) -> int:
     return block if block >= _MIN_BLOCK else 0
 
 
-def new_moment(state: dict[str, Any], name: str, parameter: torch.Tensor, held: Held) -> None:
+def new_moment(state: dict[str, Any], name: str, parameter: torch.Tensor, moment_type: MomentType) -> None:
     """Put a moment of zeros into a parameter's state: one tensor, or codes under its name and scales beside them."""
-    block = block_size(parameter.shape) if held == "8bit" else 0
+    block = block_size(parameter.shape) if moment_type == "8bit" else 0
     if block:
         state[name] = torch.zeros_like(parameter, dtype=torch.uint8)
         state[f"{name}_scale"] = _zero_scales(parameter, block)
     else:
-        dtype = torch.bfloat16 if held == "bfloat16" else torch.float32
+        dtype = torch.bfloat16 if moment_type == "bfloat16" else torch.float32
         state[name] = torch.zeros_like(parameter, dtype=dtype)
 
 
@@ -59,12 +59,12 @@ def open_moment(
         signed: whether it can be negative.
         copied: as in `Values`.
     """
-    held = [part.of(state[name]) for part, state in zip(parts, states, strict=True)]
-    if held[0].dtype is not torch.uint8:
-        return Values(held, copied=copied)
+    stored = [part.of(state[name]) for part, state in zip(parts, states, strict=True)]
+    if stored[0].dtype is not torch.uint8:
+        return Values(stored, copied=copied)
     block = width(parts[0].parameter.shape)
     scales = [part.of(state[f"{name}_scale"], block=block) for part, state in zip(parts, states, strict=True)]
-    return _Coded(held, scales, block, signed=signed)
+    return _Coded(stored, scales, block, signed=signed)
 
 
 def width(shape: torch.Size) -> int:
@@ -78,9 +78,9 @@ class _Coded(Values):
     Source: block-wise dynamic quantization, Dettmers et al. 2022 (arXiv:2110.02861), sections 2.1 and 2.2.
     """
 
-    def __init__(self, held: list[torch.Tensor], scales: list[torch.Tensor], block: int, *, signed: bool) -> None:
-        self._held, self._held_scales = held, scales
-        self._codes_RB, self._scales_R1 = torch.cat(held).view(-1, block), torch.cat(scales).view(-1, 1)
+    def __init__(self, codes: list[torch.Tensor], scales: list[torch.Tensor], block: int, *, signed: bool) -> None:
+        self._stored, self._scales = codes, scales
+        self._codes_RB, self._scales_R1 = torch.cat(codes).view(-1, block), torch.cat(scales).view(-1, 1)
         self._table = code_table(signed=signed, device=self._codes_RB.device)
         self.put((self._table[self._codes_RB.int()] * self._scales_R1).view(-1))
 
@@ -93,8 +93,8 @@ class _Coded(Values):
         if skip is not None:  # the codes of a value that a code stands for need not be that code
             codes_RB = torch.where(skip, self._codes_RB, codes_RB)
             scales_R1 = torch.where(skip, self._scales_R1, scales_R1)
-        for held, values in ((self._held, codes_RB), (self._held_scales, scales_R1)):
-            torch._foreach_copy_(held, laid_as(held, values.view(-1)))
+        for stored, values in ((self._stored, codes_RB), (self._scales, scales_R1)):
+            torch._foreach_copy_(stored, laid_as(stored, values.view(-1)))
 
 
 @cache
@@ -127,7 +127,7 @@ def _zero_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return scales
     shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // block))
-    whole = DTensor.from_local(
+    distributed = DTensor.from_local(
         scales,
         parameter.device_mesh,
         parameter.placements,
@@ -135,4 +135,4 @@ def _zero_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
     )
-    return whole.to(parameter.device)  # a mesh of devices would pull offloaded scales to itself
+    return distributed.to(parameter.device)  # a mesh of devices would pull offloaded scales to itself

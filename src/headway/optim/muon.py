@@ -76,7 +76,7 @@ def orthogonalised(
         ConfigError: a parameter is sharded in a way that leaves no whole matrices to put together.
     """
     under_way: deque[_Swap] = deque()
-    whole: dict[torch.Size, _Alike] = {}
+    stacks: dict[torch.Size, _Alike] = {}
     waiting: dict[tuple[_Layout, torch.Size], _Alike] = {}
 
     def finished(at_most: int) -> Iterator[_Alike]:
@@ -87,10 +87,10 @@ def orthogonalised(
     for parameter, update in updates:
         layout = _layout(parameter)
         if layout is None:  # this process has the whole matrix: gather others of its shape, up to the memory budget
-            stack = whole.setdefault(parameter.shape, [])
+            stack = stacks.setdefault(parameter.shape, [])
             stack.append((parameter, update))
             if sum(update.numel() for _, update in stack) >= AT_ONCE:
-                yield _all_here(whole.pop(parameter.shape), iterations)
+                yield _all_here(stacks.pop(parameter.shape), iterations)
             continue
         # Sharded matrices are exchanged in batches of one shape, at least one matrix for each process to compute.
         alike = waiting.setdefault((layout, parameter.shape), [])
@@ -102,7 +102,7 @@ def orthogonalised(
         under_way.append(_Swap(layout, alike, turn))
         turn += len(alike)
         yield from finished(_IN_FLIGHT - 1)
-    for stack in whole.values():
+    for stack in stacks.values():
         yield _all_here(stack, iterations)
     yield from finished(0)
 
@@ -131,7 +131,7 @@ def _by_stacks(matrices_NAB: torch.Tensor, iterations: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a parameter's matrices are sharded: along rows or columns, over which processes."""
+    """Sharding of a parameter's matrices: along rows or columns, over which processes."""
 
     group: Any
     dim: int  # 0 for rows, 1 for columns
@@ -222,11 +222,11 @@ class _Swap:
                 strict=True,
             )
         ]
-        whole = torch.cat(parts, dim=1)
+        matrices = torch.cat(parts, dim=1)
         if count:  # the way round in which a single process would have them
-            whole = _by_stacks(whole.mT, iterations).mT if self._layout.dim else _by_stacks(whole, iterations)
+            matrices = _by_stacks(matrices.mT, iterations).mT if self._layout.dim else _by_stacks(matrices, iterations)
         # Cut again, and every slice back to the process that holds it.
-        sent = torch.cat([part.reshape(-1) for part in torch.split(whole, self._lengths, dim=1)])
+        sent = torch.cat([part.reshape(-1) for part in torch.split(matrices, self._lengths, dim=1)])
         returned, work = self._exchange(sent, back=True)
         work.wait()
         slices = returned.view(len(self._place), self._lengths[rank], across)

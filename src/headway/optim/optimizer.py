@@ -15,7 +15,7 @@ from headway.config.optim import MuonConfig
 from headway.count import CostModel
 from headway.models.parallel import local
 from headway.optim.groups import parameter_groups
-from headway.optim.moments import Held, new_moment, open_moment, width
+from headway.optim.moments import MomentType, new_moment, open_moment, width
 from headway.optim.muon import orthogonalised, step_scale
 from headway.optim.parts import Values, alike, cut, laid_as
 
@@ -31,7 +31,7 @@ class Optimizer(torch.optim.Optimizer):
         betas: AdamW's decay rates.
         eps: AdamW's epsilon.
         muon: Muon's settings.
-        held: how moments are held; None for the parameters' own type.
+        moment_type: how moments are held; None for the parameters' own type.
 
     Attributes:
         updates: steps taken, left-out ones among them; what noise for rounding follows from.
@@ -48,7 +48,7 @@ class Optimizer(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         muon: MuonConfig,
-        held: Held | None,
+        moment_type: MomentType | None,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self.updates = 0
@@ -56,7 +56,7 @@ class Optimizer(torch.optim.Optimizer):
         self._found_inf: torch.Tensor | None = None  # where the parameters are
         self._skip: torch.Tensor | None = None
         self._muon = muon
-        self._held = held
+        self._moment_type = moment_type
         self._noise: dict[tuple[torch.device, int], torch.Generator] = {}
         self._places = {
             parameter: place
@@ -78,8 +78,8 @@ class Optimizer(torch.optim.Optimizer):
         """Take in a state; moments stay in the type in which they are held, whatever the parameters' type is."""
         super().load_state_dict({**state_dict, "state": {key: {} for key in state_dict["state"]}})
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
-        held = (parameter for group in self.param_groups for parameter in group["params"])
-        for key, parameter in zip(keys, held, strict=True):
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        for key, parameter in zip(keys, parameters, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 self.state[parameter][name] = value.to(parameter.device)
         self.updates = max((int(state["step"]) for state in self.state.values() if state), default=0)
@@ -89,17 +89,18 @@ class Optimizer(torch.optim.Optimizer):
         group = next(group for group in self.param_groups if any(parameter is p for p in group["params"]))
         twin, state = torch.empty_like(local(parameter), device="meta"), dict[str, torch.Tensor]()
         for name in _MOMENTS[group["rule"]]:
-            new_moment(state, name, twin, self._held or _own_type(parameter))
+            new_moment(state, name, twin, self._moment_type or _own_type(parameter))
         return sum(moment.nbytes for moment in state.values())
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
         """Run PyTorch's fused AdamW, on the tensors themselves or on float32 copies of what is held in another type."""
         parameters = self._begin(group)
-        whole = [p for p in parameters if self._is_float32(p)]
-        if whole:
-            gradients = [local(p.grad) for p in whole if p.grad is not None]
-            moments = ([local(self.state[p][name]) for p in whole] for name in _MOMENTS["adamw"])
-            self._fused(group, whole, [local(p) for p in whole], gradients, *moments)
+        in_float32 = [p for p in parameters if self._is_float32(p)]
+        if in_float32:
+            gradients = [local(p.grad) for p in in_float32 if p.grad is not None]
+            moments = ([local(self.state[p][name]) for p in in_float32] for name in _MOMENTS["adamw"])
+            self._fused(group, in_float32, [local(p) for p in in_float32], gradients, *moments)
+        # others: as many at a time as float32 copies may take room for, written back as they are held
         for others in alike((p for p in parameters if not self._is_float32(p)), self._block_of):
             noise = self._noise_of(others[0], stream=0)
             for parts in cut(others, self._block_of(others[0].shape)):
@@ -115,7 +116,7 @@ class Optimizer(torch.optim.Optimizer):
         self._end(parameters)
 
     def _is_float32(self, parameter: torch.Tensor) -> bool:
-        return parameter.dtype is torch.float32 and self._held in (None, "float32")
+        return parameter.dtype is torch.float32 and self._moment_type in (None, "float32")
 
     def _fused(
         self,
@@ -167,18 +168,20 @@ class Optimizer(torch.optim.Optimizer):
                 states = [self.state[part.parameter] for part in parts]
                 momentum = open_moment(states, "momentum_buffer", parts, signed=True, copied=True)
                 gradients = Values([part.gradient for part in parts], copied=True)
+                # momentum, and with Nesterov's a step further, both in float32
                 if self._skip is not None:  # the mean of a number and itself is that number
                     gradients.put(torch.where(self._skip, momentum.flat, gradients.flat))
                 momentum.flat.lerp_(gradients.flat, 1.0 - self._muon.momentum)
-                ahead = gradients.flat.lerp_(momentum.flat, self._muon.momentum) if self._muon.nesterov else None
-                update = (momentum.flat if ahead is None else ahead).to(torch.bfloat16)
+                nesterov = gradients.flat.lerp_(momentum.flat, self._muon.momentum) if self._muon.nesterov else None
+                update = (momentum.flat if nesterov is None else nesterov).to(torch.bfloat16)
                 momentum.write(noise, self._skip)
+                # a parameter that was cut is put together again
                 for part, values in zip(parts, laid_as(gradients.parts, update), strict=True):
                     updates.append(values)
                     if part.is_last:
-                        whole = updates[0] if len(updates) == 1 else torch.cat(updates)
+                        update_of_all = updates[0] if len(updates) == 1 else torch.cat(updates)
                         updates = []
-                        yield part.parameter, whole.view(local(part.parameter).shape)
+                        yield part.parameter, update_of_all.view(local(part.parameter).shape)
 
     def _begin(self, group: dict[str, Any]) -> list[torch.Tensor]:
         """Make the state of parameters that have none, and count the step of every parameter with a gradient."""
@@ -188,12 +191,12 @@ class Optimizer(torch.optim.Optimizer):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 for name in _MOMENTS[group["rule"]]:
-                    new_moment(state, name, parameter, self._held or _own_type(parameter))
+                    new_moment(state, name, parameter, self._moment_type or _own_type(parameter))
         if parameters:
             torch._foreach_add_([self.state[p]["step"] for p in parameters], 1.0)
-            given = self.found_inf
+            found_inf = self.found_inf
             # Weights that were offloaded to the host wait for it there, as they have for their gradients.
-            self._found_inf = None if given is None else given.to(parameters[0].device)
+            self._found_inf = None if found_inf is None else found_inf.to(parameters[0].device)
             self._skip = None if self._found_inf is None else self._found_inf > 0
         return parameters
 
@@ -204,7 +207,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _block_of(self, shape: torch.Size) -> int:
         """Number of values of a parameter that share a scale."""
-        return width(shape) if self._held == "8bit" else 1
+        return width(shape) if self._moment_type == "8bit" else 1
 
     def _noise_of(self, first: torch.Tensor, *, stream: int) -> torch.Generator:
         """Noise that depends on the update and its purpose alone, so that a resumed run rounds as it would have."""
@@ -229,7 +232,7 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, cost_model: CostModel) 
         betas=optim.betas,
         eps=optim.eps,
         muon=optim.muon,
-        held=None if optim.state == "auto" else optim.state,
+        moment_type=None if optim.state == "auto" else optim.state,
     )
 
 
@@ -259,5 +262,5 @@ def take_step(optimizer: Optimizer, numbers_K: torch.Tensor, *, skips: bool, lea
     optimizer.step()
 
 
-def _own_type(parameter: torch.Tensor) -> Held:
+def _own_type(parameter: torch.Tensor) -> MomentType:
     return "bfloat16" if parameter.dtype is torch.bfloat16 else "float32"

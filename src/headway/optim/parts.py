@@ -54,12 +54,12 @@ def alike(parameters: Iterable[torch.Tensor], block_of: Callable[[torch.Size], i
     The lists, and the order in them and of them, are the same on all processes. Processes that hold copies of one
     parameter's slice hold copies of all slices of its list, so what is drawn for a list at random is the same on them.
     """
-    found: dict[Any, list[torch.Tensor]] = {}
+    lists: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
         spread = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
         kind = (parameter.dtype, parameter.device, block_of(parameter.shape), spread)
-        found.setdefault(kind, []).append(parameter)
-    return list(found.values())
+        lists.setdefault(kind, []).append(parameter)
+    return list(lists.values())
 
 
 def cut(parameters: Iterable[torch.Tensor], block: int = 1) -> Iterator[list[Part]]:
@@ -94,7 +94,7 @@ class Values:
     tensor for the whole group.
 
     Args:
-        held: the quantity as it is held, flat, a tensor for each part.
+        tensors: the quantity as it is held, flat, a tensor for each part.
         copied: whether float32 is copied too.
 
     Attributes:
@@ -102,18 +102,18 @@ class Values:
         flat: all of them, where they are a copy.
     """
 
-    def __init__(self, held: list[torch.Tensor], *, copied: bool = False) -> None:
-        self._held = held
-        self.parts = held
-        self._is_copy = copied or any(each.dtype is not torch.float32 for each in held)
+    def __init__(self, tensors: list[torch.Tensor], *, copied: bool = False) -> None:
+        self._stored = tensors
+        self.parts = tensors
+        self._is_copy = copied or any(tensor.dtype is not torch.float32 for tensor in tensors)
         if self._is_copy:
-            self.put(held[0].new_empty(sum(each.numel() for each in held), dtype=torch.float32))
-            torch._foreach_copy_(self.parts, held)
+            self.put(tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=torch.float32))
+            torch._foreach_copy_(self.parts, tensors)
 
     def put(self, flat: torch.Tensor) -> None:
         """Replace the values of the copy."""
         self.flat = flat
-        self.parts = laid_as(self._held, flat)
+        self.parts = laid_as(self._stored, flat)
 
     def write(self, noise: torch.Generator, skip: torch.Tensor | None) -> None:
         """Write the values back; bfloat16 is rounded stochastically, so that changes below a step of it are not lost.
@@ -124,14 +124,14 @@ class Values:
         """
         del skip  # what bfloat16 holds, or float32, comes back as it was
         if self._is_copy:
-            if self._held[0].dtype is torch.bfloat16:
+            if self._stored[0].dtype is torch.bfloat16:
                 round_stochastically_(self.flat, noise)
-            torch._foreach_copy_(self._held, self.parts)
+            torch._foreach_copy_(self._stored, self.parts)
 
 
 def laid_as(tensors: Iterable[torch.Tensor], flat: torch.Tensor) -> list[torch.Tensor]:
     """Cut a flat tensor into pieces as long as others are."""
-    return list(torch.split(flat, [each.numel() for each in tensors]))
+    return list(torch.split(flat, [tensor.numel() for tensor in tensors]))
 
 
 def round_stochastically_(values: torch.Tensor, noise: torch.Generator) -> None:

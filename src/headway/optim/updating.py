@@ -21,7 +21,7 @@ _COPY, _HALF, _CODE = 4, 2, 1
 
 @dataclass(frozen=True, slots=True)
 class UpdateOf:
-    """How the weights that learn are held, on one device."""
+    """Storage of the weights that learn, on one device."""
 
     weight_bytes: int
     moment_bytes: float
@@ -91,16 +91,19 @@ def _by_muon(matrices: list[tuple[int, Shape]], of: UpdateOf) -> int:
     """
     if not matrices:
         return 0
+    # values that are worked on at a time, and bfloat16 updates of the stacks that are not full yet
     total = sum(size for size, _ in matrices)
     at_once = min(AT_ONCE, total)
     counts = Counter(matrices)
     waiting = _HALF * sum(min(count * size, AT_ONCE + size) for (size, _), count in counts.items())
+    # reading: momentum and gradient, in float32; rounding takes a copy where momentum is held in less
     rounding = _COPY * at_once if of.moment_bytes < _COPY else 0
     reading = 2 * _COPY * at_once + max(rounding, _COPY * min(at_once, total - at_once))
+    # stacks: four copies in bfloat16 while they are orthogonalised; then the update and three float32 copies
     stacks = []
     for (size, _), count in counts.items():
         values = min(count, -(-AT_ONCE // size)) * size
-        read = 2 * _COPY * at_once if count * size >= AT_ONCE else 0
+        waiting_values = 2 * _COPY * at_once if count * size >= AT_ONCE else 0
         applied = _HALF * values + 3 * _COPY * min(values, AT_ONCE)
-        stacks.append(read + max(4 * _HALF * values, applied))
+        stacks.append(waiting_values + max(4 * _HALF * values, applied))
     return waiting + max(reading, *stacks)

@@ -57,6 +57,7 @@ def timed_blocks(
     Raises:
         TraceError: the model cannot be traced.
     """
+    # a few layers are enough, since the blocks of a model are alike
     shallow = with_layers(config, LAYERS)
     dtype = getattr(torch, TORCH_NAMES.get(dtype_name, "float32"))
     cost_model = trace(model_on_shapes(shallow))
@@ -70,23 +71,25 @@ def timed_blocks(
         shapes = [(slots, _SEGMENT[device.type]) for slots in _SLOTS[device.type]]
         return sweep(device, shapes, make, _BUDGET)
 
+    # the cache's key holds the configuration, so that another model of the same type is timed anew
     try:
-        found = cached_ceiling(device, f"blocks-{dtype_name}-{digest}", measure, refresh=refresh, warn=warn)
+        timings = cached_ceiling(device, f"blocks-{dtype_name}-{digest}", measure, refresh=refresh, warn=warn)
     except Exception as error:  # noqa: BLE001 - whatever a model's code does with such inputs
         warn(
             f"The blocks of this {config.model_type} cannot run alone ({error}), so elementwise operations go by the "
             "memory's bandwidth."
         )
         return None
+    # of the same blocks, what their elementwise operations move: neither tower nor what lies around the blocks
     saved = saved_of_config(shallow, "bfloat16" if dtype.itemsize == BFLOAT16 else "float32")
     rows = (row for row in cost_model.rows if row.block and not row.component.startswith("vision."))
     return TimedBlocks(
         replace(cost_model, rows=tuple(rows)),
         replace(saved, blocks={name: block for name, block in saved.blocks.items() if name}),
         dtype.itemsize,
-        {tuple(pack_of(*one.shape)): min(one.durations_s) for one in found.measurements},
-        found.measured_at,
-        found.is_cached,
+        {tuple(pack_of(*timing.shape)): min(timing.durations_s) for timing in timings.measurements},
+        timings.measured_at,
+        timings.is_cached,
     )
 
 
@@ -114,7 +117,7 @@ def _pass(model: Any, shape: Shape) -> tuple[Run, int]:
     slots, (device, dtype) = sum(segments), (model.device, model.dtype)
     width = model.get_input_embeddings().weight.shape[1]
     hidden_1TC = torch.randn(1, slots, width, device=device, dtype=dtype, requires_grad=True)
-    positions_1T = torch.cat([torch.arange(one, device=device) for one in segments])[None]
+    positions_1T = torch.cat([torch.arange(length, device=device) for length in segments])[None]
     inputs = {
         "inputs_embeds": hidden_1TC,
         "position_ids": positions_1T if rope_index(model) is None else positions_1T.expand(3, 1, -1),
@@ -122,7 +125,7 @@ def _pass(model: Any, shape: Shape) -> tuple[Run, int]:
         "pack_max_seqlen": max(segments),
         "use_cache": False,
     }
-    learn = [hidden_1TC, *(one for one in model.parameters() if one.requires_grad)]
+    learn = [hidden_1TC, *(p for p in model.parameters() if p.requires_grad)]
     slopes_1TC = torch.randn_like(hidden_1TC)
 
     def run() -> object:

@@ -1,4 +1,4 @@
-"""What elementwise operations and the host take, read off the time of a model's own blocks."""
+"""Time of elementwise operations and of the host, read off the time of a model's own blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class TimedBlocks:
     measured_at: datetime
     is_cached: bool
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {
             "passes": [{"segments": [*segments], "seconds": seconds} for segments, seconds in self.seconds.items()],
@@ -76,12 +76,12 @@ def with_blocks(speeds: Speeds, blocks: TimedBlocks) -> Speeds:
 def _least_squares(of: np.ndarray, wanted: np.ndarray) -> tuple[float, float]:
     """Two numbers, none below 0, that solve equations best.
 
-    >>> [round(one, 9) for one in _least_squares(np.array([[1.0, 1.0], [2.0, 1.0]]), np.array([3.0, 5.0]))]
+    >>> [round(x, 9) for x in _least_squares(np.array([[1.0, 1.0], [2.0, 1.0]]), np.array([3.0, 5.0]))]
     [2.0, 1.0]
     """
     both = np.linalg.lstsq(of, wanted, rcond=None)[0]
     if both.min() < 0:  # then the best are on an edge
-        alone = np.maximum(0.0, of.T @ wanted / (of**2).sum(0))
-        edges = [np.array([alone[0], 0.0]), np.array([0.0, alone[1]])]
+        on_axes = np.maximum(0.0, of.T @ wanted / (of**2).sum(0))
+        edges = [np.array([on_axes[0], 0.0]), np.array([0.0, on_axes[1]])]
         both = min(edges, key=lambda edge: float(np.sum((of @ edge - wanted) ** 2)))
     return float(both[0]), float(both[1])

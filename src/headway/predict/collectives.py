@@ -43,7 +43,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How devices are joined.
+    """Links that join devices.
 
     Attributes:
         inside: of a device to the others of its node.
@@ -79,19 +79,19 @@ class Links:
         Returns:
             None where neither says how fast the link is, or how many devices it joins.
         """
-        given = [link_bytes_per_s, network_bytes_per_s, per_node]
+        options = [link_bytes_per_s, network_bytes_per_s, per_node]
         inside, between = link_bytes_per_s or device.link_bytes_per_s, network_bytes_per_s or device.network_bytes_per_s
         joined = per_node or device.devices_per_node
         if inside is None or joined is None:
             return None
         source = f"links as given for {device.title}"
-        if all(value is None for value in given):
+        if all(value is None for value in options):
             source = f"printed links of {device.title} (`headway devices` has their source)"
         network = None if between is None else Link(between, BETWEEN_S)
         return cls(Link(inside, INSIDE_S), network, joined, device.title, source)
 
     def reaches(self, devices: int) -> bool:
-        """Whether as much is known as so many devices need."""
+        """Whether the links that so many devices need are known."""
         return devices <= self.per_node or self.between is not None
 
     def require(self, devices: int) -> None:

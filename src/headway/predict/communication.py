@@ -76,7 +76,7 @@ class Exchanges:
 
     def num_bytes(self, kind: Kind | None = None) -> int:
         """Bytes of a pack's exchanges, of one kind or of all."""
-        return sum(one.num_bytes for one in self.all if kind in (None, one.kind))
+        return sum(exchange.num_bytes for exchange in self.all if kind in (None, exchange.kind))
 
 
 def exposed_s(
@@ -97,9 +97,9 @@ def exposed_s(
     """
     if not overlap:
         forward = backward = Cases.exact(0.0)
-    each = exchanges.timeline(links)
+    timeline = exchanges.timeline(links)
     times = forward.times(1 / packs), backward.times(1 / packs)
-    return each.exposed(*times, last=False).times(packs - 1) + each.exposed(*times, last=True)
+    return timeline.exposed(*times, last=False).times(packs - 1) + timeline.exposed(*times, last=True)
 
 
 class Timeline:
@@ -115,11 +115,11 @@ class Timeline:
 
     def __init__(self, exchanges: Exchanges, links: Links) -> None:
         self._order, self._links = exchanges.order, links
-        whole = sum(exchanges.compute.values()) or 1.0
-        self._shares = np.array([[exchanges.compute.get(unit, 0.0) / whole] for unit in exchanges.order])
-        self._known: dict[tuple[Kind, int, int, int], Cases] = {}  # blocks are alike
+        total = sum(exchanges.compute.values()) or 1.0
+        self._shares = np.array([[exchanges.compute.get(unit, 0.0) / total] for unit in exchanges.order])
+        self._times: dict[tuple[Kind, int, int, int], Cases] = {}  # blocks are alike
         of_last = self._overlaps_of(exchanges.all)
-        repeated = [one for one in exchanges.all if not one.once]
+        repeated = [exchange for exchange in exchanges.all if not exchange.once]
         of_others = of_last if len(repeated) == len(exchanges.all) else self._overlaps_of(repeated)
         self._overlaps = {False: of_others, True: of_last}
 
@@ -131,46 +131,45 @@ class Timeline:
             backward: the same of backward [s].
             last: whether it is a step's last pack.
         """
-        waits, *phases = self._overlaps[last]
-        found = waits
-        for seconds, shares, (before, beside) in zip(
+        waits_s, *phases = self._overlaps[last]
+        for seconds, shares, (unhidden, overlapped) in zip(
             (forward, backward), (self._shares, self._shares[::-1]), phases, strict=True
         ):
-            left = np.maximum(0.0, beside - shares * np.array(seconds))
-            found += Cases(*np.cumsum(np.concatenate([before[None], left]), axis=0)[-1].tolist())
-        return found
+            left = np.maximum(0.0, overlapped - shares * np.array(seconds))
+            waits_s += Cases(*np.cumsum(np.concatenate([unhidden[None], left]), axis=0)[-1].tolist())
+        return waits_s
 
-    def _overlaps_of(self, found: Iterable[Exchange]) -> tuple[Cases, _Overlap, _Overlap]:
-        """What computing waits for, and what runs beside forward and backward."""
+    def _overlaps_of(self, exchanges: Iterable[Exchange]) -> tuple[Cases, _Overlap, _Overlap]:
+        """Sort exchanges into those that computing waits for and those that run beside forward and backward."""
         waits = Cases.exact(0.0)
         gathers: dict[Phase, dict[str, Cases]] = {"forward": {}, "backward": {}}
         sums: dict[str, Cases] = {}
-        for one in found:
-            took = self._seconds(one)
-            if one.waits:
+        for exchange in exchanges:
+            took = self._seconds(exchange)
+            if exchange.waits:
                 waits += took
-            elif one.kind == "all-gather":
-                of_phase = gathers[one.phase]
-                of_phase[one.unit] = of_phase.get(one.unit, Cases.exact(0.0)) + took
+            elif exchange.kind == "all-gather":
+                of_phase = gathers[exchange.phase]
+                of_phase[exchange.unit] = of_phase.get(exchange.unit, Cases.exact(0.0)) + took
             else:
-                sums[one.unit] = sums.get(one.unit, Cases.exact(0.0)) + took
-        backward = _beside(self._order[::-1], gathers["backward"], sums)
-        return waits, _beside(self._order, gathers["forward"], {}), backward
+                sums[exchange.unit] = sums.get(exchange.unit, Cases.exact(0.0)) + took
+        backward = _overlap_of(self._order[::-1], gathers["backward"], sums)
+        return waits, _overlap_of(self._order, gathers["forward"], {}), backward
 
-    def _seconds(self, one: Exchange) -> Cases:
-        key = (one.kind, one.num_bytes, one.ranks, one.stride)
-        if key not in self._known:
-            group = RankGroup.of(one.ranks, one.stride, self._links)
-            self._known[key] = collective_s(one.kind, one.num_bytes, group, self._links)
-        return self._known[key]
+    def _seconds(self, exchange: Exchange) -> Cases:
+        key = (exchange.kind, exchange.num_bytes, exchange.ranks, exchange.stride)
+        if key not in self._times:
+            group = RankGroup.of(exchange.ranks, exchange.stride, self._links)
+            self._times[key] = collective_s(exchange.kind, exchange.num_bytes, group, self._links)
+        return self._times[key]
 
 
-def _beside(order: Sequence[str], gathers: Mapping[str, Cases], sums: Mapping[str, Cases]) -> _Overlap:
+def _overlap_of(order: Sequence[str], gathers: Mapping[str, Cases], sums: Mapping[str, Cases]) -> _Overlap:
     """Exchanges that nothing overlaps, before the first unit and after the last, and those beside each unit [s]."""
     none = Cases.exact(0.0)
-    alone = gathers.get(order[0], none) + sums.get(order[-1], none)
-    beside = [
+    unhidden = gathers.get(order[0], none) + sums.get(order[-1], none)
+    overlapped = [
         gathers.get(following, none) + sums.get(before, none)
         for before, following in zip(("", *order[:-1]), (*order[1:], ""), strict=True)
     ]
-    return np.array(alone), np.array(beside)
+    return np.array(unhidden), np.array(overlapped)

@@ -66,16 +66,16 @@ class Packs:
         """Tokens that are trained on for each sample of the data, those that are left out among the samples."""
         return self.epoch_tokens / self.counts.read
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         names = ("lengths", "samples_per_pack", "most_tokens", "most_patches", "mean_patches")
-        one = {name: getattr(self, name) for name in names}
-        return {**one, **self.report.to_dict(), "overlong": self.counts.to_dict()}
+        numbers = {name: getattr(self, name) for name in names}
+        return {**numbers, **self.report.to_dict(), "overlong": self.counts.to_dict()}
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Everything that a dry run finds.
+    """Result of a dry run.
 
     Attributes:
         model: name of the ledger.
@@ -103,7 +103,7 @@ class DryRun:
         room = room_of(self.device)
         return None if room is None else self.memory.peak <= room
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         shape, params, device = self.shape, self.params, self.device
         return {
@@ -113,11 +113,11 @@ class DryRun:
             "mesh": asdict(shape),
             "device": None if device is None else {"name": device.title, "memory_bytes": device.memory_bytes},
             "params": {"total": params.total, "trainable": params.trainable, "active": params.active},
-            "memory": self.memory.as_json(),
+            "memory": self.memory.to_dict(),
             "fits": self.fits,
-            "ways": [way.as_json() for way in self.ways],
+            "ways": [way.to_dict() for way in self.ways],
             "flops": None if self.packs is None else _flops_json(self.packs.flops),
-            "packs": None if self.packs is None else self.packs.as_json(),
+            "packs": None if self.packs is None else self.packs.to_dict(),
             "notes": list(self.notes),
         }
 
@@ -288,7 +288,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
 
 
 def sharing_of(config: TrainConfig, shape: MeshShape) -> Sharing:
-    """How the processes of a recipe share its model."""
+    """Read off a recipe how its processes share the model."""
     parallel = config.parallel
     return Sharing(
         shards=shape.fsdp,
@@ -325,11 +325,12 @@ def plan_packs(
         ConfigError: none of the lengths fits a pack, or too many samples would have to be planned.
         DataError: a sample exceeds a pack and the policy for those is "error".
     """
-    found = lengths or lengths_of(config, cost_model, shape)
-    if found is None:
+    named_lengths = lengths or lengths_of(config, cost_model, shape)
+    if named_lengths is None:
         return None
-    name, table = found
+    name, table = named_lengths
     data, accumulation = config.data, config.optim.accumulation
+    # the planner of training, over one epoch of these lengths
     budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
     ranks = shape.data_ranks
     items, counts = Items.build({"planned": table}, budget, data.overlong_of_all, cost_model)
@@ -339,23 +340,28 @@ def plan_packs(
     plan = Plan(items, order, budget, ranks * accumulation, strategy=data.strategy, accumulation=accumulation)
     steps = [step for step, _ in plan.steps()]
     report, _ = report_on(steps, items, order, budget, ranks, data.strategy, 0.0)
-    whole = steps[:-1] or steps
-    chosen = np.concatenate([pack for step in whole for pack in step.packs])
+    # the last step of an epoch is short, and no mean step is like it
+    full_steps = steps[:-1] or steps
+    chosen = np.concatenate([pack for step in full_steps for pack in step.packs])
     rows = items.locate(chosen).row
     assert table.grids is not None
     assert table.grid_rows is not None
     grids = table.grids[np.isin(table.grid_rows, rows)]
-    pieces = zip(rows.tolist(), *(each.tolist() for each in items.locate(chosen)[2:4]), strict=True)
+    # a sample that is split goes into packs in pieces, of which each has its own segments
+    pieces = zip(rows.tolist(), *(column.tolist() for column in items.locate(chosen)[2:4]), strict=True)
     lengths_N = [
         length
         for row, start, stop in pieces
         for length in segments_within(table.segments_of(row), start, stop) or (stop - start,)
     ]
-    work = Workload(lengths_N, images=grids, packs=len(whole) * ranks * accumulation)
-    count = cost_model.count(work, recompute=recompute).split(len(whole))[0]
-    num_packs = sum(len(step.packs) for step in whole)
+    # the FLOPs of all these packs, divided by their steps, are those of a mean step
+    work = Workload(lengths_N, images=grids, packs=len(full_steps) * ranks * accumulation)
+    count = cost_model.count(work, recompute=recompute).split(len(full_steps))[0]
+    num_packs = sum(len(step.packs) for step in full_steps)
+    # of the largest packs, tokens and patches need not be of the same one
     most = [
-        max(int(sizes[pack].sum()) for step in whole for pack in step.packs) for sizes in (items.tokens, items.patches)
+        max(int(sizes[pack].sum()) for step in full_steps for pack in step.packs)
+        for sizes in (items.tokens, items.patches)
     ]
     segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
     epoch = int(items.tokens.sum())

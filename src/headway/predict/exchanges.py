@@ -1,4 +1,4 @@
-"""What the processes of a step exchange: weights, gradients, and activations of shared packs and spread experts.
+"""Exchanges of a step between processes: weights, gradients, and activations of shared packs and spread experts.
 
 Bytes are exact, padding of uneven slices included: `tests/predict/test_exchanges.py` holds them against what PyTorch
 runs. Left out, as they are small: the counts of rows that experts exchange first, numbers for the loss and the norm,
@@ -58,17 +58,19 @@ def _all_of(
     """List exchanges once for choices that differ in nothing that is exchanged."""
     order, gathered = _order_of(cost_model, saved, pack.patches > 0)
     again = gathered if sharing.reshard else frozenset()
-    found = [
-        one for one in _of_weights(cost_model, saved, again, state.compute_bytes, sharing, shape) if one.unit in order
+    exchanges = [
+        exchange
+        for exchange in _of_weights(cost_model, saved, again, state.compute_bytes, sharing, shape)
+        if exchange.unit in order
     ]
-    found += _of_activations(cost_model, saved, pack, state, sharing)
+    exchanges += _of_activations(cost_model, saved, pack, state, sharing)
     copied = sum(
-        2 * one.num_bytes if one.kind == "all-gather" else one.num_bytes
-        for one in found
-        if one.kind in ("all-gather", "reduce-scatter")
+        2 * exchange.num_bytes if exchange.kind == "all-gather" else exchange.num_bytes
+        for exchange in exchanges
+        if exchange.kind in ("all-gather", "reduce-scatter")
     )
     compute = _computed(cost_model, saved, pack)
-    return Exchanges(tuple(one for one in found if one.ranks > 1), order, compute, copied)
+    return Exchanges(tuple(exchange for exchange in exchanges if exchange.ranks > 1), order, compute, copied)
 
 
 @remembered
@@ -77,7 +79,7 @@ def _order_of(
 ) -> tuple[tuple[str, ...], frozenset[str]]:
     """Units as forward computes them, and those of them whose weights are gathered again for backward."""
     units = unit_names(cost_model, saved)
-    runs = [has_pictures or not one.component.startswith("vision.") for one in cost_model.parameters]
+    runs = [has_pictures or not parameter.component.startswith("vision.") for parameter in cost_model.parameters]
     places = _Places(cost_model)
     order = sorted({unit for unit, there in zip(units, runs, strict=True) if there}, key=places.before)
     alive = _units_with_backward(cost_model, saved)
@@ -105,26 +107,26 @@ def _of_weights(
 ) -> tuple[Exchange, ...]:
     """Gathers of weights and sums of gradients; spread experts have a mesh of their own."""
     units = unit_names(cost_model, saved)
-    found: list[Exchange] = []
-    whole: Counter[tuple[str, bool]] = Counter()
+    exchanges: list[Exchange] = []
+    gathered: Counter[tuple[str, bool]] = Counter()
     learns: Counter[tuple[str, bool]] = Counter()
     for parameter, unit in zip(sliced(cost_model, shape.fsdp, sharing.expert).parameters, units, strict=True):
         over = spread_over(parameter, sharing.expert)
-        whole[unit, over > 1] += parameter.numel // over
+        gathered[unit, over > 1] += parameter.numel // over
         learns[unit, over > 1] += parameter.numel // over if parameter.trainable else 0
-    for (unit, spread), numel in whole.items():
+    for (unit, spread), numel in gathered.items():
         ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
         gather = Exchange("all-gather", unit, "forward", numel * compute_bytes, ranks, stride)
-        found.append(gather)
+        exchanges.append(gather)
         if unit in again:
-            found.append(Exchange("all-gather", unit, "backward", gather.num_bytes, ranks, stride))
+            exchanges.append(Exchange("all-gather", unit, "backward", gather.num_bytes, ranks, stride))
         summed = learns[unit, spread] * sharing.reduce_bytes
         if summed:
             once = not sharing.reduce_each_pack
-            found.append(Exchange("reduce-scatter", unit, "backward", summed, ranks, stride, once=once))
+            exchanges.append(Exchange("reduce-scatter", unit, "backward", summed, ranks, stride, once=once))
             part = summed // ranks
-            found.append(Exchange("all-reduce", unit, "backward", part, shape.replicate, shape.fsdp, once=once))
-    return tuple(found)
+            exchanges.append(Exchange("all-reduce", unit, "backward", part, shape.replicate, shape.fsdp, once=once))
+    return tuple(exchanges)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,35 +173,41 @@ def _attentions(cost_model: CostModel, saved: SavedActivations, compute_bytes: i
 
     What attention saves is its output and, in float32, one number for each query and head.
     """
-    found = []
+    attentions = []
     for place, row in enumerate(cost_model.rows):
         if row.op != "attention" or row.block not in saved.blocks:
             continue
+        # the linear layers within the same module, before and after its attention
         inside = [
             (number > place, other.features)
             for number, other in enumerate(cost_model.rows)
             if other.features and other.block == row.block and other.module.startswith(f"{row.module}.")
         ]
-        before = [features for behind, features in inside if not behind]
-        after = [features for behind, features in inside if behind]
-        kept = saved.blocks[row.block].attention
-        if not before or not after or not kept:
+        before = [features for is_after, features in inside if not is_after]
+        after = [features for is_after, features in inside if is_after]
+        saved_rows = saved.blocks[row.block].attention
+        if not before or not after or not saved_rows:
             continue
-        given = after[0][0]
-        queries = row.forward // 2 - given
-        heads = max(1, int(sum(kept.values()) - given * compute_bytes) // FLOAT32)
+        # what the projection after attention reads is its output; 2 FLOPs a pair for each value of queries and outputs
+        output = after[0][0]
+        queries = row.forward // 2 - output
+        # what it saves beyond the output is float32, one number for each head
+        heads = max(1, int(sum(saved_rows.values()) - output * compute_bytes) // FLOAT32)
+        # grouped queries: of three projections before it the middle one makes the keys
         key_heads = heads
-        if len(before) > 2 and before[-2][1] * given == before[-1][1] * queries:
+        if len(before) > 2 and before[-2][1] * output == before[-1][1] * queries:
             key_heads = max(1, before[-2][1] * heads // queries)
         # what attention keeps is of all its tokens, where a projection may be of some
-        found.append(_Attention(row.block, next(iter(kept)), heads, key_heads, queries // heads, given // heads))
-    return found
+        attentions.append(
+            _Attention(row.block, next(iter(saved_rows)), heads, key_heads, queries // heads, output // heads)
+        )
+    return attentions
 
 
 def _of_activations(
     cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing
 ) -> Iterator[Exchange]:
-    """What shared packs and spread experts exchange, forward, again where it is recomputed, and backward."""
+    """List all-to-alls of shared packs and spread experts: forward, again where recomputed, and backward."""
     again, alive = chosen_blocks(state.recompute, cost_model, saved), _units_with_backward(cost_model, saved)
 
     def through(unit: str, forward: int, backward: int, ranks: int) -> Iterator[Exchange]:
@@ -214,17 +222,19 @@ def _of_activations(
         for phase, numbers in phases:
             yield Exchange("all-to-all", unit, phase, numbers * state.compute_bytes, ranks, waits=True)
 
+    # shared packs (Ulysses): tokens for heads before attention, heads for tokens behind it
     if sharing.sequence > 1:
-        for one in _attentions(cost_model, saved, state.compute_bytes):
-            unit = cost_model.merge_group if one.driver.startswith("patches") else 1
-            sent = one.sent(pack, sharing.sequence, unit)
-            yield from through(one.block, sent["tokens for heads"], sent["gradients of heads"], sharing.sequence)
-            yield from through(one.block, sent["heads for tokens"], sent["gradients of tokens"], sharing.sequence)
+        for attention in _attentions(cost_model, saved, state.compute_bytes):
+            unit = cost_model.merge_group if attention.driver.startswith("patches") else 1
+            sent = attention.sent(pack, sharing.sequence, unit)
+            yield from through(attention.block, sent["tokens for heads"], sent["gradients of heads"], sharing.sequence)
+            yield from through(attention.block, sent["heads for tokens"], sent["gradients of tokens"], sharing.sequence)
         merged = 0 if cost_model.draws else _merged_width(cost_model)  # a patch's token is where the patch is
         if merged and pack.patches:  # every process is given all visual tokens, and gradients come back
             tokens = pack.patches // cost_model.merge_group
             local = -(-tokens // sharing.sequence)
             yield from through("(vision)", local * merged * sharing.sequence, tokens * merged, sharing.sequence)
+    # spread experts: each token's hidden state to its experts, and their results back
     if sharing.expert > 1:
         slots = -(-pack.slots // sharing.sequence)
         for block, width in _expert_rows(cost_model):
@@ -243,16 +253,16 @@ def _merged_width(cost_model: CostModel) -> int:
 
 @remembered
 def _expert_rows(cost_model: CostModel) -> list[tuple[str, int]]:
-    """For each block with experts, the values that a token sends: a hidden state to each of its experts."""
+    """List each block with experts and the values that a token sends: a hidden state to each of its experts."""
     features = head_features(cost_model)
     width, rows = features[0] if features else 0, rows_of(cost_model)
     blocks = {row.module: row.block for row in cost_model.rows if row.op == "experts"}
-    found = []
+    widths = []
     for module, block in blocks.items():
         parameter = next((p for p in cost_model.parameters if p.name.startswith(f"{module}.")), None)
         if parameter is not None:
-            found.append((block, rows.count(parameter) * parameter.active // parameter.numel * width))
-    return found
+            widths.append((block, rows.count(parameter) * parameter.active // parameter.numel * width))
+    return widths
 
 
 @remembered
@@ -265,7 +275,9 @@ def _units_with_backward(cost_model: CostModel, saved: SavedActivations) -> set[
         if any(gradient.runs(trained) for gradient in row.gradients)
     }
     learning = {
-        unit for unit, one in zip(unit_names(cost_model, saved), cost_model.parameters, strict=True) if one.trainable
+        unit
+        for unit, parameter in zip(unit_names(cost_model, saved), cost_model.parameters, strict=True)
+        if parameter.trainable
     }
     return alive | learning
 

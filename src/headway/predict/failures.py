@@ -1,4 +1,4 @@
-"""What failures cost a run: the checkpoint interval that is best, and the share of time that makes progress.
+"""Cost of failures to a run: the checkpoint interval that is best, and the share of time that makes progress.
 
 Failures come at random, at a constant rate for each device, and any of them stops the whole job. The job then loses
 what it computed since the last whole checkpoint, and the time to start again.
@@ -12,7 +12,7 @@ from headway.errors import PlanError
 
 @dataclass(frozen=True, slots=True)
 class Reliability:
-    """How often a job fails and what that costs.
+    """Rate of a job's failures, and their cost.
 
     Attributes:
         mtbf_s: mean time between failures of one device, with its share of host, network and power [s].
@@ -37,7 +37,7 @@ class Reliability:
 
 @dataclass(frozen=True, slots=True)
 class Interruptions:
-    """What failures do to a job of some devices.
+    """Interruptions of a job of some devices, and the time that they take.
 
     Attributes:
         mtbf_s: mean time between failures of the job [s].

@@ -50,13 +50,13 @@ class Way:
     @property
     def price(self) -> str:
         """Price of the settings, in words."""
-        prices = [PRICES.get(one) or PRICES[one.partition("=")[0]] for one in self.settings]
+        prices = [PRICES.get(setting) or PRICES[setting.partition("=")[0]] for setting in self.settings]
         return "; ".join(prices) or "more devices"
 
     def __str__(self) -> str:
         return " and ".join(self.settings) or f"{self.devices:,} devices"
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {"settings": list(self.settings), "devices": self.devices, "peak_bytes": self.peak_bytes}
 
@@ -99,12 +99,14 @@ def _together(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) ->
     for settings in _gentlest_first(config):
         if best.peak_bytes <= room_bytes:
             break
-        kept = tuple(one for one in best.settings if one.partition("=")[0] != settings[0].partition("=")[0])
-        way = _tried(config, (*kept, *settings), devices, peak)
+        others = tuple(
+            setting for setting in best.settings if setting.partition("=")[0] != settings[0].partition("=")[0]
+        )
+        way = _tried(config, (*others, *settings), devices, peak)
         if way is not None and way.peak_bytes < _WORTH * best.peak_bytes:
             best = way
     for setting in best.settings:
-        way = _tried(config, tuple(one for one in best.settings if one != setting), devices, peak)
+        way = _tried(config, tuple(other for other in best.settings if other != setting), devices, peak)
         if way is not None and way.peak_bytes <= room_bytes:
             best = way
     return best
@@ -138,7 +140,7 @@ def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
 def _tried(config: TrainConfig, settings: tuple[str, ...], devices: int, peak: Peak) -> Way | None:
     """Memory plan with some settings on top of a configuration; None where they cannot take effect."""
     try:
-        changed = with_overrides(config.as_dict(), settings)
+        changed = with_overrides(config.to_dict(), settings)
         return Way(settings, devices, peak(changed, devices))
     except ConfigError:
         return None

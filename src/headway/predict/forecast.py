@@ -62,6 +62,7 @@ class Forecaster:
             ConfigError: of the model no saved activations are known, which tell what elementwise operations move.
             UsageError: its recomputation chooses no block.
         """
+        # a model's rows are read once for each precision of its forward
         shape = config.parallel.mesh_shape(self._devices)
         precision = precision_of(config, self._devices)
         if precision not in self._times:
@@ -73,15 +74,17 @@ class Forecaster:
                 )
             self._times[precision] = StepTimes(self._cost_model, saved, self._speeds)
         recompute = recompute_of(config, self._cost_model, self._saved, shape)
+        # the mean pack: its tokens in one segment, in slots of whole buckets, with its pictures as one
         ranks = shape.world_size // shape.sequence
         tokens = packs.report.fill * config.data.tokens_per_pack
         bucket = config.data.bucket_tokens or 1
-        whole = math.ceil(tokens)
+        pack_tokens = math.ceil(tokens)
         pack = Workload(
-            [whole],
+            [pack_tokens],
             images=one_picture(round(packs.mean_patches), self._cost_model),
-            slots=-(-whole // bucket) * bucket,
+            slots=-(-pack_tokens // bucket) * bucket,
         )
+        # of the step, tokens are counted over all ranks; making packs is shared among the workers
         state = state_of(config, precision, recompute)
         work = StepWork(
             flops=packs.flops,
@@ -101,7 +104,7 @@ class Forecaster:
     def _exchanges_of(
         self, config: TrainConfig, precision: Precision, pack: Workload, state: State, shape: MeshShape
     ) -> Exchanges:
-        """What a device exchanges for a pack, listed once for choices that differ in nothing that is exchanged."""
+        """List exchanges of a pack, once for choices that differ in nothing that is exchanged."""
         sharing = sharing_of(config, shape)
         key = (pack.tokens, pack.patches, pack.slots, state.compute_bytes, state.recompute, sharing, shape)
         if key not in self._exchanges:

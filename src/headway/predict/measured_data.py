@@ -16,7 +16,7 @@ _MOST_S, _MOST_SAMPLES = 2.0, 512
 
 @dataclass(frozen=True)
 class MeasuredData:
-    """What is known of datasets before they are trained on.
+    """Measurements of datasets before they are trained on.
 
     Attributes:
         name: of all of them.

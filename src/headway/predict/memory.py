@@ -10,40 +10,48 @@ Everything is proportional to a parameter count or to a driver of the largest pa
 * the update: copies in float32 of what the optimizer does not hold in it.
 
 Each of these exists at some moments of a step and not at others; the peak is the fullest moment. Held against
-measurement in `benchmarks/results/plan_memory_*.md`. What the allocator and CUDA itself take is `plan.allowance`.
+measurement in `benchmarks/results/plan_memory_*.md`. What the allocator and CUDA itself take, which no tensor
+holds, is listed by `allowances`.
 """
 
-import functools
-import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.rows import hidden_matrices
-from headway.count.units import block_of, chosen_blocks, head_features, head_parameter, is_tied, remembered
+from headway.count.units import chosen_blocks, head_features, head_parameter, is_tied, remembered
 from headway.optim.updating import UpdateOf, updating_of
 from headway.predict.moments import (
     BFLOAT16,
     FLOAT32,
     NO_UNIT,
     PARTS,
+    BackwardBlock,
     Ends,
     Moment,
-    Passed,
     Unit,
     fullest_of_backward,
     moment,
 )
 from headway.predict.recompute import block_bytes
-from headway.predict.slices import SPREAD, numbers_by_unit, sliced, trained_of_process, values_of_spread
+from headway.predict.slices import (
+    SPREAD,
+    cast_weights,
+    kept_casts,
+    numbers_by_unit,
+    sliced,
+    trained_by_block,
+    trained_of_process,
+    values_of_spread,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How processes share a model."""
+    """Sharing of a model among processes."""
 
     shards: int = 1  # processes that hold one copy of the weights between them
     gathers: bool = False  # whether FSDP2 gathers them block by block; a lone process has a plain model
@@ -93,13 +101,13 @@ class MemoryPlan:
 
     @property
     def always(self) -> int:
-        """What is held from step to step."""
+        """Bytes that are held from step to step."""
         return self.weights + self.optimizer + self.average
 
     @property
     def fullest(self) -> Moment:
         """The moment of the peak."""
-        return max(self.moments, key=lambda one: one.total)
+        return max(self.moments, key=lambda m: m.total)
 
     @property
     def peak(self) -> int:
@@ -108,12 +116,12 @@ class MemoryPlan:
 
     def at(self, name: str) -> Moment:
         """The moment of a name, one of `headway.predict.moments.MOMENTS`."""
-        return next(one for one in self.moments if one.name == name)
+        return next(m for m in self.moments if m.name == name)
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The parts, the moments with theirs, and the peak [bytes]."""
         parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "moments"}
-        moments = {one.name: {**one.parts, "total": one.total} for one in self.moments}
+        moments = {m.name: {**m.parts, "total": m.total} for m in self.moments}
         return {**parts, "moments": moments, "peak_moment": self.fullest.name, "peak": self.peak}
 
 
@@ -133,65 +141,133 @@ def plan_memory(
         UsageError: `state.recompute` chooses no block.
     """
     in_slices = sliced(cost_model, sharing.shards, sharing.expert) if sharing.gathers else cost_model
-    held = _shared(state.weight_bytes * in_slices.params.total, sharing)
-    gradients = _shared(state.weight_bytes * in_slices.params.trainable, sharing)
-    optimizer = _shared(state.moment_bytes * num_moments(in_slices, muon=state.muon), sharing)
-    average = _shared(FLOAT32 * in_slices.params.trainable if state.averaged else 0, sharing)
-    units = _units(cost_model, in_slices, saved, state, sharing)
-    chosen = chosen_blocks(state.recompute, cost_model, saved)
+    fixed = _Fixed.of(cost_model, in_slices, state, sharing)
     head = _Head.of(cost_model, pack, state, sharing)
-    computing = replace(state, accumulates=False, chunk=None)  # what blocks do not depend on
-    sharing_blocks = replace(sharing, reshard=True, reduce_each_pack=True)
-    passed = _passed(cost_model, in_slices, saved, pack, computing, sharing_blocks)
-    outside = -(-bytes_of(saved.blocks[""].plain, pack) // sharing.sequence)
-    casts = _kept_casts(cost_model, saved, chosen) * state.compute_bytes if _casts(state, sharing) else 0
-    updating = updating_of(
-        cost_model, in_slices, state.muon, UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards)
-    )
-    batch = _pixels(cost_model, pack, state.compute_bytes)
-    if cost_model.draws:  # whose processes are each given their own patches; others cut all of them
-        batch = -(-batch // sharing.sequence)
-    host = 0
-    if sharing.offload:
-        host = held + gradients + optimizer + average
-        held = gradients = optimizer = average = updating = 0
-    # gradients of the step's earlier packs, which those of this one are added to: no more come then
-    waits = gradients if state.accumulates else 0
+
+    # Gradients of the step's earlier packs lie ready to be added to, so that this pack's backward makes no more.
+    waiting = fixed.gradients if state.accumulates else 0
     if state.accumulates and not sharing.reduce_each_pack:
-        waits = sharing.reduce_bytes * trained_of_process(cost_model, sharing.expert)
-    comes = 0 if waits or sharing.offload else gradients
-    in_blocks = sum(block.gradients for block in passed)
-    at_once = _shared(head.weight, sharing)
-    ends = Ends(
-        outside=outside,
+        waiting = sharing.reduce_bytes * trained_of_process(cost_model, sharing.expert)
+    new_gradients = 0 if waiting or sharing.offload else fixed.gradients
+
+    # Blocks are listed once for all choices of what they do not depend on.
+    of_blocks = replace(state, accumulates=False, chunk=None)
+    sharing_blocks = replace(sharing, reshard=True, reduce_each_pack=True)
+    blocks = _backward_blocks(cost_model, in_slices, saved, pack, of_blocks, sharing_blocks)
+    units = _units(cost_model, in_slices, saved, state, sharing)
+    ends = _ends_of(saved, pack, sharing, head, units, new_gradients, sum(block.gradients for block in blocks))
+
+    # Parts at the fullest point of each moment; the optimizer's state is made by the first update.
+    between = _between(cost_model, saved, pack, state, sharing, blocks, ends) | {"gradients": waiting}
+    walk = _walked(cost_model, in_slices, saved, pack, of_blocks, sharing_blocks, ends, bool(new_gradients))
+    walk = {**walk, "gradients": walk["gradients"] + waiting, "batch": between["batch"]}
+    forward = {**fixed.built(), **_forward(between, head)}
+    backward = {**fixed.built(), **_backward(between, head, walk)}
+    moments = [moment("built", **fixed.built())]
+    for when, optimizer in (("first ", 0), ("", fixed.optimizer)):
+        moments += [
+            moment(f"{when}forward", **forward, optimizer=optimizer),
+            moment(f"{when}backward", **backward, optimizer=optimizer),
+            moment(f"{when}update", **fixed.update()),
+        ]
+    most = {part: max(walk.get(part, 0), *(m.parts.get(part, 0) for m in moments)) for part in PARTS}
+    return MemoryPlan(**most, host=fixed.host, moments=tuple(moments))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """Bytes that no pack changes: this device's share of the model, and what an update adds to it."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    average: int
+    updating: int
+    host: int = 0  # of all but `updating`, in the host's memory instead
+
+    @staticmethod
+    def of(cost_model: CostModel, in_slices: CostModel, state: State, sharing: Sharing) -> "_Fixed":
+        """Multiply parameters with their bytes, and divide by the processes that share a copy."""
+        learning = in_slices.params.trainable
+        weights = _shared(state.weight_bytes * in_slices.params.total, sharing)
+        gradients = _shared(state.weight_bytes * learning, sharing)
+        optimizer = _shared(state.moment_bytes * num_moments(in_slices, muon=state.muon), sharing)
+        average = _shared(FLOAT32 * learning if state.averaged else 0, sharing)
+        if sharing.offload:  # the host updates too
+            return _Fixed(0, 0, 0, 0, 0, host=weights + gradients + optimizer + average)
+        storage = UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards)
+        return _Fixed(weights, gradients, optimizer, average, updating_of(cost_model, in_slices, state.muon, storage))
+
+    def built(self) -> dict[str, int]:
+        """Parts of a model just built, which are there at every moment."""
+        return {"weights": self.weights, "average": self.average}
+
+    def update(self) -> dict[str, int]:
+        """Parts at an update: all gradients, the state that it makes or changes, and copies that it works on."""
+        work = {"gradients": self.gradients, "optimizer": self.optimizer, "updating": self.updating}
+        return {**self.built(), **work}
+
+
+def _forward(between: Mapping[str, int], head: "_Head") -> dict[str, int]:
+    """Parts at the end of forward, where the head's logits are."""
+    return {**between, "head": head.forward}
+
+
+def _backward(between: Mapping[str, int], head: "_Head", walk: dict[str, int]) -> dict[str, int]:
+    """Parts at the fuller of two points of backward: in the head, or at the fullest of the walk through the blocks."""
+    return max({**between, "head": head.backward}, walk, key=lambda parts: sum(parts.values()))
+
+
+def _ends_of(
+    saved: SavedActivations,
+    pack: Workload,
+    sharing: Sharing,
+    head: "_Head",
+    units: Mapping[str, Unit],
+    new_gradients: int,
+    of_blocks: int,
+) -> Ends:
+    """List what stands around the blocks in backward; of the new gradients, `of_blocks` come in the blocks."""
+    head_gradient = _shared(head.weight, sharing)
+    return Ends(
+        outside=-(-bytes_of(saved.blocks[""].plain, pack) // sharing.sequence),
         stream=head.stream,
-        head=at_once if comes else 0,
-        rest=max(0, comes - in_blocks - at_once),
+        head=head_gradient if new_gradients else 0,
+        other_gradients=max(0, new_gradients - of_blocks - head_gradient),
         tied=head.tied,
         root=sum(units.get(name, NO_UNIT).gathered for name in ("(root)", "(vision)")),
         head_unit=units.get("(head)", NO_UNIT),
         embedding_unit=units.get("(embedding)", NO_UNIT),
         stay_gathered=not sharing.reshard,
     )
-    walk = _walked(cost_model, in_slices, saved, pack, computing, sharing_blocks, ends, bool(comes))
-    walk = {**walk, "gradients": walk["gradients"] + waits}
-    # FSDP2 keeps the buffer of the last gathering of a forward until the next, beside what was copied from it
-    last = ends.head_unit.gathered or (passed[-1].unit.gathered if passed else 0)
-    gathered = ends.root + ends.head_unit.gathered + last
+
+
+def _between(
+    cost_model: CostModel,
+    saved: SavedActivations,
+    pack: Workload,
+    state: State,
+    sharing: Sharing,
+    blocks: Sequence[BackwardBlock],
+    ends: Ends,
+) -> dict[str, int]:
+    """Parts as forward ends and backward begins, without head and gradients."""
+    # copies that autocast made of weights and that are still there
+    chosen = chosen_blocks(state.recompute, cost_model, saved)
+    casts = kept_casts(cost_model, saved, chosen) * state.compute_bytes if _casts(state, sharing) else 0
+
+    # processes that share a pack of a model that draws are each given their own patches; others cut all of them
+    batch = _pixels(cost_model, pack, state.compute_bytes)
+    if cost_model.draws:
+        batch = -(-batch // sharing.sequence)
+
+    # FSDP2 (`Unit`): root and head stay whole, and the buffer of forward's last gathering lies beside its copy
+    last_buffer = ends.head_unit.gathered or (blocks[-1].unit.gathered if blocks else 0)
+    gathered = ends.root + ends.head_unit.gathered + last_buffer
     if not sharing.reshard:
-        gathered += ends.embedding_unit.gathered + sum(block.gathered for block in passed)
-    always = {"weights": held, "average": average}
-    activations = outside + sum(block.kept for block in passed)
-    kept = {"activations": activations, "casts": casts, "batch": batch, "gathered": gathered, "gradients": waits}
-    found = [moment("built", **always)]
-    for when, ahead in (("first ", 0), ("", optimizer)):
-        forward = moment(f"{when}forward", **always, **kept, optimizer=ahead, head=head.forward)
-        begins = moment(f"{when}backward", **always, **kept, optimizer=ahead, head=head.backward)
-        passes = moment(f"{when}backward", **always, **walk, optimizer=ahead, batch=batch)
-        update = moment(f"{when}update", **always, optimizer=optimizer, gradients=gradients, updating=updating)
-        found += [forward, max(begins, passes, key=lambda one: one.total), update]
-    most = {part: max(walk.get(part, 0), *(one.parts.get(part, 0) for one in found)) for part in PARTS}
-    return MemoryPlan(**most, host=host, moments=tuple(found))
+        gathered += ends.embedding_unit.gathered + sum(block.gathered for block in blocks)
+    activations = ends.outside + sum(block.activations for block in blocks)
+    return {"activations": activations, "casts": casts, "batch": batch, "gathered": gathered}
 
 
 @remembered
@@ -211,28 +287,34 @@ def _shared(num_bytes: float, sharing: Sharing) -> int:
 
 
 @remembered
-def _passed(
-    whole: CostModel, cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing
-) -> list[Passed]:
-    """What the backward of each block needs and leaves, in the order of forward: towers before the language model.
+def _backward_blocks(
+    cost_model: CostModel, in_slices: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing
+) -> list[BackwardBlock]:
+    """List the backward of each block, in the order of forward: towers before the language model.
 
     Args:
-        whole: the model.
-        cost_model: the same, `sliced`.
+        cost_model: the model.
+        in_slices: the same, `sliced`.
         saved: what autograd saves of it.
         pack: the largest micro-batch.
         state: dtypes, and which blocks are recomputed.
         sharing: of the model among processes.
     """
-    units, chosen = _units(whole, cost_model, saved, state, sharing), chosen_blocks(state.recompute, whole, saved)
-    sizes = block_bytes(cost_model, saved, pack, fused=state.fused, sequence=sharing.sequence)
-    gradients = _trained_by_block(cost_model, saved)
-    casts = _cast_weights(cost_model, saved) if _casts(state, sharing) else Counter[str]()
-    by_spread = values_of_spread(cost_model, saved, sharing.expert)
+    # everything that a block has a share of, by its name
+    units, chosen = (
+        _units(cost_model, in_slices, saved, state, sharing),
+        chosen_blocks(state.recompute, cost_model, saved),
+    )
+    sizes = block_bytes(in_slices, saved, pack, fused=state.fused, sequence=sharing.sequence)
+    gradients = trained_by_block(in_slices, saved)
+    casts = cast_weights(in_slices, saved) if _casts(state, sharing) else Counter[str]()
+    by_spread = values_of_spread(in_slices, saved, sharing.expert)
+    # largest result of a block's products [values], whose gradient exists beside the one that it is made of;
+    # a product's FLOPs are 2 for each result and input feature
     widest: Counter[str] = Counter()
     towers: set[str] = set()
     amounts: dict[str, int] = {}
-    for row in cost_model.rows:
+    for row in in_slices.rows:
         if row.block in sizes:
             if row.component.startswith("vision."):
                 towers.add(row.block)
@@ -243,9 +325,9 @@ def _passed(
                 widest[row.block] = max(widest[row.block], values)
     order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model
     return [
-        Passed(
+        BackwardBlock(
             sizes[name],
-            kept=sizes[name].kept(chosen[name]) if name in chosen else sizes[name].whole,
+            activations=sizes[name].kept(chosen[name]) if name in chosen else sizes[name].saved,
             casts=state.compute_bytes * casts[name],
             is_recomputed=name in chosen,
             gradients=_shared(state.weight_bytes * gradients[name], sharing),
@@ -260,8 +342,8 @@ def _passed(
 
 @remembered
 def _walked(
-    whole: CostModel,
     cost_model: CostModel,
+    in_slices: CostModel,
     saved: SavedActivations,
     pack: Workload,
     state: State,
@@ -270,72 +352,22 @@ def _walked(
     makes_gradients: bool,
 ) -> dict[str, int]:
     """Parts at the fullest point of a backward, whose blocks make gradients beside those that wait, or do not."""
-    passed = _passed(whole, cost_model, saved, pack, state, sharing)
-    return fullest_of_backward(passed if makes_gradients else [replace(one, gradients=0) for one in passed], ends)
-
-
-@remembered
-def _trained_by_block(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:
-    """Numbers of weights that learn, by block; those outside of blocks under ""."""
-    found: Counter[str] = Counter()
-    for parameter in cost_model.parameters:
-        if parameter.trainable:
-            found[block_of(parameter, saved)] += parameter.numel
-    return found
-
-
-def _of_products(cost_model: CostModel) -> set[int]:
-    bits = functools.reduce(
-        operator.or_, (g.needs for row in cost_model.rows for g in row.gradients if g.phase == "wgrad"), 0
-    )
-    return {i for i in range(len(cost_model.parameters)) if bits >> i & 1}
-
-
-def _cast_weights(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:
-    """Numbers of weights by block that are cast for their products; the head's under "(head)"."""
-    head = head_parameter(cost_model)
-    found: Counter[str] = Counter()
-    for number in _of_products(cost_model):
-        parameter = cost_model.parameters[number]
-        found["(head)" if number == head else block_of(parameter, saved)] += parameter.numel
-    return found
-
-
-def _kept_casts(cost_model: CostModel, saved: SavedActivations, chosen: Mapping[str, bool]) -> int:
-    """Number of weights whose copies exist as forward ends.
-
-    Autocast keeps what it cast of a linear layer that learns until forward ends. Experts cast their own weights, and of
-    a frozen weight nothing keeps the copy but the graph: those a recomputed block drops with everything else, and a
-    block without a backward at once.
-    """
-    head = head_parameter(cost_model)
-    alive = cost_model.blocks_in_backward
-    kept = 0
-    for number in _of_products(cost_model):
-        parameter = cost_model.parameters[number]
-        block = block_of(parameter, saved)
-        is_cached = parameter.trainable and not parameter.component.endswith(".experts")
-        if number == head or is_cached or (block in alive and block not in chosen):
-            kept += parameter.numel
-    return kept
+    blocks = _backward_blocks(cost_model, in_slices, saved, pack, state, sharing)
+    return fullest_of_backward(blocks if makes_gradients else [replace(block, gradients=0) for block in blocks], ends)
 
 
 def _units(
     cost_model: CostModel, in_slices: CostModel, saved: SavedActivations, state: State, sharing: Sharing
 ) -> dict[str, Unit]:
-    """What FSDP2 gathers together, by the name of a block or of what is around the blocks.
+    """List the units that FSDP2 gathers, by the name of a block or of what is around the blocks.
 
-    Each block is a unit, what is left of a vision tower, the input embedding, the head, and the root with the rest. The
-    root and the head stay gathered until backward has passed them. Spread experts are a unit within their block. What
-    is gathered and what is laid out for the sum has full slices; gradients come as the weights are.
-
-    Source: `foreach_all_gather_copy_out` and `foreach_reduce` in torch/distributed/fsdp/_fully_shard (torch 2.13).
+    What is gathered and what is laid out for the sum has full slices; gradients come as the weights are.
     """
     if not sharing.gathers:
         return {}
     return {
-        name: Unit(state.compute_bytes * whole, state.compute_bytes * learns, sharing.reduce_bytes * padded)
-        for name, (whole, learns, padded) in numbers_by_unit(cost_model, in_slices, saved, sharing.expert).items()
+        name: Unit(state.compute_bytes * gathered, state.compute_bytes * learns, sharing.reduce_bytes * padded)
+        for name, (gathered, learns, padded) in numbers_by_unit(cost_model, in_slices, saved, sharing.expert).items()
     }
 
 
@@ -379,6 +411,7 @@ class _Head:
         features = head_features(cost_model)
         if features is None:
             return _Head(0, 0, 0, 0, 0)
+        # this process's rows of logits, and the weight's numbers where it learns
         width, vocabulary = features
         slots = -(-pack.slots // sharing.sequence)
         compute = state.compute_bytes
@@ -386,14 +419,67 @@ class _Head:
         number = head_parameter(cost_model)
         learns = number is not None and cost_model.parameters[number].trainable
         numel = width * vocabulary if learns else 0
-        seen = state.weight_bytes if not sharing.gathers else compute  # bytes of a weight as the head sees it
+        weight_bytes = state.weight_bytes if not sharing.gathers else compute  # bytes of a weight as the head sees it
         logit = compute + FLOAT32 + (FLOAT32 if compute < FLOAT32 else 0)
         tied = numel if learns and number is not None and is_tied(cost_model, number) else 0
         stream, weight = FLOAT32 * slots * width, state.weight_bytes * numel
         if state.chunk is None:
-            return _Head(slots * vocabulary * logit, 3 * FLOAT32 * slots * vocabulary, weight, seen * tied, stream)
+            return _Head(
+                slots * vocabulary * logit, 3 * FLOAT32 * slots * vocabulary, weight, weight_bytes * tied, stream
+            )
+        # in chunks: the hidden states' gradient, the weight's in float32, and a chunk of logits; then both are cast
         hidden = compute * slots * width
         copied = hidden if casts else 0  # the norm before gives float32
         working = hidden + copied + FLOAT32 * numel + min(state.chunk, slots) * vocabulary * logit
-        ends = hidden + copied + (stream if casts else 0) + numel * (FLOAT32 + (seen if seen < FLOAT32 else 0))
-        return _Head(max(working, ends), 0, weight, seen * tied, stream)
+        ends = (
+            hidden
+            + copied
+            + (stream if casts else 0)
+            + numel * (FLOAT32 + (weight_bytes if weight_bytes < FLOAT32 else 0))
+        )
+        return _Head(max(working, ends), 0, weight, weight_bytes * tied, stream)
+
+
+# Memory of a CUDA device that no tensor holds. None of it was measured here: it is why a run may fill nine tenths of
+# a device by its plan, and it is listed so that a reader can set it against that tenth.
+MIB = 2**20
+
+CONTEXT = 512 * MIB
+"""Allowance for CUDA's context and the kernels that are loaded with it, which differ by driver and device [bytes]."""
+
+COMMUNICATOR = 256 * MIB
+"""Allowance for the buffers of one NCCL communicator [bytes]: 4 MiB for each channel and each protocol that uses them.
+
+Source: NCCL_BUFFSIZE, 4 MiB by default, docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html.
+"""
+
+WORKSPACE = 32 * MIB
+"""Workspace of cuBLAS for a stream, as PyTorch gives it on Hopper; less on older devices [bytes].
+
+Source: docs.pytorch.org/docs/stable/notes/cuda.html, "cuBLAS workspaces".
+"""
+
+LARGE_SEGMENT, SMALL_SEGMENT = 20 * MIB, 2 * MIB
+"""What the allocator takes from the driver for one request of up to 10 MiB, and for those up to 1 MiB [bytes].
+
+The rest of the last one of each is what it cannot use at worst, where segments grow; tensors themselves are rounded up
+to 512 bytes. Source: c10/core/AllocatorConfig.h of torch 2.13, kLargeBuffer and kSmallBuffer.
+"""
+
+
+def allowances(communicators: int) -> dict[str, int]:
+    """List what a CUDA device holds beside tensors [bytes].
+
+    Attention needs no entry: what its backward works on, in float32 and of the queries' shape, exists when the gated
+    product of the same block is gone, which is larger.
+
+    Args:
+        communicators: groups of processes that this one exchanges with; 0 for a lone one.
+
+    >>> sum(allowances(communicators=0).values()) // 2**20
+    566
+    """
+    parts = {"CUDA context": CONTEXT, "cuBLAS workspace": WORKSPACE}
+    if communicators:
+        parts["communicators"] = communicators * COMMUNICATOR
+    return {**parts, "allocator's last segments": LARGE_SEGMENT + SMALL_SEGMENT}

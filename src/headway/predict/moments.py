@@ -40,7 +40,7 @@ what it normalised and of the squares' mean, and two products on their way to th
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a device holds at the fullest point of a moment."""
+    """Memory of a device at the fullest point of a moment."""
 
     name: str  # one of `MOMENTS`
     parts: Mapping[str, int]  # bytes by name, in the order of `PARTS`; none is 0
@@ -62,7 +62,20 @@ def moment(name: str, **parts: int) -> Moment:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Weights that FSDP2 gathers together [bytes]; of a lone process, nothing."""
+    """Buffers of the weights that FSDP2 gathers together, in one unit [bytes]; of a lone process, nothing.
+
+    Each block is a unit, and so are what is left of a vision tower, the input embedding, the head, and the root with
+    the rest. Spread experts are a unit within their block. In a step,
+
+    * forward gathers a unit into one buffer and copies the whole weights out of it. The buffer stays until the next
+      unit is gathered, so the last one's is there as forward ends;
+    * behind a unit its weights are let go of, but for root and head, and but for all of them without resharding;
+    * backward gathers the unit again and, while it computes, the one before it;
+    * the unit's gradients come whole (`arriving`). Then its weights are let go of, and the gradients are laid out for
+      their sum over the processes (`summing`), which stay until those of the next unit have come.
+
+    Source: `foreach_all_gather_copy_out` and `foreach_reduce` in torch/distributed/fsdp/_fully_shard (torch 2.13).
+    """
 
     gathered: int = 0  # whole, in the dtype of the products, with what fills slices up
     arriving: int = 0  # its gradients as backward makes them, whole, without it
@@ -74,11 +87,11 @@ NO_UNIT = Unit()
 
 
 @dataclass(frozen=True, slots=True)
-class Passed:
-    """What the backward of one block needs and leaves [bytes]."""
+class BackwardBlock:
+    """Backward of one block: what it needs and leaves [bytes]."""
 
     size: BlockBytes
-    kept: int  # from forward
+    activations: int  # from forward
     casts: int  # copies of its weights, which exist from forward on, or, where it is recomputed, in its backward alone
     is_recomputed: bool
     gradients: int  # of its weights, on this device, once backward has passed it
@@ -95,12 +108,12 @@ class Passed:
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """What stands around the blocks in backward [bytes]."""
+    """Parts around the blocks in backward [bytes]."""
 
     outside: int  # activations that no block saved
     stream: int  # the residual stream in float32, whose last norm backward passes first
     head: int  # gradient of the head's weight, which backward begins with
-    rest: int  # gradients of weights in no block, the head's not among them, which come last
+    other_gradients: int  # gradients of weights in no block, the head's not among them, which come last
     tied: int  # the input embedding's gradient, where it is added to the head's
     root: int = 0  # gathered weights that stay
     head_unit: Unit = NO_UNIT
@@ -108,14 +121,12 @@ class Ends:
     stay_gathered: bool = False  # whether units that forward gathered stay so until backward has passed them
 
 
-def fullest_of_backward(blocks: Sequence[Passed], ends: Ends) -> dict[str, int]:
+def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str, int]:
     """Find the parts at the fullest point of a backward.
 
     Backward goes from the last block to the first. As it enters a block, the blocks before it hold what they kept, this
-    one all that it saves, and the blocks after it have turned into gradients. FSDP2 has the block's weights whole and
-    fetches those of the block before; the gradients of the unit after are laid out for their sum until this one's
-    have come. Then the unit's weights are let go of, and its gradients exist twice, as they came and laid out. Spread
-    experts of a block are a unit that backward passes before the rest of the block.
+    one all that it saves, and the blocks after it have turned into gradients. Weights are gathered, and gradients
+    summed, as `Unit` says; spread experts of a block are a unit that backward passes before the rest of the block.
 
     Args:
         blocks: in the order of forward.
@@ -124,40 +135,48 @@ def fullest_of_backward(blocks: Sequence[Passed], ends: Ends) -> dict[str, int]:
     Returns:
         Bytes of activations, recomputing, passing, casts, gradients, gathered and reducing.
     """
-    kept = ends.outside + sum(block.kept for block in blocks)
+    # what is there as backward begins; each block below takes its own out
+    activations = ends.outside + sum(block.activations for block in blocks)
     casts = sum(block.casts for block in blocks if not block.is_recomputed)
     staying = ends.embedding_unit.gathered + sum(block.gathered for block in blocks)
     gradients, after, head = ends.head, ends.head_unit, ends.head_unit
     point = {
-        "activations": kept, "passing": _NORM * ends.stream, "casts": casts, "gradients": gradients,
+        "activations": activations, "passing": _NORM * ends.stream, "casts": casts, "gradients": gradients,
         "gathered": ends.root + head.gathered + (staying if ends.stay_gathered else 0),
     }  # fmt: skip
+    # behind the head: the last norm's backward, then the head's gradients on their way to their sum
     points = _reduced(point, head, NO_UNIT)
     for number, block in reversed(list(enumerate(blocks))):
-        again = block.size.whole - block.kept if block.is_recomputed else 0
+        # entering the block: what it saves is there, computed again where it was not kept; the block before is gathered
+        again = block.size.saved - block.activations if block.is_recomputed else 0
         before = blocks[number - 1].unit if number else ends.embedding_unit
-        whole = ends.root + (staying if ends.stay_gathered else block.gathered + before.gathered)
+        gathered = ends.root + (staying if ends.stay_gathered else block.gathered + before.gathered)
         point = {
-            "activations": kept, "recomputing": again, "passing": block.passing + ends.stream, "gradients": gradients,
-            "casts": casts + (block.casts if block.is_recomputed else 0), "gathered": whole, "reducing": after.summing,
+            "activations": activations, "recomputing": again, "passing": block.passing + ends.stream,
+            "casts": casts + (block.casts if block.is_recomputed else 0), "gradients": gradients,
+            "gathered": gathered, "reducing": after.summing,
         }  # fmt: skip
         points.append(point)
         point = {**point, "passing": ends.stream}
+        # the block's spread experts go first, and let go of what their products saved
         if block.spread.gathered:
-            passed = min(block.by_spread, again or block.kept)
-            point["recomputing" if again else "activations"] -= passed
+            freed = min(block.by_spread, again or block.activations)
+            point["recomputing" if again else "activations"] -= freed
             points += _reduced(point, block.spread, after)
-            whole, after = whole - block.spread.gathered, block.spread
-        kept -= block.kept
+            gathered, after = gathered - block.spread.gathered, block.spread
+        # behind the block: what it kept is gone, its gradients are there
+        activations -= block.activations
         casts -= 0 if block.is_recomputed else block.casts
         gradients += block.gradients
-        point = {**point, "activations": kept, "recomputing": 0, "casts": casts, "gradients": gradients}
-        points += _reduced({**point, "gathered": whole}, block.unit, after)
+        point = {**point, "activations": activations, "recomputing": 0, "casts": casts, "gradients": gradients}
+        points += _reduced({**point, "gathered": gathered}, block.unit, after)
         after = block.unit
         staying -= block.gathered
+    # the input embedding, whose gradient is added to the head's where weights are tied
     last = ends.embedding_unit
     points.append({
-        "activations": kept, "passing": ends.stream + ends.tied, "casts": casts, "gradients": gradients + ends.rest,
+        "activations": activations, "passing": ends.stream + ends.tied, "casts": casts,
+        "gradients": gradients + ends.other_gradients,
         "gathered": ends.root + last.gathered, "reducing": last.arriving + last.summing,
     })  # fmt: skip
     return max(points, key=lambda point: sum(point.values()))

@@ -16,13 +16,13 @@ from headway.report import format_bytes
 class BlockBytes:
     """Activations that one block keeps from forward to backward [bytes]."""
 
-    whole: int  # where it is not recomputed
+    saved: int  # all of them, where it is not recomputed
     entry: int  # where it is: what enters it
     attention: int = 0  # kept beside the entry where attention does not run again
 
     def kept(self, keeps_attention: bool) -> int:
-        """What it keeps where it is recomputed."""
-        return min(self.whole, self.entry + (self.attention if keeps_attention else 0))
+        """Bytes that it keeps where it is recomputed."""
+        return min(self.saved, self.entry + (self.attention if keeps_attention else 0))
 
 
 @remembered
@@ -77,9 +77,9 @@ def least_within(
 
 def most_kept(blocks: Mapping[str, BlockBytes], recomputed: Mapping[str, bool]) -> int:
     """The most that blocks hold at a time: what all keep, and what the largest recomputed one makes again [bytes]."""
-    kept = {name: blocks[name].kept(keeps) for name, keeps in recomputed.items()}
-    again = max((blocks[name].whole - size for name, size in kept.items()), default=0)
-    return sum(kept.get(name, block.whole) for name, block in blocks.items()) + again
+    entries = {name: blocks[name].kept(keeps) for name, keeps in recomputed.items()}
+    again = max((blocks[name].saved - size for name, size in entries.items()), default=0)
+    return sum(entries.get(name, block.saved) for name, block in blocks.items()) + again
 
 
 def least_recomputed(blocks: Mapping[str, BlockBytes], budget_bytes: int) -> dict[str, bool]:
@@ -95,16 +95,18 @@ def least_recomputed(blocks: Mapping[str, BlockBytes], budget_bytes: int) -> dic
     Raises:
         PlanError: all blocks recomputed, with attention, are not enough.
 
-    >>> layers = {f"layers.{i}": BlockBytes(whole=100, entry=10, attention=5) for i in range(4)}
+    >>> layers = {f"layers.{i}": BlockBytes(saved=100, entry=10, attention=5) for i in range(4)}
     >>> least_recomputed(layers, budget_bytes=320)
     {'layers.1': True, 'layers.3': True}
     """
+    # stacks of blocks, those first that free the most per block; blocks that free nothing are left as they are
     towers: dict[str, list[str]] = {}
     for name, block in blocks.items():
-        if block.whole > block.entry:
+        if block.saved > block.entry:
             towers.setdefault(name.rpartition(".")[0], []).append(name)
-    order = sorted(towers.values(), key=lambda names: -_mean([blocks[n].whole - blocks[n].kept(True) for n in names]))
+    order = sorted(towers.values(), key=lambda names: -_mean([blocks[n].saved - blocks[n].kept(True) for n in names]))
     all_blocks = [name for names in order for name in names]
+    # block by block, attention kept, until it fits
     for chosen in _growing(order):
         if most_kept(blocks, dict.fromkeys(chosen, True)) <= budget_bytes:
             return {name: True for name in blocks if name in set(chosen)}

@@ -1,4 +1,4 @@
-"""What autograd saves of a recipe's model as the recipe trains it: with what is frozen frozen and adapters in place.
+"""Activations that autograd saves of a recipe's model as the recipe trains it, frozen parts and adapters included.
 
 The input of a frozen layer is not saved for its weight's gradient, and an adapter saves inputs of its own, so both are
 traced with the model. A model that learns whole is read from the shipped file where it ships.

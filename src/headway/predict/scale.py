@@ -1,4 +1,4 @@
-"""How a recipe's step grows with devices: the real plan of packs, memory, time, exchanges and failures at each size.
+"""Growth of a recipe's step with devices: the real plan of packs, memory, time, exchanges and failures at each size.
 
 Each rank keeps its packs, so a step of more devices has more tokens. Packs are planned by the planner that training
 uses, for all ranks and as many steps as it plans at a time, over the lengths of the recipe's plan section.
@@ -93,7 +93,7 @@ class SizedRun:
     def _line(self, key: str) -> Cases:
         return next((line.seconds for line in self.time.lines if line.key == key), Cases.exact(0.0))
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; of each time the best, the expected and the worst case."""
         return {
             "devices": self.devices,
@@ -103,9 +103,9 @@ class SizedRun:
             "balance": self.packs.report.balance,
             "memory_bytes": self.memory.peak,
             "fits": self.fits,
-            "ways": [way.as_json() for way in self.ways],
+            "ways": [way.to_dict() for way in self.ways],
             "padding": self.padding,
-            "time": self.time.as_json(),
+            "time": self.time.to_dict(),
             "exposed_s": [*self.exposed],
             "waiting_s": [*self.waiting],
             "interruptions": None if self.interruptions is None else asdict(self.interruptions),
@@ -115,7 +115,7 @@ class SizedRun:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a recipe runs on, whatever its size.
+    """Hardware and run of a recipe, whatever its size.
 
     Attributes:
         cost_model: of the model, with what is frozen frozen and adapters in place.
@@ -177,7 +177,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
     Raises:
         PlanError: something else, or a number that is none of devices.
     """
-    found = []
+    sizes = []
     for part in text.split(","):
         word = part.strip().replace("_", "")
         if not word.isdecimal() or not 1 <= int(word) <= MOST_DEVICES:
@@ -185,8 +185,8 @@ def sizes_of(text: str) -> tuple[int, ...]:
                 f"--scale {text}: {part.strip()!r} is no number of devices. Write numbers from 1 to {MOST_DEVICES:,} "
                 "joined by commas, such as 8,64,512."
             )
-        found.append(int(word))
-    return tuple(dict.fromkeys(found))
+        sizes.append(int(word))
+    return tuple(dict.fromkeys(sizes))
 
 
 def sized(config: TrainConfig, devices: int) -> TrainConfig:
@@ -216,16 +216,19 @@ def enough_lengths(
             steps //= 2
         return steps
 
+    # lengths that were measured, drawn in turn
     if pattern is not None:
         steps = fitting(float(np.minimum(pattern[1].tokens, config.data.tokens_per_pack).mean()))
         return lengths_in_turn(config, pattern, shape, steps), steps
+    # a table of the recipe, repeated as often as needed
     if config.plan.lengths is not None:
         name, table = read_table(config.plan.lengths, cost_model)
         mean = float(np.minimum(table.tokens, config.data.tokens_per_pack).mean())
         steps = fitting(mean)
         return (name, repeated(table, samples_of(config, shape, mean, steps), config.data.seed)), steps
+    # a mix of the recipe, from which any number can be drawn
     steps = fitting(mean_of(config.plan.mix)) if config.plan.mix is not None else STEPS
-    found = lengths_of(config, cost_model, shape, steps)
-    if found is None:
+    drawn = lengths_of(config, cost_model, shape, steps)
+    if drawn is None:
         raise PlanError(NO_LENGTHS)
-    return found, steps
+    return drawn, steps

@@ -1,12 +1,15 @@
-"""Slices of parameters: FSDP2 cuts them by rows, and fills the last ones up; experts may be spread beforehand."""
+"""Numbers of weights: of the slices that FSDP2 cuts by rows and fills up, of spread experts, and of each block."""
 
+import functools
+import operator
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
 from headway.count.rows import Parameter
-from headway.count.units import block_of, head_features, remembered, unit_names
+from headway.count.units import block_of, head_features, head_parameter, remembered, unit_names
 
 SPREAD = " (experts)"
 """Follows a block's name in that of the unit of its spread experts."""
@@ -20,8 +23,8 @@ def padding_of(cost_model: CostModel, shards: int, expert: int = 1) -> float:
         shards: processes that hold one copy of the weights between them.
         expert: processes that the experts of a layer are spread over.
     """
-    held: int = sliced(cost_model, shards, expert).params.total
-    return held / max(1, cost_model.params.total)
+    padded: int = sliced(cost_model, shards, expert).params.total
+    return padded / max(1, cost_model.params.total)
 
 
 @remembered
@@ -36,12 +39,14 @@ def sliced(cost_model: CostModel, shards: int, expert: int) -> CostModel:
         shards: processes that hold one copy of the weights between them.
         expert: processes that the experts of a layer are spread over.
     """
-    rows, found = rows_of(cost_model), []
-    for one in cost_model.parameters:
-        spread = spread_over(one, expert)
-        numel = spread * rows.padded(one, shards, spread)
-        found.append(replace(one, numel=numel, active=numel if one.active == one.numel else one.active))
-    return replace(cost_model, parameters=tuple(found))
+    rows, parameters = rows_of(cost_model), []
+    for parameter in cost_model.parameters:
+        spread = spread_over(parameter, expert)
+        numel = spread * rows.padded(parameter, shards, spread)
+        parameters.append(
+            replace(parameter, numel=numel, active=numel if parameter.active == parameter.numel else parameter.active)
+        )
+    return replace(cost_model, parameters=tuple(parameters))
 
 
 def spread_over(parameter: Parameter, expert: int) -> int:
@@ -69,19 +74,19 @@ def numbers_by_unit(
     """
     gathered, learns, padded = Counter[str](), Counter[str](), Counter[str]()
     names = unit_names(cost_model, saved)
-    for one, held, name in zip(cost_model.parameters, in_slices.parameters, names, strict=True):
-        spread = spread_over(one, expert)
+    for parameter, in_slices_of, name in zip(cost_model.parameters, in_slices.parameters, names, strict=True):
+        spread = spread_over(parameter, expert)
         unit = f"{name}{SPREAD}" if spread > 1 else name
-        gathered[unit] += held.numel // spread
-        if one.trainable:
-            learns[unit] += one.numel // spread
-            padded[unit] += held.numel // spread
+        gathered[unit] += in_slices_of.numel // spread
+        if parameter.trainable:
+            learns[unit] += parameter.numel // spread
+            padded[unit] += in_slices_of.numel // spread
     return {unit: (size, learns[unit], padded[unit]) for unit, size in gathered.items()}
 
 
 @remembered
 def values_of_spread(cost_model: CostModel, saved: SavedActivations, expert: int) -> Counter[str]:
-    """By block, numbers per token that the products of spread experts read and give, which backward needs.
+    """Count values per token that products of spread experts read and give, by block; backward needs them.
 
     Args:
         cost_model: of the model.
@@ -89,13 +94,13 @@ def values_of_spread(cost_model: CostModel, saved: SavedActivations, expert: int
         expert: processes that the experts of a layer are spread over.
     """
     features, rows = head_features(cost_model), rows_of(cost_model)
-    found: Counter[str] = Counter()
+    values: Counter[str] = Counter()
     for parameter in cost_model.parameters:
         if features and spread_over(parameter, expert) > 1:
             width, count = features[0], rows.count(parameter)
-            chosen, each = parameter.active * count // parameter.numel, parameter.numel // count
-            found[block_of(parameter, saved)] += chosen * (width + each // width)
-    return found
+            chosen, size = parameter.active * count // parameter.numel, parameter.numel // count
+            values[block_of(parameter, saved)] += chosen * (width + size // width)
+    return values
 
 
 class Rows:
@@ -117,10 +122,10 @@ class Rows:
     def padded(self, parameter: Parameter, ranks: int, spread: int) -> int:
         """Numbers of a parameter, or of the part that one of `spread` processes keeps, in slices for `ranks`."""
         count = self.count(parameter)
-        each = parameter.numel // count
+        row_size = parameter.numel // count
         own = count // spread
         ranks //= spread
-        return -(-own // ranks) * ranks * each
+        return -(-own // ranks) * ranks * row_size
 
     def count(self, parameter: Parameter) -> int:
         """Rows of a parameter: outputs of a linear module, experts, entries of a table, or the length of a vector."""
@@ -149,16 +154,62 @@ class Rows:
         largest: dict[str, int] = {}
         for parameter in cost_model.parameters:
             if parameter.component.endswith(".router") and parameter.numel >= width:
-                beside = parameter.name
-                while beside:
-                    beside = beside.rpartition(".")[0]
-                    largest[beside] = max(largest.get(beside, 0), parameter.numel)
-        holders = {p.name.rpartition(".")[0] for p in cost_model.parameters if p.component.endswith(".experts")}
-        found = ((holder, largest.get(holder.rpartition(".")[0], 0)) for holder in holders)
-        return {holder: numel // width for holder, numel in found if width and numel}
+                holder = parameter.name
+                while holder:
+                    holder = holder.rpartition(".")[0]
+                    largest[holder] = max(largest.get(holder, 0), parameter.numel)
+        modules = {p.name.rpartition(".")[0] for p in cost_model.parameters if p.component.endswith(".experts")}
+        candidates = ((module, largest.get(module.rpartition(".")[0], 0)) for module in modules)
+        return {module: numel // width for module, numel in candidates if width and numel}
 
 
 @remembered
 def rows_of(cost_model: CostModel) -> Rows:
     """Rows of a model's parameters, found once."""
     return Rows(cost_model)
+
+
+@remembered
+def trained_by_block(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:
+    """Numbers of weights that learn, by block; those outside of blocks under ""."""
+    numbers: Counter[str] = Counter()
+    for parameter in cost_model.parameters:
+        if parameter.trainable:
+            numbers[block_of(parameter, saved)] += parameter.numel
+    return numbers
+
+
+def _of_products(cost_model: CostModel) -> set[int]:
+    bits = functools.reduce(
+        operator.or_, (g.needs for row in cost_model.rows for g in row.gradients if g.phase == "wgrad"), 0
+    )
+    return {i for i in range(len(cost_model.parameters)) if bits >> i & 1}
+
+
+def cast_weights(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:
+    """Numbers of weights by block that are cast for their products; the head's under "(head)"."""
+    head = head_parameter(cost_model)
+    numbers: Counter[str] = Counter()
+    for number in _of_products(cost_model):
+        parameter = cost_model.parameters[number]
+        numbers["(head)" if number == head else block_of(parameter, saved)] += parameter.numel
+    return numbers
+
+
+def kept_casts(cost_model: CostModel, saved: SavedActivations, chosen: Mapping[str, bool]) -> int:
+    """Number of weights whose copies exist as forward ends.
+
+    Autocast keeps what it cast of a linear layer that learns until forward ends. Experts cast their own weights, and of
+    a frozen weight nothing keeps the copy but the graph: those a recomputed block drops with everything else, and a
+    block without a backward at once.
+    """
+    head = head_parameter(cost_model)
+    alive = cost_model.blocks_in_backward
+    numel = 0
+    for number in _of_products(cost_model):
+        parameter = cost_model.parameters[number]
+        block = block_of(parameter, saved)
+        is_cached = parameter.trainable and not parameter.component.endswith(".experts")
+        if number == head or is_cached or (block in alive and block not in chosen):
+            numel += parameter.numel
+    return numel

@@ -75,10 +75,10 @@ _IDENTITIES: tuple[_Identity, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """Everything that follows."""
+    """Quantities that were put in and those that follow from them."""
 
     values: Mapping[str, float]  # all known quantities by key
-    given: frozenset[str]  # keys of those that were given
+    inputs: frozenset[str]  # keys of those that it was solved from
     warnings: tuple[str, ...] = ()  # numbers that cannot be right, with likely causes
 
     @property
@@ -87,11 +87,11 @@ class Solution:
         return tuple(quantity for quantity in QUANTITIES if quantity.key not in self.values)
 
 
-def solve(given: Mapping[str, float]) -> Solution:
+def solve(inputs: Mapping[str, float]) -> Solution:
     """Derive every quantity that the given ones determine.
 
     Args:
-        given: values by key of `QUANTITIES`; times in seconds, MFU a fraction, rates and FLOPs of all chips together
+        inputs: values by key of `QUANTITIES`; times in seconds, MFU a fraction, rates and FLOPs of all chips together
             unless the key says per chip.
 
     Returns:
@@ -106,39 +106,46 @@ def solve(given: Mapping[str, float]) -> Solution:
     0.5
     """
     values: dict[str, float] = {}
-    for key, value in given.items():
+    # positive numbers of known quantities alone
+    for key, value in inputs.items():
         if key not in _BY_KEY:
             raise PlanError(f"{key!r} is no quantity of a plan; known are {', '.join(_BY_KEY)}.")
         if not (math.isfinite(value) and value > 0):
             raise PlanError(f"{_name(key)} is {value:g}: it must be a positive number.")
         values[key] = float(value)
-    if given.get("mfu", 0.0) > 1:
+    if inputs.get("mfu", 0.0) > 1:
         raise PlanError(
-            f"--mfu {given['mfu']:g} is above 1, which no device reaches. Give a fraction: {given['mfu'] / 100:g} for "
-            f"{given['mfu']:g} %."
+            f"--mfu {inputs['mfu']:g} is above 1, which no device reaches. Give a fraction: "
+            f"{inputs['mfu'] / 100:g} for {inputs['mfu']:g} %."
         )
     changed = True
+    # an identity with one unknown gives it; each new value may complete another identity
     while changed:
         changed = False
         for exponents, scale in _IDENTITIES:
             unknown = [key for key in exponents if key not in values]
             if len(unknown) == 1:
-                rest = scale * math.prod(values[key] ** power for key, power in exponents.items() if key in values)
-                values[unknown[0]] = rest ** (-1 / exponents[unknown[0]])
+                others_product = scale * math.prod(
+                    values[key] ** power for key, power in exponents.items() if key in values
+                )
+                values[unknown[0]] = others_product ** (-1 / exponents[unknown[0]])
                 changed = True
     for exponents, scale in _IDENTITIES:
         if all(key in values for key in exponents):
-            _check(exponents, scale, values, given)
-    if len(values) == len(given):
+            _check(exponents, scale, values, inputs)
+    # nothing was derived: say what would help
+    if len(values) == len(inputs):
         raise PlanError(
-            f"nothing follows from {_list(given)}. An MFU needs FLOPs per token (a model with segments or --seq-len), "
+            f"nothing follows from {_list(inputs)}. An MFU needs FLOPs per token (a model with segments or --seq-len), "
             "--chips, --device and --step-time with --tokens-per-step, or tokens/s; a training time needs "
             "--total-tokens and tokens/s, or an MFU with chips, device and model; chips needed follow from --within."
         )
-    return Solution(values, frozenset(given), _warnings(values))
+    return Solution(values, frozenset(inputs), _warnings(values))
 
 
-def _check(exponents: Mapping[str, int], scale: float, values: Mapping[str, float], given: Mapping[str, float]) -> None:
+def _check(
+    exponents: Mapping[str, int], scale: float, values: Mapping[str, float], inputs: Mapping[str, float]
+) -> None:
     """Refuse values that break an identity by more than rounding."""
     product = scale * math.prod(values[key] ** power for key, power in exponents.items())
     if abs(product - 1) <= _TOLERANCE:
@@ -146,7 +153,7 @@ def _check(exponents: Mapping[str, int], scale: float, values: Mapping[str, floa
     parts = ", ".join(f"{_name(key)} {values[key]:.6g}" for key in exponents)
     raise PlanError(
         f"the given values contradict each other: {parts} do not belong together (they differ by a factor of "
-        f"{max(product, 1 / product):.4g}). Given were {_list(given)}. Leave one of them out, and it is derived."
+        f"{max(product, 1 / product):.4g}). Given were {_list(inputs)}. Leave one of them out, and it is derived."
     )
 
 
@@ -165,5 +172,5 @@ def _name(key: str) -> str:
     return _BY_KEY[key].label
 
 
-def _list(given: Mapping[str, float]) -> str:
-    return ", ".join(f"{_name(key)} {value:.6g}" for key, value in given.items()) or "nothing"
+def _list(inputs: Mapping[str, float]) -> str:
+    return ", ".join(f"{_name(key)} {value:.6g}" for key, value in inputs.items()) or "nothing"

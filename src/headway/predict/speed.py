@@ -68,7 +68,7 @@ def put_in_kernels(speed: SpeedConfig, model: PreTrainedModel, device: torch.dev
 def chosen_recompute(
     config: TrainConfig, model: PreTrainedModel, cost_model: CostModel, precision: Precision, *, fused: bool
 ) -> str:
-    """Which blocks are recomputed, as `recompute_blocks` and `CostModel.count` take it.
+    """Name the blocks that are recomputed, as `recompute_blocks` and `CostModel.count` take it.
 
     A size is held against a pack of `data.tokens_per_pack` and `data.patches_per_pack`; without a budget of patches, of
     as many as those tokens can stand for.

@@ -1,4 +1,4 @@
-"""How fast a device computes what a step consists of: measured at the model's own shapes, or a share of its peak."""
+"""Speed of a device at what a step consists of: measured at the model's own shapes, or a share of its peak."""
 
 import math
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ LAUNCH_S = 5e-6
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a device does per second.
+    """Rates of a device.
 
     Attributes:
         name: of the device.
@@ -87,7 +87,7 @@ class Speeds:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the rates are those of the model's own shapes on this device."""
+        """Whether the rates were measured on this device at the model's own shapes."""
         return bool(self.products)
 
     @classmethod
@@ -212,5 +212,5 @@ def _rate_at(rates: Mapping[int, float], length: float) -> float:
     lengths = sorted(rates)
     if length >= lengths[-1]:
         return rates[lengths[-1]]
-    token_s = float(np.interp(length, lengths, [(one + 1) / rates[one] for one in lengths]))
+    token_s = float(np.interp(length, lengths, [(n + 1) / rates[n] for n in lengths]))
     return (length + 1) / token_s

@@ -87,7 +87,7 @@ class StepForecast:
         """Real tokens per second, all devices together."""
         return Cases(*(self.tokens / seconds for seconds in self.seconds))
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; of each quantity the best, the expected and the worst case."""
         lines = [{"key": line.key, "name": line.name, "seconds": [*line.seconds]} for line in self.lines]
         return {
@@ -103,7 +103,7 @@ class StepForecast:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a mean step asks of the devices.
+    """Work of a mean step for the devices.
 
     Attributes:
         flops: useful ones of all devices together, by component.
@@ -144,12 +144,12 @@ class StepTimes:
     def __init__(self, cost_model: CostModel, saved: SavedActivations, speeds: Speeds) -> None:
         self._cost_model, self._saved, self._speeds = cost_model, saved, speeds
         trained = cost_model.trained
-        found: dict[tuple[str, str], dict[str, Counter[_Kind]]] = defaultdict(lambda: defaultdict(Counter))
+        kinds_of_driver: dict[tuple[str, str], dict[str, Counter[_Kind]]] = defaultdict(lambda: defaultdict(Counter))
         alive = set()
         queries = {row.block: (row.component, row.driver) for row in reversed(cost_model.rows) if row.op != "attention"}
         self._queries: dict[tuple[str, str], tuple[str, str]] = {}  # of attention, by a product of the same block
         for row in cost_model.rows:
-            kinds, kind = found[row.component, row.driver], (row.op == "attention", row.features)
+            kinds, kind = kinds_of_driver[row.component, row.driver], (row.op == "attention", row.features)
             if row.op == "attention" and row.block in queries:
                 self._queries.setdefault((row.component, row.driver), queries[row.block])
             kinds["forward"][kind] += row.forward
@@ -158,7 +158,7 @@ class StepTimes:
                 if gradient.runs(trained):
                     kinds[gradient.phase][kind] += gradient.flops
                     alive.add(row.block)
-        self._kinds, self._alive = found, alive
+        self._kinds, self._alive = kinds_of_driver, alive
 
     def predict(self, work: StepWork, state: State) -> StepForecast:
         """Predict a step.
@@ -171,6 +171,7 @@ class StepTimes:
             UsageError: `state.recompute` chooses no block.
         """
         speeds, devices = self._speeds, work.devices
+        # useful FLOPs at the peak, then what is lost to the ceiling of real products, recomputation and padding
         padding = self._padding(work, state)
         rows = self._run_again(work, state)
         at_ceiling: dict[str, float] = defaultdict(float)
@@ -186,12 +187,15 @@ class StepTimes:
             "padding": sum(padding.values()) / devices / speeds.ceiling_flops_per_s,
         }
         lines = [TimeLine(key, NAMES[key], Cases.exact(seconds)) for key, seconds in head.items()]
+        # components whose products are slower than the ceiling: their own time less that at the ceiling
         for name, seconds in self.computed_s(work, state).items():
             lines.append(TimeLine(f"{SLOW}.{name}", f"{SLOW}: {name}", seconds - Cases.exact(at_ceiling[name])))
+        # elementwise operations and copies of gathered weights move bytes; the optimizer moves its own
         copied = 0 if work.exchanges is None else work.exchanges.copied_bytes
         lines.append(self._line("memory", speeds.moving_s(work.packs * (self.moved_bytes(work, state) + copied))))
         passes = sum((line.seconds for line in lines), Cases.exact(0.0))
         lines.append(self._line("optimizer", speeds.memory_s(self._optimizer_bytes(work, state))))
+        # what exchanges take longer than forward and backward, and waiting for the rank with the most work
         computed = sum((line.seconds for line in lines), Cases.exact(0.0))
         if work.exchanges is not None and work.links is not None:
             forward = sum(row.forward for row in rows) / sum(row.total + row.recompute for row in rows)
@@ -200,10 +204,12 @@ class StepTimes:
             lines.append(self._line("communication.transfer", waits))
         waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
         lines.append(self._line("communication.waiting", waiting))
-        late = speeds.launching_s(self.launches(state) * work.packs)
+        # the host launches kernels ahead of the device, and the step waits for what it does not hide
+        launching = speeds.launching_s(self.launches(state) * work.packs)
         if speeds.runs_ahead:
-            late = Cases(*(max(0.0, seconds) for seconds in late - computed))
-        lines.append(self._line("idle.launch", late))
+            launching = Cases(*(max(0.0, seconds) for seconds in launching - computed))
+        lines.append(self._line("idle.launch", launching))
+        # data are made beside all of it
         step = sum((line.seconds for line in lines), Cases.exact(0.0))
         lines.append(self._line("idle.data", Cases(*(max(0.0, work.making_s - seconds) for seconds in step))))
         peak = speeds.peak_flops_per_s * devices
@@ -345,11 +351,11 @@ def shapes_of(cost_model: CostModel, rows: Iterable[int] = ROWS) -> list[Shape]:
         rows: numbers of rows of their inputs to list them for.
     """
     features = {row.features for row in cost_model.rows if row.features is not None}
-    found = {
+    shapes = {
         shape
         for units in rows
-        for one in features
+        for sizes in features
         for phase in ("forward", "dgrad", "wgrad")
-        if (shape := product_shape(phase, units, one)) is not None
+        if (shape := product_shape(phase, units, sizes)) is not None
     }
-    return sorted(found, key=lambda shape: (math.prod(shape), shape))
+    return sorted(shapes, key=lambda shape: (math.prod(shape), shape))

@@ -149,6 +149,7 @@ def suggest(
     """
     lengths = MeasuredLengths.of(list(data.values()))
     pack = pack_length(lengths)
+    # the recipe without what depends on the device
     added = {setting: list(tokens) for setting, tokens in (new_tokens or {}).items() if tokens}
     raw: dict[str, Any] = {
         "model": {"path": model}
@@ -162,12 +163,14 @@ def suggest(
     if lengths.longest > pack:
         raw["data"]["overlong"] = "split" if lengths.are_documents else "drop"
     planned = None
+    # settings that make it fit the device's memory
     if device is not None:
         if len(data) == 1:  # a plan over the data themselves; over full packs where there are several
             raw["plan"] = {"lengths": str(next(iter(data.values())).path)}
         raw, planned = _fitted(raw, cost_model, saved, device)
         raw.pop("plan", None)
         raw["plan"] = {"device": device.key}
+    # packs of a step for enough samples, then epochs for enough steps
     per_step = lengths.tokens.mean() * _SAMPLES_PER_STEP / raw["data"]["tokens_per_pack"]
     steps, accumulation = _steps(data, raw["data"], cost_model, max(1, min(_SAMPLES_PER_STEP, math.ceil(per_step))))
     if accumulation > 1:
@@ -178,6 +181,7 @@ def suggest(
     raw["optim"] = {"epochs": epochs} | raw["optim"]
     raw["optim"]["warmup_steps"] = min(total // 2, max(1, round(0.03 * total)))
     raw["checkpoint"] = {"every": max(1, min(steps, total // 2))}
+    # the text is read back, so that what is written is what runs
     text = _commented(raw, _comments(raw, lengths, steps, planned, cost_model))
     return Suggestion(text, parse_config(yaml.safe_load(text)), lengths, epochs, steps, planned)
 
@@ -217,10 +221,10 @@ def pack_length(lengths: MeasuredLengths) -> int:
 
 def _train(data: Mapping[str, LengthIndex], columns: Mapping[str, str]) -> list[dict[str, Any]]:
     """One source, or several in proportion to their samples."""
-    named = {"columns": dict(columns)} if columns else {}
+    own_columns = {"columns": dict(columns)} if columns else {}
     if len(data) == 1:
-        return [{"path": path, **named} for path in data]
-    return [{"mix": [{"path": path, "weight": int(index.ok.sum()), **named} for path, index in data.items()]}]
+        return [{"path": path, **own_columns} for path in data]
+    return [{"mix": [{"path": path, "weight": int(index.ok.sum()), **own_columns} for path, index in data.items()]}]
 
 
 def _learning_rate(cost_model: CostModel, *, adapters: bool) -> float:
@@ -299,8 +303,10 @@ def _comments(
     rate = "adapters learn at higher rates (QLoRA)" if adapters else "the usual rate of full fine-tuning"
     if not adapters and cost_model.params.total < _SMALL_MODEL:
         rate = f"by size, for {format_count(cost_model.params.total)} parameters (Kaplan et al. 2020, D.1)"
+    # numbers that the comments name
     over = int((lengths.tokens > pack).sum())
-    held = max(1.0, pack / float(lengths.tokens.mean()))
+    samples_per_pack = max(1.0, pack / float(lengths.tokens.mean()))
+    # for each setting that a suggestion may have
     comments = {
         "model": "What learns: all weights, unless lora or freeze say otherwise.",
         "model.path": "folder, config.json or Hub id",
@@ -311,7 +317,7 @@ def _comments(
         "model.lora": f"all weights would not fit {planned.device.title}" if planned and planned.device else "adapters",
         "data": f"{lengths}.",
         "data.train": "each row becomes a sample; docs/data.md has the forms",
-        "data.tokens_per_pack": f"one micro-batch: about {held:,.0f} samples without padding [tokens]",
+        "data.tokens_per_pack": f"one micro-batch: about {samples_per_pack:,.0f} samples without padding [tokens]",
         "data.overlong": f"{format_count(over)} samples are longer ({format_share(over / len(lengths.tokens))})",
         "optim": f"One epoch is {format_count(steps)} steps on one device, and fewer on several.",
         "optim.epochs": _why_epochs(optim["epochs"], lengths),
@@ -325,10 +331,11 @@ def _comments(
         "run": "Where everything goes: metrics.jsonl, checkpoints, summary.json, export/.",
         "run.folder": "one run each",
     }
+    # memory, where it was planned for a device
     if planned is not None and planned.device is not None:
         share = planned.memory.peak / (planned.device.memory_bytes or planned.memory.peak)
-        found = f"{format_bytes(planned.memory.peak)} at most, {format_share(share)} of {planned.device.title}"
-        comments |= {"plan": f"Memory by the plan: {found}.", "plan.device": "for --dry-run, which shows it by part"}
+        peak = f"{format_bytes(planned.memory.peak)} at most, {format_share(share)} of {planned.device.title}"
+        comments |= {"plan": f"Memory by the plan: {peak}.", "plan.device": "for --dry-run, which shows it by part"}
     comments |= {f"optim.{key}": comments.get(f"optim.{key}", "") for key in optim}
     return comments
 

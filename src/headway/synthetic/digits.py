@@ -78,6 +78,7 @@ def write_digits(
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(scans))
     num_held = round(held_out * len(scans))
+    # scans, not images, are divided: no rendering of a held-out scan is trained on
     eval_scans, train_scans = order[:num_held], order[num_held:]
     try:
         (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -91,6 +92,7 @@ def write_digits(
             num_eval_scans=len(eval_scans),
             num_images=len(train_images) + len(eval_images),
         )
+        # samples are rows of renderings: one digit for a start, then one to several
         _write_samples(data.one_digit, _compose(train_images, num_one_digit, 1, rng), rng)
         _write_samples(data.train, _compose(train_images, num_train, MAX_DIGITS, rng), rng)
         _write_samples(data.eval, _compose(eval_images, num_eval, MAX_DIGITS, rng), rng)
@@ -205,6 +207,7 @@ def write_reader(folder: Path, texts: Iterable[str] = (*QUESTIONS, "user\n", "as
     token = tokenizer.convert_tokens_to_ids
     hidden_size, num_heads, spread = 128, 4, 0.06
     head_dim = hidden_size // num_heads
+    # rotary positions of three axes: time has what height and width leave
     third = head_dim // 6
     config = Qwen3VLConfig(
         text_config={

@@ -31,7 +31,7 @@ class DrawnDigits:
     """Files and sizes of the dataset."""
 
     draw: Path
-    read: Path
+    reading: Path
     eval: Path
     num_train_scans: int
     num_eval_scans: int
@@ -63,20 +63,25 @@ def write_drawn_digits(folder: Path, *, held_out: float = 0.2, seed: int = 0) ->
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(scans))
     num_held = round(held_out * len(scans))
-    held, trained = order[:num_held].tolist(), order[num_held:].tolist()
+    eval_scans, train_scans = order[:num_held].tolist(), order[num_held:].tolist()
+    # scans are divided, so that the evaluation reads strokes that were never shown
     names = [f"images/{number:04d}.png" for number in range(len(scans))]
-    data = DrawnDigits(folder / "draw.jsonl", folder / "read.jsonl", folder / "eval.jsonl", len(trained), len(held))
+    data = DrawnDigits(
+        folder / "draw.jsonl", folder / "read.jsonl", folder / "eval.jsonl", len(train_scans), len(eval_scans)
+    )
     try:
         (folder / "images").mkdir(parents=True, exist_ok=True)
         for name, scan in zip(names, scans, strict=True):
             Image.fromarray(np.round(255 * scan.pixels).astype(np.uint8)).save(folder / name)
-        asked = []
-        for number in trained:
+        # requests to draw, of which a share leaves the digit open
+        requests = []
+        for number in train_scans:
             words = _REQUESTS[rng.integers(len(_REQUESTS))].format(NAMES[scans[number].digit])
             words = FREE if rng.random() < _FREE_SHARE else words
-            asked.append(_chat(words, [{"type": "image", "image": names[number]}]))
-        _write(data.draw, asked)
-        for path, numbers in ((data.read, trained), (data.eval, held)):
+            requests.append(_chat(words, [{"type": "image", "image": names[number]}]))
+        _write(data.draw, requests)
+        # the same scans to read, and the held-out ones
+        for path, numbers in ((data.reading, train_scans), (data.eval, eval_scans)):
             _write(path, [_reading(names[number], scans[number].digit) for number in numbers])
     except OSError as error:
         raise DataError(
@@ -126,5 +131,5 @@ def classify(drawn: NDArray[np.float64]) -> NDArray[np.int64]:
 
     scans = load_scans()
     learnt = SVC(gamma=0.064).fit([scan.pixels.ravel() for scan in scans], [scan.digit for scan in scans])
-    found: NDArray[np.int64] = learnt.predict(drawn.reshape(len(drawn), -1))
-    return found
+    digits: NDArray[np.int64] = learnt.predict(drawn.reshape(len(drawn), -1))
+    return digits

@@ -90,9 +90,11 @@ def write_new_model(
         )
     if any(hasattr(config, f"{part}_config") for part in ("vision", "audio")):
         processor_class(config)
+    # the shape whose parameters are nearest to those wanted
     shape, parameters = _nearest(config, size, vocab_size)
     area = _token_area(config)
     write_small_model(folder, config, texts, max_pixels=IMAGE_TOKENS * area, shape=shape, vocab_size=vocab_size)
+    # weights are drawn with a spread that suits each width
     written: Any = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     text = written.get_text_config()
     for part in subconfigs(written):
@@ -124,7 +126,7 @@ def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
         for sample in islice(samples_of(source), _MOST_SAMPLES // len(sources)):
             count += 1
             if isinstance(sample, Chat):
-                found = [message.text for message in sample.messages] + [f"{m.role}\n" for m in sample.messages]
+                own_texts = [message.text for message in sample.messages] + [f"{m.role}\n" for m in sample.messages]
                 has_media = has_media or bool(sample.images or sample.videos)
                 if sample.audio:
                     raise ConfigError(
@@ -132,9 +134,9 @@ def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
                         "a checkpoint that listens, such as one of Qwen2-Audio, or leave the rows with sounds out."
                     )
             else:
-                found = [sample.content] if isinstance(sample.content, str) else []
-            texts += found
-            characters += sum(map(len, found))
+                own_texts = [sample.content] if isinstance(sample.content, str) else []
+            texts += own_texts
+            characters += sum(map(len, own_texts))
             if characters > _MOST_CHARACTERS // len(sources):
                 break
     if not any(text.strip() for text in texts):

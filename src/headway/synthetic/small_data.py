@@ -16,7 +16,7 @@ from headway.packing.budget import square_grid
 from headway.packing.lengths import Mix
 
 # One token each for a tokenizer that learned from them, and a space.
-WORDS = tuple(f"{first}{rest}" for first in "bdfgklmnprst" for rest in ("al", "en", "ir", "om", "ut"))
+WORDS = tuple(f"{onset}{rime}" for onset in "bdfgklmnprst" for rime in ("al", "en", "ir", "om", "ut"))
 _RULE = 0.9  # share of the words that follow from the one before
 _OVERHEAD = 16  # tokens that a chat's turns take beside its words
 _FRAME = (2, 4)  # height and width of a video's frames [tokens]
@@ -66,24 +66,27 @@ def write_small_data(
     """
     rng = np.random.default_rng(seed)
     tokens, media, number = mix.draw(rng, num_samples)
+    # lengths of the mix, made smaller; a chat's turns take their share of each
     words = np.maximum(1, np.round((tokens - media) * scale)).astype(int) - _OVERHEAD
     side = patch_size * merge_size
     try:
         (folder / "media").mkdir(parents=True, exist_ok=True)
         with (folder / "samples.jsonl").open("w", encoding="utf-8") as file:
             for row in range(num_samples):
+                # media first, each with its share of the room, then words for question and answer
                 room = longest - 2 * _OVERHEAD
                 content: list[dict[str, Any]] = []
-                for each in range(int(number[row])):
+                for place in range(int(number[row])):
                     size = max(1, round(media[row] / number[row] * scale))
                     size = max(1, min(size, room // (int(number[row]) + 1)))
-                    part, taken = _write_media(folder, mix, f"{row:05d}_{each}", size, side, rng)
+                    part, media_tokens = _write_media(folder, mix, f"{row:05d}_{place}", size, side, rng)
                     content.append(part)
-                    room -= taken
+                    room -= media_tokens
                 count = max(2, min(int(words[row]), room))
                 content.append({"type": "text", "text": _sentence(count // 2, rng)})
                 answer = _sentence(count - count // 2, rng)
                 messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+                # every other sample asks for its first image instead of showing it
                 if draws and row % 2 and len(content) > 1:
                     messages = [
                         {"role": "user", "content": content[-1:]},
@@ -99,11 +102,11 @@ def write_small_data(
 
 def _sentence(num_words: int, rng: np.random.Generator) -> str:
     place = int(rng.integers(len(WORDS)))
-    said = []
+    words = []
     for _ in range(max(1, num_words)):
-        said.append(WORDS[place])
+        words.append(WORDS[place])
         place = (7 * place + 3) % len(WORDS) if rng.random() < _RULE else int(rng.integers(len(WORDS)))
-    return " " + " ".join(said)
+    return " " + " ".join(words)
 
 
 def _write_media(
@@ -111,11 +114,11 @@ def _write_media(
 ) -> tuple[dict[str, Any], int]:
     """Write an image or a video of about so many tokens; returns the part of a message, and what it takes [tokens]."""
     if mix.kind == "videos":
-        each = _FRAME[0] * _FRAME[1] + _TIMESTAMP
-        pairs = max(2, tokens // each)
+        pair_tokens = _FRAME[0] * _FRAME[1] + _TIMESTAMP
+        pairs = max(2, tokens // pair_tokens)
         path = f"media/{name}.mp4"
         _write_video(folder / path, 2 * pairs, _FRAME[0] * side, _FRAME[1] * side, rng)
-        return {"type": "video", "video": path}, pairs * each
+        return {"type": "video", "video": path}, pairs * pair_tokens
     _, height, width = square_grid(tokens, 1)
     pixels = _shades(height * side, width * side, rng)
     path = f"media/{name}.png"

@@ -37,7 +37,7 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class Shape:
-    """How small.
+    """Sizes of a small model: how small.
 
     Attributes:
         layers: of the text model, and of the vision tower, at most.
@@ -78,6 +78,7 @@ def write_small_model(
         ConfigError: a model whose configuration does not name its widths, heads and depth as transformers' do.
     """
     vision = getattr(config, "vision_config", None)
+    # a tokenizer alone, or a processor with the model's own patches and merging
     if vision is None or getattr(config, "draws", False):
         write_tokenizer(folder, texts, vocab_size=vocab_size)
     else:
@@ -93,6 +94,7 @@ def write_small_model(
         )
     opened: Any = load_processor(folder)
     tokenizer = getattr(opened, "tokenizer", opened)
+    # special tokens have other ids in the small vocabulary
     small = small_config(config, len(tokenizer), shape)
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
     names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
@@ -157,12 +159,14 @@ def _shrink_text(small: Any, old: Any, vocabulary: int, shape: Shape) -> None:
         raise ConfigError(
             f"a model of type {old.model_type!r} cannot be scaled down: its configuration names no {missing[0]}."
         )
+    # query heads per key head stay, so that grouped queries stay grouped
     heads = old.num_attention_heads
     key_value = getattr(old, "num_key_value_heads", None) or heads
     head_dim = getattr(old, "head_dim", None) or old.hidden_size // heads
     new_key_value = min(shape.key_value_heads, key_value)
     small.num_key_value_heads = new_key_value
     small.num_attention_heads = heads // key_value * new_key_value
+    # every width shrinks as all heads together do
     scale = small.num_attention_heads * shape.head_dim / (heads * head_dim)
     small.hidden_size = _width(old.hidden_size * scale)
     if getattr(old, "head_dim", None):
@@ -173,6 +177,7 @@ def _shrink_text(small: Any, old: Any, vocabulary: int, shape: Shape) -> None:
     small.vocab_size = vocabulary
     if rope := getattr(small, "rope_parameters", None):
         small.rope_parameters = _small_rope(rope, head_dim, shape.head_dim, _SECTIONS.get(old.model_type))
+    # a few experts, from which a router still chooses
     for name in _NUM_EXPERTS:
         if isinstance(getattr(old, name, None), int) and getattr(old, name):
             setattr(small, name, min(EXPERTS, getattr(old, name)))

@@ -108,7 +108,7 @@ class Check:
             return "nothing is proved: no step has a witness"
         return f"nothing was lost or repeated in {_named(self.proved)}"
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """One JSON-ready object."""
         derived = {"without_witness": self.without_witness, "unproved": self.unproved, "verdict": self.verdict}
         return {"schema_version": SCHEMA_VERSION, **vars(self), **derived}

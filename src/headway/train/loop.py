@@ -248,7 +248,7 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
     phase.at("export", watched=False)  # takes as long as the model is large, and nobody waits for it
     if ranks.is_first:
         with meter.boundary.guard("The summary in the run folder"):  # a run killed while it exports has one
-            write_json(config.run.folder / SUMMARY, summary.as_json())
+            write_json(config.run.folder / SUMMARY, summary.to_dict())
         run.exports.make(saved)
         with meter.boundary.guard("The record of predicted and measured memory"):
             record_memory(run, config, utilisation.peak_memory_bytes)
@@ -361,11 +361,11 @@ def _evaluate(run: Run, eval_set: EvalSet, step: int, out: _Outputs) -> Evaluati
     with run.weights_to_judge():
         evaluation = eval_set.evaluate(run.trained.model_with_loss, device, autocast)
         answers = [] if run.generation_eval is None else run.generation_eval.answer(run.model, device, autocast)
-    record = {"schema_version": SCHEMA_VERSION, "kind": "evaluation", "step": step, **evaluation.as_record()}
+    record = {"schema_version": SCHEMA_VERSION, "kind": "evaluation", "step": step, **evaluation.to_dict()}
     out.metrics.write(record)
     out.progress.note(evaluation_line(record))
     for number, answer in enumerate(answers):
-        out.samples.write(answer.as_record(step))
+        out.samples.write(answer.to_dict(step))
         if number < _SHOWN_ANSWERS:
             out.progress.note(f"  {answer_line(answer)}")
     if len(answers) > _SHOWN_ANSWERS:

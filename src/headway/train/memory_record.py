@@ -57,7 +57,7 @@ def record_memory(run: Run, config: TrainConfig, peak_bytes: int) -> Path | None
             "device": torch.cuda.get_device_name(run.device),
             "torch": torch.__version__,
             "processes": run.ranks.size,
-            "predicted": planned.as_json(),
+            "predicted": planned.to_dict(),
             "measured": measured,
         },
     )

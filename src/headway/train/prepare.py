@@ -246,7 +246,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         exports=exports,
     )
     if ranks.is_first:
-        write_json(config.run.folder / RUN, _facts(run) | {"recipe": config.recipe.as_record()})
+        write_json(config.run.folder / RUN, _facts(run) | {"recipe": config.recipe.to_dict()})
     return run
 
 

@@ -70,7 +70,7 @@ class ProfileWindow(ProfiledSteps):
                 f"{meter.device}. Take it out."
             )
         steps = range(settings.start, settings.last + 1)
-        super().__init__(meter, folder / "profile", steps=steps, ranks=settings.ranks, tell=note)
+        super().__init__(meter, folder / "profile", steps=steps, ranks=settings.ranks, report=note)
         self._memory = settings.memory
         self._feed, self._recorder = feed, recorder
         # By the step's number; of experts a function, since the device is not to be waited for within the window.

@@ -134,7 +134,7 @@ class StepRecorder:
         # Each further loss is a mean over what its driver counts.
         counts = {name: getattr(pending.share.workload, TERMS[name]) for name in numbers.terms}
         record = {
-            **window.as_record(),
+            **window.to_dict(),
             # JSON has no numbers for what is not finite, and nothing to learn from has no loss
             "loss": sum(numbers.losses) / targets if is_finite and targets else None,
             **{

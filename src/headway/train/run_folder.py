@@ -144,7 +144,7 @@ class RunFolder:
         if goes_on:
             _check_unchanged(config, self.path)
         (self.path / CHECKPOINTS).mkdir(exist_ok=True)
-        content = yaml.safe_dump(config.as_dict(), sort_keys=False).encode()
+        content = yaml.safe_dump(config.to_dict(), sort_keys=False).encode()
         write_whole(self.path / CONFIG, lambda file: file.write(content))
         return goes_on
 
@@ -239,4 +239,4 @@ def _is_free(name: str) -> bool:
 
 
 def _by_name(config: TrainConfig) -> dict[str, Any]:
-    return {name.replace("/", "."): value for name, value in flatten({"step": 0, **config.as_dict()}).items()}
+    return {name.replace("/", "."): value for name, value in flatten({"step": 0, **config.to_dict()}).items()}

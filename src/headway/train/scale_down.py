@@ -76,7 +76,7 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
     scale = tokens / config.data.tokens_per_pack
     patches = config.data.patches_per_pack
     folder = config.run.folder / "small"
-    raw = config.as_dict()
+    raw = config.to_dict()
     raw["model"] |= {"path": str(folder / "model"), "random_init": True}
     raw["data"] |= {
         "train": [{"path": str(folder / "data" / "samples.jsonl")}],

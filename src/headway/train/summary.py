@@ -77,10 +77,10 @@ class RunSummary:
         """Whether every step that was asked for has been taken."""
         return self.steps == self.planned_steps
 
-    def as_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """One JSON-ready object; seconds, counts and fractions."""
         return {
-            **self.utilisation.as_record(),
+            **self.utilisation.to_dict(),
             "schema_version": SCHEMA_VERSION,
             "kind": "run",
             "folder": str(self.folder),
@@ -97,7 +97,7 @@ class RunSummary:
             "first_loss": self.first_loss,
             "last_loss": self.last_loss,
             **({} if self.last_flow_loss is None else {"last_flow_loss": self.last_flow_loss}),
-            "evaluation": self.evaluation.as_record() if self.evaluation else None,
+            "evaluation": self.evaluation.to_dict() if self.evaluation else None,
             "vision_share": self.utilisation.flops.share("vision"),
             "conventions": [*self.conventions],
             "fill": self.report.fill,

@@ -8,7 +8,7 @@ import pytest
 from headway.errors import DataError, PlanError
 from headway.predict.dry_run import memory_plan, plan_packs
 from headway.predict.tune import distinct, front
-from headway.predict.tune.search import Priced
+from headway.predict.tune.search import PricedLengths
 from headway.predict.tune.space import changed_config
 from helpers.pretended_search import pretended, table
 
@@ -44,7 +44,7 @@ def test_packs_and_memory_are_those_of_a_dry_run(make_search):
     best = search.run().ranked[0]
     name, lengths = search.lengths
     packs = plan_packs(best.config, search.cost_model, best.shape, "none", lengths=(name, lengths))
-    assert packs.as_json() == best.packs.as_json()
+    assert packs.to_dict() == best.packs.to_dict()
     memory = memory_plan(best.config, search.cost_model, search.saved, 8, packs.most_tokens, packs.most_patches)
     assert memory == best.memory
 
@@ -104,7 +104,7 @@ def test_the_recipe_itself_is_timed_too(make_search, recipe):
 def test_lengths_cost_what_they_cost_and_are_counted_once(make_search, monkeypatch):
     model = make_search().cost_model
     lengths = table(50, 90)
-    priced = Priced(lengths.tokens, lengths.patches, lengths.grids, lengths.grid_rows)
+    priced = PricedLengths(lengths.tokens, lengths.patches, lengths.grids, lengths.grid_rows)
     expected = lengths.costs(model)
     assert (priced.costs(model) == expected).all()
     monkeypatch.setattr("headway.packing.lengths.segment_costs", None)

@@ -62,9 +62,11 @@ def import_bagel(folder: Path, target: Path) -> BagelConfig:
         )
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"The folder {target} is not empty, and is to be written. Give another one.")
+    # weights are linked as they are, so that their names and shapes must be those of the model here
     text, vision = (_read_json(folder / name) for name in _CONFIGS)
     shapes, autoencoder = _shapes(folder / _WEIGHTS), _read_tensors(folder / _AUTOENCODER)
     config = _configuration(text, vision, shapes, autoencoder)
+    # the model without memory, for the names and shapes that it expects
     with torch.device("meta"):
         model = BagelModel(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -74,6 +76,7 @@ def import_bagel(folder: Path, target: Path) -> BagelConfig:
     of_vae = {name: shape for name, shape in expected.items() if name not in ours}
     _compare({name: tuple(tensor.shape) for name, tensor in renamed.items()}, of_vae, folder / _AUTOENCODER)
 
+    # the tokenizer gets the marks around an image that it lacks
     tokenizer: Any = load_processor(folder)
     vocabulary = tokenizer.get_vocab()
     tokenizer.add_tokens([token for pair in AROUND.values() for token in pair if token not in vocabulary])
@@ -81,6 +84,7 @@ def import_bagel(folder: Path, target: Path) -> BagelConfig:
     config.architectures = ["BagelModel"]
     config.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    # both files as shards of one model, which an index names
     parts = {"model-1.safetensors": [*ours], "model-2.safetensors": [*renamed]}
     _link(folder / _WEIGHTS, target / "model-1.safetensors")
     save_file(renamed, target / "model-2.safetensors", metadata={"format": "pt"})
@@ -96,14 +100,17 @@ def _configuration(
     autoencoder: dict[str, torch.Tensor],
 ) -> BagelConfig:
     """Put the two configurations together; what neither says is read off the shapes of the weights."""
+    # the autoencoder's stages and blocks, of which no file speaks
     widths = list[int]()
     while (name := f"encoder.down.{len(widths)}.block.0.conv1.weight") in autoencoder:
         widths.append(len(autoencoder[name]))
     blocks = {re.match(r"encoder\.down\.0\.block\.(\d+)", name) for name in autoencoder} - {None}
     try:
+        # sides of squares: places of patches to read, places of latent patches, and a latent patch itself
         channels = autoencoder["decoder.conv_in.weight"].shape[1]
+        # the tower's depth is that of its weights
         tower = [re.search(r"^vit_model\..*\.layers\.(\d+)\.", name) for name in shapes]
-        vision["num_hidden_layers"] = 1 + max(int(found[1]) for found in tower if found)
+        vision["num_hidden_layers"] = 1 + max(int(match[1]) for match in tower if match)
         vision["image_size"] = math.isqrt(shapes["vit_pos_embed.pos_embed"][0]) * vision["patch_size"]
         side = math.isqrt(shapes["latent_pos_embed.pos_embed"][0])
         patch = math.isqrt(shapes["vae2llm.weight"][1] // channels)
@@ -111,17 +118,20 @@ def _configuration(
         raise CheckpointError(
             f"The weights lack {error}, so they are not those of a model that reads and draws images."
         ) from error
-    kept = {name: value for name, value in vision.items() if name not in ("rope", "architectures", "model_type")}
+    # without the keys that are of BAGEL's own classes
+    tower_config = {
+        name: value for name, value in vision.items() if name not in ("rope", "architectures", "model_type")
+    }
     return BagelConfig(
         text_config={**text, "model_type": "qwen2", "qk_norm": True, "tie_word_embeddings": False},
-        vision_config=kept,
+        vision_config=tower_config,
         vae_config={
             "in_channels": 3,
             "out_channels": 3,
             "down_block_types": ["DownEncoderBlock2D"] * len(widths),
             "up_block_types": ["UpDecoderBlock2D"] * len(widths),
             "block_out_channels": widths,
-            "layers_per_block": len({found[1] for found in blocks if found}),
+            "layers_per_block": len({match[1] for match in blocks if match}),
             "latent_channels": channels,
             "use_quant_conv": False,
             "use_post_quant_conv": False,
@@ -142,15 +152,15 @@ def _renamed(tensors: dict[str, torch.Tensor], config: BagelConfig) -> dict[str,
             "Reading an autoencoder needs diffusers, which is not installed: pip install 'headway[engine]'."
         ) from error
     try:
-        found = convert_ldm_vae_checkpoint(dict(tensors), config.vae_config)
+        converted = convert_ldm_vae_checkpoint(dict(tensors), config.vae_config)
     except (KeyError, RuntimeError) as error:
         raise CheckpointError(f"{_AUTOENCODER} holds no autoencoder of FLUX's kind: {error}.") from error
-    return {f"vae_model.{name}": tensor.contiguous() for name, tensor in found.items()}
+    return {f"vae_model.{name}": tensor.contiguous() for name, tensor in converted.items()}
 
 
-def _compare(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], file: Path) -> None:
-    odd = [f"{name} {found.get(name, '(missing)')}" for name, shape in expected.items() if found.get(name) != shape]
-    odd += [f"{name} (not known)" for name in found.keys() - expected.keys()]
+def _compare(shapes: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], file: Path) -> None:
+    odd = [f"{name} {shapes.get(name, '(missing)')}" for name, shape in expected.items() if shapes.get(name) != shape]
+    odd += [f"{name} (not known)" for name in shapes.keys() - expected.keys()]
     if odd:
         raise CheckpointError(
             f"{len(odd)} weights in {file} are not those of the model that the configurations describe, such as "

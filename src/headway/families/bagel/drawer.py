@@ -87,11 +87,11 @@ class BagelDrawer:
         return height // unit, width // unit
 
     def _request(self, text: str | None, images: Sequence[Path]) -> Request:
-        said = () if text is None else (TextPart(text),)
+        texts = () if text is None else (TextPart(text),)
         shown = tuple(ImagePart(Media(str(path))) for path in images)
-        if not said and not shown:
+        if not texts and not shown:
             return Request()
-        chat = Chat((Message("user", (*shown, *said)),), Origin("request", "the request", 0, repr(text)))
+        chat = Chat((Message("user", (*shown, *texts)),), Origin("request", "the request", 0, repr(text)))
         encoded = self._encoder.encode_request(chat)
         latents = [self._latents(image) for image in encoded.drawn_images]
         return Request(

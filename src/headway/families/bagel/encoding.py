@@ -49,7 +49,7 @@ class _Planned:
     parts: list[SamplePart] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
-    read: list[torch.Tensor] = field(default_factory=list)
+    read_images: list[torch.Tensor] = field(default_factory=list)
     latents: list[torch.Tensor] = field(default_factory=list)
 
     def open_text(self, start: int) -> None:
@@ -265,7 +265,7 @@ class DrawingEncoder(Encoder):
             if decodes:
                 pixels = picture.decode().resize((columns * patch, rows * patch), Pillow.Resampling.BICUBIC)
                 image = torch.from_numpy(np.array(pixels)).permute(2, 0, 1).float() / 127.5 - 1.0
-                (planned.read if kind == "read" else planned.latents).append(image)
+                (planned.read_images if kind == "read" else planned.latents).append(image)
         planned.parts.append(SamplePart(kind, rows=rows, columns=columns))
         start, end = self.around_images
         planned.ids += [start, *[PADDING_TOKEN] * (rows * columns), end]
@@ -273,13 +273,13 @@ class DrawingEncoder(Encoder):
 
     def _encoded(self, sample: Sample, planned: _Planned) -> EncodedSample:
         arguments, workload = lay_out([planned.parts], self.config)
-        read = [patches(image, self.config.read_pixels) for image in planned.read]
+        pixels = [patches(image, self.config.read_pixels) for image in planned.read_images]
         return EncodedSample(
             input_ids_S=torch.tensor(planned.ids),
             labels_S=torch.tensor(planned.labels),
             position_ids_RS=arguments["position_ids"],
             origin=sample.origin,
-            pixels_PD=torch.cat(read) if read else None,
+            pixels_PD=torch.cat(pixels) if pixels else None,
             grids_M3=torch.from_numpy(workload.images.copy()),
             media_end=_media_end(planned),
             parts=tuple(planned.parts),
@@ -326,13 +326,16 @@ class DrawingCollator(Collator):
 
     def __call__(self, samples: Sequence[EncodedSample]) -> Batch:
         """Lay samples end to end, in the order given; no sample gives a pack of padding alone."""
+        # padding up to whole buckets is a segment of its own, of which nothing is learnt
         tokens, bucket = sum(sample.tokens for sample in samples), self.bucket_tokens or 1
         slots = -(-tokens // bucket) * bucket or bucket
         arguments, workload = lay_out([sample.parts for sample in samples], self.config, slots)
         filling = torch.full((slots - tokens,), PADDING_TOKEN)
+        # a row's label is the token behind it
         labels = [torch.nn.functional.pad(sample.labels_S[1:], (0, 1), value=IGNORED) for sample in samples]
         lengths = [sample.tokens for sample in samples] + ([slots - tokens] if slots > tokens else [])
-        source_ids = [self.sources.index(each.origin.source) if self.sources else 0 for each in samples]
+        # padding counts as the first source's
+        source_ids = [self.sources.index(sample.origin.source) if self.sources else 0 for sample in samples]
         pixels = [sample.pixels_PD for sample in samples if sample.pixels_PD is not None]
         positions_1T = arguments.pop("position_ids")
         return Batch(

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from headway.answer.generate import Decoding, Generated, with_answer
+from headway.answer.generate import Completion, Decoding, with_answer
 from headway.answer.model_folder import OpenedModel
 from headway.data.samples import Sample
 from headway.families.bagel.encoding import DrawingEncoder
@@ -43,7 +43,7 @@ class PackedGenerator:
 
     def answer(
         self, prompts: Sequence[Sample], decoding: Decoding, *, batch: int = 1, streamer: Any = None
-    ) -> Iterator[Generated]:
+    ) -> Iterator[Completion]:
         """Answer prompts, in order; arguments as `Generator.answer`.
 
         Raises:
@@ -56,7 +56,8 @@ class PackedGenerator:
     @torch.no_grad()
     def _generated(
         self, prompts: Sequence[Sample], decoding: Decoding, drawn: torch.Generator, streamer: Any
-    ) -> list[Generated]:
+    ) -> list[Completion]:
+        # all prompts in one pack; its keys and values stay in the cache, with the prompt that each belongs to
         encoded = [self._encoder.encode_prompt(with_answer(prompt)) for prompt in prompts]
         batch = self._collator(encoded).noised(seed=0, step=0).to(self._device)
         lasts_N = batch.cu_seqlens_N[1:].long() - 1
@@ -68,20 +69,23 @@ class PackedGenerator:
             past_key_values=cache,
         ).logits
         owner_K = torch.repeat_interleave(torch.arange(len(prompts), device=self._device), batch.cu_seqlens_N.diff())
-        said: list[list[int]] = [[] for _ in prompts]
+        answers: list[list[int]] = [[] for _ in prompts]
         going = list(range(len(prompts)))
         if streamer is not None:
             streamer.put(encoded[0].input_ids_S)
         for number in range(1, decoding.max_new_tokens + 1):
             tokens = _chosen(logits_GV, decoding, drawn)
+            # each prompt that goes on gets its next token
             for prompt, token in zip(going, tokens.tolist(), strict=True):
-                said[prompt].append(token)
+                answers[prompt].append(token)
             if streamer is not None:
                 streamer.put(tokens.cpu())
-            goes_on = [said[prompt][-1] not in self._ends for prompt in going]
+            # prompts whose answer has ended leave the batch; the others' last tokens are the next pack
+            goes_on = [answers[prompt][-1] not in self._ends for prompt in going]
             going = [prompt for prompt, on in zip(going, goes_on, strict=True) if on]
             if not going or number == decoding.max_new_tokens:
                 break
+            # a pack of one token for each of them, which sees its own prompt and answer alone
             going_G = torch.tensor(going, device=self._device)
             rows_G = torch.arange(len(going), device=self._device)
             owner_K = torch.cat([owner_K, going_G])
@@ -96,8 +100,8 @@ class PackedGenerator:
         if streamer is not None:
             streamer.end()
         return [
-            Generated(self._words(tokens), one.tokens, len(tokens), tokens[-1] in self._ends)
-            for one, tokens in zip(encoded, said, strict=True)
+            Completion(self._words(tokens), sample.tokens, len(tokens), tokens[-1] in self._ends)
+            for sample, tokens in zip(encoded, answers, strict=True)
         ]
 
     def _words(self, ids: list[int]) -> str:

@@ -57,6 +57,7 @@ def lay_out(
     # parts in their order: slots, and positions, of which all of an image's tokens share one
     pack, splits = _Pack(), []
     grids: dict[str, list[tuple[int, int, int]]] = {"read": [], "reference": [], "draw": []}
+    # largest side of an image, where it is not that of latents [patches]
     sides = {"read": config.image_side}
     for parts in samples:
         position, runs = 0, []

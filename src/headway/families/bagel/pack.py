@@ -1,4 +1,4 @@
-"""What a pack holds for a model that draws: where its tokens lie, who sees whom, and the noise of a step.
+"""Pack of a model that draws: where its tokens lie, who sees whom, and the noise of a step.
 
 Tensor letters: L latent patches, C numbers per latent patch, G latent grids, H slots that a process holds.
 """
@@ -41,7 +41,7 @@ class DrawnPack(FamilyInputs):
 
         def changed(value: Any) -> Any:
             if isinstance(value, list):
-                return [change(one) for one in value]
+                return [change(tensor) for tensor in value]
             return change(value) if isinstance(value, torch.Tensor) else value
 
         inputs = {name: changed(value) for name, value in self.inputs.items()}
@@ -66,6 +66,7 @@ class DrawnPack(FamilyInputs):
         if not self.grids:
             return self
         shift = self.shift if shift is None else shift
+        # of each image in the order of the pack, from its sample's generator: time, noise, the autoencoder's noise
         generators = [_generator(origin, seed, step) for origin in origins]
         noise, times, encoder_noise = [], [], []
         encodes = "latent_pixels" in self.inputs
@@ -75,10 +76,10 @@ class DrawnPack(FamilyInputs):
             noise.append(torch.randn(patches, self.features, generator=generators[sample]))
             if encodes:
                 encoder_noise.append(torch.randn(patches, self.features, generator=generators[sample]))
-        given = {"noise": torch.cat(noise), "timesteps": torch.stack(times)}
+        noise_inputs = {"noise": torch.cat(noise), "timesteps": torch.stack(times)}
         if encodes:
-            given["encoder_noise"] = torch.cat(encoder_noise)
-        return replace(self, inputs={**self.inputs, **given})
+            noise_inputs["encoder_noise"] = torch.cat(encoder_noise)
+        return replace(self, inputs={**self.inputs, **noise_inputs})
 
     def with_blank_image(self) -> "tuple[torch.Tensor, DrawnPack]":
         """Add a patch to read that no token takes.

@@ -23,6 +23,7 @@ def write_drawer(folder: Path, texts: Sequence[str], *, side: int) -> Path:
         The folder; `headway train` opens it like any other.
     """
     tokenizer: Any = load_processor(write_tokenizer(folder, texts))
+    # weights are drawn wider than a large model's 0.02, as in `headway.synthetic.digits.write_reader`
     size, spread = 128, 0.06
     config = BagelConfig(
         text_config={
@@ -46,6 +47,7 @@ def write_drawer(folder: Path, texts: Sequence[str], *, side: int) -> Path:
             "image_size": side,
             "patch_size": 2,
         },
+        # pixels are drawn themselves, in patches of 2 x 2
         latent_patch_size=2,
         max_latent_size=side // 2,
         initializer_range=spread,

@@ -5,16 +5,15 @@ best and corrects the rest.
 """
 
 from headway.predict.tune.measure import Trial, corrected, measure
-from headway.predict.tune.recipe import recipe_text
-from headway.predict.tune.search import Candidate, Found, Search, Timed, distinct, front
-from headway.predict.tune.space import Space, parse_step_tokens
+from headway.predict.tune.search import Candidate, PredictedTime, Search, SearchResult, distinct, front
+from headway.predict.tune.space import Space, parse_step_tokens, recipe_text
 
 __all__ = [
     "Candidate",
-    "Found",
+    "PredictedTime",
     "Search",
+    "SearchResult",
     "Space",
-    "Timed",
     "Trial",
     "corrected",
     "distinct",

@@ -40,7 +40,7 @@ Command = Callable[[Path, int], list[str]]
 
 @dataclass(frozen=True)
 class Trial:
-    """What a run of a few steps gave.
+    """Outcome of a run of a few steps.
 
     Attributes:
         outcome: whether it was measured.
@@ -77,7 +77,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="headway-tune-") as name:
         folder = Path(name)
         path = folder / "train.yaml"
-        path.write_text(yaml.safe_dump(_short(config, folder / "run", WARM_UP + steps).as_dict()), encoding="utf-8")
+        path.write_text(yaml.safe_dump(_short(config, folder / "run", WARM_UP + steps).to_dict()), encoding="utf-8")
         with current_folder_kept_out():
             process = subprocess.Popen(
                 (command or _train_command)(path, processes),
@@ -88,18 +88,18 @@ def measure(
                 start_new_session=True,  # so that its data workers end with it
             )
         try:
-            _, told = process.communicate(timeout=limit_s)
+            _, stderr = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             return Trial("did not end", reason=f"ended after {limit_s:g} s")
         finally:
             _end(process)
         if process.returncode:
-            return _failed(process.returncode, told)
+            return _failed(process.returncode, stderr)
         return _read(folder / "run" / METRICS)
 
 
 def corrected(
-    candidates: Sequence[Candidate], seen: Mapping[Candidate, Trial]
+    candidates: Sequence[Candidate], trials: Mapping[Candidate, Trial]
 ) -> list[tuple[Candidate, float, Trial | None]]:
     """Rank choices again by what was measured.
 
@@ -108,29 +108,33 @@ def corrected(
 
     Args:
         candidates: in the order of their predictions.
-        seen: what was run.
+        trials: of those that were run.
 
     Returns:
         Choices with their useful FLOP/s and what was seen of them, the fastest first; those that failed are left out.
     """
-    ratios = [one.flops_per_s / each.flops_per_s for each, one in seen.items() if one.flops_per_s is not None]
+    # one factor for all: what predictions miss is mostly the same for each choice
+    ratios = [
+        trial.flops_per_s / choice.flops_per_s for choice, trial in trials.items() if trial.flops_per_s is not None
+    ]
     factor = statistics.median(ratios) if ratios else 1.0
-    burst = [each.memory.peak for each, one in seen.items() if one.outcome == "out of memory"]
-    held = [each.memory.peak for each, one in seen.items() if one.outcome == "measured"]
-    limit = min((size for size in burst if size > max(held, default=0)), default=None)
+    # where memory ran out, the least plan that did so is the limit, unless a larger one was run
+    burst = [choice.memory.peak for choice, trial in trials.items() if trial.outcome == "out of memory"]
+    within = [choice.memory.peak for choice, trial in trials.items() if trial.outcome == "measured"]
+    limit = min((size for size in burst if size > max(within, default=0)), default=None)
     ranked: list[tuple[Candidate, float, Trial | None]] = []
-    for one in candidates:
-        was = seen.get(one)
-        if was is not None and was.flops_per_s is not None:
-            ranked.append((one, was.flops_per_s, was))
-        elif was is None and (limit is None or one.memory.peak < limit):
-            ranked.append((one, factor * one.flops_per_s, None))
-    return sorted(ranked, key=lambda each: -each[1])
+    for candidate in candidates:
+        trial = trials.get(candidate)
+        if trial is not None and trial.flops_per_s is not None:
+            ranked.append((candidate, trial.flops_per_s, trial))
+        elif trial is None and (limit is None or candidate.memory.peak < limit):
+            ranked.append((candidate, factor * candidate.flops_per_s, None))
+    return sorted(ranked, key=lambda row: -row[1])
 
 
 def _short(config: TrainConfig, folder: Path, steps: int) -> TrainConfig:
     """The same run with so many steps, and with nothing beside them."""
-    raw = config.as_dict()
+    raw = config.to_dict()
     raw["optim"] |= {"steps": steps, "epochs": None, "warmup_steps": min(config.optim.warmup_steps, 1)}
     raw["eval"] = {}
     raw["checkpoint"] = {"export": "never"}
@@ -152,19 +156,19 @@ def _end(process: "subprocess.Popen[str]") -> None:
         process.stderr.close()
 
 
-def _failed(code: int, told: str) -> Trial:
-    is_memory = code == _KILLED or any(words.lower() in told.lower() for words in _NO_MEMORY)
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else f"exit code {code}")
-    return Trial("out of memory" if is_memory else "failed", reason=said[:_LONGEST])
+def _failed(code: int, stderr: str) -> Trial:
+    is_memory = code == _KILLED or any(words.lower() in stderr.lower() for words in _NO_MEMORY)
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    reason = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else f"exit code {code}")
+    return Trial("out of memory" if is_memory else "failed", reason=reason[:_LONGEST])
 
 
 def _read(path: Path) -> Trial:
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    timed = [one for one in records if one.get("kind") == "step"][WARM_UP:]
-    seconds = sum(one["wall_s"] for one in timed)
+    timed = [record for record in records if record.get("kind") == "step"][WARM_UP:]
+    seconds = sum(record["wall_s"] for record in timed)
     if not timed or not seconds:
         return Trial("failed", reason="the data ended before a step could be timed")
-    flops = sum(one["flops"]["total"] for one in timed)
-    held = max((one.get("peak_memory_bytes") or 0 for one in timed), default=0)
-    return Trial("measured", flops / seconds, seconds / len(timed), held or None)
+    flops = sum(record["flops"]["total"] for record in timed)
+    peak_bytes = max((record.get("peak_memory_bytes") or 0 for record in timed), default=0)
+    return Trial("measured", flops / seconds, seconds / len(timed), peak_bytes or None)

@@ -36,7 +36,7 @@ _SHARES_OF_LEFT = (1.0, 0.92, 0.6)  # sizes tried for `memory:SIZE`
 _MIB = 2**20
 
 
-class Timed(Protocol):
+class PredictedTime(Protocol):
     """Predicted time of a step."""
 
     @property
@@ -44,7 +44,7 @@ class Timed(Protocol):
         """Seconds of a mean step [s]."""
 
 
-Timer = Callable[[TrainConfig, Packs], Timed]
+Timer = Callable[[TrainConfig, Packs], PredictedTime]
 """Predicts the time of a step under a configuration whose packs are planned."""
 
 
@@ -66,11 +66,11 @@ class Candidate:
     shape: MeshShape
     packs: Packs
     memory: MemoryPlan
-    time: Timed
+    time: PredictedTime
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What was changed, as `--set` takes it."""
+        """Settings that differ from the recipe's, as `--set` takes them."""
         return tuple(assignment(name, value) for name, value in self.changes.items())
 
     @property
@@ -92,15 +92,15 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What makes it another choice than its neighbours, which differ in details only."""
+        """Settings in which it differs from more than its neighbours, which differ in details only."""
         data, optim, shape = self.config.data, self.config.optim, self.shape
         recompute = self.config.speed.recompute.partition(":")[0]
         return (data.tokens_per_pack, optim.accumulation, recompute, shape)
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
-    """Everything that a search found.
+class SearchResult:
+    """Result of a search.
 
     Attributes:
         own: the recipe as it is.
@@ -127,7 +127,7 @@ class Found:
     @cached_property
     def ranked(self) -> tuple[Candidate, ...]:
         """Choices within the limit, the fastest first."""
-        return tuple(one for one in self.candidates if self.fits(one))
+        return tuple(candidate for candidate in self.candidates if self.fits(candidate))
 
 
 @dataclass
@@ -160,9 +160,9 @@ class Search:
 
     def __post_init__(self) -> None:
         name, table = self.lengths
-        self.lengths = (name, Priced(table.tokens, table.patches, table.grids, table.grid_rows))
+        self.lengths = (name, PricedLengths(table.tokens, table.patches, table.grids, table.grid_rows))
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Try everything.
 
         Raises:
@@ -171,9 +171,13 @@ class Search:
             DataError: the recipe's own packs do not hold its longest sample.
         """
         start_s = time.perf_counter()
+        # the recipe as it is sets how many tokens may be left out
         own = self.own()
-        found = sorted(self._candidates(_lost(own.packs)), key=_order)
-        result = Found(own, tuple(found), self._tried, self._fitting, len(self._packs), self.room_bytes, 0.0)
+        candidates = sorted(self._candidates(_lost(own.packs)), key=_order)
+        result = SearchResult(
+            own, tuple(candidates), self._tried, self._fitting, len(self._packs), self.room_bytes, 0.0
+        )
+        # no choice at all, or none that fits: say what would change that
         if not self._tried:
             raise PlanError(
                 f"no packs of the recipe's samples give steps of {self.space.step_tokens:,} tokens "
@@ -255,16 +259,16 @@ class Search:
                 yield self._candidate(config, changes(self.config, chosen), packs, memory)
 
     def _sizes_left(self, thrifty: TrainConfig, values: Values, packs: Packs) -> list[str]:
-        """What the limit leaves for activations, as `memory:SIZE`; nothing where all of them fit, or none do."""
+        """Divide what the limit leaves for activations, as `memory:SIZE`; nothing where all of them fit, or none do."""
         if self.room_bytes is None:
             return []
-        whole, again = (
+        nothing_again, all_again = (
             None if config is None else self._admitted(config, packs)
             for config in (changed_config(thrifty, {**values, "speed.recompute": r}) for r in ("none", "full"))
         )
-        if whole is None or again is None or whole.peak <= self.room_bytes:
+        if nothing_again is None or all_again is None or nothing_again.peak <= self.room_bytes:
             return []
-        left = self.room_bytes - (again.peak - again.activations - again.recomputing)
+        left = self.room_bytes - (all_again.peak - all_again.activations - all_again.recomputing)
         sizes = [int(share * left) // _MIB for share in _SHARES_OF_LEFT]
         return [f"memory:{size // 512 / 2}GiB" if size >= 4096 else f"memory:{size}MiB" for size in sizes if size > 0]
 
@@ -324,7 +328,7 @@ class Search:
 
 
 @dataclass(frozen=True, eq=False)
-class Priced(LengthTable):
+class PricedLengths(LengthTable):
     """Lengths whose FLOPs are counted once, whatever packs they go into."""
 
     _costs: dict[str, Numbers] = field(default_factory=dict)
@@ -342,18 +346,18 @@ def front(candidates: Sequence[Candidate]) -> list[Candidate]:
     Args:
         candidates: any choices.
     """
-    found: list[Candidate] = []
-    for one in sorted(candidates, key=lambda each: (each.memory.peak, -each.flops_per_s)):
-        if not found or one.flops_per_s > found[-1].flops_per_s:
-            found.append(one)
-    return found
+    best: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.memory.peak, -c.flops_per_s)):
+        if not best or candidate.flops_per_s > best[-1].flops_per_s:
+            best.append(candidate)
+    return best
 
 
 def distinct(candidates: Sequence[Candidate], count: int) -> list[Candidate]:
     """The first of each kind, so many of them."""
     first: dict[tuple[Any, ...], Candidate] = {}
-    for one in candidates:
-        first.setdefault(one.kind, one)
+    for candidate in candidates:
+        first.setdefault(candidate.kind, candidate)
     return list(first.values())[:count]
 
 

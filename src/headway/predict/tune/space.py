@@ -6,15 +6,18 @@ configuration's own checks decide which of them go together.
 """
 
 import math
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from headway.config import TrainConfig, parse_config
+from headway.config import TrainConfig, load_config, parse_config
+from headway.config.read import EXTENDS
 from headway.errors import ConfigError, PlanError
 from headway.packing.lengths import LengthTable
 from headway.report.quantity import parse_number
@@ -79,7 +82,7 @@ class Space:
         tolerance: float = TOLERANCE,
         meshes: bool = True,
     ) -> "Space":
-        """Everything that a recipe can be changed to on so many devices.
+        """List all that a recipe can be changed to on so many devices.
 
         Args:
             config: the recipe.
@@ -94,10 +97,12 @@ class Space:
         Raises:
             ConfigError: a mesh of the recipe's own that the devices do not fit.
         """
+        # a step keeps its tokens whatever is tried
         shape = config.parallel.mesh_shape(devices)
         ranks = devices // shape.sequence
         own = ranks * config.optim.accumulation * config.data.tokens_per_pack
         chunks = (config.speed.loss_chunk,) if config.speed.kernels == "liger" else CHUNKS
+        # the recipe's own way to share, or every one that divides devices, heads and experts
         own_mesh: dict[str, Any] = {
             "sequences": (shape.sequence,),
             "replicates": (shape.replicate,),
@@ -149,8 +154,8 @@ class Space:
 
     def _patches(self, config: TrainConfig, tokens: int, lengths: LengthTable) -> list[int | None]:
         """Limits on a pack's patches: the recipe's, in proportion, and one just above the mean."""
-        given, own = config.data.patches_per_pack, config.data.tokens_per_pack
-        options = [None if given is None else max(1, round(given * tokens / own))]
+        limit, own = config.data.patches_per_pack, config.data.tokens_per_pack
+        options = [None if limit is None else max(1, round(limit * tokens / own))]
         total = int(lengths.patches.sum())
         if self.limits_patches and total:
             mean = total / int(lengths.tokens.sum()) * tokens
@@ -165,13 +170,13 @@ class Space:
                 yield {"parallel.replicate": replicate, "parallel.shard": "auto", "parallel.expert": expert}
 
     def sharings(self, accumulation: int) -> Iterator[Values]:
-        """When weights are freed and gradients summed."""
+        """Pairs of when weights are freed and when gradients are summed."""
         for reshard, reduce in product(self.reshards, self.reduces if accumulation > 1 else ("pack",)):
             yield {"parallel.reshard": reshard, "parallel.reduce": reduce}
 
     @property
     def thriftiest(self) -> Values:
-        """What needs the least memory, packs and meshes aside."""
+        """Settings that need the least memory, packs and meshes aside."""
         return {
             "speed.recompute": "full",
             "speed.loss_chunk": min((chunk for chunk in self.chunks if chunk is not None), default=None),
@@ -188,8 +193,8 @@ def _of_towers(towers: Collection[str]) -> list[str]:
 
 def _rounded(tokens: float) -> int:
     """Round to a few binary digits."""
-    whole = math.ceil(tokens)
-    step = 1 << max(0, whole.bit_length() - _KEPT_BITS)
+    whole_tokens = math.ceil(tokens)
+    step = 1 << max(0, whole_tokens.bit_length() - _KEPT_BITS)
     return max(step, round(tokens / step) * step)
 
 
@@ -224,7 +229,7 @@ def assignment(name: str, value: Any) -> str:
 
 def differences(config: TrainConfig, changed: TrainConfig) -> dict[str, Any]:
     """Settings in which one configuration differs from another, by their dotted names."""
-    before, after = config.as_dict(), changed.as_dict()
+    before, after = config.to_dict(), changed.to_dict()
     return {
         f"{section}.{name}": value
         for section, settings in after.items()
@@ -234,13 +239,34 @@ def differences(config: TrainConfig, changed: TrainConfig) -> dict[str, Any]:
 
 
 def changes(config: TrainConfig, values: Values) -> dict[str, Any]:
-    """Those of some settings that a configuration does not have already."""
-    found = {}
+    """List those of some settings that a configuration does not have already."""
+    changed = {}
     for name, value in values.items():
         section, _, key = name.partition(".")
         if getattr(getattr(config, section), key) != value:
-            found[name] = value
-    return found
+            changed[name] = value
+    return changed
+
+
+def recipe_text(base: Path, config: TrainConfig, target: Path, remark: str) -> str:
+    """Write a configuration as the recipe that it extends and the settings that differ.
+
+    Args:
+        base: the recipe.
+        config: what it is to become.
+        target: where the text will lie; the way to the recipe starts there.
+        remark: said at the top, a line.
+
+    Raises:
+        ConfigError: the recipe cannot be read.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in differences(load_config(base), config).items():
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = value
+    way = os.path.relpath(base.resolve(), target.resolve().parent)
+    body = yaml.safe_dump({EXTENDS: way, **sections}, sort_keys=False, allow_unicode=True)
+    return f"# {remark}\n{body}"
 
 
 def parse_step_tokens(text: str) -> tuple[int, float]:
@@ -260,7 +286,7 @@ def parse_step_tokens(text: str) -> tuple[int, float]:
     """
     counted, *tolerances = _TOLERANCE_SIGN.split(text)
     tokens = round(parse_number(counted, "tokens", whole=True) or 0)
-    shares = [parse_number(each) or 0 for each in tolerances if each.rstrip().endswith("%")]
+    shares = [parse_number(share) or 0 for share in tolerances if share.rstrip().endswith("%")]
     tolerance = TOLERANCE if not tolerances else shares[0] if len(shares) == len(tolerances) == 1 else 0
     if not 1 <= tokens <= 10**12 or not 0 < tolerance < 1:
         raise PlanError(

@@ -4,8 +4,7 @@ import pytest
 import yaml
 
 from headway.config import load_config
-from headway.predict.tune.recipe import recipe_text
-from headway.predict.tune.space import changed_config
+from headway.predict.tune.space import changed_config, recipe_text
 from helpers.processes import ROOT
 
 
