@@ -14,7 +14,7 @@ from headway.errors import UsageError
 from headway.families.bagel.encoding import DrawingEncoder
 from headway.families.bagel.sampling import Request, draw_images
 from headway.families.bagel.vae import encode, patches
-from headway.models.split_attention import SplitMask
+from headway.models.attention.splits import SplitMask
 
 
 class BagelDrawer:

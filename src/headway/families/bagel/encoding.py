@@ -32,8 +32,8 @@ from headway.families.bagel.configuration import BagelConfig
 from headway.families.bagel.layout import lay_out
 from headway.families.bagel.pack import DrawnPack
 from headway.families.bagel.vae import patches
+from headway.models.attention.splits import SplitMask
 from headway.models.losses import IGNORED
-from headway.models.split_attention import SplitMask
 from headway.packing.parts import SamplePart
 from headway.packing.pieces import runs_of
 

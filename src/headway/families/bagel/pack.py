@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from headway.data.collate import FamilyInputs
 from headway.data.samples import Origin
 from headway.families.bagel.deal import deal
+from headway.models.attention.splits import SplitMask
 from headway.models.parallel.exchange import split_over
-from headway.models.split_attention import SplitMask
 
 
 @dataclass(frozen=True)

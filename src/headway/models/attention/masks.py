@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from headway.models.exact import exact_attention
-from headway.models.segments import Group, groups
+from headway.models.attention.dense import exact_attention
+from headway.models.attention.segments import Group, groups
 
 Rule = tuple[Any, ...]
 """("causal",), ("all",), ("none",), ("packed",), ("window", keys), ("chunk", tokens), ("blocks", number of a tensor),

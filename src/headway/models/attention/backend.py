@@ -22,13 +22,13 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway.errors import ConfigError, TrainingError
-from headway.models.exact import exact_attention
-from headway.models.flash import cuda_kernel
-from headway.models.masked import SegmentMask, is_plain, masked_segments, plain_mask, read_rule, unknown, words
+from headway.models.attention.cuda_kernel import cuda_kernel
+from headway.models.attention.dense import exact_attention
+from headway.models.attention.masks import SegmentMask, is_plain, masked_segments, plain_mask, read_rule, unknown, words
+from headway.models.attention.segments import segment_attention
+from headway.models.attention.splits import SplitMask, split_attention
 from headway.models.parallel.exchange import Split, heads_to_tokens, own_heads, tokens_to_heads
 from headway.models.products import product_dtype
-from headway.models.segments import segment_attention
-from headway.models.split_attention import SplitMask, split_attention
 
 NAME = "headway_flash"  # "flash" in the name makes vision towers hand over their cu_seqlens instead of looping
 

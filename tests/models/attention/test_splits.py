@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from headway.count import Workload, splits
 from headway.errors import WorkloadError
 from headway.models.attention import attend
-from headway.models.split_attention import SplitMask, _flex, split_attention
+from headway.models.attention.splits import SplitMask, _flex, split_attention
 
 RUN = st.tuples(st.sampled_from(splits.MODES), st.integers(1, 9))
 SEGMENTS = st.lists(st.lists(RUN, min_size=1, max_size=4), min_size=1, max_size=4)

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_NUM_INPUTS = 5  # tensors of both operations: queries, keys, values, sinks, boundaries
 _SMALLEST_BLOCK = 64  # queries per kernel call in a narrow window; below it the call costs more than the work
 
 
@@ -123,16 +124,8 @@ class _SegmentAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        sinks_H: torch.Tensor | None,
-        cu_seqlens_N: torch.Tensor,
-        *settings: Any,
-    ) -> torch.Tensor:
-        inputs = (q_THD, k_TKD, v_TKD, sinks_H, cu_seqlens_N)
+    def forward(ctx: Any, *tensors_and_settings: Any) -> torch.Tensor:
+        inputs, settings = tensors_and_settings[:_NUM_INPUTS], tensors_and_settings[_NUM_INPUTS:]
         attend: Any = torch.ops.headway.segment_attention if torch.compiler.is_compiling() else _attend
         out_THD, log_sums = attend(*inputs, *settings)
         ctx.save_for_backward(*inputs, out_THD, log_sums)

@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 
 from headway.errors import ConfigError, TrainingError
 from headway.models.attention import NAME, attend, mask, register
-from headway.models.masked import SegmentMask
+from headway.models.attention.masks import SegmentMask
 
 LENGTHS = (7, 12, 7, 1)
 BLOCKS = [[-1, 0, 0, 0, -1, -1, -1], [-1, -1, 1, 1, 1, 1, -1, 2, 2, 2, -1, -1], [3, 3, -1, -1, 4, 4, 4], [-1]]

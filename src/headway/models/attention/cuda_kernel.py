@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.attention import (
@@ -19,20 +19,39 @@ from torch.nn.attention import (
 )
 
 from headway.errors import ConfigError
-from headway.models.segments import with_equal_heads
-from headway.models.varlen import varlen_attention
+from headway.models.attention.segments import with_equal_heads
+from headway.models.attention.varlen import varlen_attention
 
 FA3, FA2 = PACKAGES = ("flash_attn_interface", "flash_attn")
 _FA3_MAJOR = 9  # of the devices' compute capability: Hopper
 _HEAD_MULTIPLE = 8
 _FA2_LINE = "Attention on CUDA: PyTorch's variable-length FlashAttention-2"
 
-Kernel = Callable[..., torch.Tensor]  # arguments as in `varlen_attention`
 
-_chosen: list[Kernel] = [varlen_attention]
+class CudaKernel(Protocol):
+    """Attention within segments on CUDA; arguments as in `segments.segment_attention`, and the longest segment."""
+
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        cu_seqlens_N: torch.Tensor,
+        max_seqlen: int,
+        causal: bool,
+        window: int | None,
+        scale: float,
+        sinks_H: torch.Tensor | None,
+        /,
+    ) -> torch.Tensor:
+        """Attended values, shape (T, H, Dv)."""
+        ...
 
 
-def cuda_kernel() -> Kernel:
+_chosen: list[CudaKernel] = [varlen_attention]
+
+
+def cuda_kernel() -> CudaKernel:
     """The kernel that attention on CUDA runs in this process."""
     return _chosen[0]
 
@@ -109,29 +128,21 @@ def _use_package() -> str:
     return f"Attention on CUDA: flash_attn_varlen_func of {installed[0]}"
 
 
-def flash_kernel(attend: Callable[..., Any]) -> Kernel:
+def flash_kernel(attend: Callable[..., Any]) -> CudaKernel:
     """A function of the flash-attn packages as a kernel of this library.
 
     Args:
         attend: `flash_attn_varlen_func` of either package.
     """
 
-    def kernel(
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        cu_seqlens_N: torch.Tensor,
-        max_seqlen: int,
-        causal: bool,
-        window: int | None,
-        scale: float,
-        sinks_H: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def kernel(*tensors_and_settings: Any) -> torch.Tensor:
+        *qkv, cu_seqlens_N, max_seqlen, causal, window, scale, sinks_H = tensors_and_settings
         if sinks_H is not None:
             raise ConfigError("flash-attn has no attention sinks, which this model uses; set speed.attention=torch.")
-        value_size = v_TKD.shape[-1]
-        q, k, v = with_equal_heads(q_THD, k_TKD, v_TKD, multiple=_HEAD_MULTIPLE)
+        value_size = qkv[-1].shape[-1]
+        q, k, v = with_equal_heads(*qkv, multiple=_HEAD_MULTIPLE)  # the packages pad neither heads nor values
         cu = cu_seqlens_N.to(torch.int32)
+        # (left, right): how many keys before and after its own a query sees; -1 is without limit
         reach = (window - 1, 0) if causal and window is not None else (-1, -1)
         out = attend(
             q, k, v, cu, cu, max_seqlen, max_seqlen, softmax_scale=scale, causal=causal, window_size=reach
