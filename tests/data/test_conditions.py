@@ -76,7 +76,7 @@ def test_an_edit_without_conditions_is_what_bagels_trainer_lays_out(folder, enco
             assert torch.equal(batch.input_ids_1T[0], torch.cat(expected))
             assert (batch.pixels_PD is None) == (not stays[1])
             patches = sum(part.rows * part.columns for part in left.parts if part.kind in ("reference", "draw"))
-            assert len(batch.drawing.inputs["latents"]) == patches
+            assert len(batch.family_inputs.inputs["latents"]) == patches
     assert len(seen) == 8
 
 

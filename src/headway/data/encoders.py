@@ -1,4 +1,4 @@
-"""Which encoder and which collator a model takes."""
+"""Choice of the encoder and the collator of a model."""
 
 from pathlib import Path
 from typing import Any

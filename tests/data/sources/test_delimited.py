@@ -30,7 +30,7 @@ def test_rows_are_those_that_python_wrote(rows):
     rows = [[*row, *[""] * (width - len(row))] for row in rows]
     file = io.StringIO()
     csv.writer(file).writerows([[f"c{number}" for number in range(width)], *rows])
-    reader = object.__new__(delimited.Delimited)
+    reader = object.__new__(delimited.DelimitedReader)
     reader._separator_of = lambda _: b","
     found = [_values(record.data.decode(), ",") for record in reader.records(io.BytesIO(file.getvalue().encode()))]
     expected = [row for row in csv.reader(io.StringIO(file.getvalue())) if row][1:]

@@ -111,7 +111,7 @@ def test_all_layers_share_one_mask():
     made, (q, k, v) = of_pack(windowed_blocks), tensors()
     for _ in range(2):
         attend(Layer(), q, k, v, made, pack_cu_seqlens=boundaries(), pack_max_seqlen=max(LENGTHS))
-    held = [each for each in made._seen.values() if isinstance(each, torch.Tensor) and each.dtype == torch.float32]
+    held = [each for each in made._cache.values() if isinstance(each, torch.Tensor) and each.dtype == torch.float32]
     assert sum(each.numel() for each in held) == sum(length**2 for length in LENGTHS)
 
 

@@ -165,7 +165,7 @@ def test_the_backend_takes_it_as_the_mask():
 
 
 def test_half_precision_and_moving_run():
-    mask = SplitMask.of(MIXED).each(lambda tensor: tensor.clone())
+    mask = SplitMask.of(MIXED).map_tensors(lambda tensor: tensor.clone())
     out = split_attention(*heads(MIXED.slots, torch.bfloat16), mask, 0.3)
     assert out.dtype == torch.bfloat16
     assert out.isfinite().all()

@@ -53,9 +53,9 @@ def _value(value: Any, kind: pa.DataType, column: str) -> Any:
             raise DataError(f"{column} holds what is not JSON ({error}): {shortened(value)}.") from error
     if pa.types.is_struct(kind):
         inner = {part.name: _value(value[part.name], part.type, column) for part in kind}
-        return {name: each for name, each in inner.items() if each is not None}
+        return {name: item for name, item in inner.items() if item is not None}
     if isinstance(value, list) and not pa.types.is_map(kind) and _is_nested(kind.value_type):
-        return [_value(each, kind.value_type, column) for each in value]
+        return [_value(item, kind.value_type, column) for item in value]
     return value
 
 

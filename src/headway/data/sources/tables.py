@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.data.sources.files import cached_path, write_cached
-from headway.data.sources.reader import EMPTY, START, ParsedRow, Raw, Reader, after, lasting, until_damage
+from headway.data.sources.reader import EMPTY_MESSAGE, START, ParsedRow, Raw, Reader, after, lasting, until_damage
 from headway.data.sources.table_values import row_values
 from headway.errors import DataError
 
@@ -77,44 +77,44 @@ class TableReader(Reader):
 
     def _from_copy(self) -> tuple[list[pa.RecordBatch], str]:
         path = cached_path(self.file, f"{type(self).__name__} rows 1").with_suffix(".arrow")
-        told = path.with_suffix(".damage")
-        batches = _copied(path, told)
+        damage_file = path.with_suffix(".damage")
+        batches = _copied(path, damage_file)
         if batches is None:
-            write_cached(path, lambda copy: self._copy(copy, told))
-            batches = _copied(path, told)
+            write_cached(path, lambda copy: self._copy(copy, damage_file))
+            batches = _copied(path, damage_file)
         if batches is None:
             raise DataError(
                 f"The copy of {self.file.url} cannot be read from {path}, where it was just written. Look after the "
                 "disk of the cache, or name another folder in HEADWAY_CACHE."
             )
-        return batches, told.read_text("utf-8") if told.exists() else ""
+        return batches, damage_file.read_text("utf-8") if damage_file.exists() else ""
 
-    def _copy(self, copy: BinaryIO, told: Path) -> None:
+    def _copy(self, copy: BinaryIO, damage_file: Path) -> None:
         """Write all rows as an Arrow stream; name a damage beside it."""
         writer = None
         for item in until_damage(self.batches(0)):
             if isinstance(item, DataError):
-                self._tell(told, lasting(item, self.file))
+                self._record_damage(damage_file, lasting(item, self.file))
             elif item[1].num_rows:
                 writer = writer or pa.ipc.new_stream(copy, item[1].schema)
                 writer.write_batch(item[1])
         if writer is not None:
             writer.close()
-        elif not told.exists():
-            self._tell(told, EMPTY)
+        elif not damage_file.exists():
+            self._record_damage(damage_file, EMPTY_MESSAGE)
 
-    def _tell(self, told: Path, damage: str) -> None:
-        write_cached(told, lambda file: file.write(damage.encode()))
+    def _record_damage(self, damage_file: Path, damage: str) -> None:
+        write_cached(damage_file, lambda file: file.write(damage.encode()))
 
 
-def _copied(path: Path, told: Path) -> list[pa.RecordBatch] | None:
+def _copied(path: Path, damage_file: Path) -> list[pa.RecordBatch] | None:
     """The rows of a copy in the cache; None where there is none, or one that is damaged and is to be made again."""
     try:
         if path.stat().st_size:
             return list(pa.ipc.open_stream(pa.memory_map(str(path))))
     except (OSError, pa.ArrowException):
         return None
-    return [] if told.is_file() else None
+    return [] if damage_file.is_file() else None
 
 
 class Arrow(TableReader):
@@ -138,7 +138,7 @@ class Arrow(TableReader):
                 if not batches and not _lies_in(source, batch):
                     return None
                 batches.append(batch)
-        return batches, "" if any(batch.num_rows for batch in batches) else EMPTY
+        return batches, "" if any(batch.num_rows for batch in batches) else EMPTY_MESSAGE
 
 
 class Parquet(TableReader):
@@ -170,10 +170,10 @@ def _lies_in(source: pa.MemoryMappedFile, batch: pa.RecordBatch) -> bool:
     """Whether a batch's buffers are the file's own bytes, instead of having been decompressed."""
     place = source.tell()
     source.seek(0)
-    whole = source.read_buffer()
+    file_buffer = source.read_buffer()
     source.seek(place)
     buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
-    return all(whole.address <= buffer.address < whole.address + whole.size for buffer in buffers)
+    return all(file_buffer.address <= buffer.address < file_buffer.address + file_buffer.size for buffer in buffers)
 
 
 def _raw(first: int, batch: pa.RecordBatch, place: int) -> Raw:

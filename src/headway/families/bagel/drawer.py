@@ -61,7 +61,7 @@ class BagelDrawer:
             requests,
             rows,
             columns,
-            lambda workload: SplitMask.of(workload).each(lambda tensor: tensor.to(device)),
+            lambda workload: SplitMask.of(workload).map_tensors(lambda tensor: tensor.to(device)),
             around=self._encoder.around_images,
             no_text=[self._request(away_from, images)] * len(texts),
             no_images=[self._request(text, ()) for text in texts],

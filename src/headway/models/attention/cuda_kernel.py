@@ -1,4 +1,4 @@
-"""Which kernel attention within segments runs on CUDA: PyTorch's, FlashAttention-3 in its place, or a package's.
+"""Choice of the kernel that attends within segments on CUDA: PyTorch's, FlashAttention-3 in its place, or a package's.
 
 Tensor letters as in `attention`. Two packages are known: `flash_attn_interface` (FlashAttention-3, for Hopper) and
 `flash_attn` (FlashAttention-2). PyTorch's variable-length attention is FlashAttention-2, unless its own switch puts
@@ -25,7 +25,7 @@ from headway.models.attention.varlen import varlen_attention
 FA3, FA2 = PACKAGES = ("flash_attn_interface", "flash_attn")
 _FA3_MAJOR = 9  # of the devices' compute capability: Hopper
 _HEAD_MULTIPLE = 8
-_FA2_LINE = "Attention on CUDA: PyTorch's variable-length FlashAttention-2"
+_FA2_NOTE = "Attention on CUDA: PyTorch's variable-length FlashAttention-2"
 
 
 class CudaKernel(Protocol):
@@ -83,7 +83,7 @@ def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
     if name == "flash-attn":
         return (_use_package(),)
     if name == "torch":
-        return (_FA2_LINE,)
+        return (_FA2_NOTE,)
     missing = _missing_for_fa3(device) or _put_in_fa3()
     if missing is None:
         return (f"Attention on CUDA: FlashAttention-3 ({FA3}) behind PyTorch's variable-length attention",)
@@ -92,11 +92,11 @@ def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
             f"speed.attention is 'fa3' (FlashAttention-3), but {missing}. Set speed.attention=auto, which takes "
             "PyTorch's own variable-length flash kernel where there is no FlashAttention-3."
         )
-    return (f"{_FA2_LINE}; FlashAttention-3 is not used, as {missing}",)
+    return (f"{_FA2_NOTE}; FlashAttention-3 is not used, as {missing}",)
 
 
 def _missing_for_fa3(device: torch.device) -> str | None:
-    """What FlashAttention-3 lacks here, as a part of a sentence; None where it runs."""
+    """Say what FlashAttention-3 lacks here, as a part of a sentence; None where it runs."""
     major, minor = torch.cuda.get_device_capability(device)
     if major != _FA3_MAJOR:
         return f"it needs a device of compute capability {_FA3_MAJOR}.x (H100, H200), and {device} has {major}.{minor}"
@@ -106,7 +106,7 @@ def _missing_for_fa3(device: torch.device) -> str | None:
 
 
 def _put_in_fa3() -> str | None:
-    """Switch PyTorch to FlashAttention-3; why it could not, as a part of a sentence, or None."""
+    """Switch PyTorch to FlashAttention-3; returns why that failed, as a part of a sentence, or None."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # it replaces kernels: as asked
