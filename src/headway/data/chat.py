@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from headway.data.bounded import TemplateFailure, render_template
 from headway.data.samples import AudioPart, Chat, ImagePart, Message, Origin, Part, TextPart, VideoPart
 from headway.data.stops import SpecialTokens, Stops, find_stops
+from headway.data.template_bounds import TemplateFailure, render_template
 from headway.errors import ConfigError, DataError
 
 Span = tuple[int, int]

@@ -83,7 +83,7 @@ def _literal(value: Any) -> str:
 def _read_template(path: Path) -> str:
     from jinja2 import TemplateSyntaxError
 
-    from headway.data.bounded import compile_template
+    from headway.data.template_bounds import compile_template
 
     try:
         if path.stat().st_size > MAX_TEMPLATE_BYTES:

@@ -18,13 +18,13 @@ from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerBase
 
 from headway.data.chat import ChatTemplate, Span, View
-from headway.data.making import charged_to
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
 from headway.data.media.joining import Joinable, joined, joined_sounds
-from headway.data.media.opened import MediaReader, OpenedMedia
+from headway.data.media.media_reader import MediaReader, OpenedMedia
 from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
-from headway.data.media.processed import SMALLEST_TRIED
+from headway.data.media.processor_images import SMALLEST_TRIED
 from headway.data.media.sizes import MediaSizes
+from headway.data.pack_times import charged_to
 from headway.data.samples import NOTHING, Chat, Document, Grid, Origin, Sample, SampleLengths
 from headway.errors import DataError
 from headway.models.load import Processor, RopeIndex
@@ -405,7 +405,6 @@ class Encoder:
             types_name = self.media.processed.types_name or types_name
             if self.media.processed.types_answers:
                 types_S = (torch.from_numpy(tokens.supervised_S).cumsum(0) > 0).int()
-        # Decoding is the costly part, and is timed apart from tokenising.
         with charged_to("decode"):
             pixels_PD, video_pixels_PD = planned.reader.pixels(media)
             features_AMF = planned.reader.features(media)
@@ -453,7 +452,6 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
     lengths = SampleLengths.joined([view.lengths for view in views])
     for view in views[1:]:
         view.labels_S[0] = IGNORED  # which the view before must not predict
-    # Token types and a processor's tensors are joined by name, as across samples.
     types = [view.token_types_S for view in views if view.token_types_S is not None]
     processed: dict[str, list[Joinable]] = {}
     for view in views:

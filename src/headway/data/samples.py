@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, cast
 
 import fsspec
 
-from headway.data.making import charged_to
 from headway.data.media.sizes import MediaSizes
+from headway.data.pack_times import charged_to
 from headway.errors import DataError
 from headway.packing.budget import Size
 from headway.packing.pieces import Run

@@ -156,7 +156,7 @@ def linear_losses(layer: nn.Linear, task: Task) -> Compute:
                 if grad_weight_VH is not None:
                     _add_product(grad_weight_VH, slopes_CV, hidden_CH * supervised_C1.to(dtype))
                 del logits_CV, slopes_CV  # before the next chunk's come
-        # The factor of the mean over supervised tokens, once on the sums rather than on each chunk.
+        # The factor (scale of the logits by number of supervised tokens), once on the sums and not on each chunk.
         sums = (grad_weight_VH, grad_bias_V)[: len(needs)]
         gradients = tuple(None if g is None else g.mul_(task.factor).to(layer.weight.dtype) for g in sums)
         hidden = None if grad_hidden_TH is None else grad_hidden_TH.to(hidden_TH.dtype)

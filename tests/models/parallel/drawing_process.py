@@ -99,8 +99,8 @@ def check(name, folder):
 def every_process_has_its_share_of_every_kind(folder):
     group, (_, batch) = dist.group.WORLD, build(folder, ALL, "model")
     degree, rank = group.size(), group.rank()
-    part = batch.dealt(group).drawing.inputs
-    whole = batch.drawing.inputs
+    part = batch.dealt(group).family_inputs.inputs
+    whole = batch.family_inputs.inputs
     assert part["input_ids"].shape[1] == shares(batch.slots, degree)[rank]
     for name in ("understood_slots", "supervised_rows", "image_rows", "latent_slots", "latents"):
         assert len(whole[name]) // degree <= len(part[name]) <= -(-len(whole[name]) // degree), name
@@ -112,7 +112,7 @@ def every_answer_is_judged_once_and_whole(folder):
     with torch.no_grad():
         logits_SV = model.eval()(**batch.model_inputs()).logits
         labels_T = batch.labels_1T[0].clone()
-        slots_S = batch.drawing.inputs["understood_slots"][batch.drawing.inputs["supervised_rows"]]
+        slots_S = batch.family_inputs.inputs["understood_slots"][batch.drawing.inputs["supervised_rows"]]
         labels_T[slots_S] = logits_SV.argmax(-1)
         labels_T[slots_S[1]] = (labels_T[slots_S[1]] + 1) % 5
         batch = replace(batch, labels_1T=labels_T[None])

@@ -119,7 +119,7 @@ class Feed(ABC):
 
     Attributes:
         sources: the datasets.
-        making_s: what the workers spent on the packs of the last step by part, as `headway.data.making` has them [s].
+        making_s: times of the workers on the packs of the last step, by part of `headway.data.pack_times` [s].
         needed: steps that will still be asked for, beyond which an index's packs are not made; None where nobody knows.
         files: identity of every file of the sources, which states hold and are compared by.
     """

@@ -16,7 +16,7 @@ from headway.data.bad_rows import sample_error
 from headway.data.conditions import lengths_without
 from headway.data.feed.lane_source import LaneSource, ReadPosition
 from headway.data.feed.make import DroppedSample, FinishedPack, PackMaker, Piece, SkippedSample
-from headway.data.making import charged_to
+from headway.data.pack_times import charged_to
 from headway.data.samples import Sample, SampleError, SampleLengths
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.packing.budget import Budget, Size, over_budget, segments_within
@@ -288,7 +288,7 @@ class Lane:
             return
         # What condition dropout leaves of it in this epoch is what a pack takes.
         lengths = lengths_without(full_lengths, origin, dropout, buffered.position.epoch)
-        # Media cannot be cut: their patches must fit, and a cut must leave something to learn behind them.
+        # Media cannot be cut: their patches must fit, and a cut comes behind them and the first token to learn.
         most, fits = budget.tokens, budget.holds(Size(1, full_lengths.patches))
         overlong = streaming.overlong_of(origin.source)
         if budget.holds(full_lengths.size):  # as in a plan, which knows samples before their epochs

@@ -9,7 +9,7 @@ from headway.data.bad_rows import sample_error
 from headway.data.collate import Batch, Collator
 from headway.data.conditions import sample_without
 from headway.data.encode import EncodedSample, Encoder
-from headway.data.making import charged_to, take_charges
+from headway.data.pack_times import charged_to, take_charges
 from headway.data.samples import Origin, Sample, SampleError
 from headway.data.sources import Source
 from headway.errors import DataError
@@ -71,7 +71,7 @@ class FinishedPack(NamedTuple):
         whole_tokens: length of each of its samples before cutting [tokens].
         skipped: samples planned for it that could not be used.
         dropped: samples read for it that exceed a pack.
-        making_s: what making it took by part, as `headway.data.making` has them [s]; None where nobody took it down.
+        making_s: time of making it, by part of `headway.data.pack_times` [s]; None where nobody took it.
     """
 
     batch: Batch

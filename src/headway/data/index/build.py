@@ -21,7 +21,7 @@ from headway.cache import CACHE_VARIABLE
 from headway.data.bad_rows import BadSamples, SampleCounts, sample_error
 from headway.data.encode import Encoder
 from headway.data.index.length_index import METADATA, LengthIndex
-from headway.data.index.stored import INDEX_FILE, count_rows, folder_of
+from headway.data.index.store import INDEX_FILE, count_rows, folder_of
 from headway.data.index.table import BAD, LAYOUT, bad_rows, join_tables, table_of, write_table
 from headway.data.pool import Job, Pool
 from headway.data.samples import SampleError, SampleLengths

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from headway.data.chat import Span
-from headway.data.media.processed import ProcessedImages
+from headway.data.media.processor_images import ProcessedImages
 from headway.errors import DataError
 from headway.models.foreign import foreign
 
@@ -204,7 +204,7 @@ class Tokeniser:
 
         Between them: where placeholders ended in `text`, and how far what follows each end has moved.
         """
-        # Words that stand for media may come from the template alone: others would shift every picture by one.
+        # Tokens that only the processor writes must not come from the text: they would count as a picture's.
         for word in self._written_only:
             if word in text:
                 raise DataError(

@@ -148,7 +148,7 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
             root = without_query(inside).rpartition("/")[0]
             return [_file(system, path if is_plain else inside, options, root)], None
         folder = None
-        # A folder stands for all files within, a glob for those it matches; hidden ones only where named.
+        # A folder stands for all files within, a glob for those it matches; hidden ones only where a glob names them.
         if system.isdir(inside):
             folder = _file_url(system, inside)
             names = [name for name in sorted(system.find(inside)) if not _is_hidden(name[len(inside) :])]

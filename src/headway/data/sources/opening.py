@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Document, Sample
-from headway.data.sources.delimited import DelimitedReader
+from headway.data.sources.csv_rows import DelimitedReader
 from headway.data.sources.documents import SampleBy, Text, TokenFile
 from headway.data.sources.files import COMPRESSIONS, File, find_files, without_query
 from headway.data.sources.json_rows import JsonArray, JsonLines

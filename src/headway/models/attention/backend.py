@@ -166,7 +166,7 @@ def attend(
         raise ConfigError(
             f'The attention backend {NAME!r} has no position bias. Load the model with the backend "sdpa" instead.'
         )
-    # The layer's own settings; a window without causality is a vision tower's, whose boundaries are its windows.
+    # The layer's own settings. A window holds for causal layers alone: a tower's windows are segments.
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window if causal else None

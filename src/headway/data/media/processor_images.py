@@ -83,7 +83,7 @@ class ProcessedImages:
         self.processor, self.patch = processor, patch
         self._cache: OrderedDict[tuple[_Size, ...], ImageLengths] = OrderedDict()
         self._texts: dict[str, str] = {}  # many sizes give the same text, which is kept once
-        # Noise without zeros: padding, which is zero, can then be told from content.
+        # Noise: joined tensors are compared by values that no two pictures share.
         noise = np.random.default_rng(0)
         tried = [
             Pillow.fromarray(noise.integers(1, 256, (height, width, 3), dtype=np.uint8)) for width, height in _TRIED_WH

@@ -14,7 +14,7 @@ from headway.data.media.audio import Sound, SoundFeatures
 from headway.data.media.image_patches import ImagePatches
 from headway.data.media.images import Picture, decode_all
 from headway.data.media.joining import Joinable
-from headway.data.media.processed import REFUSALS, ProcessedImages, reads_processed_images
+from headway.data.media.processor_images import REFUSALS, ProcessedImages, reads_processed_images
 from headway.data.media.sizes import MediaSizes
 from headway.data.media.videos import SampledClip, VideoPatches, clip_of
 from headway.data.samples import Chat, Grid, Media
