@@ -59,8 +59,9 @@ OLDEST_CORE := \
 	$(addprefix tests/count/test_,adapters.py cost_model.py drivers.py masks.py recompute.py workload.py) \
 	$(addprefix tests/tracing/test_,activations.py blocks.py compiled.py experts.py modules.py setups.py stand_ins.py trace.py) \
 	$(addprefix tests/meter/test_,batches.py goodput.py memory_traffic.py meter.py) tests/log/test_jsonl.py \
-	$(addprefix tests/models/test_,attention.py blocks.py compiling.py experts.py head.py kernels.py load.py lora.py \
-		products.py recompute.py router.py segments.py split_attention.py varlen.py) tests/models/parallel/test_experts.py \
+	$(addprefix tests/models/test_,blocks.py compiling.py experts.py head.py kernels.py load.py lora.py \
+		products.py recompute.py router.py) tests/models/attention/test_backend.py \
+	$(addprefix tests/models/attention/test_,segments.py splits.py varlen.py) tests/models/parallel/test_experts.py \
 	tests/families/bagel/test_model.py tests/families/bagel/test_checkpoint.py \
 	tests/config/test_read.py tests/checkpoint/test_checkpoint.py tests/models/test_precision.py tests/predict/test_speed.py \
 	$(addprefix tests/train/test_,drawing.py loop.py recompute.py record.py) \

@@ -92,10 +92,10 @@ DEFECTS = (
     ),
     Defect(
         "samples of a pack attend to each other",
-        "models/segments.py",
+        "models/attention/segments.py",
         "attend(q_THD, k_TKD, v_TKD, sinks_H, cu_seqlens_N, causal, window, scale)",
         "attend(q_THD, k_TKD, v_TKD, sinks_H, cu_seqlens_N[[0, -1]], causal, window, scale)",
-        ("tests/models/test_segments.py", "tests/models/test_packed_equals_unpacked.py"),
+        ("tests/models/attention/test_segments.py", "tests/models/test_packed_equals_unpacked.py"),
     ),
     Defect(
         "a device is found by a part of its name",

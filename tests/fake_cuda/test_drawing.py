@@ -58,7 +58,7 @@ def test_a_step_does_not_wait_for_the_device(samples):
     with pretend_cuda() as device, steps._environment(ahead=True):
         precision = choose_precision(settings.run, device)
         trained = steps._trained(settings, config, precision, device)
-        with Watch() as watch, patch("headway.models.split_attention._flex", lambda: instead_of_flex):
+        with Watch() as watch, patch("headway.models.attention.splits._flex", lambda: instead_of_flex):
             watch.sites = None
             steps._place(trained.model, device)
             found = steps._step(settings, trained, precision, batch, device, watch)

@@ -22,7 +22,7 @@ from headway.count import Workload, drivers, masks
 from headway.data import Encoder, read_samples
 from headway.data.collate import Collator
 from headway.models import attention, load_model, load_processor, rope_index
-from headway.models.masked import SegmentMask
+from headway.models.attention.masks import SegmentMask
 from headway.models.vision import patch_size_of, vision_geometry
 from headway.tracing import trace
 from headway.tracing.verify import verify

@@ -6,7 +6,7 @@ from unittest import mock
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.models import segments
+from headway.models.attention import segments
 
 _KERNELS = {"aten::_scaled_dot_product_flash_attention_for_cpu", "torch_attn::_varlen_attn"}
 

@@ -15,11 +15,11 @@ from torch.nn.attention.varlen import varlen_attn
 
 from headway.errors import ConfigError
 from headway.models import kernels
-from headway.models.flash import choose_kernel, cuda_kernel, flash_kernel
+from headway.models.attention.cuda_kernel import choose_kernel, cuda_kernel, flash_kernel
+from headway.models.attention.segments import segment_attention
+from headway.models.attention.varlen import varlen_attention
 from headway.models.head import model_with_loss
 from headway.models.kernels import gated_mlps, rms_norms, rotary_functions, use_kernels
-from headway.models.segments import segment_attention
-from headway.models.varlen import varlen_attention
 from helpers.tiny_models import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -112,7 +112,7 @@ def test_flash_attn_without_cuda_or_package_is_refused(monkeypatch):
     for name in ("flash-attn", "fa3"):
         with pytest.raises(ConfigError, match=rf"speed\.attention is '{name}'.*on CUDA only.*speed\.attention=auto"):
             choose_kernel(name, CPU)
-    monkeypatch.setattr("headway.models.flash.find_spec", lambda _: None)
+    monkeypatch.setattr("headway.models.attention.cuda_kernel.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install flash-attn.*speed\.attention=auto"):
         choose_kernel("flash-attn", CUDA)
     assert cuda_kernel() is varlen_attention
@@ -128,8 +128,10 @@ def test_flash_attn_is_given_windows_scale_and_padded_heads_as_it_expects_them(m
         return segment_attention(q, k, v, cu_q, causal, window, softmax_scale, None), "log-sums"
 
     package = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
-    monkeypatch.setattr("headway.models.flash.find_spec", lambda name: object() if name == "flash_attn" else None)
-    monkeypatch.setattr("headway.models.flash.import_module", {"flash_attn": package}.__getitem__)
+    monkeypatch.setattr(
+        "headway.models.attention.cuda_kernel.find_spec", lambda name: object() if name == "flash_attn" else None
+    )
+    monkeypatch.setattr("headway.models.attention.cuda_kernel.import_module", {"flash_attn": package}.__getitem__)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(12, heads, 12, generator=generator) for heads in (4, 2))
     v = torch.randn(12, 2, 10, generator=generator)
@@ -155,7 +157,8 @@ def _fa3(monkeypatch):
     """FlashAttention-3's package as PyTorch looks for it, and a Hopper device: no kernels, as nothing is computed."""
     monkeypatch.setitem(sys.modules, "flash_attn_interface", ModuleType("flash_attn_interface"))
     monkeypatch.setattr(
-        "headway.models.flash.find_spec", lambda name: object() if name == "flash_attn_interface" else None
+        "headway.models.attention.cuda_kernel.find_spec",
+        lambda name: object() if name == "flash_attn_interface" else None,
     )
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     # one that is only dropped leaves names behind that lead nowhere: torch 2.11's inductor looks at all of them
@@ -184,7 +187,7 @@ def test_auto_takes_flash_attention_3_where_it_runs_and_says_so():
     ("change", "why"),
     [
         (("torch.cuda.get_device_capability", lambda _: (8, 0)), r"capability 9\.x \(H100, H200\), and cuda has 8\.0"),
-        (("headway.models.flash.find_spec", lambda _: None), "flash_attn_interface is not installed"),
+        (("headway.models.attention.cuda_kernel.find_spec", lambda _: None), "flash_attn_interface is not installed"),
         (
             ("torch.nn.attention._fa3._fa3_import_module", Mock(side_effect=RuntimeError("no backward"))),
             "cannot use the installed flash_attn_interface: no backward",

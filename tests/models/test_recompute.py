@@ -9,10 +9,10 @@ from headway.count import Workload
 from headway.count.recompute import as_choice
 from headway.errors import ConfigError
 from headway.models.attention import use_attention
+from headway.models.attention.varlen import varlen_attention
 from headway.models.blocks import blocks
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.recompute import _ATTENTION, checkpointed, checkpointed_but_attention, recompute_blocks
-from headway.models.varlen import varlen_attention
 from helpers import tiny_models
 from helpers.kept_attention import attention_calls
 from helpers.traced_once import tiny_ledger

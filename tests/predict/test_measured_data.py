@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from headway.data.index import LengthIndex
-from headway.data.index.length_index import Ragged
+from headway.data.index.length_index import RaggedArray
 from headway.predict import measured_data as module
 from headway.predict.measured_data import joined, making_s
 
@@ -13,12 +13,12 @@ def index(tokens, images, videos, bad=()):
     def ragged(grids):
         flat = [grid for row in grids for grid in row]
         offsets = np.cumsum([0, *map(len, grids)])
-        return Ragged(offsets, np.array(flat, dtype=np.int32).reshape(-1, 3))
+        return RaggedArray(offsets, np.array(flat, dtype=np.int32).reshape(-1, 3))
 
     patches = [sum(int(np.prod(grid)) for grid in one + two) for one, two in zip(images, videos, strict=True)]
     none = np.zeros(len(tokens), dtype=np.int32)
     numbers = (np.array(tokens, dtype=np.int32), none, none, none, np.array(patches, dtype=np.int32))
-    audio = Ragged.empty(len(tokens))
+    audio = RaggedArray.empty(len(tokens))
     return LengthIndex(*numbers, ragged(images), ragged(videos), audio, bad=dict.fromkeys(bad))
 
 

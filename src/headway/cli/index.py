@@ -132,7 +132,7 @@ def build_indices(
     """
     with needs_extra("indexing"):
         from headway.data.bad_rows import BadSamples, SampleCounts
-        from headway.data.index.stored import KnownEncoder, count_rows, stored_index
+        from headway.data.index.store import KnownEncoder, count_rows, stored_index
         from headway.data.processor_settings import ProcessorSettings
         from headway.hub import located
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headway.config import TrainConfig
     from headway.data import Budget, Encoder
     from headway.data.index import LengthIndex
-    from headway.data.look import Looked, ShownSample
+    from headway.data.look import DataView, ShownSample
     from headway.data.processor_settings import ProcessorSettings
     from headway.data.sources import Source
     from headway.packing import OverlongCounts
@@ -156,7 +156,7 @@ def _of_data(
     ranks: int,
     overlong: str,
     seed: int,
-) -> "Looked":
+) -> "DataView":
     from headway.cli.pack import one_of
     from headway.data.sources import open_source
     from headway.packing.items import OVERLONG, Items
@@ -166,7 +166,7 @@ def _of_data(
 
     from headway.data import Budget
     from headway.data.encoders import open_encoder
-    from headway.data.look import Looked
+    from headway.data.look import DataView
     from headway.data.media.placeholders import MAX_CHARACTERS
     from headway.packing.order import Order
     from headway.packing.plan import Plan
@@ -178,7 +178,7 @@ def _of_data(
         for note in (note for source in sources for note in source.notes()):
             warn(note)
         samples = [sample for source in sources for sample in _samples(source, rows, encoder)]
-        return Looked(model, samples, (), (), None, {})
+        return DataView(model, samples, (), (), None, {})
     indices = _indices(sources, model, max_characters, settings)
     budget = Budget(packing_length)
     items, counts = Items.build(indices, budget, policy, resolve_cost_model(model))
@@ -186,7 +186,7 @@ def _of_data(
     return _planned(model, sources, indices, encoder, rows, plan, counts, budget, num_packs)
 
 
-def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -> "Looked":
+def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -> "DataView":
     """What a training would see: its own sources, order, budget and costs."""
     from headway.answer.model_folder import make_encoder
     from headway.data.processor_settings import ProcessorSettings
@@ -246,8 +246,8 @@ def _planned(
     counts: "Mapping[str, OverlongCounts]",
     budget: "Budget",
     num_packs: int,
-) -> "Looked":
-    from headway.data.look import Looked, show_packs, used_of
+) -> "DataView":
+    from headway.data.look import DataView, show_packs, used_of
 
     samples: list[ShownSample | DataError] = []
     for number, source in enumerate(sources):
@@ -255,7 +255,7 @@ def _planned(
         samples += _samples(source, rows, encoder, used)
     bad = [error for index in indices.values() for error in index.bad.values()]
     packs = show_packs(plan, num_packs) if plan is not None and num_packs else []
-    return Looked(model, samples, bad, packs, budget, counts)
+    return DataView(model, samples, bad, packs, budget, counts)
 
 
 def _samples(
@@ -280,7 +280,7 @@ def _indices(
     return {source.name: index for source, index in zip(sources, found, strict=True)}
 
 
-def _record(seen: "Looked") -> dict[str, Any]:
+def _record(seen: "DataView") -> dict[str, Any]:
     from headway.data.look import ShownSample, why_not_whole
 
     samples: list[dict[str, Any]] = []

@@ -10,7 +10,7 @@ from headway.report.page import html_page, safe
 
 if TYPE_CHECKING:
     from headway.data import Budget
-    from headway.data.look import Looked, ShownMedia, ShownPack, ShownSample, TokenRun
+    from headway.data.look import DataView, ShownMedia, ShownPack, ShownSample, TokenRun
 
 _LONGEST_SIDE = 320  # of a picture on the page [pixels]
 _STYLE = """
@@ -28,7 +28,7 @@ figure { display: inline-block; margin: 0.5rem 1rem 0.5rem 0; } figcaption { fon
 """
 
 
-def page(seen: "Looked") -> str:
+def page(seen: "DataView") -> str:
     """Render samples, pictures and packs as one HTML page.
 
     Args:

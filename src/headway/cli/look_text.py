@@ -9,7 +9,7 @@ from headway.report import format_count, format_flops, format_share, presentable
 
 if TYPE_CHECKING:
     from headway.data import Budget
-    from headway.data.look import Looked, ShownMedia, ShownPack, ShownSample, TokenRun
+    from headway.data.look import DataView, ShownMedia, ShownPack, ShownSample, TokenRun
     from headway.packing import OverlongCounts
 
 _BEGIN, _END = ">>", "<<"  # around what is learnt, where there is no colour
@@ -60,7 +60,7 @@ def counts_line(name: str, count: "OverlongCounts") -> str:
     return f"{name}: {', '.join(said)}{lost}"
 
 
-def paragraphs(seen: "Looked", width: int, most: int, *, coloured: bool) -> Iterator[str]:
+def paragraphs(seen: "DataView", width: int, most: int, *, coloured: bool) -> Iterator[str]:
     """Samples and packs for a terminal.
 
     Args:

@@ -184,16 +184,16 @@ class BadSamples:
         Raises:
             DataError: there were more.
         """
-        skipped, read = counts.total("skipped").samples, counts.total("read").samples
+        skipped, num_read = counts.total("skipped").samples, counts.total("read").samples
         allowed = f"{self.limit:,}" if self.limit is not None and skipped > self.limit else ""
-        if self.fraction is not None and read >= _ENOUGH_TO_JUDGE and skipped > self.fraction * read:
+        if self.fraction is not None and num_read >= _ENOUGH_TO_JUDGE and skipped > self.fraction * num_read:
             allowed = f"{self.fraction:.2%}"
         if allowed:
             by_source = ", ".join(f"{counts[name]['skipped'].samples} of {name}" for name in counts.sources)
-            named = f"{self.quarantine} names them" if self.quarantine else "name a quarantine file to see them all"
+            hint = f"{self.quarantine} names them" if self.quarantine else "name a quarantine file to see them all"
             raise DataError(
-                f"{skipped:,} of {read:,} samples could not be used ({by_source}), and at most {allowed} may be "
-                f"skipped. The last: {last}. Repair the data ({named}), or allow more."
+                f"{skipped:,} of {num_read:,} samples could not be used ({by_source}), and at most {allowed} may be "
+                f"skipped. The last: {last}. Repair the data ({hint}), or allow more."
             ) from last
 
 
@@ -207,8 +207,8 @@ def sample_error(error: DataError, origin: Origin) -> SampleError:
 def _append(quarantine: Path, error: SampleError) -> None:
     """Add a line to a file that other processes may add to as well: whole, and kept even if this one is killed."""
     origin = error.origin
-    named = asdict(origin) | {"reason": error.reason}
-    line = json.dumps(named, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
+    record = asdict(origin) | {"reason": error.reason}
+    line = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
     try:
         quarantine.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(quarantine, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -49,24 +49,29 @@ def with_blanks(batch: Batch, wanted: Modalities, collator: Collator) -> Batch:
         wanted: kinds of media that it must have, those of all ranks' packs.
         collator: the pack's collator; one without a vision geometry or a blank image leaves the pack as it is.
     """
+    # Every rank must run the same towers in a step, so a pack lacks what any other rank's pack has.
     geometry, has = collator.geometry, Modalities.of(batch)
     lacking = Modalities(wanted.images and not has.images, wanted.videos and not has.videos)
+    # A family's own layout knows how to hold an image that nobody sees; its grid is one patch.
     if batch.family_inputs is not None:
         if not lacking.images:
             return batch
         pixels_PD, family_inputs = batch.family_inputs.with_blank_image()
         grids_M3 = torch.ones(1, 3, dtype=torch.long)
         return replace(batch, pixels_PD=pixels_PD, grids_M3=grids_M3, family_inputs=family_inputs)
+    # A tower that a processor feeds takes a whole encoded picture: its placeholders, grid and tensors.
     if collator.blank is not None and lacking.images:
         blank = collator.blank
         padded = _with_tokens(batch, blank.input_ids_S, collator)
-        tensors = {name: each.tensor_X for name, each in blank.processed.items()}
+        tensors = {name: joinable.tensor_X for name, joinable in blank.processed.items()}
         return replace(padded, grids_M3=blank.grids_M3, processed=tensors)
     if geometry is None or not any(lacking):
         return batch
+    # A tower of patches takes zeros: a bucket of them, so that shapes stay few, or those of one token.
     patches = collator.bucket_patches or geometry.merge_size**2
     grids_M3 = geometry.padding_grids(patches)
     pixels_PD = torch.zeros(patches, geometry.patch_values)
+    # Positions and boundaries of the blank patches, by kind, and the kind's placeholder token.
     vision, ids = dict(batch.vision), []
     if lacking.images:
         vision |= geometry.inputs(grids_M3, "image_")
@@ -74,6 +79,7 @@ def with_blanks(batch: Batch, wanted: Modalities, collator: Collator) -> Batch:
     if lacking.videos:
         vision |= geometry.inputs(grids_M3, "video_")
         ids.append(geometry.video_token)
+    # One placeholder per merged square of merge_size**2 patches, in the pack's padding.
     tokens_S = torch.tensor(ids).repeat_interleave(patches // geometry.merge_size**2)
     padded = _with_tokens(batch, tokens_S, collator)
     return replace(

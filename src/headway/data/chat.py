@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from headway.data.bounded import TemplateFailure, render_template
 from headway.data.samples import AudioPart, Chat, ImagePart, Message, Origin, Part, TextPart, VideoPart
 from headway.data.stops import SpecialTokens, Stops, find_stops
+from headway.data.template_bounds import TemplateFailure, render_template
 from headway.errors import ConfigError, DataError
 
 Span = tuple[int, int]
@@ -137,8 +137,10 @@ class ChatTemplate:
         chat = turns[: number + 1]
         message = sample.messages[number]
         marks = bool(_MARKS_GENERATION.search(self.sources[self._name(bool(sample.tools))]))
+        # The prompt is the chat before the answer, with the words that open the assistant's turn.
         shown, marked = self._rendered(chat, sample)
         prompt = self._render(chat[:-1], sample, opened=True) if number else self._opening(shown, chat, sample)
+        # The answer begins where the whole chat and its prompt part.
         start = _shared(shown, prompt)
         before = self._render(chat[:-1], sample) if number and start < len(prompt) else ""
         if start < len(before.rstrip()):  # the turns before look otherwise once this one follows
@@ -153,6 +155,7 @@ class ChatTemplate:
                 place = shown.rfind(words, max(0, start - len(words) + 1), start + len(words)) if words else -1
                 start = place if place >= 0 else start
         _check_answer(shown[start:], message, sample, number + 1)
+        # Characters to learn: all from there on, or what the template marks of it.
         spans = [(start, len(shown.rstrip()))]
         if marks:
             spans = _joined([(int(first), int(last)) for first, last in marked if last > start])
@@ -163,6 +166,7 @@ class ChatTemplate:
                 )
         if not self.learns_empty_thinking:
             spans[0] = (_after_empty_thinking(shown, spans[0]), spans[0][1])
+        # A processor that rewrites prompts (placeholders, say) moves what comes after by what it adds.
         if self._processed is not None:
             full = self._processed(shown[:start])
             shown, moved = full + shown[start:], len(full) - start
@@ -219,6 +223,7 @@ class ChatTemplate:
                 "template is made for, or give a template that ends answers with a special token of this one "
                 "(model.chat_template)."
             )
+        # White space at the end belongs to the template; a stop that is already learnt ends the last span.
         last = max(first, len(shown[:last].rstrip()))
         begin = spans[0][0]  # the stop may lie between words that a template marks one by one
         end = stops.end_in(shown[begin:last], self._special)
@@ -226,6 +231,7 @@ class ChatTemplate:
             spans = [span for span in spans if span[0] < begin + end]
             first, last = spans[-1][0], begin + end
         else:
+            # Where there is none, take the stop of a call or of words: written behind the span, or put there.
             stop = stops.call if calls and stops.call is not None else stops.plain
             if stop is None:
                 raise ConfigError(
@@ -233,10 +239,10 @@ class ChatTemplate:
                     "no end-of-text token, so a model could not learn to stop. Give a template that ends answers with "
                     "a special token (model.chat_template), or the tokenizer an eos_token."
                 )
-            rest = shown[last:]
-            written = next((token for token in stops.tokens if rest.lstrip().startswith(token)), None)
+            remainder = shown[last:]
+            written = next((token for token in stops.tokens if remainder.lstrip().startswith(token)), None)
             if written is not None:  # behind the words that the template marks
-                last += len(rest) - len(rest.lstrip()) + len(written)
+                last += len(remainder) - len(remainder.lstrip()) + len(written)
             else:
                 shown = shown[:last] + stop.before + stop.token
                 last = len(shown)
@@ -336,7 +342,7 @@ def _with_arguments_as_text(chat: _Turns) -> _Turns:
 
 
 def _after_empty_thinking(text: str, span: Span) -> int:
-    """Where an answer goes on behind an empty block of thoughts that it begins with, or that is open before it."""
+    """Find the place after an empty block of thoughts with which an answer begins, or that is open before it."""
     first, last = span
     opened = _OPEN_THINKING.search(text, 0, first)
     begin = first if opened is None else opened.start()

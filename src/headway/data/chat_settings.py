@@ -1,4 +1,4 @@
-"""How chats become text, where that is to differ from what the model's folder says."""
+"""Settings of chats: a template and variables in place of those in the model's folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class ChatSettings:
         Raises:
             ConfigError: it cannot be read, or is not a template.
         """
-        template = None if file is None else _read(Path(file))
+        template = None if file is None else _read_template(Path(file))
         return cls(template, dict(variables or {}), learns_empty_thinking)
 
     def write_into(self, processor: Any) -> None:
@@ -66,7 +66,7 @@ class ChatSettings:
                 template = self._opening() + template
         elif self.template is None:
             return
-        for part in {id(each): each for each in (processor, tokenizer)}.values():
+        for part in {id(part): part for part in (processor, tokenizer)}.values():
             part.chat_template = template
 
     def _opening(self) -> str:
@@ -80,10 +80,10 @@ def _literal(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _read(path: Path) -> str:
+def _read_template(path: Path) -> str:
     from jinja2 import TemplateSyntaxError
 
-    from headway.data.bounded import compile_template
+    from headway.data.template_bounds import compile_template
 
     try:
         if path.stat().st_size > MAX_TEMPLATE_BYTES:

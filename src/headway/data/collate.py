@@ -29,7 +29,7 @@ PADDING_TOKEN = 0  # any id but a placeholder's: nothing attends to it and nothi
 
 @dataclass(frozen=True)
 class FamilyInputs(ABC):
-    """What the packs of a family of models hold that other packs do not: layouts, masks, noise.
+    """Tensors that only packs of one family of models hold: layouts, masks, noise.
 
     Attributes:
         inputs: tensors, and lists of them, by the names of the model's arguments.
@@ -42,7 +42,7 @@ class FamilyInputs(ABC):
     slots_H: torch.Tensor | None = field(default=None, kw_only=True)
 
     @abstractmethod
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "FamilyInputs":
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "FamilyInputs":
         """The same with every tensor changed: moved, or pinned."""
 
     @abstractmethod
@@ -154,7 +154,7 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same pack on a device; the copy does not wait where the memory is pinned."""
-        moved = self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        moved = self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
         if not self.vision:
             return moved
         # With everything ready-made, the model only lists the grids: on the host, so that it need not wait for them.
@@ -168,7 +168,7 @@ class Batch:
                 tensor.record_stream(stream)
             return tensor
 
-        self._each(keep)
+        self._map_tensors(keep)
 
     def noised(self, seed: int, step: int, shift: float | None = None) -> "Batch":
         """The same pack with a step's noise, where it has anything to draw; see `FamilyInputs.noised`."""
@@ -180,10 +180,10 @@ class Batch:
         """This process's part of a pack that draws and that a group shares; models cut other packs themselves."""
         if self.family_inputs is None or group is None:
             return self
-        given = {"input_ids": self.input_ids_1T, "position_ids": self.position_ids_R1T[0]}
+        inputs = {"input_ids": self.input_ids_1T, "position_ids": self.position_ids_R1T[0]}
         if self.pixels_PD is not None:
-            given["pixel_values"] = self.pixels_PD
-        return replace(self, pixels_PD=None, family_inputs=self.family_inputs.dealt(given, group))
+            inputs["pixel_values"] = self.pixels_PD
+        return replace(self, pixels_PD=None, family_inputs=self.family_inputs.dealt(inputs, group))
 
     def local_slots(self, group: ProcessGroup | None) -> slice | torch.Tensor:
         """The slots that this process computes, by which labels and source ids are cut; all slots of an unshared pack.
@@ -197,24 +197,24 @@ class Batch:
 
     def pin_memory(self) -> "Batch":
         """The same pack in page-locked memory, from which a CUDA device copies without waiting."""
-        return self._each(torch.Tensor.pin_memory)
+        return self._map_tensors(torch.Tensor.pin_memory)
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+    def _map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         changed = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
         processed = {name: change(tensor) for name, tensor in self.processed.items()}
         vision = {k: change(v) if isinstance(v, torch.Tensor) else v for k, v in self.vision.items()}
         placeholders = None if self.placeholders is None else self.placeholders.moved(change)
-        family_inputs = None if self.family_inputs is None else self.family_inputs.each(change)
-        held = {"processed": processed, "vision": vision, "placeholders": placeholders, "family_inputs": family_inputs}
-        return replace(self, **{**values, **changed, **held})
+        family_inputs = None if self.family_inputs is None else self.family_inputs.map_tensors(change)
+        parts = {"processed": processed, "vision": vision, "placeholders": placeholders, "family_inputs": family_inputs}
+        return replace(self, **{**values, **changed, **parts})
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward, labels left out; uint8 patches are normalised here."""
         positions = self.position_ids_R1T if self.position_ids_R1T.shape[0] > 1 else self.position_ids_R1T[0]
         if self.family_inputs is not None:
-            given = {"input_ids": self.input_ids_1T, "position_ids": positions, "pixel_values": self.pixels_PD}
-            return given | self.family_inputs.inputs | {"attention_mask": self.family_inputs.mask}
+            arguments = {"input_ids": self.input_ids_1T, "position_ids": positions, "pixel_values": self.pixels_PD}
+            return arguments | self.family_inputs.inputs | {"attention_mask": self.family_inputs.mask}
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids_1T,
             "position_ids": positions,
@@ -293,22 +293,27 @@ class Collator:
         Raises:
             DataError: a mixture of one-row and M-RoPE positions.
         """
+        # One-row and three-row (M-RoPE) positions cannot stand in one tensor.
         rows = {sample.position_ids_RS.shape[0] for sample in samples} or {self.position_rows}
         if len(rows) > 1:
             raise DataError(
                 f"The samples of a pack have {sorted(rows)} rows of positions; encode all of them with one Encoder."
             )
+        # The segments that attend to themselves: the views of a chat count one by one.
         views = [sample.segments or (sample.tokens,) for sample in samples]
         lengths = [length for segments in views for length in segments]
+        # Media end to end, in the order of their samples.
         images = _joined([sample.pixels_PD for sample in samples], [sample.grids_M3 for sample in samples])
         videos = _joined([sample.video_pixels_PD for sample in samples], [sample.video_grids_M3 for sample in samples])
         audio_ABF, audio_mask_AF = _audio(samples)
         ids = [sample.input_ids_S for sample in samples]
+        # Labels are shifted here: slot t holds token t + 1, and a segment's last slot learns nothing.
         labels = [pad(sample.labels_S[1:], (0, 1), value=IGNORED) for sample in samples]
         positions = [sample.position_ids_RS for sample in samples]
         types = [sample.token_types_S for sample in samples if sample.token_types_S is not None]
         like = samples[0] if samples else self.blank  # all of a model take types, or none
 
+        # Padding up to the next bucket is one more segment, so that no sample sees it.
         padding_S, (pixels_PD, grids_M3), (video_pixels_PD, video_grids_M3) = self._pad(sum(lengths), images, videos)
         if len(padding_S):
             ids.append(padding_S)
@@ -317,12 +322,14 @@ class Collator:
             if like is None or like.token_types_S is not None:
                 types.append(self.types(padding_S))
         segments_N = torch.tensor([*lengths, *([len(padding_S)] if len(padding_S) else [])])
+        # Positions and boundaries of patches are made here, on the CPU, so that the tower need not wait.
         vision: dict[str, Any] = {}
         if self.geometry is not None:
             vision |= self.geometry.inputs(grids_M3, "image_") if len(grids_M3) else {}
             vision |= self.geometry.inputs(video_grids_M3, "video_") if len(video_grids_M3) else {}
         input_ids_1T = torch.cat(ids)[None]
-        numbers = [self.sources.index(each.origin.source) if self.sources else 0 for each in samples]
+        # Source of each segment, by which losses are reported; padding counts to the first, with no label.
+        numbers = [self.sources.index(sample.origin.source) if self.sources else 0 for sample in samples]
         source_ids = [number for number, segments in zip(numbers, views, strict=True) for _ in segments]
         return Batch(
             input_ids_1T=input_ids_1T,
@@ -343,6 +350,7 @@ class Collator:
             vision=vision,
             placeholders=self.placeholders(input_ids_1T),
             source_ids_N=torch.tensor(source_ids + [0] * (len(segments_N) - len(source_ids))),
+            # Work is counted of the samples' own media, without the padding that fills buckets.
             workload=Workload(
                 lengths,
                 images=images[1],
@@ -370,20 +378,20 @@ class Collator:
             blank_grids_M3 = self.geometry.padding_grids(missing)
             filled.append(_Patches(torch.cat([pixels_PD, blank_PD]), torch.cat([grids_M3, blank_grids_M3])))
             ids.append(torch.full((missing // self.geometry.merge_size**2,), getattr(self.geometry, token)))
-        taken = tokens + sum(len(each) for each in ids)
+        used = tokens + sum(len(part) for part in ids)
         bucket = self.bucket_tokens or 1
-        ids.append(torch.full((-taken % bucket if taken else bucket,), PADDING_TOKEN))
+        ids.append(torch.full((-used % bucket if used else bucket,), PADDING_TOKEN))
         return torch.cat(ids), filled[0], filled[1]
 
     def _scale(self, *pixels: torch.Tensor | None) -> torch.Tensor | None:
-        if not any(each is not None and each.dtype == torch.uint8 for each in pixels):
+        if not any(part is not None and part.dtype == torch.uint8 for part in pixels):
             return None
         if self.pixel_scale is None:
             raise DataError("The patches are bytes, but how they are normalised was not given; pass pixel_scale.")
         return torch.stack(self.pixel_scale)
 
     def placeholders(self, ids_1T: torch.Tensor) -> Placeholders | None:
-        """Where the placeholders among a pack's tokens are; None without a vision geometry."""
+        """Find the placeholders among a pack's tokens; None without a vision geometry."""
         geometry = self.geometry
         return None if geometry is None else Placeholders.of(ids_1T[0], geometry.image_token, geometry.video_token)
 
@@ -400,18 +408,18 @@ class _Patches(NamedTuple):
 
 
 def _joined(pixels: Sequence[torch.Tensor | None], grids: Sequence[torch.Tensor]) -> _Patches:
-    given = [each for each in pixels if each is not None]
+    present = [tensor for tensor in pixels if tensor is not None]
     none_03 = torch.zeros(0, 3, dtype=torch.long)
-    return _Patches(torch.cat(given) if given else None, torch.cat([none_03, *grids]))
+    return _Patches(torch.cat(present) if present else None, torch.cat([none_03, *grids]))
 
 
 def _processed(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
     """The tensors of all samples' images, each joined as the model's processor joins them."""
-    found: dict[str, list[Joinable]] = {}
+    by_name: dict[str, list[Joinable]] = {}
     for sample in samples:
-        for name, each in sample.processed.items():
-            found.setdefault(name, []).append(each)
-    return {name: joined([each.tensor_X for each in parts], parts[0].rule) for name, parts in found.items()}
+        for name, joinable in sample.processed.items():
+            by_name.setdefault(name, []).append(joinable)
+    return {name: joined([joinable.tensor_X for joinable in parts], parts[0].rule) for name, parts in by_name.items()}
 
 
 def _audio(samples: Sequence[EncodedSample]) -> tuple[torch.Tensor | None, torch.Tensor | None]:

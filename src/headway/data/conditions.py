@@ -21,14 +21,14 @@ def lengths_without(lengths: SampleLengths, origin: Origin, dropout: Dropout | N
     """
     if dropout is None or not lengths.parts:
         return lengths
-    kept = _kept(lengths.parts, origin, dropout, epoch)
-    if kept.all():
+    part_mask = _part_mask(lengths.parts, origin, dropout, epoch)
+    if part_mask.all():
         return lengths
-    parts = tuple(part for part, stays in zip(lengths.parts, kept, strict=True) if stays)
+    parts = tuple(part for part, stays in zip(lengths.parts, part_mask, strict=True) if stays)
     sizes = np.array([part[1] for part in lengths.parts])
-    gone, ends = int(sizes[~kept].sum()), sizes.cumsum()
-    before = int(sizes[~kept & (ends <= lengths.first_target)].sum())
-    reads = kept[[part[0] == KINDS.index("read") for part in lengths.parts]]
+    gone, ends = int(sizes[~part_mask].sum()), sizes.cumsum()
+    before = int(sizes[~part_mask & (ends <= lengths.first_target)].sum())
+    reads = part_mask[[part[0] == KINDS.index("read") for part in lengths.parts]]
     return replace(
         lengths,
         parts=parts,
@@ -48,13 +48,14 @@ def sample_without(sample: EncodedSample, dropout: Dropout | None, epoch: int) -
     """
     if dropout is None or not sample.parts:
         return sample
-    kept = _kept([part.numbers for part in sample.parts], sample.origin, dropout, epoch)
-    if kept.all():
+    part_mask = _part_mask([part.numbers for part in sample.parts], sample.origin, dropout, epoch)
+    if part_mask.all():
         return sample
     parts: list[SamplePart] = []
     skipped = shift = 0  # positions of images that are gone since the last part, and those of texts that are
     shifts = []
-    for part, stays in zip(sample.parts, kept.tolist(), strict=True):
+    # A dropped text moves later positions back by its tokens; a dropped image leaves its one position empty.
+    for part, stays in zip(sample.parts, part_mask.tolist(), strict=True):
         shifts += [shift] * part.length
         if stays:
             parts.append(replace(part, skipped=part.skipped + skipped))
@@ -63,14 +64,16 @@ def sample_without(sample: EncodedSample, dropout: Dropout | None, epoch: int) -
             shift += part.tokens
         else:
             skipped += 1
-    stays_S = torch.from_numpy(np.repeat(kept, [part.length for part in sample.parts]))
+    # Tokens of parts that stay, and the patches of the images among them that are read.
+    stays_S = torch.from_numpy(np.repeat(part_mask, [part.length for part in sample.parts]))
     pixels = None
     if sample.pixels_PD is not None:
-        patches = [(part.rows * part.columns, stays) for part, stays in _of(sample, kept, "read")]
+        patches = [(part.rows * part.columns, stays) for part, stays in _of(sample, part_mask, "read")]
         sizes, which = zip(*patches, strict=True)
         pixels = sample.pixels_PD[torch.from_numpy(np.repeat(which, sizes))]
-    images = zip(sample.drawn_images, _of(sample, kept, "reference", "draw"), strict=True)
-    reads = torch.tensor([bool(stays) for _, stays in _of(sample, kept, "read")], dtype=torch.bool)
+    # Images to draw, and grids of those that are read, lose the same parts.
+    images = zip(sample.drawn_images, _of(sample, part_mask, "reference", "draw"), strict=True)
+    reads = torch.tensor([bool(stays) for _, stays in _of(sample, part_mask, "read")], dtype=torch.bool)
     return replace(
         sample,
         input_ids_S=sample.input_ids_S[stays_S],
@@ -84,13 +87,13 @@ def sample_without(sample: EncodedSample, dropout: Dropout | None, epoch: int) -
     )
 
 
-def _of(sample: EncodedSample, kept: Numbers, *kinds: str) -> list[tuple[SamplePart, bool]]:
+def _of(sample: EncodedSample, part_mask: Numbers, *kinds: str) -> list[tuple[SamplePart, bool]]:
     """The parts of some kinds, and whether each stays."""
-    return [(part, stays) for part, stays in zip(sample.parts, kept.tolist(), strict=True) if part.kind in kinds]
+    return [(part, stays) for part, stays in zip(sample.parts, part_mask.tolist(), strict=True) if part.kind in kinds]
 
 
-def _kept(
+def _part_mask(
     parts: "list[tuple[int, ...]] | tuple[tuple[int, ...], ...]", origin: Origin, dropout: Dropout, epoch: int
 ) -> Numbers:
-    one = PartTable(np.array([0, len(parts)]), np.array(parts), np.array([origin.key]))
-    return dropout.kept(one, np.array([epoch]), origin.source)
+    table = PartTable(np.array([0, len(parts)]), np.array(parts), np.array([origin.key]))
+    return dropout.kept(table, np.array([epoch]), origin.source)

@@ -18,13 +18,13 @@ from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerBase
 
 from headway.data.chat import ChatTemplate, Span, View
-from headway.data.making import charged_to
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
 from headway.data.media.joining import Joinable, joined, joined_sounds
-from headway.data.media.opened import MediaReader, OpenedMedia
+from headway.data.media.media_reader import MediaReader, OpenedMedia
 from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
-from headway.data.media.processed import SMALLEST_TRIED
+from headway.data.media.processor_images import SMALLEST_TRIED
 from headway.data.media.sizes import MediaSizes
+from headway.data.pack_times import charged_to
 from headway.data.samples import NOTHING, Chat, Document, Grid, Origin, Sample, SampleLengths
 from headway.errors import DataError
 from headway.models.load import Processor, RopeIndex
@@ -113,10 +113,10 @@ class EncodedSample:
     @property
     def num_bytes(self) -> int:
         """Memory held [bytes]."""
-        held = [getattr(self, part.name) for part in fields(self)]
-        held += [each.tensor_X for each in self.processed.values()]
-        held += self.drawn_images
-        return sum(value.numel() * value.element_size() for value in held if isinstance(value, torch.Tensor))
+        values = [getattr(self, part.name) for part in fields(self)]
+        values += [joinable.tensor_X for joinable in self.processed.values()]
+        values += self.drawn_images
+        return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
 
     @property
     def lengths(self) -> SampleLengths:
@@ -353,6 +353,7 @@ class Encoder:
     def _planned(self, view: "_View", decodes: bool) -> Iterator[_Planned]:
         """A view's tokens, its media opened; refused if there is nothing to learn from it, or no end of an answer."""
         sample = view.sample
+        # A document learns every token after its first; one without a second has nothing to predict.
         if isinstance(sample, Document):
             with charged_to("tokenise"):
                 tokens = self.tokeniser.document(() if sample.is_blank else sample.content, sample.where)
@@ -363,13 +364,16 @@ class Encoder:
             yield _Planned(tokens, OpenedMedia(), self.media)
             return
         assert view.shown is not None
+        # A chat learns its answers; media are open while its tokens are used.
         with self._opened(sample, view.shown.text, view.shown.spans, decodes) as planned:
             learnt = planned.tokens.ids_S[planned.tokens.supervised_S]
+            # The first token of a sample is never predicted, so a label there is none.
             if not planned.tokens.supervised_S[1:].any():
                 raise DataError(
                     f"{sample.where}: the assistant's turns are empty after the chat template, so there is nothing to "
                     "learn. Write an answer, or delete the line."
                 )
+            # An answer that is learnt without its end would never stop when generated.
             if int(learnt[-1]) not in self.template.stop_ids():
                 last = self.tokenizer.decode([int(learnt[-1])])
                 raise DataError(
@@ -394,6 +398,7 @@ class Encoder:
         ids_S = torch.from_numpy(tokens.ids_S)
         types_S, types_name = torch.from_numpy(tokens.types_S), "mm_token_type_ids"
         positions_RS = self._positions(ids_S, types_S, media)
+        # Whether the model takes token types (1 and up for media), under which name, and whether answers count.
         reads_types = self.media.images is not None
         if self.media.processed is not None:
             reads_types = self.media.processed.types_name is not None
@@ -424,18 +429,18 @@ class Encoder:
         plain = torch.arange(ids.shape[0])[None]
         if self.rope_index is None:
             return plain
-        known: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if media.image_grids:
-            known["image_grid_thw"] = _grids(media.image_grids)
+            arguments["image_grid_thw"] = _grids(media.image_grids)
         if media.video_grids:
-            known["video_grid_thw"] = _grids(media.video_grids)
-        if not known:
+            arguments["video_grid_thw"] = _grids(media.video_grids)
+        if not arguments:
             return plain.repeat(3, 1)  # M-RoPE of text and sounds: the three rows agree
         if media.audio_lengths:
-            known["audio_seqlens"] = torch.tensor(media.audio_lengths)
+            arguments["audio_seqlens"] = torch.tensor(media.audio_lengths)
         if media.seconds_per_patch is not None:
-            known["second_per_grid_ts"] = media.seconds_per_patch
-        positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **known)
+            arguments["second_per_grid_ts"] = media.seconds_per_patch
+        positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **arguments)
         return positions[:, 0].cpu()
 
 
@@ -443,14 +448,15 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
     """The views of a chat one after the other, as one sample; of a single view itself."""
     if len(views) == 1:
         return views[0]
+    # Lengths follow the rule by which packs are planned, so that a plan's and a pack's agree.
     lengths = SampleLengths.joined([view.lengths for view in views])
     for view in views[1:]:
         view.labels_S[0] = IGNORED  # which the view before must not predict
     types = [view.token_types_S for view in views if view.token_types_S is not None]
     processed: dict[str, list[Joinable]] = {}
     for view in views:
-        for name, each in view.processed.items():
-            processed.setdefault(name, []).append(each)
+        for name, joinable in view.processed.items():
+            processed.setdefault(name, []).append(joinable)
     return replace(
         views[0],
         input_ids_S=torch.cat([view.input_ids_S for view in views]),
@@ -460,7 +466,7 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
         pixels_PD=_end_to_end([view.pixels_PD for view in views]),
         grids_M3=torch.cat([view.grids_M3 for view in views]),
         processed={
-            name: Joinable(joined([each.tensor_X for each in parts], parts[0].rule), parts[0].rule)
+            name: Joinable(joined([joinable.tensor_X for joinable in parts], parts[0].rule), parts[0].rule)
             for name, parts in processed.items()
         },
         video_pixels_PD=_end_to_end([view.video_pixels_PD for view in views]),
@@ -473,7 +479,7 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
 
 
 def _end_to_end(pixels: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    tensors = [each for each in pixels if each is not None]
+    tensors = [part for part in pixels if part is not None]
     return torch.cat(tensors) if tensors else None
 
 
@@ -486,7 +492,7 @@ def _settings(part: Any) -> Any:
 
 
 def tokenizer_settings(tokenizer: Any) -> list[Any]:
-    """What makes two tokenizers one: class, words and special tokens."""
+    """Fields by which two tokenizers are the same: class, words and special tokens."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     words = fast.to_str() if fast is not None else sorted(tokenizer.get_vocab().items())
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

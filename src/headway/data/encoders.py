@@ -1,4 +1,4 @@
-"""Which encoder and which collator a model takes."""
+"""Choice of the encoder and the collator of a model."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from headway.data.collate import Collator
 from headway.data.encode import Encoder
 from headway.data.media.images import MAX_IMAGE_PIXELS
 from headway.data.media.placeholders import MAX_CHARACTERS
-from headway.data.media.processed import reads_processed_images
+from headway.data.media.processor_images import reads_processed_images
 from headway.data.processor_settings import ProcessorSettings
 from headway.hub import located
 from headway.models.load import load_config, load_processor

@@ -20,7 +20,9 @@ def _print_unless_abandoned(kind: type[BaseException], error: BaseException, tra
         sys.__excepthook__(kind, error, trace)
 
 
-if any(one.startswith("from multiprocessing.forkserver import main") for one in sys.orig_argv):  # nowhere else
+if any(
+    argument.startswith("from multiprocessing.forkserver import main") for argument in sys.orig_argv
+):  # nowhere else
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     sys.excepthook = _print_unless_abandoned

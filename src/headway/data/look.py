@@ -129,8 +129,8 @@ class ShownPack:
 
 
 @dataclass(frozen=True)
-class Looked:
-    """What there is to see.
+class DataView:
+    """Samples and packs that `headway look` shows.
 
     Attributes:
         model: whose tokenizer and processor encoded.
@@ -176,8 +176,8 @@ def used_of(items: Items, source: int, row: int) -> list[tuple[int, int]]:
     """
     numbers = np.arange(items.offsets[source], items.offsets[source + 1])
     origins = replace(items, varying=()).locate(numbers)  # places in the whole sample, before condition dropout
-    made = origins.row == row
-    return list(zip(origins.start[made].tolist(), origins.stop[made].tolist(), strict=True))
+    matches = origins.row == row
+    return list(zip(origins.start[matches].tolist(), origins.stop[matches].tolist(), strict=True))
 
 
 def why_not_whole(sample: ShownSample, budget: Budget) -> str | None:
@@ -208,11 +208,11 @@ def show_packs(plan: Plan, count: int) -> list[ShownPack]:
         for items, flops in zip(step.packs, step.costs.tolist(), strict=True):
             origins = plan.items.locate(items)
             columns = (origins.source, origins.row, origins.start, origins.stop)
-            held = tuple(
+            members = tuple(
                 PackedItem(plan.items.names[source], row, start, stop)
                 for source, row, start, stop in zip(*(column.tolist() for column in columns), strict=True)
             )
-            packs.append(ShownPack(number, held, int(plan.items.sizes_of(items).patches.sum()), flops))
+            packs.append(ShownPack(number, members, int(plan.items.sizes_of(items).patches.sum()), flops))
         if len(packs) >= count:
             break
     return packs
@@ -236,14 +236,14 @@ def _pieces(encoded: EncodedSample, tokenizer: Any) -> Iterator[TokenRun]:
 def _words(ids: Sequence[int], tokenizer: Any) -> list[str]:
     """The text of each token, with the space before it, which some tokenizers only write behind another token."""
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    alone = {token: tokenizer.decode([token], **options) for token in set(ids)}
-    words = [alone[ids[0]]] if ids else []
+    single_texts = {token: tokenizer.decode([token], **options) for token in set(ids)}
+    words = [single_texts[ids[0]]] if ids else []
     pairs: dict[tuple[int, int], str] = {}
     for before, token in zip(ids, islice(ids, 1, None), strict=False):
         if (before, token) not in pairs:
             both = tokenizer.decode([before, token], **options)
-            follows = both.startswith(alone[before])
-            pairs[before, token] = both[len(alone[before]) :] if follows else alone[token]
+            follows = both.startswith(single_texts[before])
+            pairs[before, token] = both[len(single_texts[before]) :] if follows else single_texts[token]
         words.append(pairs[before, token])
     return words
 
@@ -255,7 +255,9 @@ def _media(sample: Chat, encoded: EncodedSample) -> Iterator[ShownMedia]:
         for media, grid in zip(sample.images, grids, strict=True):
             height, width = stack.enter_context(Picture(media, sample.where)).size
             yield ShownMedia("image", media, (width, height), grid)
-    rest = lengths.video_grids if len(lengths.video_grids) == len(sample.videos) else (None,) * len(sample.videos)
-    yield from (ShownMedia("video", media, grid=grid) for media, grid in zip(sample.videos, rest, strict=True))
+    video_grids = (
+        lengths.video_grids if len(lengths.video_grids) == len(sample.videos) else (None,) * len(sample.videos)
+    )
+    yield from (ShownMedia("video", media, grid=grid) for media, grid in zip(sample.videos, video_grids, strict=True))
     frames = lengths.audio_lengths if len(lengths.audio_lengths) == len(sample.audio) else (None,) * len(sample.audio)
     yield from (ShownMedia("audio", media, frames=frame) for media, frame in zip(sample.audio, frames, strict=True))

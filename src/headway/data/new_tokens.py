@@ -10,7 +10,7 @@ _SHOWN = 3  # tokens that an error names
 
 
 class NewIds(NamedTuple):
-    """Where new tokens are.
+    """Ids of new tokens.
 
     Attributes:
         ids: of the tokens, one after the other.
@@ -50,27 +50,31 @@ class NewTokens:
         """
         tokenizer: Any = getattr(processor, "tokenizer", processor)
         vocabulary: dict[str, int] = tokenizer.get_vocab()
-        named = (*self.words, *self.special)
+        new_tokens = (*self.words, *self.special)
+        # Tokens of the tokenizer beyond the model's rows are new to the model, and must all be named.
         lacking = sorted((token for token, place in vocabulary.items() if place >= rows), key=vocabulary.__getitem__)
-        if unnamed := [token for token in lacking if token not in named]:
+        if unnamed := [token for token in lacking if token not in new_tokens]:
             raise ConfigError(
                 f"model.new_tokens: the tokenizer has {_listed(unnamed)} too, which the model has no row for. Name "
                 "all such tokens, in model.new_tokens or model.new_special_tokens."
             )
-        for token in named:
+        # A token with a row of its own has been trained; a second row would never be used.
+        for token in new_tokens:
             if token not in lacking and self._is_known(tokenizer, token):
                 raise ConfigError(
                     f"model.new_tokens: {token!r} is a token of the model already, so it cannot be added. Take it out."
                 )
-        is_special = {str(each): each.special for each in tokenizer.added_tokens_decoder.values()}
+        # A tokenizer keeps what it says of a token, special or not; a contradiction would be lost on saving.
+        is_special = {str(added): added.special for added in tokenizer.added_tokens_decoder.values()}
         for tokens, special in ((self.words, False), (self.special, True)):
             for token in tokens:
                 if is_special.get(token, special) is not special:
                     right = "model.new_special_tokens" if is_special[token] else "model.new_tokens"
                     raise ConfigError(f"model.new_tokens: the tokenizer has {token!r} already: name it in {right}.")
             tokenizer.add_tokens([_added(token, special) for token in tokens if token not in vocabulary], special)
-        ids = tuple(sorted(tokenizer.convert_tokens_to_ids(token) for token in named))
-        for token in named:
+        # Each must come out of the tokenizer as one id, and the ids as rows at the end of the embedding.
+        ids = tuple(sorted(tokenizer.convert_tokens_to_ids(token) for token in new_tokens))
+        for token in new_tokens:
             if tokenizer.encode(token, add_special_tokens=False) != [tokenizer.convert_tokens_to_ids(token)]:
                 raise ConfigError(
                     f"model.new_tokens: the tokenizer does not keep {token!r} as one token. Give one without white "
@@ -78,8 +82,9 @@ class NewTokens:
                 )
         if ids != tuple(range(ids[0], ids[0] + len(ids))):
             raise ConfigError(
-                f"model.new_tokens: the tokenizer gives {_listed(named)} the ids {ids}, which are not one after the "
-                "other, so they cannot be rows at the end of an embedding. Add them to a copy of the model's folder."
+                f"model.new_tokens: the tokenizer gives {_listed(new_tokens)} the ids {ids}, which are not one after "
+                "the other, so they cannot be rows at the end of an embedding. Add them to a copy of the model's "
+                "folder."
             )
         return NewIds(ids, max(rows, ids[-1] + 1))
 
@@ -102,7 +107,7 @@ def _listed(tokens: Sequence[str]) -> str:
 
 
 def new_ids(model: str, tokens: NewTokens) -> NewIds:
-    """Where new tokens are in the vocabulary of a model.
+    """Find the ids of new tokens in the vocabulary of a model.
 
     Args:
         model: a model folder, or a name on the Hub.

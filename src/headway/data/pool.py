@@ -162,11 +162,11 @@ class Pool(Generic[Task, Result]):
     def _first_result(self, pending: "deque[_Pending[Task]]") -> Result:
         while True:
             try:
-                made = (pending[0].pinned or pending[0].future).result()
+                outcome = (pending[0].pinned or pending[0].future).result()
             except BrokenProcessPool:
                 self._replace_workers(pending)
                 continue
-            result: Result = from_block(made) if isinstance(made, SharedBlock) else made
+            result: Result = from_block(outcome) if isinstance(outcome, SharedBlock) else outcome
             return result
 
     def _replace_workers(self, pending: "deque[_Pending[Task]]") -> None:
@@ -245,12 +245,12 @@ def _is_lost(future: "Future[Any]") -> bool:
 
 def _pinned(future: "Future[Any]") -> Any:
     """Wait for a result and copy its tensors, all at once, into page-locked memory."""
-    made = future.result()
-    if not isinstance(made, SharedBlock):
-        return from_block(to_block(made, transfer.pinned_block))
-    block = transfer.pinned_block(made.block.numel())
-    block.copy_(made.block)
-    return from_block(SharedBlock(block, made.start))
+    outcome = future.result()
+    if not isinstance(outcome, SharedBlock):
+        return from_block(to_block(outcome, transfer.pinned_block))
+    block = transfer.pinned_block(outcome.block.numel())
+    block.copy_(outcome.block)
+    return from_block(SharedBlock(block, outcome.start))
 
 
 class _Group(NamedTuple):

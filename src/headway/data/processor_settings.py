@@ -1,4 +1,4 @@
-"""What a run changes of its model's processor; whatever it reads, and the folders that are exported, follow it."""
+"""Changes of a run to its model's processor; all that is read, and exported folders, follow them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, cast
 
 import fsspec
 
-from headway.data.making import charged_to
 from headway.data.media.sizes import MediaSizes
+from headway.data.pack_times import charged_to
 from headway.errors import DataError
 from headway.packing.budget import Size
 from headway.packing.pieces import Run
@@ -25,7 +25,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a sample came from.
+    """Origin of a sample: its source, file and row.
 
     Attributes:
         source: the source's name in the run's mixture.
@@ -331,12 +331,12 @@ def media_error(media: Media, where: str, kind: str, reason: BaseException | str
     if isinstance(reason, str):
         return DataError(f"{where}: the {kind} {media} cannot be used: {reason}.")
     return DataError(
-        f"{where}: the {kind} {media} ({_kept(media, reason)}) cannot be read: {reason}. It may be cut short or of an "
-        f"unknown format; copy it again, convert it, or delete the sample."
+        f"{where}: the {kind} {media} ({_stored(media, reason)}) cannot be read: {reason}. It may be cut short or of "
+        f"an unknown format; copy it again, convert it, or delete the sample."
     )
 
 
-def _kept(media: Media, reason: BaseException) -> str:
+def _stored(media: Media, reason: BaseException) -> str:
     if isinstance(reason, FileNotFoundError):
         return "missing"
     try:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from headway.data.samples import Message, TextPart
 from headway.errors import DataError
 
-_ASKED, _ANSWERED, _RESULT = "Qx7?", "Ax7.", "Rx7"
+_QUESTION, _ANSWER, _RESULT = "Qx7?", "Ax7.", "Rx7"
 _NAME, _VALUE = "fx7", "Vx7"
 _CALL = {"type": "function", "function": {"name": _NAME, "arguments": {"x": _VALUE}}}
 _SCHEMA = {"type": "object", "properties": {"x": {"type": "string", "description": "a"}}, "required": ["x"]}
@@ -25,7 +25,7 @@ Render = Callable[[Sequence[Message], tuple[dict[str, Any], ...]], str]
 
 
 class Stop(NamedTuple):
-    """What ends an answer.
+    """Token that ends an answer.
 
     Attributes:
         token: a special token of the tokenizer.
@@ -37,7 +37,7 @@ class Stop(NamedTuple):
 
 
 class Stops(NamedTuple):
-    """What ends answers in words, and those that call a tool.
+    """Tokens that end answers in words, and those that end calls of a tool.
 
     Attributes:
         plain: behind words; None where neither the template nor the tokenizer has one.
@@ -98,11 +98,11 @@ class SpecialTokens:
 
     def beginning(self, text: str) -> list[str]:
         """The special tokens with which a text begins, with white space before each."""
-        found, left = [], text.lstrip()
+        tokens, left = [], text.lstrip()
         while (token := self.first(left)) is not None:
-            found.append(token)
+            tokens.append(token)
             left = left[len(token) :].lstrip()
-        return found
+        return tokens
 
     def alone(self, text: str) -> bool:
         """Whether a text holds nothing but special tokens and white space."""
@@ -133,31 +133,31 @@ def find_stops(render: Render, special: SpecialTokens, has_tools: bool) -> Stops
 
 
 def _plain(render: Render, special: SpecialTokens) -> Stop | str | None:
-    """What stands behind an answer in words, which may be no token; None where nothing does."""
-    chat = [_said("user", _ASKED), _said("assistant", _ANSWERED)]
+    """Find what stands behind an answer in words, which may be no token; None where nothing does."""
+    chat = [_turn("user", _QUESTION), _turn("assistant", _ANSWER)]
     try:
-        behind = render(chat, ()).rpartition(_ANSWERED)[2]
-        followed = render([*chat, _said("user", _ASKED)], ()).rpartition(_ANSWERED)[2]
+        tail = render(chat, ()).rpartition(_ANSWER)[2]
+        followed = render([*chat, _turn("user", _QUESTION)], ()).rpartition(_ANSWER)[2]
     except DataError:  # a template that refuses this chat may take the real ones
         return None
-    if not behind.strip():
+    if not tail.strip():
         return _begins(followed, special)
-    written, before_turn = special.beginning(behind), special.beginning(followed)
-    if not written and _MARKER.fullmatch(behind.strip()):
-        return behind.strip()
+    written, before_turn = special.beginning(tail), special.beginning(followed)
+    if not written and _MARKER.fullmatch(tail.strip()):
+        return tail.strip()
     # Of several tokens the last that is there whatever follows: a template may end the whole chat with one more.
     shared = [token for token, other in zip(written, before_turn, strict=False) if token == other]
     return Stop((shared or written[:1])[-1]) if written else None
 
 
 def _call(render: Render, special: SpecialTokens) -> Stop | None:
-    """What stands behind a tool call; None where the template renders none."""
-    chat = [_said("user", _ASKED), Message("assistant", (), tool_calls=(_CALL,))]
+    """Find the token behind a tool call; None where the template renders none."""
+    chat = [_turn("user", _QUESTION), Message("assistant", (), tool_calls=(_CALL,))]
     try:
         shown = render(chat, (_TOOL,)).rstrip()
     except DataError:
         return None
-    before, _, behind = shown.rpartition(_VALUE)
+    before, _, tail = shown.rpartition(_VALUE)
     if not before:
         return None
     last = special.last(shown)
@@ -167,7 +167,7 @@ def _call(render: Render, special: SpecialTokens) -> Stop | None:
     ):
         return Stop(last)
     after = [*chat, Message("tool", (TextPart(_RESULT),), name=_NAME)]
-    return _next(render, special, after, _VALUE + behind, (_TOOL,))
+    return _next(render, special, after, _VALUE + tail, (_TOOL,))
 
 
 def _next(
@@ -175,10 +175,10 @@ def _next(
 ) -> Stop | None:
     """The special token with which the turn after an answer begins; None where it begins with words."""
     try:
-        before, _, behind = render(chat, tools).rpartition(answer)
+        before, _, tail = render(chat, tools).rpartition(answer)
     except DataError:
         return None
-    return _begins(behind, special) if before else None
+    return _begins(tail, special) if before else None
 
 
 def _begins(text: str, special: SpecialTokens) -> Stop | None:
@@ -187,7 +187,7 @@ def _begins(text: str, special: SpecialTokens) -> Stop | None:
     return None if token is None else Stop(token, text[: len(text) - len(text.lstrip())])
 
 
-def _said(role: str, text: str) -> Message:
+def _turn(role: str, text: str) -> Message:
     return Message(role, (TextPart(text),))
 
 

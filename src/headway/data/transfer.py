@@ -1,4 +1,4 @@
-"""How a batch travels: from a worker through shared memory, into page-locked memory, and to the device.
+"""Travel of a batch: from a worker through shared memory, into page-locked memory, and to the device.
 
 All tensors of a batch lie in one block, one after the other, with the rest of the object pickled behind them. So a
 batch costs one file descriptor however many tensors it has, and the message that announces it is a few hundred bytes,
@@ -77,13 +77,13 @@ def to_block(value: Any, new_block: Callable[[int], torch.Tensor] | None = None)
     file = io.BytesIO()
     pickler = _TensorPickler(file)
     pickler.dump(value)
-    rest = file.getvalue()
-    block = (new_block or _shared_block)(pickler.end + len(rest))
+    pickled = file.getvalue()
+    block = (new_block or _shared_block)(pickler.end + len(pickled))
     for start, tensor in pickler.tensors:
         size = tensor.numel() * tensor.element_size()
         if size:
             block[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    block[pickler.end :] = torch.frombuffer(bytearray(rest), dtype=torch.uint8)
+    block[pickler.end :] = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
     return SharedBlock(block, pickler.end)
 
 
@@ -100,8 +100,8 @@ def pinned_block(num_bytes: int) -> torch.Tensor:
 
 def from_block(shared: SharedBlock) -> Any:
     """The object again; its tensors are views of the block, without a copy."""
-    rest = shared.block[shared.start :].numpy().tobytes()
-    return _TensorUnpickler(io.BytesIO(rest), shared.block).load()
+    pickled = shared.block[shared.start :].numpy().tobytes()
+    return _TensorUnpickler(io.BytesIO(pickled), shared.block).load()
 
 
 def on_device(batches: "Iterable[Batch]", device: torch.device) -> "Iterator[Batch]":

@@ -45,7 +45,9 @@ def errors_in_words_of(speaker: Speaker) -> Iterator[None]:
     try:
         yield
     except HeadwayError as error:
-        error.args = tuple(_in_words_of(speaker, one) if isinstance(one, str) else one for one in error.args)
+        error.args = tuple(
+            _in_words_of(speaker, argument) if isinstance(argument, str) else argument for argument in error.args
+        )
         if isinstance(reason := getattr(error, "reason", None), str):  # of one row's error
             vars(error)["reason"] = _in_words_of(speaker, reason)
         raise

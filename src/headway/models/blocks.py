@@ -32,16 +32,16 @@ def blocks(model: PreTrainedModel) -> tuple[Block, ...]:
     Raises:
         ConfigError: the model has none.
     """
-    found: list[Block] = []
+    outermost: list[Block] = []
     for tower, holder in model.named_modules():
-        if not isinstance(holder, nn.ModuleList) or any(tower.startswith(block.name + ".") for block in found):
+        if not isinstance(holder, nn.ModuleList) or any(tower.startswith(block.name + ".") for block in outermost):
             continue
         for index, module in enumerate(holder):
             if isinstance(module, GradientCheckpointingLayer):
-                found.append(Block(f"{tower}.{index}", module, tower))
-    if not found:
+                outermost.append(Block(f"{tower}.{index}", module, tower))
+    if not outermost:
         raise ConfigError(
             f"{type(model).__name__} has no repeated layers that transformers can recompute, so it cannot be sharded, "
             "compiled or recomputed layer by layer."
         )
-    return tuple(found)
+    return tuple(outermost)

@@ -56,7 +56,7 @@ class CompileWatch:
         self._is_strict = is_strict
         self._happened = False
         self._guards: list[str] = []
-        self._named: set[str] = set()
+        self._reported_kinds: set[str] = set()
         self._last: Any = None
         self._num_failed: dict[types.CodeType, int] = {}
         self._look(expected=True)  # what this process compiled before is nobody's business here
@@ -72,8 +72,8 @@ class CompileWatch:
         guards, happened = tuple(self._guards), self._happened
         self._guards, self._happened = [], False
         kinds = {re.sub(r"\d+", "#", guard): guard for guard in guards}
-        news = tuple(guard for kind, guard in kinds.items() if kind not in self._named)
-        self._named |= kinds.keys()
+        news = tuple(guard for kind, guard in kinds.items() if kind not in self._reported_kinds)
+        self._reported_kinds |= kinds.keys()
         if guards and self._is_strict:
             raise TrainingError(
                 f"{len(guards)} recompilations after the warm-up, which speed.recompiles=error forbids: "
@@ -108,8 +108,8 @@ class CompileWatch:
         dynamo = sys.modules.get("torch._dynamo.utils")  # where nobody imported it, nothing has been compiled
         new: list[str] = []
         for code, reasons in (dynamo.guard_failures if dynamo is not None else {}).items():
-            seen = self._num_failed.get(code, 0)
-            new += reasons[seen if seen <= len(reasons) else 0 :]  # torch._dynamo.reset forgets them
+            num_reported = self._num_failed.get(code, 0)
+            new += reasons[num_reported if num_reported <= len(reasons) else 0 :]  # torch._dynamo.reset forgets them
             self._num_failed[code] = len(reasons)
         return new
 
@@ -163,13 +163,13 @@ def compile_blocks(model: PreTrainedModel, watch: CompileWatch, backend: str = "
     Raises:
         ConfigError: the model has no blocks.
     """
-    known = torch.compiler.config.dynamic_sources
-    if _DYNAMIC_NUMBERS not in known:
-        torch.compiler.config.dynamic_sources = f"{known},{_DYNAMIC_NUMBERS}".strip(",")
-    found = blocks(model)
-    for block in found:
+    sources = torch.compiler.config.dynamic_sources
+    if _DYNAMIC_NUMBERS not in sources:
+        torch.compiler.config.dynamic_sources = f"{sources},{_DYNAMIC_NUMBERS}".strip(",")
+    model_blocks = blocks(model)
+    for block in model_blocks:
         _compile(block.module, watch, backend)
-    return len(found)
+    return len(model_blocks)
 
 
 def _compile(module: Any, watch: CompileWatch, backend: str) -> None:
@@ -243,8 +243,8 @@ def _alike(
         return isinstance(value, torch.Tensor) and value.dim() == 4 and value.dtype == torch.bool and not value.numel()
 
     args = tuple(None if is_empty_mask(value) else value for value in args)
-    kept = {name: value for name, value in kwargs.items() if name in names or not name.startswith(_OF_TOWERS)}
-    return args, {name: None if is_empty_mask(value) else value for name, value in kept.items()}
+    shared = {name: value for name, value in kwargs.items() if name in names or not name.startswith(_OF_TOWERS)}
+    return args, {name: None if is_empty_mask(value) else value for name, value in shared.items()}
 
 
 def _mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

@@ -46,9 +46,9 @@ def use_experts(model: PreTrainedModel, name: str = NAME) -> None:
         ConfigError: no implementation of that name is registered.
     """
     register()
-    known = ["eager", *sorted(ALL_EXPERTS_FUNCTIONS.valid_keys())]
-    if name not in known:
-        raise ConfigError(f"There is no experts implementation {name!r}. Known are: {', '.join(known)}.")
+    implementations = ["eager", *sorted(ALL_EXPERTS_FUNCTIONS.valid_keys())]
+    if name not in implementations:
+        raise ConfigError(f"There is no experts implementation {name!r}. Known are: {', '.join(implementations)}.")
     for module in experts_of(model).values():
         config: Any = module.config
         config._experts_implementation_internal = name

@@ -47,7 +47,7 @@ def reraise_own(error: BaseException) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one sentence."""
+    """Message of an error, in one sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     line = " ".join(lines[:2])[:400] if lines[0].endswith(":") else lines[0][:400]
     return line if line.endswith(".") else line + "."

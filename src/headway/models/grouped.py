@@ -144,8 +144,8 @@ def permute_rows(x: torch.Tensor, index_S: torch.Tensor, back_S: torch.Tensor, c
     >>> permute_rows(torch.tensor([[1.0], [2.0]]), index, back, copies=2).tolist()
     [[2.0], [1.0], [2.0], [1.0]]
     """
-    taken: torch.Tensor = _PermuteRows.apply(x, index_S, back_S, copies)  # type: ignore[no-untyped-call]  # torch's own
-    return taken
+    rows_SD: torch.Tensor = _PermuteRows.apply(x, index_S, back_S, copies)  # type: ignore[no-untyped-call]  # torch's own
+    return rows_SD
 
 
 class _PermuteRows(torch.autograd.Function):

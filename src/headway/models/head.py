@@ -137,15 +137,15 @@ class ChunkedLoss(ModelWithLoss):
     ) -> None:
         layer = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers leaves it so
         if not isinstance(layer, nn.Module):
-            raise ConfigError(f"{type(model).__name__} has no output layer that predicts tokens. {_WHOLE}")
+            raise ConfigError(f"{type(model).__name__} has no output layer that predicts tokens. {_FULL_LOGITS_HINT}")
         super().__init__(model)
         self._layer, self._chunk = layer, chunk
         self._is_linear = type(layer) is nn.Linear and "forward" not in vars(layer)
         self._liger = liger and getattr(layer, "bias", None) is None
         self._plain_forward = layer.forward
         self._after = after or what_follows(model, layer)
-        self._asked: Task | None = None
-        self._found: list[PackLoss] = []
+        self._task: Task | None = None
+        self._losses: list[PackLoss] = []
         layer.forward = self._forward
 
     def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int, judge: bool) -> tuple[PackLoss, Any]:
@@ -154,34 +154,35 @@ class ChunkedLoss(ModelWithLoss):
         Raises:
             TrainingError: the model does not call its output layer once, with a hidden state for each label.
         """
-        self._asked, self._found = Task(labels_T, per, self._chunk, self._after, judge), []
+        self._task, self._losses = Task(labels_T, per, self._chunk, self._after, judge), []
         try:
             output = self.model(**inputs)
         finally:
-            self._asked = None
-        if not self._found:
-            raise TrainingError(f"{type(self.model).__name__} has not called its output layer. {_WHOLE}")
-        found = self._found.pop()
+            self._task = None
+        if not self._losses:
+            raise TrainingError(f"{type(self.model).__name__} has not called its output layer. {_FULL_LOGITS_HINT}")
+        loss = self._losses.pop()
         # The zeros bring no gradient, but backward then passes through every module's outputs, where hooks wait for it.
-        return found._replace(total=found.total + 0.0 * output.logits.sum()), output
+        return loss._replace(total=loss.total + 0.0 * output.logits.sum()), output
 
     def _forward(self, hidden_1TH: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return logits; or, while losses are wanted, compute and keep them and return a zero for each slot."""
-        if self._asked is None:
+        if self._task is None:
             logits: torch.Tensor = self._plain_forward(hidden_1TH, *args, **kwargs)
             return logits
-        labels_T = self._asked.labels_T
-        if self._found or hidden_1TH.shape[:-1].numel() != len(labels_T):
+        labels_T = self._task.labels_T
+        if self._losses or hidden_1TH.shape[:-1].numel() != len(labels_T):
             raise TrainingError(
                 f"{type(self.model).__name__} calls its output layer on {tuple(hidden_1TH.shape[:-1])} slots, and for "
-                f"the {'second' if self._found else 'first'} time, where {len(labels_T)} slots have labels. {_WHOLE}"
+                f"the {'second' if self._losses else 'first'} time, where {len(labels_T)} slots have labels. "
+                f"{_FULL_LOGITS_HINT}"
             )
         parameters = tuple(self._layer.parameters())
         summed: Any = SummedLoss.apply  # torch leaves it untyped
         total, zeros_T1, loss_T, right_T = summed(
-            self._compute(self._asked), self._asked.per, hidden_1TH.flatten(0, -2), *parameters
+            self._compute(self._task), self._task.per, hidden_1TH.flatten(0, -2), *parameters
         )
-        self._found.append(PackLoss(total, loss_T, right_T))
+        self._losses.append(PackLoss(total, loss_T, right_T))
         zeros: torch.Tensor = zeros_T1.view(*hidden_1TH.shape[:-1], 1)
         return zeros
 
@@ -208,23 +209,23 @@ class LossOfDrawing(ModelWithLoss):
         self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, per_drawn: int = 1, judge: bool = False
     ) -> PackLoss:
         """Run the model on a pack; see `ModelWithLoss`."""
-        found, output = self.run(inputs, labels_T, per=per, judge=judge)
+        token_loss, output = self.run(inputs, labels_T, per=per, judge=judge)
         if output.flow is None:
-            return found
+            return token_loss
         wide = torch.promote_types(output.flow.dtype, torch.float32)
         drawn_K = (output.flow.to(wide) - output.flow_target.to(wide)).square().mean(-1)
-        total = found.total + self._flow_weight * drawn_K.sum() / per_drawn
-        return found._replace(total=total, drawn_K=drawn_K.detach())
+        total = token_loss.total + self._flow_weight * drawn_K.sum() / per_drawn
+        return token_loss._replace(total=total, drawn_K=drawn_K.detach())
 
     def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int, judge: bool) -> tuple[PackLoss, Any]:
         """Run the model; the losses are those of tokens."""
         slots_S = inputs["understood_slots"][inputs["supervised_rows"]]
-        found, output = self._words.run(inputs, labels_T[slots_S], per=per, judge=judge)
-        loss_T = found.loss_T.new_zeros(len(labels_T)).index_copy(0, slots_S, found.loss_T)
+        loss, output = self._words.run(inputs, labels_T[slots_S], per=per, judge=judge)
+        loss_T = loss.loss_T.new_zeros(len(labels_T)).index_copy(0, slots_S, loss.loss_T)
         right_T = None
-        if found.right_T is not None:
-            right_T = torch.ones_like(loss_T, dtype=torch.bool).index_copy(0, slots_S, found.right_T)
-        return PackLoss(found.total, loss_T, right_T), output
+        if loss.right_T is not None:
+            right_T = torch.ones_like(loss_T, dtype=torch.bool).index_copy(0, slots_S, loss.right_T)
+        return PackLoss(loss.total, loss_T, right_T), output
 
 
 def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
@@ -250,10 +251,10 @@ def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
         raise ConfigError(_not_known(model, f"it turns {tuple(tried_1TV.shape)} logits into {tuple(got.shape)}"))
     result = got.double()
     # A factor shows at 1, a soft cap at 1e9; either must then explain all that was tried.
-    one, cap = (float(result[0, 0, _TRIED.index(value)]) for value in (1.0, 1e9))
-    candidates = [AfterHead(scale=one)]
-    if 0.0 < one < cap:  # tanh(1e9 / cap) is 1
-        candidates.append(AfterHead(round(cap * math.atanh(one / cap), 6), cap))
+    factor, cap = (float(result[0, 0, _TRIED.index(value)]) for value in (1.0, 1e9))
+    candidates = [AfterHead(scale=factor)]
+    if 0.0 < factor < cap:  # tanh(1e9 / cap) is 1
+        candidates.append(AfterHead(round(cap * math.atanh(factor / cap), 6), cap))
     for after in candidates:
         if after.scale > 0.0 and torch.allclose(after(tried_1TV), result, rtol=1e-5, atol=0.0):
             return after
@@ -288,8 +289,9 @@ class _Body:
             raise AttributeError(name)
 
 
-_WHOLE = "Set speed.loss_chunk=null, which takes the logits of a whole pack as the model gives them."
+_FULL_LOGITS_HINT = "Set speed.loss_chunk=null, which takes the logits of a whole pack as the model gives them."
 
 
-def _not_known(model: PreTrainedModel, found: str) -> str:
-    return f"What {type(model).__name__} does to its logits after the output layer is not known here: {found}. {_WHOLE}"
+def _not_known(model: PreTrainedModel, reason: str) -> str:
+    name = type(model).__name__
+    return f"What {name} does to its logits after the output layer is not known here: {reason}. {_FULL_LOGITS_HINT}"

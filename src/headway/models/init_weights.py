@@ -69,25 +69,25 @@ def _walk(module: nn.Module, owner: Any, device: torch.device, path: str, done: 
 
 def _fill(module: nn.Module, owner: Any, device: torch.device, path: str, fresh: Sequence[Home]) -> None:
     """Run a model's initialisation rule on a module, with whole tensors in place of sharded parameters meanwhile."""
-    whole: dict[Home, torch.Tensor] = {}
+    full_tensors: dict[Home, torch.Tensor] = {}
     for home, name in fresh:
         parameter: Any = home._parameters[name]
         if isinstance(parameter, DTensor):
-            whole[home, name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        value = whole.get((home, name), parameter)
+            full_tensors[home, name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        value = full_tensors.get((home, name), parameter)
         if value is not None and value.is_floating_point():
             value.fill_(torch.nan)
     before = _generator_state(device)
     while True:
         try:
-            with _standing_in(whole), _SlicesAreTouched():
+            with _standing_in(full_tensors), _SlicesAreTouched():
                 owner._init_weights(module)
                 for home, name in fresh:
                     _without_rule(home._parameters[name], owner, f"{path}{name}")
             return
         except _Touched as touched:  # some rules fill the parameters of a module's children anew
             _set_generator_state(device, before)
-            whole[_home(module, touched.parameter)] = touched.parameter.full_tensor().to(device)
+            full_tensors[_home(module, touched.parameter)] = touched.parameter.full_tensor().to(device)
 
 
 def _without_rule(parameter: torch.Tensor | None, owner: Any, name: str) -> None:
@@ -103,14 +103,14 @@ def _without_rule(parameter: torch.Tensor | None, owner: Any, name: str) -> None
 
 
 @contextmanager
-def _standing_in(whole: Mapping[Home, torch.Tensor]) -> Iterator[None]:
+def _standing_in(full_tensors: Mapping[Home, torch.Tensor]) -> Iterator[None]:
     """Put whole tensors in place of sharded parameters; afterwards copy this process's slices of them back."""
-    slices: dict[Home, Any] = {(module, name): module._parameters[name] for module, name in whole}
+    slices: dict[Home, Any] = {(module, name): module._parameters[name] for module, name in full_tensors}
     try:
-        for (module, name), values in whole.items():
+        for (module, name), values in full_tensors.items():
             module._parameters[name] = nn.Parameter(values, requires_grad=False)
         yield
-        for home, values in whole.items():
+        for home, values in full_tensors.items():
             fill(slices[home], values)
     finally:
         for (module, name), parameter in slices.items():

@@ -114,13 +114,13 @@ def rotary_functions(model: nn.Module) -> dict[str, tuple[str, Callable[..., Any
     Returns:
         By full name: the name within its module, and the function.
     """
-    found = {}
+    functions = {}
     for file in {type(module).__module__ for module in model.modules()}:
         for name in _ROTARY:
             function = getattr(sys.modules[file], name, None)
             if function is not None and _is_standard_rotary(function, of_vision=name.endswith("vision")):
-                found[f"{file}.{name}"] = (name, function)
-    return found
+                functions[f"{file}.{name}"] = (name, function)
+    return functions
 
 
 def _as_norm(module: nn.Module) -> Norm | None:
@@ -183,13 +183,13 @@ def _is_standard_rotary(function: Callable[..., Any], *, of_vision: bool) -> boo
         return False
     try:
         if of_vision:  # slots, heads, channels
-            found = function(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
-            found = tuple(x.transpose(0, 1)[None] for x in found)
+            outputs = function(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+            outputs = tuple(x.transpose(0, 1)[None] for x in outputs)
         else:
-            found = function(q, k, cos, sin)
+            outputs = function(q, k, cos, sin)
     except RuntimeError:  # it takes angles of another shape, as GPT-OSS does
         return False
-    return all(torch.allclose(x, rotated(y), rtol=1e-5, atol=1e-6) for x, y in zip(found, (q, k), strict=True))
+    return all(torch.allclose(x, rotated(y), rtol=1e-5, atol=1e-6) for x, y in zip(outputs, (q, k), strict=True))
 
 
 def _put_in(

@@ -130,6 +130,7 @@ def load_model(
         spec = located(spec)
     config = spec if isinstance(spec, PreTrainedConfig) else load_config(spec)
     model_class = _model_class(config)
+    # Structure first, without memory: values are drawn where the model will live, or later, once sharded.
     if random_init:
         with torch.device("meta"), _without_advice():
             model: PreTrainedModel = model_class.from_config(
@@ -139,6 +140,7 @@ def load_model(
         if torch.device(device).type != "meta":
             init_weights(model, device)
     else:
+        # Weights come from a folder that has been checked, or the Hub; added rows then get their first values.
         if isinstance(spec, PreTrainedConfig) or Path(spec).is_file():
             raise ConfigError(
                 f"{spec if not isinstance(spec, PreTrainedConfig) else 'A configuration object'} describes a model but "
@@ -149,6 +151,7 @@ def load_model(
         model = _with_weights(model_class, str(spec), config, dtype)
         grow(model, rows, seed)
         model.to(device)  # type: ignore[arg-type]  # transformers narrows `to` to its own overloads
+    # What packing needs of every model: attention and experts that know segments, and no waits.
     _refuse_bidirectional(model)
     use_attention(model, attention)
     use_experts(model)
@@ -194,7 +197,7 @@ def load_processor(name_or_path: str | Path) -> Processor:
 
 
 def processor_note(folder: Path) -> str | None:
-    """How to open a folder's processor where transformers' AutoProcessor cannot; None where it can.
+    """Find what opens a folder's processor where transformers' AutoProcessor cannot; None where it can.
 
     transformers opens a processor that reads videos with torchvision alone, whatever the folder holds.
     """
@@ -225,10 +228,10 @@ def rope_index(model: PreTrainedModel) -> RopeIndex | None:
     return None
 
 
-def _without_types(rule: RopeIndex, names: tuple[str, ...], **given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_types(rule: RopeIndex, names: tuple[str, ...], **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Ask a rule that takes no token types, but wants a mask of all tokens."""
-    taken = {name: value for name, value in given.items() if name in names}
-    return rule(attention_mask=torch.ones_like(given["input_ids"]), **taken)
+    accepted = {name: value for name, value in arguments.items() if name in names}
+    return rule(attention_mask=torch.ones_like(arguments["input_ids"]), **accepted)
 
 
 def check_weights(folder: Path) -> list[Path]:
@@ -240,12 +243,14 @@ def check_weights(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: no weights, a shard of the index missing, or a file cut short.
     """
+    # Shards by the index, each beside it and there; else the one file.
     index = folder / _WEIGHT_INDEX
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"The weight index {index} cannot be read: {error}. Save the model anew.") from error
+        # A name with a folder in it would read files outside the model's folder.
         outside = [name for name in names if Path(name).name != name]
         if outside:
             raise CheckpointError(
@@ -266,6 +271,7 @@ def check_weights(folder: Path) -> list[Path]:
             f"what it names); it holds {_listing(folder)}. If the model "
             "should start from random weights, ask for a random initialisation."
         )
+    # The header says how long a file must be, which opening compares with its length.
     for file in files:
         try:
             with safe_open(str(file), framework="pt") as opened:
@@ -370,16 +376,16 @@ def _file(name: str, file: str) -> Path | None:
     """A file of a folder or a Hub model; the one that is named if a file was."""
     if Path(name).is_file():
         return Path(name)
-    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+    path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else Path(path)
 
 
 def _processor_class_name(name: str) -> str | None:
     for file in _PROCESSOR_FILES:
-        found = _file(name, file)
-        if found is None:
+        path = _file(name, file)
+        if path is None:
             continue
-        class_name = json.loads(found.read_text(encoding="utf-8")).get("processor_class")
+        class_name = json.loads(path.read_text(encoding="utf-8")).get("processor_class")
         if isinstance(class_name, str):
             return class_name
     return None
@@ -404,8 +410,10 @@ def _processor(processor_class: Any, name: str) -> ProcessorMixin:
 def _with_videos(processor_class: Any, name: str) -> Any:
     """The processor's class, whose `from_pretrained` opens everything but the video processor, which is Headway's."""
     attributes = processor_class.get_attributes()
-    kept = [attribute for attribute in attributes if attribute != "video_processor"]
-    others: Any = type(processor_class.__name__, (processor_class,), {"get_attributes": staticmethod(lambda: kept)})
+    plain_attributes = [attribute for attribute in attributes if attribute != "video_processor"]
+    others: Any = type(
+        processor_class.__name__, (processor_class,), {"get_attributes": staticmethod(lambda: plain_attributes)}
+    )
 
     class Opening(processor_class):  # type: ignore[misc]  # a class that is only known here
         @classmethod

@@ -43,20 +43,20 @@ def adapter_modules(cost_model: CostModel, targets: Sequence[str] | None) -> lis
         ConfigError: a target matches no linear module, or only frozen ones.
     """
     learning = {entry.name for entry in cost_model.parameters if entry.trainable}
-    found: set[str] = set()
+    matches: set[str] = set()
     for target in [None] if targets is None else targets:
         try:
-            named = targets_of(cost_model.rows, None if target is None else [target], cost_model.name)
+            modules = targets_of(cost_model.rows, None if target is None else [target], cost_model.name)
         except UsageError as error:
             raise ConfigError(f"model.lora.targets: {str(error).removeprefix('--lora ')}") from error
-        hits = {name for name in named if f"{name}.weight" in learning}
+        hits = {name for name in modules if f"{name}.weight" in learning}
         if not hits:
             raise ConfigError(
-                f"model.lora.targets: of the {len(named)} modules that {target or 'all linear modules'} names, none "
+                f"model.lora.targets: of the {len(modules)} modules that {target or 'all linear modules'} names, none "
                 "can take an adapter: model.freeze holds them all. Name others, or take some out of model.freeze."
             )
-        found |= hits
-    return sorted(found)
+        matches |= hits
+    return sorted(matches)
 
 
 def add_adapters(
@@ -168,10 +168,10 @@ def initialise_adapters(model: nn.Module, seed: int, device: torch.device | str)
         for part in (down, up):
             if part.weight.is_meta:
                 part.to_empty(device=device)
-        whole = torch.empty(down.weight.shape)
+        full_tensor = torch.empty(down.weight.shape)
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        fill(down.weight, whole)
+        nn.init.kaiming_uniform_(full_tensor, a=math.sqrt(5), generator=generator)
+        fill(down.weight, full_tensor)
         up.weight.zero_()
     initialise_new_rows(model, device)
 
@@ -196,7 +196,7 @@ def merged(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[
     Returns:
         The tensors of the model without adapters, under its names.
     """
-    whole = {base_name(name): tensor for name, tensor in tensors.items() if not is_adapter(name)}
+    merged_tensors = {base_name(name): tensor for name, tensor in tensors.items() if not is_adapter(name)}
     for name, layer in _layers(model):
         if f"{name}{_BASE}weight" not in tensors:
             continue
@@ -204,13 +204,13 @@ def merged(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[
         added = up @ down * layer.scaling[_NAME]
         weight = tensors[f"{name}{_BASE}weight"]
         added = added.T if isinstance(layer.base_layer, Conv1D) else added
-        whole[f"{name}.weight"] = (weight.float() + added).to(weight.dtype)
+        merged_tensors[f"{name}.weight"] = (weight.float() + added).to(weight.dtype)
     for name, _, rows in new_rows(model):
         if f"{name}.{NEW_ROWS}.weight" in tensors:
-            weight = whole[f"{name}.weight"].clone()
+            weight = merged_tensors[f"{name}.weight"].clone()
             weight[rows.first : rows.first + rows.num_embeddings] = tensors[f"{name}.{NEW_ROWS}.weight"]
-            whole[f"{name}.weight"] = weight
-    return whole
+            merged_tensors[f"{name}.weight"] = weight
+    return merged_tensors
 
 
 def adapters_alone(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -276,17 +276,18 @@ def _holders(model: Any) -> list[str]:
 def _saved_ids(model: PreTrainedModel, saved: Any, folder: Path) -> list[int]:
     """Ids of the tokens whose rows a folder of adapters holds."""
     lists = list(saved.values()) if isinstance(saved, dict) else [saved]
-    ids = sorted(lists[0]) if lists and all(isinstance(each, list) for each in lists) else []
-    whole: Any = model
-    if not ids or any(sorted(each) != ids for each in lists) or ids != list(range(ids[0], ids[0] + len(ids))):
+    ids = sorted(lists[0]) if lists and all(isinstance(tokens, list) for tokens in lists) else []
+    hf_model: Any = model
+    if not ids or any(sorted(tokens) != ids for tokens in lists) or ids != list(range(ids[0], ids[0] + len(ids))):
         raise CheckpointError(
             f"The {ADAPTER_CONFIG} in {folder} has rows of tokens {str(saved)[:80]}; only rows that are the same "
             "for embedding and head and stand one after the other are read. Merge the adapters with peft first."
         )
-    if ids[0] > len(whole.get_input_embeddings().weight):
+    if ids[0] > len(hf_model.get_input_embeddings().weight):
         raise CheckpointError(
             f"The {ADAPTER_CONFIG} in {folder} has rows of tokens from {ids[0]} on, and the model ends at "
-            f"{len(whole.get_input_embeddings().weight)}. Give the model that they were trained on with --base MODEL."
+            f"{len(hf_model.get_input_embeddings().weight)}. Give the model that they were trained on with "
+            "--base MODEL."
         )
     return ids
 

@@ -113,7 +113,7 @@ class Task:
     judge: bool
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Where each chunk is, and its labels."""
+        """Yield the rows of each chunk, and its labels."""
         for start in range(0, len(self.labels_T), self.chunk):
             part = slice(start, start + self.chunk)
             yield part, self.labels_T[part]
@@ -140,12 +140,14 @@ def linear_losses(layer: nn.Linear, task: Task) -> Compute:
             grad_weight_VH = torch.zeros_like(weight_VH, dtype=sum_dtype) if needs[0] else None
             grad_bias_V = torch.zeros_like(bias_V, dtype=sum_dtype) if bias_V is not None and needs[1] else None
             for part, labels_C in task.chunks():
+                # One chunk's logits at a time: the whole pack's would be T x V.
                 hidden_CH = hidden_TH_[part]
                 logits_CV = F.linear(hidden_CH, weight_VH, bias_V)
                 slopes_CV = results.add(part, logits_CV, labels_C, slopes=needs_hidden or any(needs))
                 if slopes_CV is None:
                     continue
                 supervised_C1 = (labels_C != IGNORED)[:, None].to(sum_dtype)  # on (C, H) rather than on (C, V)
+                # Gradients at once, by the slopes dL/dlogits: bias sum(slopes), input slopes W, weight slopes^T x.
                 if grad_bias_V is not None:
                     grad_bias_V += supervised_C1[:, 0] @ slopes_CV
                 slopes_CV = slopes_CV.to(dtype)
@@ -154,6 +156,7 @@ def linear_losses(layer: nn.Linear, task: Task) -> Compute:
                 if grad_weight_VH is not None:
                     _add_product(grad_weight_VH, slopes_CV, hidden_CH * supervised_C1.to(dtype))
                 del logits_CV, slopes_CV  # before the next chunk's come
+        # The factor (scale of the logits by number of supervised tokens), once on the sums and not on each chunk.
         sums = (grad_weight_VH, grad_bias_V)[: len(needs)]
         gradients = tuple(None if g is None else g.mul_(task.factor).to(layer.weight.dtype) for g in sums)
         hidden = None if grad_hidden_TH is None else grad_hidden_TH.to(hidden_TH.dtype)
@@ -225,13 +228,13 @@ def module_losses(
                 continue
             slopes_CV *= (labels_C != IGNORED)[:, None].to(slopes_CV.dtype) * task.factor
             wanted = [hidden_CH, *learning] if needs_hidden else learning
-            found = list(torch.autograd.grad(logits_CV, wanted, slopes_CV.to(logits_CV.dtype)))
+            grads = list(torch.autograd.grad(logits_CV, wanted, slopes_CV.to(logits_CV.dtype)))
             if grad_hidden_TH is not None:
-                grad_hidden_TH[part] = found.pop(0)
-            for total, gradient in zip(sums, found, strict=True):
+                grad_hidden_TH[part] = grads.pop(0)
+            for total, gradient in zip(sums, grads, strict=True):
                 total.add_(gradient)
-        each = iter([total.to(parameter.dtype) for total, parameter in zip(sums, learning, strict=True)])
-        gradients = tuple(next(each) if need else None for need in needs)
+        summed = iter([total.to(parameter.dtype) for total, parameter in zip(sums, learning, strict=True)])
+        gradients = tuple(next(summed) if need else None for need in needs)
         return HeadLosses(results.loss_T, results.right_T, grad_hidden_TH, gradients)
 
     return compute

@@ -57,32 +57,39 @@ def read_weights(
         UnknownModelError: nothing of that name, on this machine or on the Hub.
         CheckpointError: files are missing, cut short, or of another model.
     """
+    # Memory for this process's slices of every parameter; values come below.
     name, place = located(name), torch.device(device if keep_on is None else keep_on)
     model.to_empty(device=place)
     model.tie_weights(recompute_mapping=False)  # `to_empty` makes two of a tied one
     with weights_of(str(name)) as missing, ExitStack() as opened:
         here = Path(name).is_dir()
         folder = Path(name if here else snapshot_download(str(name), allow_patterns=["*.safetensors", "*.json"]))
+        # Slices of the files by name: nothing is read until asked for.
         stored: dict[str, Any] = {}
         for file in check_weights(folder):
             reader = opened.enter_context(safe_open(str(file), framework="pt"))
             stored.update({key: reader.get_slice(key) for key in reader.keys()})  # noqa: SIM118 - no mapping
         with own_classes(model):
             rules = cast(Any, get_model_conversion_mapping(model))
+        # transformers' own rules of renaming and merging, so that any of its checkpoints opens.
         plan = LoadStateDictConfig(
             pretrained_model_name_or_path=str(name), device_map={"": place}, dtype=model.dtype, weight_mapping=rules
         )
+        # A vocabulary that grew: its rows beyond the saved ones get first values from the saved ones.
         config = load_config(name)
         grows = embedding_rows(config) < embedding_rows(model.config)
         growing = vocabulary_names(model) if grows else {}
-        sliced, whole = _sorted_out(stored, model, plan, growing)
-        done = _read_whole(whole, model, plan, config if grows else model.config, growing, seed)
+        # What a slice of the file suffices for, and what is made in full and then cut.
+        sliced, full_tensors = _sorted_out(stored, model, plan, growing)
+        done = _read_whole(full_tensors, model, plan, config if grows else model.config, growing, seed)
         info = _read_slices(sliced, model, plan)
         for key in done:
             model.get_parameter(key)._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' mark
+        # What is still missing is initialised by the model's rule, tied names aside, and reported.
         info.missing_keys -= done
         info = model._finalize_model_loading(model, plan, info)
         missing.update(info.missing_keys - model.all_tied_weights_keys.keys())
+    # Buffers (rotary frequencies and the like) live on the device even where parameters are kept on the host.
     for module in model.modules():
         for buffer_name, buffer in module.named_buffers(recurse=False):
             module._buffers[buffer_name] = buffer.to(device)
@@ -121,17 +128,17 @@ def _sorted_out(
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     names: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     sliced: dict[str, Any] = {}
-    whole: dict[str, dict[str, Any]] = {}
+    full_tensors: dict[str, dict[str, Any]] = {}
     for key, rows in stored.items():
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
         parameter = names.get(target)
         if target in growing:  # rows that the files do not have come from all that they have
-            whole.setdefault(target, {})[key] = rows
+            full_tensors.setdefault(target, {})[key] = rows
         elif pattern is None or not isinstance(parameter, DTensor) or _cuts_alike(by_pattern[pattern], parameter):
             sliced[key] = rows
         else:
-            whole.setdefault(target, {})[key] = rows
-    return sliced, whole
+            full_tensors.setdefault(target, {})[key] = rows
+    return sliced, full_tensors
 
 
 @torch.no_grad()
@@ -143,10 +150,10 @@ def _read_slices(sliced: dict[str, Any], model: PreTrainedModel, plan: LoadState
     parameters = dict(model.named_parameters())
     info: LoadStateDictInfo = convert_and_load_state_dict_in_model(model, sliced, plan)[0]
     for name, parameter in parameters.items():
-        read: Any = model.get_parameter(name)
-        if read is parameter:
+        loaded: Any = model.get_parameter(name)
+        if loaded is parameter:
             continue
-        local(parameter).copy_(local(read))
+        local(parameter).copy_(local(loaded))
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         home, _, own = name.rpartition(".")
         model.get_submodule(home)._parameters[own] = parameter
@@ -165,7 +172,7 @@ def _cuts_alike(rule: WeightConverter, parameter: DTensor) -> bool:
 
 @torch.no_grad()
 def _read_whole(
-    whole: dict[str, dict[str, Any]],
+    full_tensors: dict[str, dict[str, Any]],
     model: PreTrainedModel,
     plan: LoadStateDictConfig,
     config: PreTrainedConfig,
@@ -175,21 +182,21 @@ def _read_whole(
     """Make parameters whole, one group after the other, and keep this process's slices.
 
     Args:
-        whole: stored tensors, by the parameter that they make.
+        full_tensors: stored tensors, by the parameter that they make.
         model: whose parameters are filled.
         plan: how stored tensors become parameters.
         config: of the stored model, whose vocabulary may be smaller.
         growing: parameters that have more rows than the stored ones, by each of their names the first.
         seed: of the first values of rows beyond the stored ones.
     """
-    if not whole:
+    if not full_tensors:
         return set()
     twin = load_model(copy.deepcopy(config), dtype=model.dtype, device="meta", random_init=True)
     names: set[str] = set()
-    for rows in whole.values():
+    for rows in full_tensors.values():
         convert_and_load_state_dict_in_model(twin, rows, plan)
-        made = {name: value for name, value in twin.named_parameters() if not value.is_meta}
-        for name, stored in made.items():
+        loaded = {name: value for name, value in twin.named_parameters() if not value.is_meta}
+        for name, stored in loaded.items():
             parameter: Any = model.get_parameter(name)
             value: torch.Tensor = stored
             if name in growing:
@@ -199,5 +206,5 @@ def _read_whole(
             fill(parameter, value)
             home, _, own = name.rpartition(".")
             twin.get_submodule(home)._parameters[own] = nn.Parameter(stored.to("meta"), requires_grad=False)
-        names |= made.keys()
+        names |= loaded.keys()
     return names

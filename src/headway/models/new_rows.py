@@ -77,9 +77,9 @@ def embedding_rows(config: PreTrainedConfig) -> int:
 
 def vocabulary_names(model: PreTrainedModel) -> dict[str, str]:
     """Parameters of the embedding and the head, which have a row for each token: by each of its names the first."""
-    whole: Any = model  # transformers leaves these untyped
-    parts = [part for part in (whole.get_input_embeddings(), whole.get_output_embeddings()) if part is not None]
-    first = {id(each): "" for part in parts for each in part.parameters(recurse=False)}
+    hf_model: Any = model  # transformers leaves these untyped
+    parts = [part for part in (hf_model.get_input_embeddings(), hf_model.get_output_embeddings()) if part is not None]
+    first = {id(weight): "" for part in parts for weight in part.parameters(recurse=False)}
     names = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in first:
@@ -137,8 +137,8 @@ def add_new_rows(model: PreTrainedModel, ids: Sequence[int]) -> None:
         model: changed in place; its embedding and head keep their class and parameters, beside which the rows stand.
         ids: of the tokens, one after the other.
     """
-    whole: Any = model
-    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    hf_model: Any = model
+    embedding, head = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
     first, count = ids[0], len(ids)
     tied = head is not None and head.weight is embedding.weight
     _attach(embedding, _rows_of(embedding.weight, first, count))
@@ -161,30 +161,30 @@ class _Forward:
     def __init__(self, module: nn.Module, kind: Any) -> None:
         self.module, self.kind = module, kind
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         rows: NewRows = getattr(self.module, NEW_ROWS)
         rows_NH, first, last = rows.weight, rows.first, rows.first + rows.num_embeddings
-        frozen: torch.Tensor = self.kind.forward(self.module, given)
-        if given.is_floating_point():  # hidden states, of which logits are made
+        frozen: torch.Tensor = self.kind.forward(self.module, inputs)
+        if inputs.is_floating_point():  # hidden states, of which logits are made
             bias: torch.Tensor | None = getattr(self.module, "bias", None)
-            fresh = F.linear(given, rows_NH, None if bias is None else bias[first:last])
+            fresh = F.linear(inputs, rows_NH, None if bias is None else bias[first:last])
             return torch.cat([frozen[..., :first], fresh.to(frozen.dtype), frozen[..., last:]], -1)
-        places = (given - first).clamp(0, last - first - 1)
+        places = (inputs - first).clamp(0, last - first - 1)
         fresh = F.embedding(places, rows_NH)
         scale: torch.Tensor | None = getattr(self.module, "embed_scale", None)  # as Gemma's
         if scale is not None:
             fresh = fresh * scale.to(fresh.dtype)
-        is_new = (given >= first) & (given < last)
+        is_new = (inputs >= first) & (inputs < last)
         return torch.where(is_new[..., None], fresh.to(frozen.dtype), frozen)
 
 
 def new_rows(model: nn.Module) -> Iterator[tuple[str, Any, NewRows]]:
     """Yield each module beside which new rows stand: its name, itself, and the rows; tied rows once."""
-    seen = set()
+    reported = set()
     for name, module in model.named_modules():
         rows = getattr(module, NEW_ROWS, None)
-        if rows is not None and id(rows) not in seen:
-            seen.add(id(rows))
+        if rows is not None and id(rows) not in reported:
+            reported.add(id(rows))
             yield name, module, rows
 
 

@@ -1,4 +1,4 @@
-"""Where a run computes and in which precision."""
+"""Device and precision of a run."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ from headway.models.float8 import check_float8
 
 @dataclass(frozen=True)
 class Precision:
-    """How numbers are held and multiplied.
+    """Dtypes in which numbers are held and multiplied.
 
     Attributes:
         name: as in `run.dtype`.

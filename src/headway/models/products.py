@@ -58,15 +58,15 @@ def project_patches(model: nn.Module) -> list[str]:
     Returns:
         Names of the modules that may do so.
     """
-    found = []
+    names = []
     for name, module in model.named_modules():
         if type(module) not in _MULTIPLYING:
             continue
         assert isinstance(module, (nn.Conv2d, nn.Conv3d))
         if module.groups == 1 and not any(module.padding) and set(module.dilation) == {1}:
             module.__class__ = _MULTIPLYING[type(module)]
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def align_widths(mlps: Iterable[nn.Module], dtype: torch.dtype) -> tuple[str, ...]:

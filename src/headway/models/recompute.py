@@ -65,15 +65,15 @@ def recompute_blocks(model: PreTrainedModel, choice: str, towers: Mapping[str, s
     """
     if choice == "none":
         return ()
-    found = {block.name: block.module for block in blocks(model)}
+    modules = {block.name: block.module for block in blocks(model)}
     try:
-        chosen = recomputed_blocks(choice, list(found), towers or {})
+        chosen = recomputed_blocks(choice, list(modules), towers or {})
     except UsageError as error:
         raise ConfigError(str(error)) from error
     if any(chosen.values()):
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_of_in_place)
     for name, keeps_attention in chosen.items():
-        module: Any = found[name]
+        module: Any = modules[name]
         module.gradient_checkpointing = True
         module._gradient_checkpointing_func = checkpointed_but_attention if keeps_attention else checkpointed
     return tuple(chosen)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from headway.errors import ConfigError
 from headway.models.waits import on_pack
 
-_UNTOLD = (
+_NO_BOUNDARIES_MESSAGE = (
     "This model's recurrent layers are not told where a pack's segments begin, and would carry their state from one "
     "sample into the next, so it cannot be trained on packs. docs/models.md lists the families that can."
 )
@@ -71,7 +71,7 @@ def _names(module: nn.Module) -> set[str]:
 
 def _refuse_pack(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
     if kwargs.get("pack_cu_seqlens") is not None:
-        raise ConfigError(_UNTOLD)
+        raise ConfigError(_NO_BOUNDARIES_MESSAGE)
 
 
 def _separated(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,20 +79,20 @@ def _separated(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(hidden_states: torch.Tensor, *args: Any, pack_cu_seqlens: torch.Tensor | None = None, **others: Any) -> Any:
         if pack_cu_seqlens is None:
             if on_pack():
-                raise ConfigError(_UNTOLD)
+                raise ConfigError(_NO_BOUNDARIES_MESSAGE)
             return forward(hidden_states, *args, **others)
         if args or others.get("attention_mask") is not None or others.get("pack_split") is not None:
             raise ConfigError(
                 "This model's recurrent layers need whole segments: a pack cannot be shared by several processes, nor "
                 "its rows be padded. Set parallel.sequence to 1."
             )
-        return _each(forward, hidden_states, pack_cu_seqlens, others)
+        return _segment_by_segment(forward, hidden_states, pack_cu_seqlens, others)
 
     return run
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; boundaries are read on the host
-def _each(
+def _segment_by_segment(
     forward: Callable[..., Any], hidden_1TH: torch.Tensor, cu_seqlens_N: torch.Tensor, others: dict[str, Any]
 ) -> Any:
     """Run every segment; of a layer that returns several things (attention weights, mostly None), the first is cut."""

@@ -1,4 +1,4 @@
-"""How evenly the routers of a model spread its slots over the experts, counted where the experts run.
+"""Balance of a model's routers: slots of each expert, counted where the experts run.
 
 Tensor letters: M layers with experts, E experts of all layers, one layer after the other.
 """

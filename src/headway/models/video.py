@@ -1,4 +1,4 @@
-"""Which frames of a video a model reads and at what size, by the settings in its folder; needs no torchvision.
+"""Frames of a video that a model reads, and their size, by the settings in its folder; needs no torchvision.
 
 transformers' own video processors are made of torchvision, which many installations lack, and read a whole video at
 once. This one follows the same rules, so that tokens and patches are the same, and frames can be decoded one by one.
@@ -160,8 +160,8 @@ class VideoProcessor(VideoSettings):
             wanted = min(round(wanted / factor), total // factor) * factor
         else:
             most = math.floor(min(self.settings["max_frames"], total) / factor) * factor
-            asked = min(max(total / fps * (self.settings["fps"] or FPS), self.settings["min_frames"]), most, total)
-            wanted = math.floor(asked / factor) * factor
+            by_rate = min(max(total / fps * (self.settings["fps"] or FPS), self.settings["min_frames"]), most, total)
+            wanted = math.floor(by_rate / factor) * factor
         wanted = max(wanted, factor)
         return [int(i) for i in torch.arange(0, total, total / wanted).int().tolist()[:wanted]]
 
@@ -205,17 +205,17 @@ class VideoProcessor(VideoSettings):
         return resized_1CHW[0].numpy()
 
     def __call__(self, videos: Any, video_metadata: Any = None, **options: Any) -> BatchFeature:
-        """Patches of decoded videos, as the model reads them; what a processor asks of its video processor.
+        """Patches of decoded videos, as the model reads them; the call that a processor makes of its video processor.
 
         Args:
             videos: frames of each, (F, H, W, C) or (F, C, H, W) bytes.
             video_metadata: of each, with `fps`; frames are sampled by it unless `do_sample_frames` is False.
             options: `do_sample_frames`; others cannot be had here and are the folder's.
         """
-        given = [np.asarray(video) for video in make_batched_videos(videos)]
-        known = make_batched_metadata(given, video_metadata=video_metadata)
+        clips = [np.asarray(video) for video in make_batched_videos(videos)]
+        clip_metadata = make_batched_metadata(clips, video_metadata=video_metadata)
         patches, grids, scale = [], [], pixel_scale(self)
-        for frames, metadata in zip(given, known, strict=True):
+        for frames, metadata in zip(clips, clip_metadata, strict=True):
             last = frames.shape[-1] in (1, 3, 4)
             frames_FHWC = frames if last else frames.transpose(0, 2, 3, 1)
             places = list(range(len(frames)))
@@ -226,13 +226,13 @@ class VideoProcessor(VideoSettings):
             frames_FCHW = np.stack([self.resize(frames_FHWC[place], *size) for place in places])
             patches.append(self.lay_out(frames_FCHW) * scale[0] + scale[1])
             grids.append(self.grid(len(places), *frames_FHWC.shape[1:3]))
-        found = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
-        return BatchFeature({**found, "video_metadata": known})
+        features = {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
+        return BatchFeature({**features, "video_metadata": clip_metadata})
 
     def lay_out(self, frames_FCHW: NDArray[np.uint8]) -> torch.Tensor:
         """Frames of their final size as patches of bytes, (P, D)."""
-        whole = np.ascontiguousarray(frames_FCHW)
-        return lay_out(whole, self.patch_size, self.merge_size, self.temporal_patch_size)
+        contiguous_FCHW = np.ascontiguousarray(frames_FCHW)
+        return lay_out(contiguous_FCHW, self.patch_size, self.merge_size, self.temporal_patch_size)
 
 
 def video_processor(name: str, processor_class: str) -> VideoSettings:
@@ -247,10 +247,10 @@ def video_processor(name: str, processor_class: str) -> VideoSettings:
     """
     settings: dict[str, Any] = {}
     for file in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
-        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-        if found is None:
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        if path is None:
             continue
-        content = json.loads(Path(found).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
         if file == "processor_config.json":
             content = content.get("video_processor")
         if content:

@@ -29,7 +29,7 @@ _PADDING_SIDE = 32  # side of the squares that padding patches form [patches]; w
 
 @dataclass(frozen=True, slots=True)
 class VisionGeometry:
-    """How a model's vision tower lays out patches.
+    """Layout of patches in a model's vision tower.
 
     Attributes:
         merge_size: patches per side that one token stands for [patches].
@@ -61,24 +61,24 @@ class VisionGeometry:
             prefix: "image_" or "video_".
         """
         cu_seqlens_N = get_vision_cu_seqlens(grids_M3)
-        found: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "position_ids": get_vision_position_ids(grids_M3, self.merge_size),
             "cu_seqlens": cu_seqlens_N,
             "max_seqlen": int(cu_seqlens_N.diff().max()),
         }
         if self.window_size is not None:
             index, cu_windows_N = get_vision_window_index(grids_M3, self.merge_size, self.window_size, self.patch_size)
-            found |= {"window_index": index, "cu_window_seqlens": cu_windows_N}
-            found["max_window_seqlen"] = int(cu_windows_N.diff().max())
+            arguments |= {"window_index": index, "cu_window_seqlens": cu_windows_N}
+            arguments["max_window_seqlen"] = int(cu_windows_N.diff().max())
         if self.table_side is not None:
-            found["interp_indices"], found["interp_weights"] = get_vision_interpolation_indices_and_weights(
+            arguments["interp_indices"], arguments["interp_weights"] = get_vision_interpolation_indices_and_weights(
                 grids_M3,
                 self.table_side,
                 mode=self.interpolation,
                 align_corners=self.align_corners,
                 spatial_merge_size=self.merge_size,
             )
-        return {prefix + name: value for name, value in found.items()}
+        return {prefix + name: value for name, value in arguments.items()}
 
     def padding_grids(self, patches: int) -> torch.Tensor:
         """Grids of blank images that fill a patch buffer, shape (M, 3).
@@ -86,9 +86,9 @@ class VisionGeometry:
         Args:
             patches: how many to fill, a multiple of the patches of one token [patches].
         """
-        squares, rest = divmod(patches, _PADDING_SIDE**2)
-        strip = (1, rest // self.merge_size, self.merge_size)
-        grids = [(squares, _PADDING_SIDE, _PADDING_SIDE)] * bool(squares) + [strip] * bool(rest)
+        squares, remainder = divmod(patches, _PADDING_SIDE**2)
+        strip = (1, remainder // self.merge_size, self.merge_size)
+        grids = [(squares, _PADDING_SIDE, _PADDING_SIDE)] * bool(squares) + [strip] * bool(remainder)
         return torch.tensor(grids, dtype=torch.long).reshape(-1, 3)
 
 
@@ -102,14 +102,14 @@ def vision_tower(model: PreTrainedModel) -> PreTrainedModel | None:
 
 def tower_of_all(model: PreTrainedModel) -> torch.nn.Module | None:
     """The vision tower that runs on a pack of every process or of none, by blank images; None without such a one."""
-    whole: Any = model
-    return whole.vit_model if getattr(model, "draws", False) else vision_tower(model)
+    hf_model: Any = model
+    return hf_model.vit_model if getattr(model, "draws", False) else vision_tower(model)
 
 
 def patch_size_of(config: PreTrainedConfig) -> int | None:
     """Side of a patch of a model's vision tower [pixels], by its configuration; None where it names none."""
-    found = next((part.patch_size for part in subconfigs(config) if getattr(part, "patch_size", None)), None)
-    return int(found[0] if isinstance(found, list | tuple) else found) if found else None
+    side = next((part.patch_size for part in subconfigs(config) if getattr(part, "patch_size", None)), None)
+    return int(side[0] if isinstance(side, list | tuple) else side) if side else None
 
 
 def vision_geometry(model: PreTrainedModel) -> VisionGeometry | None:
@@ -118,11 +118,11 @@ def vision_geometry(model: PreTrainedModel) -> VisionGeometry | None:
     if tower is None:
         return None
     config: Any = tower.config
-    whole: Any = model.config
+    model_config: Any = model.config
     return VisionGeometry(
         merge_size=config.spatial_merge_size,
-        image_token=whole.image_token_id,
-        video_token=whole.video_token_id,
+        image_token=model_config.image_token_id,
+        video_token=model_config.video_token_id,
         patch_size=config.patch_size,
         patch_values=config.in_channels * config.temporal_patch_size * config.patch_size**2,
         window_size=getattr(tower, "window_size", None),

@@ -41,13 +41,13 @@ class Places:
 
     @classmethod
     def of(cls, mask_T: torch.Tensor) -> "Places":
-        """Where a mask on the CPU is true."""
+        """Find the places where a mask on the CPU is true."""
         places_V = mask_T.nonzero()[:, 0]
         return cls(places_V, places_V)
 
 
 class Placeholders(NamedTuple):
-    """Where the placeholders of a pack's images and of its videos are."""
+    """Places of the placeholders of a pack's images and of its videos."""
 
     images: Places
     videos: Places
@@ -59,7 +59,7 @@ class Placeholders(NamedTuple):
 
     def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> "Placeholders":
         """The same with the device's half changed, by a copy to the device or into page-locked memory."""
-        return Placeholders(*(Places(each.host_V, move(each.device_V)) for each in self))
+        return Placeholders(*(Places(places.host_V, move(places.device_V)) for places in self))
 
 
 class PlacedMask:
@@ -87,7 +87,7 @@ class PlacedMask:
         return self
 
     def sum(self) -> torch.Tensor:
-        """How many slots it selects, a number on the host."""
+        """Number of slots that the mask selects, a number on the host."""
         return torch.tensor(len(self.places.host_V))
 
     def __getitem__(self, index: Any) -> Any:
@@ -174,11 +174,11 @@ class _KeptOnHost:
     tensor: torch.Tensor
 
 
-def _hide(_model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _hide(_model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def hidden(value: Any) -> Any:
         return _KeptOnHost(value) if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
 
-    return args, {name: hidden(value) for name, value in given.items()}
+    return args, {name: hidden(value) for name, value in options.items()}
 
 
 def _known_to_restart(find: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
@@ -192,9 +192,9 @@ def _known_to_restart(find: Callable[[torch.Tensor], Any]) -> Callable[[torch.Te
     return packed
 
 
-def _before(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _before(model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     inputs: dict[str, Any] = {
-        name: value.tensor if isinstance(value, _KeptOnHost) else value for name, value in given.items()
+        name: value.tensor if isinstance(value, _KeptOnHost) else value for name, value in options.items()
     }
     placeholders = inputs.pop(_GIVEN, None)
     if inputs.get("pack_cu_seqlens") is not None:
@@ -218,8 +218,10 @@ def _placed(find: Callable[..., Any], placeholders: Placeholders) -> Callable[..
     """Replace a model's `get_placeholder_mask` by one that answers from the known placeholders."""
 
     def masks(*args: Any, **kwargs: Any) -> tuple[PlacedMask, PlacedMask]:
-        found = functools.cache(lambda: find(*args, **kwargs))
-        return PlacedMask(placeholders.images, lambda: found()[0]), PlacedMask(placeholders.videos, lambda: found()[1])
+        cached_masks = functools.cache(lambda: find(*args, **kwargs))
+        return PlacedMask(placeholders.images, lambda: cached_masks()[0]), PlacedMask(
+            placeholders.videos, lambda: cached_masks()[1]
+        )
 
     return masks
 
@@ -230,8 +232,8 @@ def _both(places: Places) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _selecting(index: Any) -> PlacedMask | None:
     """The PlacedMask in `x[mask]` or `x[mask, :]`, if the index is one."""
-    first, *rest = index if isinstance(index, tuple) else (index,)
-    return first if isinstance(first, PlacedMask) and all(each == slice(None) for each in rest) else None
+    first, *others = index if isinstance(index, tuple) else (index,)
+    return first if isinstance(first, PlacedMask) and all(other == slice(None) for other in others) else None
 
 
 def _real(value: Any) -> Any:

@@ -12,8 +12,8 @@ from headway.checkpoint import Checkpoint, refuse_half_written
 from headway.config import TrainConfig
 from headway.count import CostModel
 from headway.errors import CheckpointError
+from headway.models.attention.cuda_kernel import choose_kernel
 from headway.models.compiling import CompileWatch, compile_blocks
-from headway.models.flash import choose_kernel
 from headway.models.float8 import use_float8
 from headway.models.head import ModelWithLoss, model_with_loss
 from headway.models.init_weights import init_weights

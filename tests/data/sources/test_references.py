@@ -8,9 +8,8 @@ import pytest
 from PIL import Image
 
 from headway.data import Media
-from headway.data.sources import inline, open_source
-from headway.data.sources.inline import inline_bytes
-from headway.data.sources.references import MediaRules, RowMedia, below
+from headway.data.sources import open_source, references
+from headway.data.sources.references import MediaRules, RowMedia, below, inline_bytes
 from headway.errors import DataError
 
 
@@ -93,7 +92,7 @@ def test_data_uris_are_decoded_and_bounded(monkeypatch):
     for uri in ("data:image/png;base64,SGk", "data:image/png;base64,S G!", "data:image/png;base64"):
         with pytest.raises(DataError, match="cannot be decoded"):
             inline_bytes("image", uri)
-    monkeypatch.setattr(inline, "MAX_INLINE_BYTES", 12)
+    monkeypatch.setattr(references, "MAX_INLINE_BYTES", 12)
     assert len(inline_bytes("image", "data:;base64," + "SGkh" * 4)) == 12
     with pytest.raises(DataError, match="has 20 characters"):
         inline_bytes("image", "data:;base64," + "SGkh" * 5)
@@ -192,7 +191,7 @@ def test_damaged_base64_is_told_without_its_bytes(root, monkeypatch):
         with pytest.raises(DataError, match=r"characters that are not base64 \(.*Write its bytes in base64") as caught:
             named(root, value)
         assert len(str(caught.value)) < 300
-    monkeypatch.setattr(inline, "MAX_INLINE_BYTES", 12)
+    monkeypatch.setattr(references, "MAX_INLINE_BYTES", 12)
     with pytest.raises(DataError, match="at most 0 MiB are read"):
         named(root, BASE64)
 

@@ -6,7 +6,7 @@ packs from them to the device.
 """
 
 from headway.data.feed.feed import FILES, Feed, FeedReport, Share
-from headway.data.feed.indexed import IndexedFeed
+from headway.data.feed.index_feed import IndexedFeed
 from headway.data.feed.lane import Streaming
 from headway.data.feed.make import PackMaker
 from headway.data.feed.stream import StreamFeed

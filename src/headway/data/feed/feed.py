@@ -119,7 +119,7 @@ class Feed(ABC):
 
     Attributes:
         sources: the datasets.
-        making_s: what the workers spent on the packs of the last step by part, as `headway.data.making` has them [s].
+        making_s: times of the workers on the packs of the last step, by part of `headway.data.pack_times` [s].
         needed: steps that will still be asked for, beyond which an index's packs are not made; None where nobody knows.
         files: identity of every file of the sources, which states hold and are compared by.
     """
@@ -188,16 +188,16 @@ class Feed(ABC):
             self._steps = self._finished_steps()
         self._lost = dict.fromkeys(self.names, 0)
         try:
-            made = next(self._steps)
+            packs = next(self._steps)
         except HeadwayError:
             self.close()  # asked again, the same place gives the same error instead of a quiet end
             raise
         if self.needed is not None:
             self.needed -= 1
         self.making_s = {}
-        for part, spent_s in (one for pack in made for one in (pack.making_s or {}).items()):
+        for part, spent_s in (charge for pack in packs for charge in (pack.making_s or {}).items()):
             self.making_s[part] = self.making_s.get(part, 0.0) + spent_s
-        return [pack.batch for pack in made]
+        return [pack.batch for pack in packs]
 
     def __enter__(self) -> Self:
         return self
@@ -221,7 +221,7 @@ class Feed(ABC):
 
     @property
     def epochs(self) -> float | None:
-        """How often the data have played by the end of the last step handed out; None where that is not known."""
+        """Epochs of the data by the end of the last step handed out; None where that is not known."""
         return None
 
     def steps_left(self, most: int | None) -> int | None:  # noqa: ARG002 - for those who can count
@@ -270,6 +270,7 @@ class Feed(ABC):
             clauses = changes_since(state[FILES], self.files, verify, times=self.share.rank == 0)
             if clauses:
                 raise CheckpointError(refusal(clauses))
+        # Settings that decide the order of samples must be the same; each that differs is named.
         ours, saved = _plain(self._settings()), state["settings"]
         if saved != ours:
             saved = saved if isinstance(saved, dict) else {}
@@ -280,6 +281,7 @@ class Feed(ABC):
                 f"The data position was saved with other data or settings: {'; '.join(differing)}. Resume with the "
                 "same ones, or start a new run from the checkpoint's weights."
             )
+        # Workers are ahead of the old place; they start again from the new one.
         self.close()
         try:
             self._go_to(state["position"])
@@ -288,26 +290,27 @@ class Feed(ABC):
             raise CheckpointError(
                 f"The saved data position is damaged ({error!r}). Resume from another checkpoint."
             ) from error
+        # Counts are summed over ranks when saved, so the first rank alone goes on with them.
         self._report = report if self.share.rank == 0 else FeedReport(planned=report.planned)
 
-    def _hand_out(self, made: FinishedPack) -> None:
-        counts, batch = self._report.samples, made.batch
-        pieces = zip(batch.origins, batch.sample_tokens, made.pieces, made.whole_tokens, strict=True)
-        for origin, tokens, piece, whole in pieces:
+    def _hand_out(self, pack: FinishedPack) -> None:
+        counts, batch = self._report.samples, pack.batch
+        pieces = zip(batch.origins, batch.sample_tokens, pack.pieces, pack.whole_tokens, strict=True)
+        for origin, tokens, piece, whole_tokens in pieces:
             first = int(piece.is_first)  # of the pieces of a sample, the one that it is counted with
-            cut = origin.source in self._splits and tokens < whole
-            counts.count(origin.source, "read", first, tokens if cut else whole * first)
+            cut = origin.source in self._splits and tokens < whole_tokens
+            counts.count(origin.source, "read", first, tokens if cut else whole_tokens * first)
             counts.count(origin.source, "used", first, tokens)
             if cut:
                 counts.count(origin.source, "split", first, tokens)
-            elif tokens < whole:
-                counts.count(origin.source, "truncated", 1, whole - tokens)
-                self._lost[origin.source] += whole - tokens
-        for source, tokens, samples in made.dropped:
+            elif tokens < whole_tokens:
+                counts.count(origin.source, "truncated", 1, whole_tokens - tokens)
+                self._lost[origin.source] += whole_tokens - tokens
+        for source, tokens, samples in pack.dropped:
             counts.count(source, "read", samples, tokens)
             counts.count(source, "dropped", samples, tokens)
             self._lost[source] += tokens
-        for error, tokens in made.skipped:
+        for error, tokens in pack.skipped:
             counts.count(error.origin.source, "read", 1, tokens)
             self._bad.handle(error, counts, tokens)
             self._lost[error.origin.source] += tokens

@@ -15,8 +15,8 @@ from headway.count import CostModel, Workload
 from headway.data.bad_rows import sample_error
 from headway.data.conditions import lengths_without
 from headway.data.feed.lane_source import LaneSource, ReadPosition
-from headway.data.feed.make import Dropped, FinishedPack, PackMaker, Piece, Skipped
-from headway.data.making import charged_to
+from headway.data.feed.make import DroppedSample, FinishedPack, PackMaker, Piece, SkippedSample
+from headway.data.pack_times import charged_to
 from headway.data.samples import Sample, SampleError, SampleLengths
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.packing.budget import Budget, Size, over_budget, segments_within
@@ -160,8 +160,8 @@ class Lane:
             streaming.budget, streaming.strategy, packs=streaming.open_packs, seed=key_of(streaming.seed, number)
         )
         self._ready: deque[list[BufferedSample]] = deque()  # packs to be handed out next
-        self._skipped: list[Skipped] = []
-        self._dropped: list[Dropped] = []
+        self._skipped: list[SkippedSample] = []
+        self._dropped: list[DroppedSample] = []
         self._dropped_in_a_row = 0
         self._begin_stage(0)
         if state is not None:
@@ -176,7 +176,7 @@ class Lane:
         members = self._next_members()
         self.has_ended = members is None
         self.turn += not self.has_ended
-        pieces = [(self._piece(one), partial(_sample, one)) for one in members or []]
+        pieces = [(self._piece(member), partial(_sample, member)) for member in members or []]
         pack = self._streaming.maker.make(pieces)
         pack = pack._replace(skipped=(*self._skipped, *pack.skipped), dropped=tuple(self._dropped))
         self._skipped, self._dropped = [], []
@@ -190,9 +190,9 @@ class Lane:
             "stage": self._stage,
             "drawn": list(self._drawn),
             "places": [None if position is None else list(position) for position in self._positions],
-            "buffer": [one.key for one in self._buffer],
-            "packing": [one.key for one in self._packer.waiting],
-            "ready": [[one.key for one in members] for members in self._ready],
+            "buffer": [sample.key for sample in self._buffer],
+            "packing": [sample.key for sample in self._packer.waiting],
+            "ready": [[sample.key for sample in members] for members in self._ready],
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
@@ -233,20 +233,20 @@ class Lane:
             drawn = self._draw()
             if drawn is not None:
                 self._measure(drawn)
-            elif rest := self._packer.flush():
-                self._ready.extend(rest)
+            elif remainder := self._packer.flush():
+                self._ready.extend(remainder)
             else:
                 return None
         return self._ready.popleft()
 
-    def _pack(self, one: BufferedSample) -> None:
+    def _pack(self, buffered: BufferedSample) -> None:
         self._dropped_in_a_row = 0
-        self._ready.extend(self._packer.add(one, one.size, one.cost))
+        self._ready.extend(self._packer.add(buffered, buffered.size, buffered.cost))
 
     def _draw(self) -> BufferedSample | None:
         """Fill the buffer and take one of its samples, chosen by the seed, the lane and the number of draws."""
-        while len(self._buffer) < self._streaming.shuffle and (read := self._read()) is not None:
-            self._buffer.append(read)
+        while len(self._buffer) < self._streaming.shuffle and (sample := self._read()) is not None:
+            self._buffer.append(sample)
         if not self._buffer:
             return None
         chosen = key_of(self._streaming.seed, self._number, self._draws) % len(self._buffer)
@@ -277,32 +277,36 @@ class Lane:
         """Measure a sample and hand it to the packer; one that exceeds a pack by the policy for those."""
         streaming, budget = self._streaming, self._streaming.budget
         try:
-            whole = streaming.maker.encoder.measure(buffered.sample)
+            # Lengths without decoding media; a sample that cannot be read is skipped, an empty one dropped.
+            full_lengths = streaming.maker.encoder.measure(buffered.sample)
         except DataError as error:
             self._skip(sample_error(error, buffered.sample.origin))
             return
         dropout, origin = streaming.maker.dropout, buffered.sample.origin
-        if not whole.tokens:
+        if not full_lengths.tokens:
             self._drop(buffered, 0)
             return
-        lengths = lengths_without(whole, origin, dropout, buffered.position.epoch)
-        most, fits = budget.tokens, budget.holds(Size(1, whole.patches))
+        # What condition dropout leaves of it in this epoch is what a pack takes.
+        lengths = lengths_without(full_lengths, origin, dropout, buffered.position.epoch)
+        # Media cannot be cut: their patches must fit, and a cut comes behind them and the first token to learn.
+        most, fits = budget.tokens, budget.holds(Size(1, full_lengths.patches))
         overlong = streaming.overlong_of(origin.source)
-        if budget.holds(whole.size):  # as in a plan, which knows samples before their epochs
+        if budget.holds(full_lengths.size):  # as in a plan, which knows samples before their epochs
             spans = [(0, lengths.tokens, True)]
         elif overlong == "error":
-            raise DataError(over_budget(f"{buffered.sample.where}: the sample", whole.size, budget))
+            raise DataError(over_budget(f"{buffered.sample.where}: the sample", full_lengths.size, budget))
         elif overlong == "truncate" and fits and lengths.media_end <= most and lengths.first_target < most:
             spans = [(0, most, True)]
         elif overlong == "split" and fits and lengths.media_end == 0:
             spans = split_sample(lengths.tokens, lengths.targets, most)
             unused = lengths.tokens - sum(stop - start for start, stop, _ in spans)
             if spans and unused:
-                self._dropped.append(Dropped(origin.source, unused, samples=0))
+                self._dropped.append(DroppedSample(origin.source, unused, samples=0))
         else:
             spans = []
         if not spans:
             self._drop(buffered, lengths.tokens)
+        # Each piece goes to the packer with its own cost.
         for start, stop, is_first in spans:
             cost, patches = streaming.cost_of(lengths, start, stop), lengths.patches
             self._pack(buffered._replace(start=start, stop=stop, patches=patches, cost=cost, is_first=is_first))
@@ -316,17 +320,17 @@ class Lane:
                 f"exceed a pack of {self._streaming.budget.tokens:,} tokens, so no step can be made. Look at the data "
                 "with `headway look`."
             )
-        self._dropped.append(Dropped(buffered.sample.origin.source, tokens))
+        self._dropped.append(DroppedSample(buffered.sample.origin.source, tokens))
 
     def _skip(self, error: SampleError) -> None:
         if not self._streaming.maker.skips:
             raise error
-        self._skipped.append(Skipped(error, 0))
+        self._skipped.append(SkippedSample(error, 0))
 
-    def _piece(self, one: BufferedSample) -> Piece:
-        position = one.position
+    def _piece(self, buffered: BufferedSample) -> Piece:
+        position = buffered.position
         source = self._source(position.stage, position.entry)
-        return Piece(source, position.row, one.start, one.stop, position.epoch, one.is_first)
+        return Piece(source, position.row, buffered.start, buffered.stop, position.epoch, buffered.is_first)
 
     def _begin_stage(self, stage: int, drawn: Sequence[int] = (), positions: Sequence[Any] = ()) -> None:
         num_sources = len(self._streaming.stages[stage].sources)

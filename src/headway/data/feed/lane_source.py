@@ -10,7 +10,7 @@ from headway.packing.order import StageSource, key_of, shuffled
 
 
 class ReadPosition(NamedTuple):
-    """Where a lane found a sample, and can find it again.
+    """Place at which a lane found a sample, and can find it again.
 
     Attributes:
         stage: number of the stage in the curriculum.
@@ -26,7 +26,7 @@ class ReadPosition(NamedTuple):
     epoch: int = 0
     shard: int = 0
     row: int = 0
-    seen: int = 0
+    num_read: int = 0
 
 
 class LaneSource:
@@ -62,8 +62,9 @@ class LaneSource:
         Raises:
             ConfigError: the source is to be read endlessly and has no sample for this lane.
         """
-        stage, entry, epoch, shard, row, seen = start
+        stage, entry, epoch, shard, row, num_read = start
         while (self._epochs is None or epoch < self._epochs) and self._shards:
+            # Files in an order of the epoch's own, where they are shuffled.
             order: Sequence[int] = range(len(self._shards))
             if self._key is not None:
                 order = shuffled(len(order), key_of(self._key, epoch)).tolist()
@@ -73,13 +74,13 @@ class LaneSource:
                     # one after each paragraph.
                     if (number + number // self._stride) % self._stride != self._first:
                         continue
-                    if self._limit is not None and seen >= self._limit:
+                    if self._limit is not None and num_read >= self._limit:
                         break
-                    here = ReadPosition(stage, entry, epoch, at, number, seen)
-                    seen += 1
-                    yield here, here._replace(row=number + 1, seen=seen), sample
+                    here = ReadPosition(stage, entry, epoch, at, number, num_read)
+                    num_read += 1
+                    yield here, here._replace(row=number + 1, num_read=num_read), sample
                 row = 0
-            if seen == 0:
+            if num_read == 0:
                 if self._epochs is not None:
                     return
                 raise ConfigError(
@@ -87,4 +88,4 @@ class LaneSource:
                     "read less often than asked for. Set data.stream.lanes to no more than the samples of the smallest "
                     "source (or its limit), give epochs, or use an index."
                 )
-            epoch, shard, seen = epoch + 1, 0, 0
+            epoch, shard, num_read = epoch + 1, 0, 0

@@ -9,7 +9,7 @@ from headway.data.bad_rows import sample_error
 from headway.data.collate import Batch, Collator
 from headway.data.conditions import sample_without
 from headway.data.encode import EncodedSample, Encoder
-from headway.data.making import charged_to, take_charges
+from headway.data.pack_times import charged_to, take_charges
 from headway.data.samples import Origin, Sample, SampleError
 from headway.data.sources import Source
 from headway.errors import DataError
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
     is_first: bool = True
 
 
-class Skipped(NamedTuple):
+class SkippedSample(NamedTuple):
     """A sample that could not be used.
 
     Attributes:
@@ -48,7 +48,7 @@ class Skipped(NamedTuple):
     tokens: int
 
 
-class Dropped(NamedTuple):
+class DroppedSample(NamedTuple):
     """A sample that was left out because it exceeds a pack, or pieces of a split one that learn nothing.
 
     Attributes:
@@ -71,14 +71,14 @@ class FinishedPack(NamedTuple):
         whole_tokens: length of each of its samples before cutting [tokens].
         skipped: samples planned for it that could not be used.
         dropped: samples read for it that exceed a pack.
-        making_s: what making it took by part, as `headway.data.making` has them [s]; None where nobody took it down.
+        making_s: time of making it, by part of `headway.data.pack_times` [s]; None where nobody took it.
     """
 
     batch: Batch
     pieces: tuple[Piece, ...]
     whole_tokens: tuple[int, ...]
-    skipped: tuple[Skipped, ...]
-    dropped: tuple[Dropped, ...] = ()
+    skipped: tuple[SkippedSample, ...]
+    dropped: tuple[DroppedSample, ...] = ()
     making_s: dict[str, float] | None = None
 
 
@@ -115,22 +115,22 @@ class PackMaker:
             DataError: as when called.
         """
         encoded, whole_tokens, used, skipped = [], [], [], []
-        for piece, read in pieces:
+        for piece, read_sample in pieces:
             try:
                 with charged_to("read"):
-                    sample = read()
+                    sample = read_sample()
                 try:
-                    whole = sample_without(self.encoder.encode(sample), self.dropout, piece.epoch)
-                    part = part_of(whole, piece.start, piece.stop)
+                    full_sample = sample_without(self.encoder.encode(sample), self.dropout, piece.epoch)
+                    part = part_of(full_sample, piece.start, piece.stop)
                 except DataError as error:
                     raise sample_error(error, sample.origin) from error
             except SampleError as error:
                 if not self.skips:
                     raise
-                skipped.append(Skipped(error, piece.stop - piece.start))
+                skipped.append(SkippedSample(error, piece.stop - piece.start))
                 continue
             encoded.append(part)
-            whole_tokens.append(whole.tokens)
+            whole_tokens.append(full_sample.tokens)
             used.append(piece)
         batch = self.collator(encoded)
         return FinishedPack(batch, tuple(used), tuple(whole_tokens), tuple(skipped), making_s=take_charges())
@@ -143,22 +143,22 @@ class PackMaker:
             raise sample_error(error, Origin(source.name, source.name, piece.row, f"row {piece.row}")) from error
 
 
-def part_of(whole: EncodedSample, start: int, stop: int) -> EncodedSample:
+def part_of(sample: EncodedSample, start: int, stop: int) -> EncodedSample:
     """Cut tokens start .. stop - 1 out of a sample; positions of a later piece begin at 0 again.
 
     Raises:
         DataError: the sample has no such tokens: it is another one than was planned with.
     """
-    if (start, stop) == (0, whole.tokens):
-        return whole
+    if (start, stop) == (0, sample.tokens):
+        return sample
     cut = None
-    if start == 0 and stop < whole.tokens:
-        cut = whole.truncated(stop)
-    elif whole.media_end == 0 and stop <= whole.tokens:
-        cut = whole.slice(start, stop)
+    if start == 0 and stop < sample.tokens:
+        cut = sample.truncated(stop)
+    elif sample.media_end == 0 and stop <= sample.tokens:
+        cut = sample.slice(start, stop)
     if cut is None:
         raise DataError(
-            f"{whole.where}: the sample has {whole.tokens} tokens, and tokens {start} to {stop} of it were planned, "
+            f"{sample.where}: the sample has {sample.tokens} tokens, and tokens {start} to {stop} of it were planned, "
             "which cannot be cut out of it. It changed since it was indexed, as where an image was replaced under "
             "the same name; measure it anew with `headway index DATA --model MODEL --refresh`."
         )

@@ -122,7 +122,7 @@ class StreamFeed(Feed):
         size = estimated_bytes(self._streaming.budget.tokens, self._streaming.budget.patches or 0)
         turns = {lane: (state or {}).get("turn", 0) for lane, state in self._states.items()}
         while len(self._ended) < len(turns):
-            lane = min((lane for lane in turns if lane not in self._ended), key=lambda one: (turns[one], one))
+            lane = min((lane for lane in turns if lane not in self._ended), key=lambda number: (turns[number], number))
             yield Job(_Turn(lane, turns[lane], self._states[lane]), size, key=lane // self.share.ranks)
             turns[lane] += 1
 

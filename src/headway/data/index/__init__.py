@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headway.data.index.build import build_index, index_folder
-    from headway.data.index.length_index import IndexSummary, LengthIndex, Ragged
+    from headway.data.index.length_index import IndexSummary, LengthIndex, RaggedArray
 
-__all__ = ["IndexSummary", "LengthIndex", "Ragged", "build_index", "index_folder"]
+__all__ = ["IndexSummary", "LengthIndex", "RaggedArray", "build_index", "index_folder"]
 
 _MODULES = {"build_index": "build", "index_folder": "build"}
 

@@ -21,7 +21,7 @@ from headway.cache import CACHE_VARIABLE
 from headway.data.bad_rows import BadSamples, SampleCounts, sample_error
 from headway.data.encode import Encoder
 from headway.data.index.length_index import METADATA, LengthIndex
-from headway.data.index.stored import INDEX_FILE, count_rows, folder_of
+from headway.data.index.store import INDEX_FILE, count_rows, folder_of
 from headway.data.index.table import BAD, LAYOUT, bad_rows, join_tables, table_of, write_table
 from headway.data.pool import Job, Pool
 from headway.data.samples import SampleError, SampleLengths
@@ -78,7 +78,7 @@ class IndexJob:
             return False
 
     def bad_rows(self, unit: range) -> list[SampleError]:
-        """Why rows of a finished unit cannot be used.
+        """Errors of the rows of a finished unit that cannot be used.
 
         Raises:
             FileNotFoundError: the unit is not finished, or another process has joined the parts already.
@@ -160,9 +160,9 @@ def _make(job: IndexJob, workers: int | None, progress: Progress, policy: BadSam
         measured = bad = 0
         progress(0, rows, 0)
         for unit in _finish(job, units, workers):
-            found = job.bad_rows(unit)
-            measured, bad = measured + len(unit), bad + len(found)
-            for error in found:
+            errors = job.bad_rows(unit)
+            measured, bad = measured + len(unit), bad + len(errors)
+            for error in errors:
                 early.handle(error, counts)
             progress(measured, rows, bad)
         join_tables([job.part(unit) for unit in units], job.index_file, {METADATA: _description(job, bad)})
@@ -262,20 +262,20 @@ def _description(job: IndexJob, bad: int) -> bytes:
 
 
 def _cannot_write(job: IndexJob, units: Sequence[range], error: OSError) -> DataError:
-    kept = sum(len(unit) for unit in units if job.has(unit))
-    rest = (
-        f"{kept:,} of {len(job.source):,} rows are kept there, and the same command goes on from them; or name another "
-        f"folder with --cache or ${CACHE_VARIABLE}."
+    num_measured = sum(len(unit) for unit in units if job.has(unit))
+    hint = (
+        f"{num_measured:,} of {len(job.source):,} rows are kept there, and the same command goes on from them; or name "
+        f"another folder with --cache or ${CACHE_VARIABLE}."
     )
     if error.errno in _FULL:
         free = format_bytes(shutil.disk_usage(job.folder).free)
         return DataError(
             f"The disk of the length index is full: {job.folder} cannot take more ({error.strerror}; {free} free). "
-            f"Make room and run again: {rest}"
+            f"Make room and run again: {hint}"
         )
     if isinstance(error, FileNotFoundError):
         return DataError(
             f"A measured part of the length index is not to be found: {error}. Another process may have cleared it "
-            f"away. {rest}"
+            f"away. {hint}"
         )
-    return DataError(f"The length index cannot be written to {job.folder}: {error}. {rest}")
+    return DataError(f"The length index cannot be written to {job.folder}: {error}. {hint}")

@@ -27,7 +27,7 @@ PERCENTILES = (0, 1, 10, 50, 90, 99, 100)
 
 
 @dataclass(frozen=True, slots=True)
-class Ragged:
+class RaggedArray:
     """A list of values for each row.
 
     Attributes:
@@ -51,12 +51,12 @@ class Ragged:
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     @classmethod
-    def empty(cls, rows: int, *shape: int) -> "Ragged":
+    def empty(cls, rows: int, *shape: int) -> "RaggedArray":
         """Nothing for any row, in no memory to speak of."""
         return cls(np.broadcast_to(np.int32(0), (rows + 1,)), np.zeros((0, *shape), np.int32))
 
     @classmethod
-    def join(cls, parts: "Sequence[Ragged]") -> "Ragged":
+    def join(cls, parts: "Sequence[RaggedArray]") -> "RaggedArray":
         """Rows of one after the rows of another; at least one."""
         values = np.concatenate([part.values for part in parts])
         rows = sum(map(len, parts))
@@ -97,12 +97,12 @@ class LengthIndex:
     first_target: Ints
     media_end: Ints
     patches: Ints
-    image_grids: Ragged
-    video_grids: Ragged
-    audio_lengths: Ragged
-    segments: Ragged = field(default_factory=lambda: Ragged.empty(0))
-    targets: Ragged = field(default_factory=lambda: Ragged.empty(0, 2))
-    part_lists: Ragged = field(default_factory=lambda: Ragged.empty(0, len(COLUMNS)))
+    image_grids: RaggedArray
+    video_grids: RaggedArray
+    audio_lengths: RaggedArray
+    segments: RaggedArray = field(default_factory=lambda: RaggedArray.empty(0))
+    targets: RaggedArray = field(default_factory=lambda: RaggedArray.empty(0, 2))
+    part_lists: RaggedArray = field(default_factory=lambda: RaggedArray.empty(0, len(COLUMNS)))
     keys: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     bad: dict[int, SampleError] = field(default_factory=dict)
     description: dict[str, Any] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class LengthIndex:
             rows += np.bincount(
                 self.segments.rows, segment_costs(cost_model, self.segments.values), minlength=len(self)
             )
-        parts: list[tuple[Literal["images", "videos", "audio"], Ragged]] = [
+        parts: list[tuple[Literal["images", "videos", "audio"], RaggedArray]] = [
             ("images", self.image_grids),
             ("videos", self.video_grids),
             ("audio", self.audio_lengths),
@@ -236,8 +236,8 @@ class IndexSummary:
 
 
 def _description(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
-    found = (file.schema_arrow.metadata or {}).get(METADATA)
-    description: dict[str, Any] = json.loads(found) if found else {}
+    encoded = (file.schema_arrow.metadata or {}).get(METADATA)
+    description: dict[str, Any] = json.loads(encoded) if encoded else {}
     if description.get("layout") != LAYOUT:
         raise DataError(
             f"{path} is no length index of layout {LAYOUT}, but of {description.get('layout', 'none')}. Make it again "
@@ -248,7 +248,7 @@ def _description(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
 
 def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, Any]:
     numbers = {name: np.empty(rows, np.int32) for name in NUMBERS} | {KEY: np.empty(rows, np.int64)}
-    ragged: dict[str, list[Ragged]] = {name: [] for name in (*GRIDS, TARGETS, CLIPS, SEGMENTS, PARTS)}
+    ragged: dict[str, list[RaggedArray]] = {name: [] for name in (*GRIDS, TARGETS, CLIPS, SEGMENTS, PARTS)}
     bad: dict[int, SampleError] = {}
     start = 0
     for table in tables:
@@ -258,19 +258,19 @@ def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, An
             parts += [_ragged(chunk) for chunk in table[name].chunks]
         bad |= {start + row: error for row, error in bad_rows(table[BAD], source).items()}
         start += len(table)
-    found = numbers | {name: Ragged.join(parts) for name, parts in ragged.items()} | {"bad": bad}
-    return found | {"keys": found.pop(KEY), "part_lists": found.pop(PARTS)}
+    columns = numbers | {name: RaggedArray.join(parts) for name, parts in ragged.items()} | {"bad": bad}
+    return columns | {"keys": columns.pop(KEY), "part_lists": columns.pop(PARTS)}
 
 
-def _ragged(chunk: pa.ListArray) -> Ragged:
+def _ragged(chunk: pa.ListArray) -> RaggedArray:
     flat = chunk.flatten()
     if pa.types.is_struct(flat.type):
         values = np.stack([side.to_numpy() for side in flat.flatten()], axis=1)
     else:
         values = flat.to_numpy()
     if not len(values):
-        return Ragged.empty(len(chunk), *values.shape[1:])
-    return Ragged(np.concatenate([[0], np.cumsum(chunk.value_lengths().to_numpy())]), values)
+        return RaggedArray.empty(len(chunk), *values.shape[1:])
+    return RaggedArray(np.concatenate([[0], np.cumsum(chunk.value_lengths().to_numpy())]), values)
 
 
 def _check_parts(index: LengthIndex, rows: Ints, cost_model: CostModel) -> None:
@@ -289,13 +289,13 @@ def _check_additive(index: LengthIndex, rows: Ints, cost_model: CostModel) -> No
     if not index.patches.any():
         return
     row = int(index.patches.argmax())
-    whole = Workload(
+    workload = Workload(
         index.segments_of(row) or [int(index.tokens[row])],
         images=index.image_grids[row],
         videos=index.video_grids[row],
         audio=index.audio_lengths[row],
     )
-    flops = cost_model.count(whole).total
+    flops = cost_model.count(workload).total
     if not np.isclose(rows[row], flops, rtol=1e-9):
         raise CostModelError(
             f"The cost of row {row} is {flops} FLOPs, but its text and media alone make {rows[row]:.0f}: this model's "

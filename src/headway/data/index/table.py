@@ -107,11 +107,11 @@ def join_tables(parts: Sequence[Path], path: Path, metadata: dict[bytes, bytes],
     def write(file: BinaryIO) -> None:
         schema = SCHEMA.with_metadata(metadata)
         with pq.ParquetWriter(file, schema, compression=_COMPRESSION) as writer:
-            held: list[pa.Table] = []
+            tables: list[pa.Table] = []
             for number, part in enumerate(parts, 1):
-                held.append(pq.read_table(part, schema=SCHEMA))
-                if sum(map(len, held)) >= group_rows or number == len(parts):
-                    writer.write_table(pa.concat_tables(held).replace_schema_metadata(metadata))
-                    held = []
+                tables.append(pq.read_table(part, schema=SCHEMA))
+                if sum(map(len, tables)) >= group_rows or number == len(parts):
+                    writer.write_table(pa.concat_tables(tables).replace_schema_metadata(metadata))
+                    tables = []
 
     write_whole(path, write)

@@ -40,12 +40,12 @@ class Sound:
             with av_container(media) as container:
                 stream = first_stream(container, "audio")
                 codec = stream.codec_context.name
-                given: int
+                file_samples: int
                 if stream.duration is not None and (codec == "flac" or codec.startswith("pcm_")):
-                    given = round(stream.duration * stream.time_base * stream.rate)
+                    file_samples = round(stream.duration * stream.time_base * stream.rate)
                 else:
-                    given = sum(frame.samples for frame in container.decode(stream))
-                self.num_samples: int = -(-given * rate // stream.rate)
+                    file_samples = sum(frame.samples for frame in container.decode(stream))
+                self.num_samples: int = -(-file_samples * rate // stream.rate)
         except DAMAGE as error:
             raise media_error(media, where, "sound", error) from error
         if self.num_samples == 0:
@@ -62,13 +62,15 @@ class Sound:
                 stream = first_stream(container, "audio")
                 from av import AudioResampler
 
+                # Resampled as it is decoded; None flushes what the filter holds back.
                 resampler = AudioResampler(format="fltp", rate=self._rate)
-                pieces, given = [], 0
+                pieces, file_samples = [], 0
                 for frame in container.decode(stream):
-                    given += frame.samples
+                    file_samples += frame.samples
                     pieces += resampler.resample(frame)
                 pieces += resampler.resample(None)
-                expected = -(-given * self._rate // stream.rate)
+                # Samples at the model's rate, rounded up, as the header promised at opening.
+                expected = -(-file_samples * self._rate // stream.rate)
         except DAMAGE as error:
             raise media_error(self._media, self._where, "sound", error) from error
         if expected != self.num_samples:

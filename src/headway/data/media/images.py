@@ -159,15 +159,15 @@ class Picture:
         """Whether a PNG has metadata behind its pixels, where only decoding would find it."""
         file = self._file
         assert file is not None
-        place, late, pixels_seen = file.tell(), False, False
+        place, is_late, pixels_seen = file.tell(), False, False
         file.seek(8)
-        while not late and len(head := file.read(8)) == 8:
+        while not is_late and len(head := file.read(8)) == 8:
             size, kind = struct.unpack(">I4s", head)
-            late = pixels_seen and kind in _LATE_CHUNKS
+            is_late = pixels_seen and kind in _LATE_CHUNKS
             pixels_seen = pixels_seen or kind == b"IDAT"
             file.seek(size + 4, 1)
         file.seek(place)
-        return late
+        return is_late
 
 
 def decode_all(pictures: Sequence[Picture]) -> list[Pillow.Image]:

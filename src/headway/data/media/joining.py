@@ -1,4 +1,4 @@
-"""How a tensor that a processor makes of one sample's images joins those of the other samples of a pack.
+"""Rules by which tensors that a processor makes of samples' images are joined to those of a pack.
 
 The rule is read off the processor: it is run on two samples apart and together, and the tensor of both is compared with
 those of each. Tensor letter: X stands for any axes.
@@ -14,7 +14,7 @@ from headway.errors import DataError
 
 
 class Joining(NamedTuple):
-    """How the tensors of several samples become one.
+    """Rule by which the tensors of several samples become one.
 
     Attributes:
         axis: they stand one after the other along it; None where all samples have the same tensor.
@@ -37,27 +37,27 @@ class Joinable(NamedTuple):
     rule: Joining
 
 
-def joining_of(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> Joining | None:
+def joining_of(parts: Sequence[torch.Tensor], together: torch.Tensor) -> Joining | None:
     """Find the rule by which samples' tensors make the one of all; None where there is none.
 
     Args:
         parts: of several samples.
-        whole: of the samples together, in their order.
+        together: of the samples together, in their order.
 
     >>> joining_of([torch.ones(1, 3), torch.ones(2, 2)], torch.tensor([[1.0, 1, 1], [1, 1, 0], [1, 1, 0]]))
     Joining(axis=0, fill=0.0)
     """
-    if any(part.dim() != whole.dim() for part in parts):
+    if any(part.dim() != together.dim() for part in parts):
         return None
-    for axis in range(whole.dim()):
-        if _shape(parts, axis) != whole.shape:
+    for axis in range(together.dim()):
+        if _shape(parts, axis) != together.shape:
             continue
         covered = _placed([torch.ones_like(part, dtype=torch.bool) for part in parts], axis, False)
-        rest = whole[~covered]
-        rule = Joining(axis, rest[0].item() if len(rest) else None)
-        if torch.equal(joined(parts, rule), whole):
+        uncovered = together[~covered]
+        rule = Joining(axis, uncovered[0].item() if len(uncovered) else None)
+        if torch.equal(joined(parts, rule), together):
             return rule
-    return Joining(None) if all(torch.equal(part, whole) for part in parts) else None
+    return Joining(None) if all(torch.equal(part, together) for part in parts) else None
 
 
 def joined(parts: Sequence[torch.Tensor], rule: Joining) -> torch.Tensor:
@@ -89,24 +89,24 @@ def joined(parts: Sequence[torch.Tensor], rule: Joining) -> torch.Tensor:
 
 def _shape(parts: Sequence[torch.Tensor], axis: int) -> tuple[int, ...]:
     """Shape of the parts one after the other along an axis, each filled up to the largest along the others."""
-    sides = [max(each) for each in zip(*(part.shape for part in parts), strict=True)]
+    sides = [max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True)]
     sides[axis] = sum(part.shape[axis] for part in parts)
     return tuple(sides)
 
 
 def _placed(parts: Sequence[torch.Tensor], axis: int, fill: float | None) -> torch.Tensor:
-    whole = parts[0].new_full(_shape(parts, axis), fill)  # type: ignore[arg-type]
+    full_tensor = parts[0].new_full(_shape(parts, axis), fill)  # type: ignore[arg-type]
     start = 0
     for part in parts:
         place = [slice(0, side) for side in part.shape]
         place[axis] = slice(start, start + part.shape[axis])
-        whole[tuple(place)] = part
+        full_tensor[tuple(place)] = part
         start = place[axis].stop
-    return whole
+    return full_tensor
 
 
 def joined_sounds(features: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     """Features of the sounds of several samples, filled up to the longest, shape (A, M, F); None without sounds."""
-    sounds = [each for each in features if each is not None]
-    longest = max((each.shape[2] for each in sounds), default=0)
-    return torch.cat([pad(each, (0, longest - each.shape[2])) for each in sounds]) if sounds else None
+    sounds = [sound for sound in features if sound is not None]
+    longest = max((sound.shape[2] for sound in sounds), default=0)
+    return torch.cat([pad(sound, (0, longest - sound.shape[2])) for sound in sounds]) if sounds else None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from headway.data.chat import Span
-from headway.data.media.processed import ProcessedImages
+from headway.data.media.processor_images import ProcessedImages
 from headway.errors import DataError
 from headway.models.foreign import foreign
 
@@ -77,27 +77,27 @@ class Tokeniser:
     ) -> None:
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
         plain = isinstance(processor, PreTrainedTokenizerBase)
-        known = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
-        self._num_ids = known if num_embeddings is None else min(known, num_embeddings)
-        self.missing_rows = known - self._num_ids
+        vocabulary_size = 1 + max(self.tokenizer.get_vocab().values(), default=-1)
+        self._num_ids = vocabulary_size if num_embeddings is None else min(vocabulary_size, num_embeddings)
+        self.missing_rows = vocabulary_size - self._num_ids
         self._max_characters = max_characters
         self._adds_special = not plain  # a text-only chat template writes them itself
         words = {kind: None if plain else getattr(processor, f"{kind}_token", None) for kind in KINDS}
         self.words: dict[str, str] = {kind: str(word) for kind, word in words.items() if word is not None}
         self._ids = {kind: self.tokenizer.convert_tokens_to_ids(word) for kind, word in self.words.items()}
         special = self.tokenizer.added_tokens_decoder
-        self._whole = {kind: word for kind, word in self.words.items() if self._ids[kind] in special}
-        self._found = re.compile("|".join(f"(?P<{k}>{re.escape(w)})" for k, w in self.words.items()) or r"(?!)")
+        self._special_words = {kind: word for kind, word in self.words.items() if self._ids[kind] in special}
+        self._pattern = re.compile("|".join(f"(?P<{k}>{re.escape(w)})" for k, w in self.words.items()) or r"(?!)")
         self._written_only: list[str] = []  # special tokens that only a processor writes
         self._types = {token: 1 + KINDS.index(kind) for kind, token in self._ids.items()}
         self._marks_all = processed is not None
         if processed is not None:
             self._written_only = [token for token in processed.repeated if token not in self.words.values()]
-            self._whole |= {token: token for token in self._written_only}
+            self._special_words |= {token: token for token in self._written_only}
             self._ids |= {token: self.tokenizer.convert_tokens_to_ids(token) for token in self._written_only}
             self._types.pop(self._ids.get("image", -1), None)
             self._types |= dict.fromkeys(processed.placeholder_ids, 1)
-        self._runs = re.compile("|".join(f"(?:{re.escape(word)})+" for word in self._whole.values()) or r"(?!)")
+        self._runs = re.compile("|".join(f"(?:{re.escape(word)})+" for word in self._special_words.values()) or r"(?!)")
 
     def chat(self, text: str, spans: Sequence[Span], written: Mapping[str, Sequence[str]], where: str) -> SampleTokens:
         """Tokenise a rendered chat.
@@ -120,7 +120,7 @@ class Tokeniser:
         for span in spans:
             first, last = (place + shifts[bisect_right(ends, place)] for place in span)
             supervised |= (starts >= first) & (starts < last)
-        ids = self._known(out["input_ids"], where)
+        ids = self._checked_ids(out["input_ids"], where)
         media = np.zeros(len(starts), np.bool_)
         for first, last in inside if self._marks_all else ():
             media |= (starts >= first) & (starts < last)
@@ -136,12 +136,12 @@ class Tokeniser:
                 model does not know.
         """
         if isinstance(content, str):
-            ids = self._known(self._encode(content, True, where)["input_ids"], where)
+            ids = self._checked_ids(self._encode(content, True, where)["input_ids"], where)
             end = self.tokenizer.eos_token_id
             if end is not None and (not len(ids) or ids[-1] != end):
                 ids = np.append(ids, end)
         else:
-            ids = self._known(content, where)
+            ids = self._checked_ids(content, where)
         tokens = self._repeated(ids, np.ones(len(ids), np.bool_), np.zeros(len(ids), np.bool_), None)
         if np.isin(tokens.ids_S, [*self._types, *self._ids.values()]).any():
             raise DataError(
@@ -150,7 +150,7 @@ class Tokeniser:
             )
         return tokens
 
-    def _known(self, ids: Sequence[int], where: str) -> NDArray[np.int64]:
+    def _checked_ids(self, ids: Sequence[int], where: str) -> NDArray[np.int64]:
         """Ids as an array, each of which the model has an embedding for."""
         for token in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token < self._num_ids:
@@ -172,9 +172,9 @@ class Tokeniser:
 
     def added_tokens(self) -> str:
         """Say which tokens were added to the tokenizer and not to the model, and how the model gets them."""
-        known, names = self._num_ids + self.missing_rows, self.missing_tokens[:_SHOWN_TOKENS]
+        vocabulary_size, names = self._num_ids + self.missing_rows, self.missing_tokens[:_SHOWN_TOKENS]
         shown = ", ".join(repr(name) for name in names) + (", ..." if self.missing_rows > len(names) else "")
-        ids = f"id {known - 1}" if self.missing_rows == 1 else f"ids {self._num_ids} to {known - 1}"
+        ids = f"id {vocabulary_size - 1}" if self.missing_rows == 1 else f"ids {self._num_ids} to {vocabulary_size - 1}"
         return (
             f"The tokenizer has tokens that were added to it and not to the model: {shown}, {ids}, while the model's "
             f"embedding has {self._num_ids} rows. List them in model.new_tokens, or model.new_special_tokens where the "
@@ -204,6 +204,7 @@ class Tokeniser:
 
         Between them: where placeholders ended in `text`, and how far what follows each end has moved.
         """
+        # Tokens that only the processor writes must not come from the text: they would count as a picture's.
         for word in self._written_only:
             if word in text:
                 raise DataError(
@@ -211,28 +212,31 @@ class Tokeniser:
                     "image. Remove it from the text."
                 )
         for kind, word in self.words.items():
-            found, given = text.count(word), len(written.get(kind, ()))
-            if found != given:
+            num_in_text, num_media = text.count(word), len(written.get(kind, ()))
+            if num_in_text != num_media:
                 raise DataError(
-                    f"{where}: the chat's text holds the model's {kind} placeholder {word!r} {found} times, but the "
-                    f"chat has {given} {kind} parts. Remove the placeholder from the text; media are parts of their "
-                    "own, and the chat template must write one placeholder for each."
+                    f"{where}: the chat's text holds the model's {kind} placeholder {word!r} {num_in_text} times, but "
+                    f"the chat has {num_media} {kind} parts. Remove the placeholder from the text; media are parts of "
+                    "their own, and the chat template must write one placeholder for each."
                 )
+        # The text with each placeholder replaced by the processor's words, its runs cut to one token each.
         pieces, ends, shifts, counts, inside, last = [], [], [0], [], [], 0
         waiting = {kind: iter(written.get(kind, ())) for kind in self.words}
-        for match in self._found.finditer(text):
-            whole = next(waiting[match.lastgroup or ""])
-            short = self._runs.sub(lambda run: self._first(run.group()), whole)
-            counts += [len(run.group()) // len(self._first(run.group())) for run in self._runs.finditer(whole)]
+        for match in self._pattern.finditer(text):
+            replacement = next(waiting[match.lastgroup or ""])
+            short = self._runs.sub(lambda run: self._first(run.group()), replacement)
+            # How often each token of the runs is repeated, put back as ids once the short text is tokenised.
+            counts += [len(run.group()) // len(self._first(run.group())) for run in self._runs.finditer(replacement)]
             pieces += [text[last : match.start()], short]
             last = match.end()
             ends.append(last)
+            # Characters of the new text that stand for media, so that no answer learns them.
             inside.append((match.start() + shifts[-1], match.start() + shifts[-1] + len(short)))
             shifts.append(shifts[-1] + len(short) - len(match.group()))
         return "".join([*pieces, text[last:]]), ends, shifts, counts, inside
 
     def _first(self, run: str) -> str:
-        return next(word for word in self._whole.values() if run.startswith(word))
+        return next(word for word in self._special_words.values() if run.startswith(word))
 
     def _repeated(
         self,
@@ -249,7 +253,7 @@ class Tokeniser:
         if not counts:
             return SampleTokens(ids, supervised, types, media)
         repeats = np.ones(len(ids), np.int64)
-        repeats[np.isin(ids, [self._ids[kind] for kind in self._whole])] = counts
+        repeats[np.isin(ids, [self._ids[kind] for kind in self._special_words])] = counts
         return SampleTokens(
             np.repeat(ids, repeats),
             np.repeat(supervised, repeats),

@@ -1,4 +1,4 @@
-"""How large images and videos are read and how many frames, where that is to differ from the model's folder.
+"""Sizes at which images and videos are read, and numbers of frames, where that is to differ from the model's folder.
 
 transformers' processors bound what they read in ways of their own: by the pixels of an image (Qwen-VL, GLM-V and what
 follows them), by edges, tiles or tokens. Which one bounds pixels is found out by running it, not by its name.
@@ -81,10 +81,10 @@ class MediaSizes:
         images = getattr(processor, "image_processor", None)
         wanted = {name: value for name, value in self.changes.items() if name in _BOUNDS}
         if images is None:
-            raise ConfigError(f"{_named(wanted)} cannot take effect: the model has no image processor. Leave it out.")
+            raise ConfigError(f"{_listed(wanted)} cannot take effect: the model has no image processor. Leave it out.")
         if not _bounds_pixels(images):
             raise ConfigError(
-                f"{_named(wanted)} cannot take effect: {type(images).__name__} does not bound the pixels of an image. "
+                f"{_listed(wanted)} cannot take effect: {type(images).__name__} does not bound the pixels of an image. "
                 f"It has instead {_own_settings(images)}, in the preprocessor_config.json or processor_config.json of "
                 "the model's folder. Leave it out, and change those in a copy of the folder."
             )
@@ -99,7 +99,7 @@ class MediaSizes:
         rules: Any = getattr(processor, "video_processor", None)
         if not hasattr(rules, "with_settings"):  # those whose rules Headway does not know have none
             raise ConfigError(
-                f"{_named(wanted)} cannot take effect: no videos of this model are read ({type(processor).__name__}). "
+                f"{_listed(wanted)} cannot take effect: no videos of this model are read ({type(processor).__name__}). "
                 "Leave it out; docs/media.md lists what is read."
             )
         own = {name.removeprefix("video_"): value for name, value in wanted.items()}
@@ -108,14 +108,14 @@ class MediaSizes:
         return changed
 
 
-def _named(wanted: Mapping[str, Any]) -> str:
+def _listed(wanted: Mapping[str, Any]) -> str:
     return " and ".join(f"{name} {value}" for name, value in wanted.items())
 
 
 def _check_order(wanted: Mapping[str, Any], low: str, least: int, high: str, most: int) -> None:
     if {low, high} & wanted.keys() and least > most:
         raise ConfigError(
-            f"{_named(wanted)} cannot hold: {low} would be {least} and {high} {most}, with what the model's folder "
+            f"{_listed(wanted)} cannot hold: {low} would be {least} and {high} {most}, with what the model's folder "
             f"says where nothing else does. Give both, {low} not above {high}."
         )
 
@@ -150,12 +150,12 @@ def _bounds_pixels(images: Any) -> bool:
     area = _TRIED_SIDE**2
     tried = ((1, 16 * area), (1, area // 4), (4 * area, 64 * area))
     try:
-        whole, shrunk, enlarged = (
+        unbounded, shrunk, enlarged = (
             _patches(_with_size(images, {"min_pixels": least, "max_pixels": most}), square) for least, most in tried
         )
     except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, StopIteration):
         return False  # it has no such bounds
-    return shrunk < whole < enlarged
+    return shrunk < unbounded < enlarged
 
 
 def _patches(images: Any, picture: Pillow.Image) -> int:
@@ -168,5 +168,5 @@ def _own_settings(images: Any) -> str:
 
     own = getattr(getattr(images, "valid_kwargs", None), "__annotations__", {}).keys() - ImagesKwargs.__annotations__
     settings = images.to_dict()
-    named = [name for name in (*_OF_SIZE, *sorted(own)) if settings.get(name) is not None]
-    return ", ".join(f"{name}: {settings[name]}" for name in named) or "no setting of its size"
+    names = [name for name in (*_OF_SIZE, *sorted(own)) if settings.get(name) is not None]
+    return ", ".join(f"{name}: {settings[name]}" for name in names) or "no setting of its size"

@@ -137,9 +137,11 @@ class Clip:
                     if place is None:
                         return
                     decoded = number + 1
+                    # Frames between two places are decoded, as later ones depend on them, but not converted.
                     if number < place:
                         continue
                     shown_HWC: Any = converter.reformat(frame, format="rgb24").to_ndarray()
+                    # A phone's film says by how much it is turned; the model reads it upright.
                     frame_HWC: NDArray[np.uint8] = np.rot90(shown_HWC, round(frame.rotation / 90))
                     while place == number:
                         yield frame_HWC
@@ -275,7 +277,7 @@ class VideoPatches:
         Raises:
             DataError: a video is damaged.
         """
-        laid_out = torch.cat([self._patches(each) for each in sampled])
+        laid_out = torch.cat([self._patches(clip) for clip in sampled])
         return laid_out if self._in_bytes else laid_out * self._scale[0] + self._scale[1]
 
     def _patches(self, sampled: SampledClip) -> torch.Tensor:

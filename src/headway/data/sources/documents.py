@@ -126,20 +126,20 @@ class TokenFile(SpanReader):
     def _split(
         self, stream: BinaryIO, place: int, dtype: np.dtype[Any], expected_tokens: int | None = None
     ) -> Iterator[Record]:
-        number, tokens, rest = 1, 0, b""
+        number, tokens, remainder = 1, 0, b""
         while chunk := stream.read(_CHUNK_TOKENS * dtype.itemsize):
-            rest += chunk
-            ids = np.frombuffer(rest[: len(rest) // dtype.itemsize * dtype.itemsize], dtype)
+            remainder += chunk
+            ids = np.frombuffer(remainder[: len(remainder) // dtype.itemsize * dtype.itemsize], dtype)
             start = 0
             for stop in ((np.flatnonzero(ids == self.end_token) + 1) * dtype.itemsize).tolist():
-                yield Record(place + start, number, rest[start:stop])
+                yield Record(place + start, number, remainder[start:stop])
                 start, number = stop, number + 1
-            place, rest, tokens = place + start, rest[start:], tokens + start // dtype.itemsize
-        tokens += len(rest) // dtype.itemsize
-        if len(rest) % dtype.itemsize or tokens < (expected_tokens or 0):
+            place, remainder, tokens = place + start, remainder[start:], tokens + start // dtype.itemsize
+        tokens += len(remainder) // dtype.itemsize
+        if len(remainder) % dtype.itemsize or tokens < (expected_tokens or 0):
             raise EOFError(f"it is cut within a document, after {tokens} ids")
-        if rest:
-            yield Record(place, number, rest)
+        if remainder:
+            yield Record(place, number, remainder)
 
 
 def _rows(stream: BinaryIO, place: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Record]:
@@ -160,10 +160,10 @@ def _numpy_header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any], int
     magic = stream.read(8)
     length = stream.read(2 if magic[6:7] == b"\x01" else 4)
     header = length + stream.read(int.from_bytes(length, "little"))
-    read = np.lib.format.read_array_header_1_0 if len(length) == 2 else np.lib.format.read_array_header_2_0
+    read_header = np.lib.format.read_array_header_1_0 if len(length) == 2 else np.lib.format.read_array_header_2_0
     try:
         np.lib.format.read_magic(io.BytesIO(magic))
-        shape, is_fortran, dtype = read(io.BytesIO(header))
+        shape, is_fortran, dtype = read_header(io.BytesIO(header))
     except ValueError as error:
         raise EOFError(f"it is no NumPy array: {error}") from error
     if dtype.kind not in "iu" or (is_fortran and len(shape) > 1):

@@ -67,7 +67,7 @@ class File:
 
     @property
     def compression(self) -> str | None:
-        """How its content is compressed, by its extension: "gzip", "zstd" or not at all."""
+        """Compression of its content, by its extension: "gzip", "zstd" or not at all."""
         suffix = Path(without_query(self.url)).suffix.lower()
         return "gzip" if suffix == ".tgz" else COMPRESSIONS.get(suffix)
 
@@ -142,11 +142,13 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
     """
     try:
         system, inside = fsspec.core.url_to_fs(path, **options)
+        # A single file's root is its folder; on this machine it keeps the path as it was written.
         if system.isfile(inside):
             is_plain = isinstance(system, LocalFileSystem) and "://" not in path
             root = without_query(inside).rpartition("/")[0]
             return [_file(system, path if is_plain else inside, options, root)], None
         folder = None
+        # A folder stands for all files within, a glob for those it matches; hidden ones only where a glob names them.
         if system.isdir(inside):
             folder = _file_url(system, inside)
             names = [name for name in sorted(system.find(inside)) if not _is_hidden(name[len(inside) :])]
@@ -156,6 +158,7 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
                 names = [name for name in names if not Path(name).name.startswith(".")]
         if not names:
             raise _EmptyFolderError if folder else FileNotFoundError(ENOENT, os.strerror(ENOENT))
+        # Names below the root, so that a copy elsewhere is the same data.
         root = inside if folder else _GLOB.split(inside, maxsplit=1)[0].rpartition("/")[0]
         return [_file(system, name, options, root) for name in names], folder
     except _EmptyFolderError as error:

@@ -164,15 +164,15 @@ def _sha256(file: File) -> str | None:
     if not file.is_local:
         return None if file.has_tag else _digest(file)
     try:
-        known = _known_digest(file)
+        digest_file = _known_digest(file)
     except OSError as error:
         raise _unreadable(file, error) from error
     with suppress(OSError, ValueError):
-        if _SHA256.fullmatch(digest := known.read_text("ascii")):
+        if _SHA256.fullmatch(digest := digest_file.read_text("ascii")):
             return digest
     digest = _digest(file)
     with suppress(OSError):  # a cache that cannot be written only costs time
-        write_whole(known, lambda target: target.write(digest.encode("ascii")))
+        write_whole(digest_file, lambda target: target.write(digest.encode("ascii")))
     return digest
 
 

@@ -52,8 +52,8 @@ class JsonArray(SpanReader):
             )
         number, separator = 1, ""
         text.skip(_SPACE)
-        while (found := text.peek()) != "]" or separator == ",":
-            if not found:
+        while (character := text.peek()) != "]" or separator == ",":
+            if not character:
                 raise EOFError("the JSON array is not closed")
             start, element = text.element()
             yield Record(start, number, element)
@@ -80,10 +80,10 @@ class _Buffer:
         self._text, self._place, self._gone = "", 0, 0  # the window, a place in it, bytes before it
 
     def _more(self, num_bytes: int = _CHUNK_BYTES) -> bool:
-        read = self._stream.read(num_bytes)
+        chunk = self._stream.read(num_bytes)
         self._gone += self._place
-        self._text, self._place = self._text[self._place :] + read.decode("latin-1"), 0
-        return bool(read)
+        self._text, self._place = self._text[self._place :] + chunk.decode("latin-1"), 0
+        return bool(chunk)
 
     def peek(self) -> str:
         if self._place == len(self._text):

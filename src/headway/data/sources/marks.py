@@ -22,7 +22,7 @@ _PAIR = (
     "the row is of a preference pair, as DPO, ORPO and reward models learn from, and Headway trains on one answer, "
     "which it would take for the right one"
 )
-_CUT_TURN = "parts of a turn cannot be left unlearnt; a turn is learnt whole or, with loss: false, not at all"
+_CUT_TURN_MESSAGE = "parts of a turn cannot be left unlearnt; a turn is learnt whole or, with loss: false, not at all"
 REFUSED_COLUMNS = {
     "chosen": _PAIR,
     "rejected": _PAIR,
@@ -39,8 +39,8 @@ REFUSED_COLUMNS = {
 _GRADES = ("label", "kto_tag")
 
 REFUSED_KEYS = {
-    "train_detail": _CUT_TURN,
-    "training_detail": _CUT_TURN,
+    "train_detail": _CUT_TURN_MESSAGE,
+    "training_detail": _CUT_TURN_MESSAGE,
     "loss_scale": "every turn that is learnt counts in full",
 }
 """Keys of a turn that are refused, and why."""
@@ -154,23 +154,23 @@ def check_words(fields: Mapping[str, Any], messages: Iterable[Message]) -> None:
         )
 
 
-def unread_keys(fields: Mapping[str, Any], read: Iterable[str]) -> set[str]:
+def unread_keys(fields: Mapping[str, Any], read_columns: Iterable[str]) -> set[str]:
     """Columns of a row and keys of its turns that are neither read nor known to be harmless.
 
     Args:
         fields: the row's columns.
-        read: columns that are read.
+        read_columns: their names.
 
     >>> row = {"messages": [{"role": "user", "content": "Hi", "mood": 1}], "id": 1, "good": False}
     >>> sorted(unread_keys(row, ["messages"]))
     ['good', 'messages: mood']
     """
     unread = {name for name, value in fields.items() if value is not None}
-    unread -= {*read, *REFUSED_COLUMNS, *HARMLESS_COLUMNS}
-    known = {*_READ_KEYS, *LEARNT_BY, *REFUSED_KEYS, *HARMLESS_KEYS}
+    unread -= {*read_columns, *REFUSED_COLUMNS, *HARMLESS_COLUMNS}
+    known_keys = {*_READ_KEYS, *LEARNT_BY, *REFUSED_KEYS, *HARMLESS_KEYS}
     for column in ("messages", "conversations"):
         turns = fields.get(column)
         for turn in turns if isinstance(turns, list) else ():
             keys = turn.items() if isinstance(turn, dict) else ()
-            unread |= {f"{column}: {key}" for key, value in keys if value is not None and key not in known}
+            unread |= {f"{column}: {key}" for key, value in keys if value is not None and key not in known_keys}
     return unread

@@ -33,7 +33,7 @@ Capitals do not matter.
 """
 
 _CALLERS = ("function_call", "tool_call")  # whose words are the JSON of a call
-_ASKED, _ANSWERED = ("user", "human"), ("assistant", "gpt", "bot")  # keys of a round
+_QUESTION_KEYS, _ANSWER_KEYS = ("user", "human"), ("assistant", "gpt", "bot")  # keys of a round
 _MEANINGFUL = ("function_call", "refusal", "audio")
 
 
@@ -54,7 +54,7 @@ def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = Tru
     Raises:
         DataError: it is something else; the message names the turn.
     """
-    turns = [turn for each in turns_of(value, column) for turn in _turns_of_round(each)]
+    turns = [turn for entry in turns_of(value, column) for turn in _turns_of_round(entry)]
     first = turns[0].keys() if isinstance(turns[0], dict) else set[str]()
     has_speakers = "from" in first or (column == "conversations" and "role" not in first)
     typed = {kind_of_part(part) for turn in turns if isinstance(turn, dict) for part in parts_of(turn.get("content"))}
@@ -127,7 +127,7 @@ class _Turns:
         if not isinstance(content, list):
             raise DataError(f'{where}: "content" is {shortened(content)}, but it must be a string or a list of parts.')
         spoken = (part for part in content if not _is_thinking(part))
-        parts = tuple(part for each in spoken for part in read_part(each, self._media, self._markers, where))
+        parts = tuple(part for item in spoken for part in read_part(item, self._media, self._markers, where))
         return Message(role, parts, calls, name, thoughts, learnt)
 
 
@@ -144,12 +144,15 @@ def _turns_of_round(turn: Any) -> list[Any]:
 
     Source: the_cauldron's and FineVision's `texts`; ms-swift's `conversation`, whose user is called human.
     """
-    asked = next((key for key in _ASKED if key in turn), None) if isinstance(turn, dict) else None
-    answered = next((key for key in _ANSWERED if key in turn), None) if isinstance(turn, dict) else None
-    if asked is None or answered is None:
+    question_key = next((key for key in _QUESTION_KEYS if key in turn), None) if isinstance(turn, dict) else None
+    answer_key = next((key for key in _ANSWER_KEYS if key in turn), None) if isinstance(turn, dict) else None
+    if question_key is None or answer_key is None:
         return [turn]
-    marks = {key: value for key, value in turn.items() if key not in (asked, answered)}
-    return [{"role": "user", "content": turn[asked]}, {**marks, "role": "assistant", "content": turn[answered]}]
+    marks = {key: value for key, value in turn.items() if key not in (question_key, answer_key)}
+    return [
+        {"role": "user", "content": turn[question_key]},
+        {**marks, "role": "assistant", "content": turn[answer_key]},
+    ]
 
 
 def turns_of(value: Any, name: str) -> list[Any]:
@@ -207,7 +210,7 @@ def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _reasoning(turn: Mapping[str, Any], role: str, where: str) -> str:
-    """What the assistant thinks before it answers: of a key of its own, or of parts of the type thinking."""
+    """Thoughts of the assistant before it answers: of a key of their own, or of parts of the type thinking."""
     values = [turn[key] for key in REASONING if turn.get(key) not in (None, "")]
     for part in filter(_is_thinking, parts_of(turn.get("content"))):
         values.append(next((part[key] for key in (*REASONING, "text") if part.get(key) not in (None, "")), ""))

@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Document, Sample
-from headway.data.sources.delimited import Delimited
+from headway.data.sources.csv_rows import DelimitedReader
 from headway.data.sources.documents import SampleBy, Text, TokenFile
 from headway.data.sources.files import COMPRESSIONS, File, find_files, without_query
 from headway.data.sources.json_rows import JsonArray, JsonLines
@@ -23,7 +23,7 @@ from headway.errors import ConfigError, DataError
 FORMATS: dict[str, type[Reader]] = {
     "jsonl": JsonLines,
     "json": JsonArray,
-    "csv": Delimited,
+    "csv": DelimitedReader,
     "parquet": Parquet,
     "arrow": Arrow,
     "webdataset": Tar,
@@ -93,57 +93,57 @@ def open_source(
         ConfigError: an unknown format, schema or setting, or one that no file takes.
         DataError: no such files, or none whose format is known.
     """
-    given = str(path)
+    location = str(path)
     if format not in ("auto", *FORMATS):
         raise ConfigError(f"Unknown format {format!r}. Allowed: auto, {', '.join(FORMATS)}.")
     rules = MediaRules(None if root is None else str(root), allow_remote)
-    called = name or _short_name(given)
-    files = _with_formats(*find_files(given, storage_options or {}), format)
+    called = name or _short_name(location)
+    files = _with_formats(*find_files(location, storage_options or {}), format)
     settings = {"sample_by": sample_by, "token_dtype": token_dtype, "end_token": end_token}
     settings = {setting: value for setting, value in settings.items() if value is not None}
     for setting in settings:
-        if not any(setting in _SETTINGS.get(found, ()) for _, found in files):
-            raise ConfigError(f"{setting} is {settings[setting]!r}, but no file of {given} takes it. Leave it out.")
+        if not any(setting in _SETTINGS.get(file_format, ()) for _, file_format in files):
+            raise ConfigError(f"{setting} is {settings[setting]!r}, but no file of {location} takes it. Leave it out.")
     shards = []
-    for file, found in files:
-        taken = {setting: settings[setting] for setting in _SETTINGS.get(found, ()) if setting in settings}
-        column = "text" if found == "text" else text_column
+    for file, file_format in files:
+        options = {setting: settings[setting] for setting in _SETTINGS.get(file_format, ()) if setting in settings}
+        column = "text" if file_format == "text" else text_column
         names_files = without_query(file.url).rpartition("/")[2].lower() in _METADATA_FILES
         normaliser = Normaliser(
             schema, column, file.folder, rules, dict(columns or {}), names_files, sizes or MediaSizes()
         )
-        shards.append(Shard(called, FORMATS[found](file, **taken), normaliser))
+        shards.append(Shard(called, FORMATS[file_format](file, **options), normaliser))
     return Source(called, tuple(shards))
 
 
-def own_names(paths: Sequence[str], given: Sequence[str | None] | None = None) -> list[str]:
+def own_names(paths: Sequence[str], chosen: Sequence[str | None] | None = None) -> list[str]:
     """Names for datasets that are used together: where files have one name, their folders tell which is which.
 
     Args:
         paths: of the datasets.
-        given: names that are given to them; None for one that is not.
+        chosen: names that the run chose for them; None where it chose none.
 
     >>> own_names(["pictures/train.jsonl", "words/train.parquet", "words/test.jsonl"])
     ['pictures/train', 'words/train', 'test']
     >>> own_names(["corpus/*.txt"])
     ['corpus']
     """
-    given = given or [None] * len(paths)
+    chosen = chosen or [None] * len(paths)
     plain = [_public(path) for path in paths]
     parts = [[*path.rstrip("/").split("/")[:-1], _short_name(path)] for path in plain]
-    names = [name or part[-1] for name, part in zip(given, parts, strict=True)]
+    names = [name or part[-1] for name, part in zip(chosen, parts, strict=True)]
     for depth in range(2, 1 + max(map(len, parts), default=0)):
         of_one_name: dict[str, set[str]] = {}
         for name, path in zip(names, paths, strict=True):
             of_one_name.setdefault(name, set()).add(path)
         names = [
             "/".join(part[-depth:]) if own is None and len(of_one_name[name]) > 1 else name
-            for name, part, own in zip(names, parts, given, strict=True)
+            for name, part, own in zip(names, parts, chosen, strict=True)
         ]
     # In one folder the extensions tell.
     return [
         path if own is None and len({p for n, p in zip(names, paths, strict=True) if n == name}) > 1 else name
-        for name, path, own in zip(names, plain, given, strict=True)
+        for name, path, own in zip(names, plain, chosen, strict=True)
     ]
 
 
@@ -165,32 +165,32 @@ def _with_formats(files: list[File], folder: str | None, format: str) -> list[tu
     if format != "auto":
         return [(file, format) for file in files]
     if folder is not None:
-        known = [file for file in files if file.extension in EXTENSIONS]
-        formats = {EXTENSIONS[file.extension] for file in known}
+        data_files = [file for file in files if file.extension in EXTENSIONS]
+        formats = {EXTENSIONS[file.extension] for file in data_files}
         if len(formats) > 1:
             raise DataError(
                 f"The folder {folder} holds files of several formats, {', '.join(sorted(formats))}, so what its "
-                f"dataset is cannot be told. Give a glob, such as {folder}/*{known[0].extension}, or one file."
+                f"dataset is cannot be told. Give a glob, such as {folder}/*{data_files[0].extension}, or one file."
             )
-        if not known and any(kind_of(file.url) for file in files):
+        if not data_files and any(kind_of(file.url) for file in files):
             raise DataError(
                 f"The folder {folder} holds pictures, videos or sounds and no file that says what is to be learnt of "
                 "them. Put a file metadata.csv beside them with the columns file_name and text, or file_name, question "
                 "and answer, a row for each."
             )
-        files = known or files
+        files = data_files or files
     return [(file, _format_of(file)) for file in files]
 
 
 def _format_of(file: File) -> str:
-    found = EXTENSIONS.get(file.extension)
-    if found is None or (found in _TABLES and file.compression):
+    file_format = EXTENSIONS.get(file.extension)
+    if file_format is None or (file_format in _TABLES and file.compression):
         raise DataError(
             f"The format of {file.url} is not known by its extension. Known are {', '.join(EXTENSIONS)}, those of "
             f"tables excepted also followed by {' or '.join(COMPRESSIONS)}; or name the format, one of "
             f"{', '.join(FORMATS)}."
         )
-    return found
+    return file_format
 
 
 def _saved_by_datasets(files: list[File], folder: str) -> list[File]:

@@ -124,11 +124,11 @@ def _check_names_nothing(part: dict[str, Any], kind: str) -> None:
 def _refuse_cuts(part: dict[str, Any]) -> None:
     """Refuse what asks for a piece of the media, or for another size: all of it is read, in the folder's own sizes."""
     inner = part.get(part["type"])
-    given = {**part, **(inner if isinstance(inner, dict) else {})}
-    cut = next((key for key in _CUTS if given.get(key) is not None), None)
+    settings = {**part, **(inner if isinstance(inner, dict) else {})}
+    cut = next((key for key in _CUTS if settings.get(key) is not None), None)
     if cut is not None:
         raise DataError(
-            f'"{cut}" is {shortened(given[cut])}, but media are read whole, in the sizes of the model\'s '
+            f'"{cut}" is {shortened(settings[cut])}, but media are read whole, in the sizes of the model\'s '
             "folder. Cut the file beforehand, or remove the key."
         )
 

@@ -10,7 +10,7 @@ from headway.errors import DataError
 
 T = TypeVar("T")
 
-EMPTY = "it holds no samples. Leave an empty file out, or write its samples into it again."
+EMPTY_MESSAGE = "it holds no samples. Leave an empty file out, or write its samples into it again."
 START = "at its start"
 
 
@@ -62,7 +62,7 @@ class Reader(ABC):
             if last.row >= start:
                 yield last
         if last is None and start == 0:
-            yield Raw(0, START, DataError(EMPTY))
+            yield Raw(0, START, DataError(EMPTY_MESSAGE))
 
     @abstractmethod
     def parse(self, content: Any) -> ParsedRow:
@@ -110,7 +110,7 @@ def until_damage(items: Iterable[T]) -> Iterator[T | DataError]:
 
 
 def lasting(damage: DataError, file: File) -> str:
-    """Why a file ends before its time, if it always will.
+    """Message of a damage by which a file always ends before its time.
 
     Raises:
         DataError: another attempt may succeed, as where the file is out of reach; this is not to be kept.

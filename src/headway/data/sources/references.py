@@ -1,5 +1,7 @@
 """Images, videos and sounds that rows name: paths below the dataset's folder, URLs where allowed, bytes, frames."""
 
+import base64
+import binascii
 import json
 import os
 import posixpath
@@ -9,10 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, unquote_to_bytes
 
 from headway.data.samples import AudioPart, ImagePart, Media, Part, VideoPart
-from headway.data.sources.inline import base64_bytes, inline_bytes, pasted_bytes
 from headway.data.sources.json_rows import shortened
 from headway.errors import DataError
 
@@ -40,14 +41,25 @@ FRAMES_PER_S = 2.0
 
 _FILE_URI = "file://"
 _DIGITS = re.compile(r"(\d+)")
-_OTHER_ROOT = "open the dataset with another root"
+_OTHER_ROOT_HINT = "open the dataset with another root"
 _COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
 _TYPE = {extension: kind for kind, extensions in EXTENSIONS.items() for extension in extensions}
+
+MAX_INLINE_BYTES = 256 * 2**20  # of media within a row, decoded
+
+_MIN_PASTED = 64  # characters: no picture, video or sound is shorter, and few names are longer
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+_HEAD_CHARACTERS = 64
+# How files of pictures, videos and sounds begin: at byte 0, but for MP4's and AVIF's `ftyp`.
+_SIGNATURES = (
+    b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP", b"P5", b"P6",
+    b"\x1aE\xdf\xa3", b"ID3", b"fLaC", b"OggS", b"\xff\xfb", b"\xff\xf3", b"\0\0\x01\xba",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MediaRules:
-    """Which media a dataset's rows may name.
+    """Bounds on the media that a dataset's rows may name.
 
     Attributes:
         root: the folder or URL that paths start from and stay below; None for the file's own folder.
@@ -75,7 +87,7 @@ class RowMedia:
     def __init__(self, fields: Mapping[str, Any], members: Mapping[str, bytes], folder: str, rules: MediaRules) -> None:
         self._root, self._rules = rules.root or folder, rules
         self._members = {name: Media(data=data) for name, data in members.items()}
-        self._taken = dict.fromkeys(KINDS, 0)
+        self._num_placed = dict.fromkeys(KINDS, 0)
         self._columns = {kind for kind in KINDS if any(name in fields for name in _COLUMNS[kind])}
         self._waiting = {kind: self._column(kind, fields) for kind in KINDS}
 
@@ -95,11 +107,11 @@ class RowMedia:
         """
         if not self._waiting[kind]:
             raise DataError(
-                f"the row has {self._taken[kind]} of kind {kind}, but its messages hold more <{kind}> markers. Give "
-                f'every marker its {kind}, or leave the row out where that is lost; where "<{kind}>" is meant '
+                f"the row has {self._num_placed[kind]} of kind {kind}, but its messages hold more <{kind}> markers. "
+                f'Give every marker its {kind}, or leave the row out where that is lost; where "<{kind}>" is meant '
                 'literally, choose the schema "sharegpt".'
             )
-        self._taken[kind] += 1
+        self._num_placed[kind] += 1
         return KINDS[kind](self._waiting[kind].pop(0))
 
     def named(self, kind: str, value: Any, frames_per_s: float = FRAMES_PER_S) -> Part:
@@ -114,9 +126,11 @@ class RowMedia:
             DataError: it is no such thing, leaves the root, or is remote.
         """
         media = self._media(kind, value, frames_per_s)
-        named = media.frames or (media,)
+        own_media = media.frames or (media,)
         waiting = self._waiting["image" if media.frames else kind]
-        waiting[:] = [other for other in waiting if all(other is not each for each in named)]  # a member of the sample
+        waiting[:] = [
+            other for other in waiting if all(other is not medium for medium in own_media)
+        ]  # a member of the sample
         return KINDS[kind](media)
 
     def finish(self) -> None:
@@ -127,9 +141,9 @@ class RowMedia:
         """
         for kind, waiting in self._waiting.items():
             if waiting:
-                named, placed = self._taken[kind] + len(waiting), self._taken[kind]
+                total, placed = self._num_placed[kind] + len(waiting), self._num_placed[kind]
                 raise DataError(
-                    f"the row names {named} {kind}{'s' * (named > 1)}, and its messages place {placed or 'none'} of "
+                    f"the row names {total} {kind}{'s' * (total > 1)}, and its messages place {placed or 'none'} of "
                     f"them. Write the marker <{kind}> into a message where each belongs, as in "
                     f'"<{kind}>What is shown here?".'
                 )
@@ -138,9 +152,9 @@ class RowMedia:
         for name in _COLUMNS[kind]:
             value = _listed(fields.get(name))
             is_one = not isinstance(value, list) or (kind == "video" and _are_frames(value))
-            named = [each for each in ([value] if is_one else value or []) if not _is_nothing(each)]
-            if named:
-                return [self._media(kind, each) for each in named]
+            values = [item for item in ([value] if is_one else value or []) if not _is_nothing(item)]
+            if values:
+                return [self._media(kind, item) for item in values]
         return [media for name, media in self._members.items() if kind_of(name) == kind]
 
     def _media(self, kind: str, value: Any, frames_per_s: float = FRAMES_PER_S) -> Media:
@@ -284,21 +298,24 @@ def below(root: str, kind: str, name: str, is_there: Callable[[str], bool] = os.
         DataError: it leaves the root, by its words or by a link; or nothing is there (looked for on this machine only).
     """
     inside = posixpath.normpath(name) if name else ".."
+    # An absolute path is taken where it leads below the root, as tools write them.
     if posixpath.isabs(inside):
         within = _within(root, inside)
         if within is None:
             raise DataError(
                 f"the {kind} path {name!r} is absolute and leads elsewhere than to the dataset's root, the folder "
                 f"{root!r}. Paths start from there and stay below it; write it without what leads there, or "
-                f"{_OTHER_ROOT}."
+                f"{_OTHER_ROOT_HINT}."
             )
         inside = within
+    # By its words: no step above the root, no Windows separators, which would hide one.
     if inside == ".." or inside.startswith("../") or "\\" in name or "\0" in name:
         raise DataError(
             f"the {kind} path {name!r} leaves the dataset's folder {root!r}. Paths are relative to the dataset's root "
             "(the file's own folder, if no other is given), with forward slashes, and stay below it; move the file "
-            f"there, or {_OTHER_ROOT}."
+            f"there, or {_OTHER_ROOT_HINT}."
         )
+    # Behind a URL nothing is looked for here: the store says so when the media is opened.
     if "://" in root:
         return f"{root.rstrip('/')}/{inside}"
     path = Path(root) / inside
@@ -307,16 +324,17 @@ def below(root: str, kind: str, name: str, is_there: Callable[[str], bool] = os.
             f"the {kind} {name!r} does not exist in the folder {root!r}. Put the file there, correct the path, or "
             "delete the row."
         )
+    # By a link: the file's real place must be below the root's real place.
     if not Path(os.path.realpath(path)).is_relative_to(_real(str(Path(root).absolute()))):
         raise DataError(
             f"the {kind} path {name!r} leaves the dataset's folder {root!r} by a link, to {os.path.realpath(path)}. "
-            f"Copy the file, or {_OTHER_ROOT} that holds both."
+            f"Copy the file, or {_OTHER_ROOT_HINT} that holds both."
         )
     return str(path)
 
 
 def _within(root: str, path: str) -> str | None:
-    """What follows the root in an absolute path on this machine; None where that lies elsewhere."""
+    """Part of an absolute path on this machine below the root; None where it lies elsewhere."""
     if "://" in root:
         return None
     for start in (os.path.abspath(root), _real(root)):  # noqa: PTH100 - as it is written, and with links resolved
@@ -328,3 +346,73 @@ def _within(root: str, path: str) -> str | None:
 @lru_cache(maxsize=256)
 def _real(root: str) -> str:
     return os.path.realpath(root)
+
+
+def inline_bytes(kind: str, uri: str) -> bytes:
+    """Decode a data URI.
+
+    Raises:
+        DataError: it is damaged or too large.
+
+    Source: RFC 2397.
+
+    >>> inline_bytes("image", "data:text/plain;base64,SGk=")
+    b'Hi'
+    """
+    head, comma, data = uri.partition(",")
+    _check_length(kind, "a data URI", data)
+    try:
+        if not comma:
+            raise ValueError("it has no comma")
+        if head.endswith(";base64"):
+            return base64.b64decode(unquote_to_bytes(data), validate=True)
+        return unquote_to_bytes(data)
+    except ValueError as error:  # binascii.Error among them
+        raise DataError(
+            f"the {kind} in the data URI {shortened(uri)} cannot be decoded: {error}. It must read "
+            '"data:image/png;base64,..." and be whole.'
+        ) from error
+
+
+def base64_bytes(kind: str, words: str) -> bytes:
+    """Decode base64, with or without line breaks.
+
+    Raises:
+        DataError: it is something else, damaged or too large.
+
+    >>> base64_bytes("image", "SGk=")
+    b'Hi'
+    """
+    _check_length(kind, "base64", words)
+    try:
+        return base64.b64decode("".join(words.split()), validate=True)
+    except ValueError as error:  # binascii.Error among them, and letters that are not ASCII
+        raise DataError(
+            f"the {kind} has {len(words):,} characters that are not base64 ({error}). Write its bytes in base64, or "
+            "store them as a file and name its path."
+        ) from error
+
+
+def pasted_bytes(kind: str, words: str) -> bytes | None:
+    """Bytes of media in bare base64, told by how files of media begin; None for anything else, such as a path.
+
+    Raises:
+        DataError: they are damaged or too large.
+    """
+    if len(words) < _MIN_PASTED or not _BASE64.fullmatch(words, 0, _HEAD_CHARACTERS):
+        return None
+    try:
+        head = base64.b64decode("".join(words[:_HEAD_CHARACTERS].split())[: _HEAD_CHARACTERS // 2])
+    except binascii.Error:
+        return None
+    if not (head.startswith(_SIGNATURES) or head[4:8] == b"ftyp"):
+        return None
+    return base64_bytes(kind, words)
+
+
+def _check_length(kind: str, form: str, characters: str) -> None:
+    if len(characters) > MAX_INLINE_BYTES * 4 // 3:
+        raise DataError(
+            f"the {kind} in {form} has {len(characters)} characters; at most {MAX_INLINE_BYTES // 2**20} MiB are read "
+            "from one. Store it as a file and name its path."
+        )

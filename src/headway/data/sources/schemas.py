@@ -47,7 +47,7 @@ Source: ms-swift's query and response, and conversation; the_cauldron's and Fine
 """
 
 SCHEMAS = ("auto", *NEEDS, "caption", "text")
-"""What `schema` may name; "auto" takes the one whose columns a row has."""
+"""Values of `schema`; "auto" takes the one whose columns a row has."""
 
 VERSION = 3
 """Raised when rows come to be other samples, or can be used that could not be, so that no index says otherwise."""
@@ -90,13 +90,13 @@ class Normaliser:
         Raises:
             DataError: the row does not have the schema's form.
         """
-        given = with_own_names(renamed(row.fields, self.columns) if self.columns else row.fields)
-        if self.names_files and (kind := kind_of(str(given.get("file_name")))) is not None:
-            given = {kind: given["file_name"], **given}
-        fields = {name: value for name, value in given.items() if value is not None}
-        if self.text_column in given and not _has_schema(fields):
+        row_fields = with_own_names(renamed(row.fields, self.columns) if self.columns else row.fields)
+        if self.names_files and (kind := kind_of(str(row_fields.get("file_name")))) is not None:
+            row_fields = {kind: row_fields["file_name"], **row_fields}
+        fields = {name: value for name, value in row_fields.items() if value is not None}
+        if self.text_column in row_fields and not _has_schema(fields):
             fields.setdefault(self.text_column, "")  # of a corpus, which has rows without words
-        media = RowMedia(given, row.members, self.folder, self.rules)
+        media = RowMedia(row_fields, row.members, self.folder, self.rules)
         schema = self._schema_of(fields, media)
         is_chat = schema not in ("tokens", "text")
         others = {name: value for name, value in fields.items() if name != self.text_column}
@@ -116,10 +116,12 @@ class Normaliser:
         has_media = any(media.waits(kind) for kind in KINDS)
         needs = NEEDS | {"caption": (self.text_column,), "text": (self.text_column,)}
         if self.schema == "auto":
-            found = [name for name, columns in needs.items() if all(column in fields for column in columns)]
-            found = [name for name in found if self.columns.keys() & {*needs[name]}] or found  # what is mapped is meant
-            if found:
-                return "text" if found[0] == "caption" and not has_media else found[0]
+            schemas = [name for name, columns in needs.items() if all(column in fields for column in columns)]
+            schemas = [
+                name for name in schemas if self.columns.keys() & {*needs[name]}
+            ] or schemas  # what is mapped is meant
+            if schemas:
+                return "text" if schemas[0] == "caption" and not has_media else schemas[0]
         elif all(column in fields for column in needs[self.schema]):
             return self.schema
         check_columns_of(fields, is_chat=True, is_mapped=False)
@@ -132,23 +134,26 @@ class Normaliser:
         )
 
     def _messages(self, schema: str, fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
+        # A caption is an answer to the media alone.
         if schema == "caption":
             pictured = tuple(part for kind in KINDS for part in _all_waiting(media, kind))
             words = self._words(fields)
             if not words.strip():
                 raise DataError(f'"{self.text_column}" is empty, so the media have no words to learn. Delete the row.')
             return (Message("user", pictured), Message("assistant", (TextPart(words),)))
+        # The column "system" opens every chat below; an empty one is none.
         opening = fields.get("system")
         head = (Message("system", (TextPart(opening),)),) if isinstance(opening, str) and opening else ()
         if schema == "alpaca":
             return head + _alpaca(fields, media)
         if schema == "question_answer":
-            return head + _earlier(fields, media) + _asked_and_answered(fields, "question", "answer", media)
+            return head + _earlier(fields, media) + _question_and_answer(fields, "question", "answer", media)
         if fields.get("history"):
             raise DataError(
                 f'the row has the column "history", {shortened(fields["history"])}, which is read beside a question '
                 "or an instruction alone. Write its rounds as turns of the chat."
             )
+        # Columns of turns, of which sharegpt and llava name speakers by "from".
         if schema == "prompt_completion":
             turns = _prompt_completion(fields["prompt"], fields["completion"], media)
         elif schema == "messages":
@@ -160,6 +165,7 @@ class Normaliser:
                 f'the row has the column "system", {shortened(opening)}, and its first turn is another system '
                 "message. Leave one of them out."
             )
+        # Media that no marker places lead the user's first words, but in sharegpt, where markers place all.
         return head + (turns if schema == "sharegpt" else _with_leading_media(turns, media))
 
     def _words(self, fields: dict[str, Any]) -> str:
@@ -171,15 +177,15 @@ class Normaliser:
 
 def _template_kwargs(fields: dict[str, Any]) -> dict[str, Any]:
     """Variables of the chat template that a row sets, as TRL reads them."""
-    given = json_value(fields.get("chat_template_kwargs") or {}, "chat_template_kwargs")
-    if not isinstance(given, dict) or not all(
-        isinstance(value, bool | int | float | str | None) for value in given.values()
+    variables = json_value(fields.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    if not isinstance(variables, dict) or not all(
+        isinstance(value, bool | int | float | str | None) for value in variables.values()
     ):
         raise DataError(
-            f'"chat_template_kwargs" is {shortened(given)}, but it must be an object of numbers, strings and booleans, '
-            'such as {"enable_thinking": false}.'
+            f'"chat_template_kwargs" is {shortened(variables)}, but it must be an object of numbers, strings and '
+            'booleans, such as {"enable_thinking": false}.'
         )
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def _with_leading_media(turns: tuple[Message, ...], media: RowMedia) -> tuple[Message, ...]:
@@ -192,8 +198,8 @@ def _with_leading_media(turns: tuple[Message, ...], media: RowMedia) -> tuple[Me
         return turns
     placed = {type(part) for turn in turns for part in turn.parts}
     leading = (part for kind in KINDS if KINDS[kind] not in placed for part in _all_waiting(media, kind))
-    asked = replace(turns[first], parts=(*leading, *turns[first].parts))
-    return (*turns[:first], asked, *turns[first + 1 :])
+    question = replace(turns[first], parts=(*leading, *turns[first].parts))
+    return (*turns[:first], question, *turns[first + 1 :])
 
 
 def _all_waiting(media: RowMedia, kind: str) -> list[Part]:
@@ -204,18 +210,20 @@ def _all_waiting(media: RowMedia, kind: str) -> list[Part]:
 
 
 def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[Message, ...]:
-    asked = [{"role": "user", "content": prompt}] if words_of(prompt) is not None else prompt
-    said = [{"role": "assistant", "content": completion}] if words_of(completion) is not None else completion
-    if not isinstance(asked, list) or not isinstance(said, list):
+    prompt_turns = [{"role": "user", "content": prompt}] if words_of(prompt) is not None else prompt
+    completion_turns = (
+        [{"role": "assistant", "content": completion}] if words_of(completion) is not None else completion
+    )
+    if not isinstance(prompt_turns, list) or not isinstance(completion_turns, list):
         raise DataError(
             f'"prompt" is {shortened(prompt)} and "completion" is {shortened(completion)}, but each must be a string '
             "or a list of messages."
         )
-    messages = read_turns([*asked, *said], "messages", media)
-    shown = messages[: len(asked)]  # of which TRL learns nothing either
+    messages = read_turns([*prompt_turns, *completion_turns], "messages", media)
+    shown = messages[: len(prompt_turns)]  # of which TRL learns nothing either
     return (
-        tuple(replace(each, learnt=False) if each.role == "assistant" else each for each in shown)
-        + (messages[len(asked) :])
+        tuple(replace(turn, learnt=False) if turn.role == "assistant" else turn for turn in shown)
+        + (messages[len(prompt_turns) :])
     )
 
 
@@ -228,7 +236,7 @@ def _alpaca(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
     more = fields.get("input")
     if more:
         fields = fields | {"instruction": f"{_text(fields, 'instruction')}\n{_text(fields, 'input')}"}
-    return earlier + _asked_and_answered(fields, "instruction", "output", media)
+    return earlier + _question_and_answer(fields, "instruction", "output", media)
 
 
 def _earlier(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
@@ -236,16 +244,18 @@ def _earlier(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
     history = json_value(fields.get("history") or [], "history")
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise DataError(f'"history" is {shortened(history)}, but it must be a list of pairs [instruction, answer].')
-    return sum((_asked_and_answered(dict(zip("qa", pair, strict=True)), "q", "a", media) for pair in history), ())
+    return sum((_question_and_answer(dict(zip("qa", pair, strict=True)), "q", "a", media) for pair in history), ())
 
 
-def _asked_and_answered(fields: dict[str, Any], asked: str, answered: str, media: RowMedia) -> tuple[Message, ...]:
+def _question_and_answer(
+    fields: dict[str, Any], question_column: str, answer_column: str, media: RowMedia
+) -> tuple[Message, ...]:
     """A turn of the user and one of the assistant; media that no marker places stand before the question."""
-    words = _text(fields, asked)
+    words = _text(fields, question_column)
     markers = {kind for kind in KINDS if media.counts(kind) and f"<{kind}>" in words}
     shown = tuple(part for kind in KINDS if kind not in markers for part in _all_waiting(media, kind))
     question = Message("user", shown + split_markers(words, markers, media))
-    return question, Message("assistant", (TextPart(_text(fields, answered)),))
+    return question, Message("assistant", (TextPart(_text(fields, answer_column)),))
 
 
 def _text(fields: dict[str, Any], column: str) -> str:
@@ -301,11 +311,11 @@ def with_own_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     >>> with_own_names({"query": "1 + 1?", "response": "2", "id": 1})
     {'id': 1, 'question': '1 + 1?', 'answer': '2'}
     """
-    held = {name: value for name, value in fields.items() if value is not None}
-    if _has_schema(held):
+    present = {name: value for name, value in fields.items() if value is not None}
+    if _has_schema(present):
         return fields
     for alias in ALIASES:
-        if alias.keys() <= held.keys():
+        if alias.keys() <= present.keys():
             others = {name: value for name, value in fields.items() if name not in alias}
             return others | {own: fields[name] for name, own in alias.items()}
     return fields
@@ -324,9 +334,9 @@ def renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, 
     >>> renamed({"Frage": "1 + 1?", "a": {"text": ["2"]}}, {"question": "Frage", "answer": "a.text.0"})
     {'question': '1 + 1?', 'answer': '2'}
     """
-    taken = {column if column in fields else column.partition(".")[0] for column in columns.values()}
-    rest = {name: value for name, value in fields.items() if name not in taken and name not in columns}
-    return rest | {name: _value(fields, name, column) for name, column in columns.items()}
+    mapped = {column if column in fields else column.partition(".")[0] for column in columns.values()}
+    others = {name: value for name, value in fields.items() if name not in mapped and name not in columns}
+    return others | {name: _value(fields, name, column) for name, column in columns.items()}
 
 
 def _value(fields: Mapping[str, Any], name: str, column: str) -> Any:

@@ -63,15 +63,15 @@ class Shard:
         columns, unread = self.normaliser.columns, set[str]()
         for raw in islice(self.reader.stream(), most):
             try:
-                given = {} if isinstance(raw.content, DataError) else self.reader.parse(raw.content).fields
-                fields = with_own_names(renamed(given, columns) if columns else given)
+                row = {} if isinstance(raw.content, DataError) else self.reader.parse(raw.content).fields
+                fields = with_own_names(renamed(row, columns) if columns else row)
             except DataError:
                 continue  # told when the row is used
             unread |= unread_keys(fields, {*COLUMNS, self.normaliser.text_column})
         return unread
 
     def dim_picture(self, most: int) -> str | None:
-        """What to say of 16-bit grey of which only the lowest values are used, as of X-rays of 12 bits.
+        """Note on 16-bit grey of which only the lowest values are used, as of X-rays of 12 bits.
 
         Args:
             most: how many rows are looked at.
@@ -176,21 +176,21 @@ class Source:
         return self.shards[number], int(row) - self.starts[number]
 
     def notes(self, rows: int = 20, files: int = 16) -> list[str]:
-        """What is to be told of the first files: keys that nobody looks at, images that come out nearly black.
+        """Notes on the first files: keys that nobody looks at, images that come out nearly black.
 
         Args:
             rows: how many of each file are looked at.
             files: how many files are.
         """
-        named: dict[tuple[str, ...], list[str]] = {}
+        by_keys: dict[tuple[str, ...], list[str]] = {}
         for shard in self.shards[:files]:
             if unread := shard.unread_keys(rows):
-                named.setdefault(tuple(sorted(unread)), []).append(shard.name)
+                by_keys.setdefault(tuple(sorted(unread)), []).append(shard.name)
         dim = [note for shard in self.shards[:files] if (note := shard.dim_picture(_PICTURED_ROWS)) is not None]
         return dim[:1] + [
             f"{names[0]}{f' and {len(names) - 1} more files' * (len(names) > 1)}: {', '.join(keys)} "
             f"{'are' if len(keys) > 1 else 'is'} not looked at (docs/data.md has the keys that are)"
-            for keys, names in named.items()
+            for keys, names in by_keys.items()
         ]
 
     def fingerprint(self) -> str:

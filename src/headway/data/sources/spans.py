@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.data.sources.files import File, cached_path, read_span, write_cached
-from headway.data.sources.reader import EMPTY, Raw, Reader, after, lasting, until_damage
+from headway.data.sources.reader import EMPTY_MESSAGE, Raw, Reader, after, lasting, until_damage
 from headway.errors import DataError
 
 _DAMAGED = -1  # as the end of a row: the row stands for what cannot be read
@@ -127,8 +127,8 @@ class SpanReader(Reader):
             return None
         starts, stops = table[:, 0], table[:, 1]
         sound = (starts >= 0) & (starts <= stops) & (stops <= size)
-        told = stops[-1] == _DAMAGED and self._damage_file().is_file()
-        return table if sound[:-1].all() and (sound[-1] or told) else None
+        records_damage = stops[-1] == _DAMAGED and self._damage_file().is_file()
+        return table if sound[:-1].all() and (sound[-1] or records_damage) else None
 
     def _scan(self, path: Path) -> None:
         """Find the rows in one pass; write the table last, so that what it needs is there once it is."""
@@ -147,14 +147,17 @@ class SpanReader(Reader):
                 if copy is not None:
                     copy.write(record.data)
 
+        # A compressed file is copied out in the same pass; spans are then places in the copy.
         if self._is_plain:
             scan(None)
         else:
             write_cached(path.with_suffix(".bytes"), scan)
         if not spans:
-            damage = damage or EMPTY
+            damage = damage or EMPTY_MESSAGE
+        # A damage ends the table as a last row of its own, whose message lies beside it.
         if damage:
             spans.extend((0, _DAMAGED, 0))
             write_cached(self._damage_file(), lambda file: file.write(damage.encode()))
+        # Rows of the table: first byte, one past the last, and number of the record in the file.
         table = np.frombuffer(spans, np.int64).reshape(-1, 3)
         write_cached(path, lambda file: np.save(file, table))

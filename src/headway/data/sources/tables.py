@@ -1,23 +1,28 @@
-"""Parquet and Arrow: rows of tables."""
+"""Parquet and Arrow: rows of tables, with values as JSON would have them.
 
+That is: without the nulls of other rows' keys, and with JSON and classes read.
+"""
+
+import json
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.data.sources.files import cached_path, write_cached
-from headway.data.sources.reader import EMPTY, START, ParsedRow, Raw, Reader, after, lasting, until_damage
-from headway.data.sources.table_values import row_values
+from headway.data.sources.json_rows import shortened
+from headway.data.sources.reader import EMPTY_MESSAGE, START, ParsedRow, Raw, Reader, after, lasting, until_damage
 from headway.errors import DataError
 
 _BATCH_ROWS = 64  # decoded at once: few, as a row may hold images
 _ARROW_FILE = b"ARROW1"  # how an Arrow file begins; an Arrow stream does not
+_JSON_EXTENSION = "arrow.json"
 
 
 class TableReader(Reader):
@@ -77,44 +82,44 @@ class TableReader(Reader):
 
     def _from_copy(self) -> tuple[list[pa.RecordBatch], str]:
         path = cached_path(self.file, f"{type(self).__name__} rows 1").with_suffix(".arrow")
-        told = path.with_suffix(".damage")
-        batches = _copied(path, told)
+        damage_file = path.with_suffix(".damage")
+        batches = _copied(path, damage_file)
         if batches is None:
-            write_cached(path, lambda copy: self._copy(copy, told))
-            batches = _copied(path, told)
+            write_cached(path, lambda copy: self._copy(copy, damage_file))
+            batches = _copied(path, damage_file)
         if batches is None:
             raise DataError(
                 f"The copy of {self.file.url} cannot be read from {path}, where it was just written. Look after the "
                 "disk of the cache, or name another folder in HEADWAY_CACHE."
             )
-        return batches, told.read_text("utf-8") if told.exists() else ""
+        return batches, damage_file.read_text("utf-8") if damage_file.exists() else ""
 
-    def _copy(self, copy: BinaryIO, told: Path) -> None:
+    def _copy(self, copy: BinaryIO, damage_file: Path) -> None:
         """Write all rows as an Arrow stream; name a damage beside it."""
         writer = None
         for item in until_damage(self.batches(0)):
             if isinstance(item, DataError):
-                self._tell(told, lasting(item, self.file))
+                self._record_damage(damage_file, lasting(item, self.file))
             elif item[1].num_rows:
                 writer = writer or pa.ipc.new_stream(copy, item[1].schema)
                 writer.write_batch(item[1])
         if writer is not None:
             writer.close()
-        elif not told.exists():
-            self._tell(told, EMPTY)
+        elif not damage_file.exists():
+            self._record_damage(damage_file, EMPTY_MESSAGE)
 
-    def _tell(self, told: Path, damage: str) -> None:
-        write_cached(told, lambda file: file.write(damage.encode()))
+    def _record_damage(self, damage_file: Path, damage: str) -> None:
+        write_cached(damage_file, lambda file: file.write(damage.encode()))
 
 
-def _copied(path: Path, told: Path) -> list[pa.RecordBatch] | None:
+def _copied(path: Path, damage_file: Path) -> list[pa.RecordBatch] | None:
     """The rows of a copy in the cache; None where there is none, or one that is damaged and is to be made again."""
     try:
         if path.stat().st_size:
             return list(pa.ipc.open_stream(pa.memory_map(str(path))))
     except (OSError, pa.ArrowException):
         return None
-    return [] if told.is_file() else None
+    return [] if damage_file.is_file() else None
 
 
 class Arrow(TableReader):
@@ -138,7 +143,7 @@ class Arrow(TableReader):
                 if not batches and not _lies_in(source, batch):
                     return None
                 batches.append(batch)
-        return batches, "" if any(batch.num_rows for batch in batches) else EMPTY
+        return batches, "" if any(batch.num_rows for batch in batches) else EMPTY_MESSAGE
 
 
 class Parquet(TableReader):
@@ -170,11 +175,80 @@ def _lies_in(source: pa.MemoryMappedFile, batch: pa.RecordBatch) -> bool:
     """Whether a batch's buffers are the file's own bytes, instead of having been decompressed."""
     place = source.tell()
     source.seek(0)
-    whole = source.read_buffer()
+    file_buffer = source.read_buffer()
     source.seek(place)
     buffers = [buffer for column in batch.columns for buffer in column.buffers() if buffer is not None and buffer.size]
-    return all(whole.address <= buffer.address < whole.address + whole.size for buffer in buffers)
+    return all(file_buffer.address <= buffer.address < file_buffer.address + file_buffer.size for buffer in buffers)
 
 
 def _raw(first: int, batch: pa.RecordBatch, place: int) -> Raw:
     return Raw(first + place, f"row {first + place}", batch.slice(place, 1))
+
+
+def row_values(batch: pa.RecordBatch) -> dict[str, Any]:
+    """The only row of a batch.
+
+    Every row of a struct has the keys of all, so a null within one is taken as a key that the row does not have.
+    Columns of JSON (`datasets`' `Json`) are read, with their own nulls; classes (`ClassLabel`) become their names.
+
+    Raises:
+        DataError: a value that is not JSON, or a class without a name.
+
+    Source: datasets 5.2, features.py, `Json` (Arrow's canonical extension arrow.json) and `ClassLabel`.
+
+    >>> row_values(pa.RecordBatch.from_pylist([{"a": {"b": None, "c": [1]}, "d": None}]))
+    {'a': {'c': [1]}, 'd': None}
+    """
+    fields: dict[str, Any] = batch.to_pylist()[0]
+    for field in batch.schema:
+        if _is_nested(field.type):
+            fields[field.name] = _json_value(fields[field.name], field.type, field.name)
+    for name, classes in _classes(batch.schema).items():
+        if type(number := fields.get(name)) is int:
+            fields[name] = _class(name, number, classes)
+    return fields
+
+
+def _is_nested(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_nested(kind)) or _is_json(kind)
+
+
+def _is_json(kind: pa.DataType) -> bool:
+    return getattr(kind, "extension_name", None) == _JSON_EXTENSION
+
+
+def _json_value(value: Any, kind: pa.DataType, column: str) -> Any:
+    if value is None:
+        return None
+    if _is_json(kind):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:  # ValueError: no JSON, or a number of too many digits
+            raise DataError(f"{column} holds what is not JSON ({error}): {shortened(value)}.") from error
+    if pa.types.is_struct(kind):
+        inner = {part.name: _json_value(value[part.name], part.type, column) for part in kind}
+        return {name: item for name, item in inner.items() if item is not None}
+    if isinstance(value, list) and not pa.types.is_map(kind) and _is_nested(kind.value_type):
+        return [_json_value(item, kind.value_type, column) for item in value]
+    return value
+
+
+def _classes(schema: pa.Schema) -> dict[str, list[str]]:
+    """Names of classes by the columns that hold their numbers, as `datasets` writes them beside a schema."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {
+            name: list(map(str, feature["names"]))
+            for name, feature in features.items()
+            if isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
+        }
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return {}  # nobody wrote any, or in another form
+
+
+def _class(name: str, number: int, classes: list[str]) -> str | None:
+    if number == -1:  # `datasets`' mark of a row without a class
+        return None
+    if not 0 <= number < len(classes):
+        raise DataError(f'"{name}" is the class {number}, but the table names {len(classes)} classes, from 0 on.')
+    return classes[number]

@@ -34,12 +34,12 @@ class Tar(SpanReader):
             key, start, number = "", 0, 0
             for member in archive:
                 archive.members.clear()  # type: ignore[attr-defined]  # they would grow with the archive
-                found = _key_of(member)
-                if found != key:
+                member_key = _key_of(member)
+                if member_key != key:
                     if key:
                         number += 1
                         yield Record(start, number, window.cut(start, member.offset))
-                    key, start = found, member.offset
+                    key, start = member_key, member.offset
             stop = archive.offset
         if not window.ends_at(stop):
             raise EOFError("the archive has no end mark")
@@ -106,5 +106,5 @@ def _opened(data: bytes) -> tarfile.TarFile:
 
 def _key_of(member: tarfile.TarInfo) -> str:
     """A member's key; empty for folders and for what belongs to no sample, such as hidden files."""
-    found = None if member.isdir() else _KEY.match(member.name)
-    return found[1] if found and not found[1].rpartition("/")[2].startswith("__") else ""
+    match = None if member.isdir() else _KEY.match(member.name)
+    return match[1] if match and not match[1].rpartition("/")[2].startswith("__") else ""

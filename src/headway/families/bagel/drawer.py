@@ -14,7 +14,7 @@ from headway.errors import UsageError
 from headway.families.bagel.encoding import DrawingEncoder
 from headway.families.bagel.sampling import Request, draw_images
 from headway.families.bagel.vae import encode, patches
-from headway.models.split_attention import SplitMask
+from headway.models.attention.splits import SplitMask
 
 
 class BagelDrawer:
@@ -61,7 +61,7 @@ class BagelDrawer:
             requests,
             rows,
             columns,
-            lambda workload: SplitMask.of(workload).each(lambda tensor: tensor.to(device)),
+            lambda workload: SplitMask.of(workload).map_tensors(lambda tensor: tensor.to(device)),
             around=self._encoder.around_images,
             no_text=[self._request(away_from, images)] * len(texts),
             no_images=[self._request(text, ()) for text in texts],

@@ -22,18 +22,18 @@ from PIL import Image as Pillow
 
 from headway.data.collate import PADDING_TOKEN, Batch, Collator
 from headway.data.encode import EncodedSample, Encoder, tokenizer_settings
-from headway.data.making import charged_to
 from headway.data.media.images import MAX_IMAGE_PIXELS, Picture, check_limit
-from headway.data.media.opened import MediaReader
+from headway.data.media.media_reader import MediaReader
 from headway.data.media.placeholders import MAX_CHARACTERS
+from headway.data.pack_times import charged_to
 from headway.data.samples import NOTHING, Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart
 from headway.errors import ConfigError, DataError
 from headway.families.bagel.configuration import BagelConfig
 from headway.families.bagel.layout import lay_out
 from headway.families.bagel.pack import DrawnPack
 from headway.families.bagel.vae import patches
+from headway.models.attention.splits import SplitMask
 from headway.models.losses import IGNORED
-from headway.models.split_attention import SplitMask
 from headway.packing.parts import SamplePart
 from headway.packing.pieces import runs_of
 

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from headway.data.collate import FamilyInputs
 from headway.data.samples import Origin
 from headway.families.bagel.deal import deal
+from headway.models.attention.splits import SplitMask
 from headway.models.parallel.exchange import split_over
-from headway.models.split_attention import SplitMask
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DrawnPack(FamilyInputs):
     patch_values: int
     shift: float
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "DrawnPack":
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "DrawnPack":
         """The same with its tensors changed: moved, or pinned."""
 
         def changed(value: Any) -> Any:
@@ -46,7 +46,7 @@ class DrawnPack(FamilyInputs):
 
         inputs = {name: changed(value) for name, value in self.inputs.items()}
         slots_H = None if self.slots_H is None else change(self.slots_H)
-        return replace(self, inputs=inputs, mask=self.mask.each(change), slots_H=slots_H)
+        return replace(self, inputs=inputs, mask=self.mask.map_tensors(change), slots_H=slots_H)
 
     def noised(self, origins: Sequence[Origin], seed: int, step: int, shift: float | None = None) -> "DrawnPack":
         """Draw the noise of a step, the time of each image that is drawn, and the noise of an autoencoder's latents.

@@ -38,7 +38,7 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     if not grads:
         return torch.zeros(())
     norms = [_norm(group, spread) for spread, group in grads.items()]
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([group_norm.to(norms[0].device) for group_norm in norms]))
     scale = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     for group in grads.values():
         torch._foreach_mul_(group, scale.to(group[0].device))

@@ -20,7 +20,7 @@ from headway.errors import TrainingError
 
 
 class Split(NamedTuple):
-    """How the slots of a pack are dealt to the processes of a group: contiguous parts in the order of ranks.
+    """Deal of a pack's slots to the processes of a group: contiguous parts in the order of ranks.
 
     Attributes:
         slots: of the whole pack [tokens, or patches in a vision tower].
@@ -94,21 +94,21 @@ def tokens_to_heads(
     per_key = q_LHD.shape[1] // k_LKD.shape[1]
     key_heads = [_read_by(heads, per_key) for heads in query_heads]
     parts = [
-        torch.cat([q_LHD[:, own].flatten(1), k_LKD[:, read].flatten(1), v_LKD[:, read].flatten(1)], dim=1)
-        for own, read in zip(query_heads, key_heads, strict=True)
+        torch.cat([q_LHD[:, own].flatten(1), k_LKD[:, keys].flatten(1), v_LKD[:, keys].flatten(1)], dim=1)
+        for own, keys in zip(query_heads, key_heads, strict=True)
     ]
     # One exchange for queries, keys and values; what arrives is cut into the three again.
     x_TW = _deal_columns(parts, split)
-    own, read = query_heads[split.rank], key_heads[split.rank]
+    own, keys = query_heads[split.rank], key_heads[split.rank]
     sizes = [q_LHD.shape[2], k_LKD.shape[2], v_LKD.shape[2]]
-    counts = [own.stop - own.start, read.stop - read.start, read.stop - read.start]
+    counts = [own.stop - own.start, keys.stop - keys.start, keys.stop - keys.start]
     columns = torch.split(x_TW, [count * size for count, size in zip(counts, sizes, strict=True)], dim=1)
     q_ThD, k_TkD, v_TkD = (
         column.view(split.slots, count, size) for column, count, size in zip(columns, counts, sizes, strict=True)
     )
     # Kernels want each key head read by equally many query heads: where it is not, it is repeated for each reader.
     readers = [
-        sum(head // per_key == key for head in range(own.start, own.stop)) for key in range(read.start, read.stop)
+        sum(head // per_key == key for head in range(own.start, own.stop)) for key in range(keys.start, keys.stop)
     ]
     if len(set(readers)) > 1:
         k_TkD, v_TkD = (
@@ -149,11 +149,11 @@ def gather_slots(x_LC: torch.Tensor, split: Split) -> torch.Tensor:
 
 
 def _ranges(heads: int, degree: int) -> list[slice]:
-    found, start = [], 0
+    ranges, start = [], 0
     for count in shares(heads, degree):
-        found.append(slice(start, start + count))
+        ranges.append(slice(start, start + count))
         start += count
-    return found
+    return ranges
 
 
 def _read_by(heads: slice, per_key: int) -> slice:
@@ -180,7 +180,7 @@ def _columns_of_all_slots(
     x_LW: torch.Tensor, slots: int, widths: list[int], unit: int, rank: int, group: str
 ) -> torch.Tensor:
     sizes, width = _sizes(slots, unit, len(widths)), widths[rank]
-    messages = [sizes[rank] * each for each in widths]
+    messages = [sizes[rank] * columns for columns in widths]
     sent = x_LW.new_empty(x_LW.numel())
     for message, part in zip(torch.split(sent, messages), torch.split(x_LW, widths, dim=1), strict=True):
         message.view_as(part).copy_(part)
@@ -192,10 +192,10 @@ def _slots_of_all_columns(
     x_TW: torch.Tensor, local_slots: int, widths: list[int], unit: int, rank: int, group: str
 ) -> torch.Tensor:
     sizes, width = _sizes(x_TW.shape[0], unit, len(widths)), widths[rank]
-    messages = [local_slots * each for each in widths]
+    messages = [local_slots * columns for columns in widths]
     received = _all_to_all(x_TW.flatten(), [size * width for size in sizes], messages, group)
     parts = torch.split(received, messages)
-    return torch.cat([part.view(local_slots, each) for part, each in zip(parts, widths, strict=True)], dim=1)
+    return torch.cat([part.view(local_slots, columns) for part, columns in zip(parts, widths, strict=True)], dim=1)
 
 
 def _all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group: str) -> torch.Tensor:

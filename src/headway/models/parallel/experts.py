@@ -38,12 +38,12 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         ConfigError: the model has no experts, or experts that transformers does not dispatch; or the number of
             processes does not divide the number of experts; or something else learns inside them.
     """
-    found = experts_of(model)
-    if not found:
+    layers = experts_of(model)
+    if not layers:
         raise ConfigError(_no_experts(model))
-    for name, module in found.items():
+    for name, module in layers.items():
         _check(name, module, mesh.size())
-    for module in found.values():
+    for module in layers.values():
         for name, parameter in list(module.named_parameters(recurse=False)):
             spread = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
@@ -115,11 +115,11 @@ def _check(name: str, module: nn.Module, processes: int) -> None:
         )
     cut = dict(module.named_parameters(recurse=False))
     experts = module.get_parameter("down_proj").shape[0] if "down_proj" in cut else 0
-    whole = [key for key, parameter in module.named_parameters() if key not in cut or parameter.shape[0] != experts]
-    if whole or not experts:
+    uncut = [key for key, parameter in module.named_parameters() if key not in cut or parameter.shape[0] != experts]
+    if uncut or not experts:
         raise ConfigError(
             f"The experts {name} ({type(module).__name__}) cannot be spread over processes: "
-            f"{', '.join(whole) or 'down_proj'} is not a tensor with a row for each expert. Set parallel.expert to 1."
+            f"{', '.join(uncut) or 'down_proj'} is not a tensor with a row for each expert. Set parallel.expert to 1."
         )
     if experts % processes:
         raise ConfigError(

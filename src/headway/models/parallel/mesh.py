@@ -60,8 +60,8 @@ def _without_replicas(mesh: DeviceMesh, shape: MeshShape, sharded: str) -> Devic
     return mesh[sharded] if shape.replicate == 1 else mesh["replicate", sharded]
 
 
-def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+def fill(parameter: torch.Tensor, values: torch.Tensor) -> None:
     """Copy into a parameter, sharded or not, this process's part of all its values, which every process has."""
     if isinstance(parameter, DTensor):
-        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    local(parameter).copy_(local(whole))
+        values = distribute_tensor(values, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    local(parameter).copy_(local(values))

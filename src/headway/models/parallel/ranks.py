@@ -144,12 +144,14 @@ def agree_on_meeting(store: Any, rank: int, size: int, timeout_s: float) -> str:
     Raises:
         RankLostError: the first process has not heard of all others in time.
     """
+    # Any other process: say its name, wait for the answer under that name, and say that it was heard.
     own = uuid.uuid4().hex
     if rank > 0:
         store.set(f"headway/here/{rank}", own)
         meeting: str = store.get(f"headway/meeting of/{own}").decode()
         store.set(f"headway/heard/{meeting}/{rank}", "")
         return meeting
+    # The first process: answer every name that stands in the store until each rank has heard this prefix.
     answered: set[str] = set()
     silent = set(range(1, size))
     deadline_s = time.monotonic() + timeout_s
@@ -159,6 +161,7 @@ def agree_on_meeting(store: Any, rank: int, size: int, timeout_s: float) -> str:
                 silent.discard(other)
             elif store.check([f"headway/here/{other}"]):
                 name = store.get(f"headway/here/{other}").decode()
+                # A name of a dead process is answered too; its successor writes another one over it.
                 if name not in answered:
                     store.set(f"headway/meeting of/{name}", own)
                     answered.add(name)

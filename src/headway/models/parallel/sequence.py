@@ -53,8 +53,8 @@ def share_packs(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
         return
     parameters = list(inspect.signature(decoder.forward).parameters)
 
-    def cut(_module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        inputs = {**dict(zip(parameters, args, strict=False)), **given}
+    def cut(_module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        inputs = {**dict(zip(parameters, args, strict=False)), **options}
         if inputs.get("pack_cu_seqlens") is not None:
             _cut(inputs, parameters, group)
         return (), inputs
@@ -146,11 +146,11 @@ def _check_attention(decoder: PreTrainedModel, degree: int) -> None:
 
 def _mixes_tokens(decoder: PreTrainedModel) -> str | None:
     """Name the first layer that mixes tokens by a state or a convolution; None if all do by attention alone."""
-    named = dict(decoder.named_modules())
-    for name, module in named.items():
+    modules = dict(decoder.named_modules())
+    for name, module in modules.items():
         if isinstance(module, nn.Conv1d):
             holder = name.rpartition(".")[0]
-            return f"the layer {holder} ({type(named[holder]).__name__})"
+            return f"the layer {holder} ({type(modules[holder]).__name__})"
     kinds = getattr(decoder.config, "layer_types", None) or ()
     for index, kind in enumerate(kinds):
         if kind not in _ATTENDING:

@@ -51,9 +51,9 @@ class _TowerHooks:
         self._num_units = 0  # without blank ones
 
     def before(
-        self, _module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+        self, _module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        inputs = {**dict(zip(self._parameters, args, strict=False)), **given}
+        inputs = {**dict(zip(self._parameters, args, strict=False)), **options}
         self._split = None
         if inputs.get("pack_cu_seqlens") is not None:
             self._cut(inputs)
@@ -75,11 +75,11 @@ class _TowerHooks:
         if order_U is not None:  # the tower first puts units in the order of windows; cut in that order, they are in it
             inputs["window_index"] = torch.arange(units.stop - units.start, device=order_U.device)
         for name in _PER_PATCH:
-            whole = inputs.get(name)
-            if whole is not None and order_U is not None:
-                inputs[name] = whole.unflatten(0, (-1, unit)).index_select(0, order_U[units]).flatten(0, 1)
-            elif whole is not None:
-                inputs[name] = whole[local]
+            values = inputs.get(name)
+            if values is not None and order_U is not None:
+                inputs[name] = values.unflatten(0, (-1, unit)).index_select(0, order_U[units]).flatten(0, 1)
+            elif values is not None:
+                inputs[name] = values[local]
         inputs["pack_split"] = split
 
     def _derive(self, inputs: dict[str, Any], blank: int) -> None:

@@ -57,6 +57,7 @@ def shard_model(
     def shard(module: nn.Module, over: DeviceMesh = mesh.fsdp, *, again: bool = reshard) -> None:
         fully_shard(module, mesh=over, mp_policy=precision, reshard_after_forward=again, offload_policy=policy)
 
+    # Block by block, experts apart: their copies lie on other processes than those of the rest.
     units = _regular_blocks(model, vision)
     for block in units:
         for part in _spread_parts(block.module, mesh):
@@ -65,13 +66,15 @@ def shard_model(
         shard(block.module)
     if vision is not None:
         shard(vision)
-    whole: Any = model  # transformers leaves these untyped
-    embedding, head = whole.get_input_embeddings(), whole.get_output_embeddings()
+    # An untied embedding and head are units of their own; what is left joins the root.
+    hf_model: Any = model  # transformers leaves these untyped
+    embedding, head = hf_model.get_input_embeddings(), hf_model.get_output_embeddings()
     if head is not None and head.weight is not embedding.weight:
         shard(embedding)
         shard(head, again=False)  # its backward follows at once
     shard(model, again=False)
 
+    # Gradients are summed: the loss is already divided by the step's supervised tokens over all processes.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -116,8 +119,8 @@ def model_name(model: nn.Module) -> str:
 
 
 def _regular_blocks(model: PreTrainedModel, vision: nn.Module | None) -> list[Block]:
-    whole: Any = model
-    towers = [whole.get_decoder(), *([vision] if vision is not None else [])]
+    hf_model: Any = model
+    towers = [hf_model.get_decoder(), *([vision] if vision is not None else [])]
     regular = {module for tower in towers for module in tower.modules()}
     return [block for block in blocks(model) if block.module in regular]
 
@@ -147,12 +150,12 @@ def _reduce_unused(model: Any) -> None:
     summed = group.post_backward
 
     def post_backward(*arguments: Any) -> None:
-        for each in group.fsdp_params if group.reduce_grads else ():
-            if not hasattr(each, "_unsharded_param") or each.unsharded_accumulated_grad is not None:
+        for fsdp_parameter in group.fsdp_params if group.reduce_grads else ():
+            if not hasattr(fsdp_parameter, "_unsharded_param") or fsdp_parameter.unsharded_accumulated_grad is not None:
                 continue  # not gathered yet, or with a gradient of an earlier pack
-            whole = each.unsharded_param
-            if whole.requires_grad and whole.grad is None:
-                whole.grad = torch.zeros_like(whole)
+            full_parameter = fsdp_parameter.unsharded_param
+            if full_parameter.requires_grad and full_parameter.grad is None:
+                full_parameter.grad = torch.zeros_like(full_parameter)
         summed(*arguments)
 
     group.post_backward = post_backward

@@ -27,7 +27,7 @@ _TRIED_WH = (SMALLEST_TRIED, (797, 531), (251, 31))
 # Options of a run that is after sizes alone: pixels are neither interpolated nor normalised.
 _SIZES_ALONE: dict[str, Any] = {"resample": Pillow.Resampling.NEAREST, "do_rescale": False, "do_normalize": False}
 REFUSALS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError)
-"""What processors raise on pictures that they cannot read."""
+"""Exceptions that processors raise on pictures that they cannot read."""
 
 _MOST_CACHED = 1 << 16  # combinations of sizes of which the lengths are kept
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels")
@@ -42,7 +42,7 @@ def reads_processed_images(processor: Any) -> bool:
 
 
 class ImageLengths(NamedTuple):
-    """What the pictures of a sample take of the model, by their sizes alone.
+    """Tokens and patches of a sample's pictures, by their sizes alone.
 
     Attributes:
         written: text in place of each picture's placeholder.
@@ -81,17 +81,20 @@ class ProcessedImages:
 
     def __init__(self, processor: Any, patch: int | None) -> None:
         self.processor, self.patch = processor, patch
-        self._known: OrderedDict[tuple[_Size, ...], ImageLengths] = OrderedDict()
+        self._cache: OrderedDict[tuple[_Size, ...], ImageLengths] = OrderedDict()
         self._texts: dict[str, str] = {}  # many sizes give the same text, which is kept once
+        # Noise: joined tensors are compared by values that no two pictures share.
         noise = np.random.default_rng(0)
         tried = [
             Pillow.fromarray(noise.integers(1, 256, (height, width, 3), dtype=np.uint8)) for width, height in _TRIED_WH
         ]
         try:
             self.placeholder_ids = tuple(token for token in processor.image_token_ids if token is not None)
-            alone = [self._run([[picture]]) for picture in tried]
+            # Pictures each in a run of its own, all in one text, and all in texts of their own.
+            single_runs = [self._run([[picture]]) for picture in tried]
             one_text, own_texts = self._run([tried]), self._run([[picture] for picture in tried])
             self.types_name, self.types_answers = self._types(tried[0])
+            # A processor that changes words beside the picture (adds prefixes, say) is found by a text of its own.
             question = f"{processor.image_token}Qx7?"
             self.rewrites_prompts = self._run([tried[:1]], text=[question]).text != (question,)
         except REFUSALS as error:
@@ -99,25 +102,29 @@ class ProcessedImages:
                 f"The processor {type(processor).__name__} could not be run on a picture, so images of this model "
                 f"cannot be trained (docs/models.md lists families that can): {type(error).__name__}: {error}"
             ) from error
-        written = [text for run in alone for text in run.written]
-        rules = _rules(alone, one_text)
+        written = [text for run in single_runs for text in run.written]
+        rules = _rules(single_runs, one_text)
         # Pictures of one text are mostly the same as apart; if they are not (LLaVA-OneVision), samples still are.
         self._apart = None not in rules.values() and list(one_text.written) == written
         if not self._apart:
-            rules = _rules(alone, own_texts)
+            rules = _rules(single_runs, own_texts)
         self.rules: dict[str, Joining] = {name: rule for name, rule in rules.items() if rule is not None}
+        # A tensor without a rule of joining cannot be packed: refused when opened, not at some later sample.
         if len(self.rules) < len(rules):
             name = min(rules.keys() - self.rules.keys())
-            shapes = [tuple(run.tensors[name].shape) if name in run.tensors else None for run in [*alone, own_texts]]
+            shapes = [
+                tuple(run.tensors[name].shape) if name in run.tensors else None for run in [*single_runs, own_texts]
+            ]
             raise ConfigError(
                 f"The processor {type(processor).__name__} gives {name} of shapes {shapes[:-1]} for samples alone and "
                 f"of {shapes[-1]} for all of them, which follows no rule by which Headway can pack it. docs/models.md "
                 "lists the families that train."
             )
+        # Tokens that a processor repeats are written once and counted, which spares the tokenizer.
         special = [str(token) for token in processor.tokenizer.added_tokens_decoder.values()]
         self.repeated = tuple(token for token in special if any(token * 2 in text for text in written))
-        found = [self._lengths(run) for run in alone]  # if patches cannot be told, this says so
-        self._options = _SIZES_ALONE if self._tell_sizes(tried, found) else {}
+        lengths = [self._lengths(run) for run in single_runs]  # if patches cannot be told, this says so
+        self._options = _SIZES_ALONE if self._tell_sizes(tried, lengths) else {}
 
     def read(self, pictures: Sequence[Pillow.Image]) -> tuple[ImageLengths, dict[str, Joinable]]:
         """The text in place of a sample's pictures, their grids, and their tensors.
@@ -136,7 +143,7 @@ class ProcessedImages:
         return ImageLengths.total([self._lengths(run) for run in runs]), tensors
 
     def lengths(self, sizes: Sequence[_Size]) -> ImageLengths:
-        """What `read` gives of pictures of these (height, width), by blank ones; kept for sizes that come again.
+        """Lengths that `read` gives for pictures of these (height, width), by blank ones; cached by size.
 
         Raises:
             REFUSALS: the processor cannot read one.
@@ -144,15 +151,15 @@ class ProcessedImages:
         if self._apart and len(sizes) > 1:
             return ImageLengths.total([self.lengths([size]) for size in sizes])
         key = tuple(sizes)
-        if key in self._known:
-            return self._known[key]
+        if key in self._cache:
+            return self._cache[key]
         blank = [Pillow.new("RGB", (width, height)) for height, width in sizes]
         written, grids = self._lengths(self._run([blank], **self._options))
-        found = ImageLengths(tuple(self._texts.setdefault(text, text) for text in written), grids)
-        while len(self._known) >= _MOST_CACHED:
-            self._known.popitem(last=False)
-        self._known[key] = found
-        return found
+        lengths = ImageLengths(tuple(self._texts.setdefault(text, text) for text in written), grids)
+        while len(self._cache) >= _MOST_CACHED:
+            self._cache.popitem(last=False)
+        self._cache[key] = lengths
+        return lengths
 
     def prompt(self, text: str) -> str:
         """A prompt with all that the processor adds to it, but for what stands in place of its images."""
@@ -251,18 +258,18 @@ def _as_tensor(value: Any) -> torch.Tensor:
 
 
 class _Run(NamedTuple):
-    """What a processor wrote in place of each picture, its texts before that, and the tensors that it made."""
+    """Result of a processor: the words in place of each picture, its texts before that, and its tensors."""
 
     written: tuple[str, ...]
     text: tuple[str, ...]
     tensors: dict[str, torch.Tensor]
 
 
-def _rules(alone: Sequence[_Run], together: _Run) -> dict[str, Joining | None]:
-    """How each tensor of several samples makes the one of all; None where by no rule."""
-    runs = [*alone, together]
+def _rules(single_runs: Sequence[_Run], together: _Run) -> dict[str, Joining | None]:
+    """Find the rule by which each tensor of several samples makes the one of all; None where there is none."""
+    runs = [*single_runs, together]
     rules: dict[str, Joining | None] = dict.fromkeys(name for run in runs for name in run.tensors)
     for name in rules:
         if all(name in run.tensors for run in runs):
-            rules[name] = joining_of([run.tensors[name] for run in alone], together.tensors[name])
+            rules[name] = joining_of([run.tensors[name] for run in single_runs], together.tensors[name])
     return rules

@@ -1,4 +1,4 @@
-"""What making a pack takes: reading, decoding and tokenising, each by the clock of the thread that does it."""
+"""Times of making a pack: reading, decoding and tokenising, each by the clock of the thread that does it."""
 
 import threading
 from collections import defaultdict
@@ -41,11 +41,11 @@ def charged_to(part: Part) -> Iterator[None]:
 
 
 def take_charges() -> dict[str, float]:
-    """What this thread has spent on each part since the last call [s]."""
+    """Return the seconds that this thread has spent on each part since the last call."""
     spent, _ = _state()
-    taken = dict(spent)
+    charges = dict(spent)
     spent.clear()
-    return taken
+    return charges
 
 
 def _state() -> tuple[defaultdict[str, float], list[tuple[str, float]]]:

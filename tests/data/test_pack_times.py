@@ -1,6 +1,6 @@
 import time
 
-from headway.data.making import charged_to, take_charges
+from headway.data.pack_times import charged_to, take_charges
 
 
 def test_what_lies_within_is_charged_to_its_own_part():

@@ -101,7 +101,7 @@ def _reason(error: Exception) -> str:
 
 
 class _Budget:
-    """What one rendering has spent of its bounds."""
+    """Spending of one rendering against its bounds."""
 
     def __init__(self) -> None:
         self.start()
@@ -127,7 +127,7 @@ class _Budget:
 
 
 class _Counted:
-    """What a loop goes through; each turn is a step."""
+    """Iterable of a loop; each turn is a step."""
 
     def __init__(self, items: Iterable[Any], budget: _Budget, text: int) -> None:
         self._items, self._budget, self._text = items, budget, text
@@ -175,8 +175,8 @@ class _Namespace(Namespace):
     """`namespace` whose names do not begin with an underscore, as Python's own do."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args
-        attributes = dict(*rest, **kwargs)
+        self, *arguments = args
+        attributes = dict(*arguments, **kwargs)
         for name in attributes:
             _check_public(name)
         Namespace.__init__(self, attributes)

@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 
 from headway.errors import ConfigError, TrainingError
 from headway.models.attention import NAME, attend, mask, register
-from headway.models.masked import SegmentMask
+from headway.models.attention.masks import SegmentMask
 
 LENGTHS = (7, 12, 7, 1)
 BLOCKS = [[-1, 0, 0, 0, -1, -1, -1], [-1, -1, 1, 1, 1, 1, -1, 2, 2, 2, -1, -1], [3, 3, -1, -1, 4, 4, 4], [-1]]
@@ -111,7 +111,7 @@ def test_all_layers_share_one_mask():
     made, (q, k, v) = of_pack(windowed_blocks), tensors()
     for _ in range(2):
         attend(Layer(), q, k, v, made, pack_cu_seqlens=boundaries(), pack_max_seqlen=max(LENGTHS))
-    held = [each for each in made._seen.values() if isinstance(each, torch.Tensor) and each.dtype == torch.float32]
+    held = [each for each in made._cache.values() if isinstance(each, torch.Tensor) and each.dtype == torch.float32]
     assert sum(each.numel() for each in held) == sum(length**2 for length in LENGTHS)
 
 

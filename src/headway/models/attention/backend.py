@@ -22,13 +22,13 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headway.errors import ConfigError, TrainingError
-from headway.models.exact import exact_attention
-from headway.models.flash import cuda_kernel
-from headway.models.masked import SegmentMask, is_plain, masked_segments, plain_mask, read_rule, unknown, words
+from headway.models.attention.cuda_kernel import cuda_kernel
+from headway.models.attention.dense import exact_attention
+from headway.models.attention.masks import SegmentMask, is_plain, masked_segments, plain_mask, read_rule, unknown, words
+from headway.models.attention.segments import segment_attention
+from headway.models.attention.splits import SplitMask, split_attention
 from headway.models.parallel.exchange import Split, heads_to_tokens, own_heads, tokens_to_heads
 from headway.models.products import product_dtype
-from headway.models.segments import segment_attention
-from headway.models.split_attention import SplitMask, split_attention
 
 NAME = "headway_flash"  # "flash" in the name makes vision towers hand over their cu_seqlens instead of looping
 
@@ -38,17 +38,17 @@ def register() -> None:
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask)
     masking: Any = masking_utils  # typed as if nobody replaced its functions
-    asked = getattr(masking, "is_flash_attention_requested", None)
-    if asked is not None and not hasattr(asked, "__wrapped__"):
-        masking.is_flash_attention_requested = _but_this_one(asked)
+    original = getattr(masking, "is_flash_attention_requested", None)
+    if original is not None and not hasattr(original, "__wrapped__"):
+        masking.is_flash_attention_requested = _but_this_one(original)
 
 
-def _but_this_one(asked: Callable[..., bool]) -> Callable[..., bool]:
+def _but_this_one(original: Callable[..., bool]) -> Callable[..., bool]:
     """Tell transformers' masks that this backend, whatever its name says, does attend in chunks."""
 
-    @functools.wraps(asked)
+    @functools.wraps(original)
     def is_flash(config: Any = None, *args: Any, **kwargs: Any) -> bool:
-        return getattr(config, "_attn_implementation", None) != NAME and asked(config, *args, **kwargs)
+        return getattr(config, "_attn_implementation", None) != NAME and original(config, *args, **kwargs)
 
     return is_flash
 
@@ -63,9 +63,9 @@ def use_attention(model: PreTrainedModel, name: str = NAME) -> None:
         ConfigError: no backend of that name is registered.
     """
     register()
-    known = ["eager", *sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())]
-    if name not in known:
-        raise ConfigError(f"There is no attention backend {name!r}. Known are: {', '.join(known)}.")
+    backends = ["eager", *sorted(ALL_ATTENTION_FUNCTIONS.valid_keys())]
+    if name not in backends:
+        raise ConfigError(f"There is no attention backend {name!r}. Known are: {', '.join(backends)}.")
     pending: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     while pending:
         config = pending.pop()
@@ -103,12 +103,12 @@ def mask(
             "model of a family that docs/models.md lists."
         )
     is_packed = "packed" in words(rule) and not torch.compiler.is_compiling()
-    whole = q_length == kv_length and (is_packed or attention_mask is None or bool(attention_mask.all()))
-    if whole and not is_plain(rule):
+    is_complete = q_length == kv_length and (is_packed or attention_mask is None or bool(attention_mask.all()))
+    if is_complete and not is_plain(rule):
         return SegmentMask(rule, tuple(tensors), is_packed)
     if is_packed:
         return torch.empty(1, 1, 0, 0, dtype=torch.bool)
-    if whole:
+    if is_complete:
         return None
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
     return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
@@ -166,14 +166,17 @@ def attend(
         raise ConfigError(
             f'The attention backend {NAME!r} has no position bias. Load the model with the backend "sdpa" instead.'
         )
+    # The layer's own settings. A window holds for causal layers alone: a tower's windows are segments.
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window if causal else None
     query, key, value = _one_dtype(query, key, value)
+    # Boundaries: a tower's own win; those of the language pack hold for causal attention alone.
     cu_N, longest = cu_seq_lens_q, max_length_q
     if cu_N is None and causal:
         cu_N, longest = pack_cu_seqlens, pack_max_seqlen
 
+    # The mask is one of three: runs within segments, a rule to evaluate, or a boolean tensor written out.
     splits = attention_mask if isinstance(attention_mask, SplitMask) else None
     own = attention_mask if isinstance(attention_mask, SegmentMask) else None
     written = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.numel() else None
@@ -182,21 +185,25 @@ def attend(
             "This model attends through a mask of its own, which several processes that share a pack cannot cut. Set "
             "parallel.sequence to 1."
         )
+    # Padded rows and generation from a cache: no segments, queries and keys may differ in number.
     if written is not None:
         out = exact_attention(query, key, value, written, scale, softcap, s_aux, dropout)
         return out.transpose(1, 2).contiguous(), None
+    # A mask without boundaries where positions restart: attention would leak between samples.
     if splits is None and cu_N is None and (attention_mask is not None if own is None else own.is_packed):
         raise TrainingError(
             "The position ids restart within a row, so the row is a pack of several segments, but its boundaries were "
             "not given and segments would see each other. Pass pack_cu_seqlens and pack_max_seqlen to the model as "
             "well, as Batch.model_inputs() does."
         )
+    # Neither pack nor tower: each row is one segment.
     if cu_N is None:
         rows, length = query.shape[0], query.shape[2]
         cu_N = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
         longest = length
     # Segments lie end to end on one axis: rows of a batch are folded into it.
     q_THD, k_TKD, v_TKD = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    # Give other processes' heads away for all slots of this one's; the way back is at the end.
     if pack_split is not None:
         q_THD, k_TKD, v_TKD = tokens_to_heads(q_THD, k_TKD, v_TKD, pack_split)
         s_aux = None if s_aux is None else own_heads(s_aux, pack_split)
@@ -238,8 +245,8 @@ def _within_segments(
             raise TrainingError("The pack's boundaries came without its longest segment; pass pack_max_seqlen as well.")
         return cuda_kernel()(q_THD, k_TKD, v_TKD, cu_N, int(longest), causal, window, scale, sinks_H)
     if softcap is not None or dropout > 0.0:
-        seen = plain_mask(causal, window)
-        out_THD: torch.Tensor = masked_segments(q_THD, k_TKD, v_TKD, cu_N, seen, scale, softcap, sinks_H, dropout)
+        plain = plain_mask(causal, window)
+        out_THD: torch.Tensor = masked_segments(q_THD, k_TKD, v_TKD, cu_N, plain, scale, softcap, sinks_H, dropout)
         return out_THD
     return segment_attention(q_THD, k_TKD, v_TKD, cu_N, causal, window, scale, sinks_H)
 

@@ -56,7 +56,7 @@ class IndexedFeed(Feed):
 
     @property
     def epochs(self) -> float | None:
-        """How often the data have played by the end of the last step handed out."""
+        """Epochs of the data by the end of the last step handed out."""
         return self.plan.order.epochs_at(self._reached)
 
     def steps_left(self, most: int | None) -> int | None:
@@ -75,25 +75,27 @@ class IndexedFeed(Feed):
 
     def _finished_steps(self) -> Iterator[list[FinishedPack]]:
         # Packs of each step under way, the place after it, and the items trained on by then.
-        ahead: deque[tuple[int, dict[str, Any], int]] = deque()
-        packs = self._pool.run(self._jobs(ahead))
+        pending: deque[tuple[int, dict[str, Any], int]] = deque()
+        packs = self._pool.run(self._jobs(pending))
         for first in packs:
-            num_packs, place, reached = ahead[0]
-            made = [first, *(next(packs) for _ in range(num_packs - 1))]
-            ahead.popleft()
-            for pack in made:
+            num_packs, place, reached = pending[0]
+            finished = [first, *(next(packs) for _ in range(num_packs - 1))]
+            pending.popleft()
+            for pack in finished:
                 self._hand_out(pack)
             self._place, self._reached = place, reached
-            yield made
+            yield finished
 
-    def _jobs(self, ahead: "deque[tuple[int, dict[str, Any], int]]") -> Iterator[Job[list[Piece]]]:
+    def _jobs(self, pending: "deque[tuple[int, dict[str, Any], int]]") -> Iterator[Job[list[Piece]]]:
         share, items = self.share, self.plan.items
         for step, place in islice(self.plan.steps(self._place), self.needed):
             mine = deal(step.costs, share.ranks, share.accumulation)[share.rank]
-            ahead.append((len(mine), place, step.reached))
+            pending.append((len(mine), place, step.reached))
             for number in mine:
                 ids = step.packs[number]
-                pieces = [Piece(*one) for one in zip(*(part.tolist() for part in items.locate(ids)), strict=True)]
+                pieces = [
+                    Piece(*columns) for columns in zip(*(part.tolist() for part in items.locate(ids)), strict=True)
+                ]
                 sizes = items.sizes_of(ids)
                 size = estimated_bytes(int(sizes.tokens.sum()), int(sizes.patches.sum()))
                 yield Job(pieces, size)

@@ -5,7 +5,7 @@ import pytest
 
 from headway.data.encode import Encoder
 from headway.data.index import build_index
-from headway.data.index.stored import KnownEncoder, stored_index
+from headway.data.index.store import KnownEncoder, stored_index
 from headway.models import load_processor
 from headway.synthetic.processor import write_processor
 
@@ -46,7 +46,7 @@ def test_a_changed_or_added_file_is_noticed_though_size_and_time_are_the_same(fo
 def test_another_version_of_a_library_is_noticed(folder, tmp_path, monkeypatch):
     KnownEncoder(str(folder), SETTINGS, tmp_path).remember("f" * 64)
 
-    monkeypatch.setattr("headway.data.index.stored.version", lambda name: f"{name} of tomorrow")
+    monkeypatch.setattr("headway.data.index.store.version", lambda name: f"{name} of tomorrow")
 
     assert known(folder, tmp_path) is None
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from headway.models.masked import masked_segments, plain_mask
-from headway.models.segments import groups, segment_attention
+from headway.models.attention.masks import masked_segments, plain_mask
+from headway.models.attention.segments import groups, segment_attention
 
 PACKS = {
     "one": [70],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headway.data.bounded import TemplateFailure, render_template
+from headway.data.template_bounds import TemplateFailure, render_template
 
 BIG = "{% set a = 'a' * 1000000 %}"
 DOUBLING = "{{% set ns = namespace(s={}) %}}{{% for i in range(90) %}}{{% set ns.s = {} %}}{{% endfor %}}{{{{ ns.s }}}}"

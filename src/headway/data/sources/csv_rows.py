@@ -12,7 +12,7 @@ _SEPARATORS = {".csv": ",;", ".tsv": "\t"}
 _MAX_ROW_BYTES = 64 * 2**20  # a quote that is not closed would take the rest of the file for one value
 
 
-class Delimited(SpanReader):
+class DelimitedReader(SpanReader):
     """A table of comma- or tab-separated values, with a line of names above them.
 
     A value may stand in quotes, and then hold separators, line breaks and doubled quotes. A .csv file whose names are
@@ -78,7 +78,7 @@ class Delimited(SpanReader):
 
     def _separator_of(self, header: bytes) -> bytes:
         separators = _SEPARATORS.get(self.file.extension, ",;\t")
-        return next((each for each in separators if each.encode() in header), separators[0]).encode()
+        return next((separator for separator in separators if separator.encode() in header), separators[0]).encode()
 
 
 def _is_open_after(line: bytes, is_open: bool, separator: bytes) -> bool:

@@ -71,7 +71,7 @@ def count_rows(index: LengthIndex, name: str, policy: BadSamples, counts: Sample
 
 
 class KnownEncoder:
-    """What an encoder was made from, and the fingerprint that it had the last time, if it was of the same.
+    """Files that an encoder was made from, and its last fingerprint, if they are still the same.
 
     Args:
         model: the model folder or Hub id.
@@ -112,16 +112,19 @@ def _digest(model: str, settings: dict[str, Any]) -> str | None:
     folder = _folder(model)
     if folder is None or (folder / "adapter_config.json").exists():  # an adapter's base model lies elsewhere
         return None
+    # Versions and settings of what tokenises and measures.
     parts = [__version__, repr(sorted(settings.items()))]
     digest = hashlib.sha256("\n".join(parts).encode())
     for name in _LIBRARIES:
         digest.update(f"{name} {_version(name)}\n".encode())
+    # This package's code in these rooms, for those who change it without a new version; by size and time.
     package = Path(__file__).parents[2]
     spec = importlib.util.find_spec("transformers")
     code = [file for room in ("data", "models") for file in sorted((package / room).rglob("*.py"))]
     for file in (*code, *([Path(spec.origin)] if spec is not None and spec.origin else [])):
         status = file.stat()
         digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
+    # The model's folder without its weights: small files by content, large ones by their time.
     try:
         files = list(islice(folder.rglob("*"), _MOST_FILES + 1))
         if len(files) > _MOST_FILES:

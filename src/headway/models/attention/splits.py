@@ -45,7 +45,7 @@ class SplitMask:
     place_3T: torch.Tensor
     blocks: tuple[torch.Tensor, ...]
     order: tuple[torch.Tensor, ...] = ()
-    _made: dict[str, Any] = field(default_factory=dict, repr=False)
+    _cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, workload: Workload) -> "SplitMask":
@@ -75,11 +75,11 @@ class SplitMask:
         groups = tuple((own, torch.cat(places)) for own, places in slots.items())
         return cls(groups, torch.from_numpy(np.stack([segment, run, mode]).astype(np.int32)), _blocks(lengths, runs))
 
-    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SplitMask":
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SplitMask":
         """The same mask with its tensors changed: moved, or pinned."""
         groups = tuple((runs, change(slots)) for runs, slots in self.groups)
         blocks, order = tuple(map(change, self.blocks)), tuple(map(change, self.order))
-        return replace(self, groups=groups, place_3T=change(self.place_3T), blocks=blocks, order=order, _made={})
+        return replace(self, groups=groups, place_3T=change(self.place_3T), blocks=blocks, order=order, _cache={})
 
     def of_rows(self, slots_T: torch.Tensor) -> "SplitMask":
         """The same mask for rows that are the slots in another order, such as that of the processes that hold them."""
@@ -94,13 +94,13 @@ class SplitMask:
         """The mask as FlexAttention takes it; made at the first call."""
         from torch.nn.attention.flex_attention import BlockMask
 
-        if "block_mask" not in self._made:
+        if "block_mask" not in self._cache:
             slots = self.place_3T.shape[1]
-            part, part_indices, whole, whole_indices = (block[None, None] for block in self.blocks)
-            self._made["block_mask"] = BlockMask.from_kv_blocks(
-                part, part_indices, whole, whole_indices, _BLOCK, _rule(self.place_3T), seq_lengths=(slots, slots)
+            part, part_indices, full, full_indices = (block[None, None] for block in self.blocks)
+            self._cache["block_mask"] = BlockMask.from_kv_blocks(
+                part, part_indices, full, full_indices, _BLOCK, _rule(self.place_3T), seq_lengths=(slots, slots)
             )
-        return self._made["block_mask"]
+        return self._cache["block_mask"]
 
 
 def _rule(place_3T: torch.Tensor) -> Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -110,8 +110,8 @@ def _rule(place_3T: torch.Tensor) -> Callable[[Any, Any, torch.Tensor, torch.Ten
         segment_T, run_T, mode_T = place_3T
         own = (run_T[query] == run_T[key]) & ((mode_T[query] != splits.CAUSAL) | (key <= query))
         earlier = (run_T[query] > run_T[key]) & (mode_T[key] != splits.NOISE)
-        seen: torch.Tensor = (segment_T[query] == segment_T[key]) & (own | earlier)
-        return seen
+        visible: torch.Tensor = (segment_T[query] == segment_T[key]) & (own | earlier)
+        return visible
 
     return sees
 
@@ -203,8 +203,8 @@ def _by_run(
             visible = sum(part.stop - part.start for part in before)
             for first in range(start, run.stop, _ROWS):
                 rows = slice(first, min(first + _ROWS, run.stop))
-                seen = torch.ones(rows.stop - first, visible + rows.stop - start, dtype=torch.bool)
-                yield attend(rows, before, slice(start, rows.stop), attn_mask=seen.tril(visible + first - start))
+                allowed = torch.ones(rows.stop - first, visible + rows.stop - start, dtype=torch.bool)
+                yield attend(rows, before, slice(start, rows.stop), attn_mask=allowed.tril(visible + first - start))
         if mode != splits.NOISE:
             before.append(run)
         start = run.stop
@@ -220,30 +220,35 @@ def _flex() -> Any:
 def _blocks(lengths: list[int], runs: NDArray[np.int64]) -> tuple[torch.Tensor, ...]:
     """Tell the blocks of keys that each block of queries sees in part or in full, from the runs alone."""
     starts = np.arange(0, sum(lengths), _BLOCK)
-    seen = np.zeros((len(starts), len(starts)), np.int64)  # pairs of each block of queries and block of keys
+    pairs = np.zeros((len(starts), len(starts)), np.int64)  # pairs of each block of queries and block of keys
 
     def overlap(first: int, end: int) -> NDArray[np.int64]:
-        found: NDArray[np.int64] = np.clip(np.minimum(starts + _BLOCK, end) - np.maximum(starts, first), 0, None)
-        return found
+        shared: NDArray[np.int64] = np.clip(np.minimum(starts + _BLOCK, end) - np.maximum(starts, first), 0, None)
+        return shared
 
+    # Runs in order; `visible` holds, by block, the keys of the segment's earlier runs that later ones see.
     ends, start, number = np.cumsum(lengths), 0, 0
     visible = np.zeros(len(starts), np.int64)
     for mode, tokens in runs.tolist():
         own, queries = overlap(start, start + tokens), np.arange(start, start + tokens)
-        seen += np.outer(own, visible)
+        pairs += np.outer(own, visible)
+        # Within a causal run, query q sees q + 1 - first of its own keys: counted exactly for each block.
         if mode == splits.CAUSAL:
-            behind = np.clip(queries[:, None] + 1 - np.maximum(starts, start), 0, own)
+            causal_pairs = np.clip(queries[:, None] + 1 - np.maximum(starts, start), 0, own)
             blocks, firsts = np.unique(queries // _BLOCK, return_index=True)
-            seen[blocks] += np.add.reduceat(behind, firsts)
+            pairs[blocks] += np.add.reduceat(causal_pairs, firsts)
         else:
-            seen += np.outer(own, own)
+            pairs += np.outer(own, own)
+        # A run of noise is seen by nobody but itself.
         visible = visible + own * (mode != splits.NOISE)
         start += tokens
+        # A new segment sees nothing of the last one.
         if start == ends[number]:
             visible, number = np.zeros_like(visible), number + 1
+    # A block in which all pairs are seen is computed without the rule; the last block may be short.
     size = np.minimum(starts + _BLOCK, start) - starts
-    whole = seen == np.outer(size, size)
-    return (*_listed((seen > 0) & ~whole), *_listed(whole))
+    full = pairs == np.outer(size, size)
+    return (*_listed((pairs > 0) & ~full), *_listed(full))
 
 
 def _listed(chosen: NDArray[np.bool_]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_NUM_INPUTS = 5  # tensors of both operations: queries, keys, values, sinks, boundaries
 _SMALLEST_BLOCK = 64  # queries per kernel call in a narrow window; below it the call costs more than the work
 
 
@@ -42,14 +43,14 @@ def _groups(boundaries: tuple[int, ...]) -> tuple[Group, ...]:
     for start, end in pairwise(boundaries):
         if end > start:
             starts.setdefault(end - start, []).append(start)
-    found = []
+    grouped = []
     for length, firsts in sorted(starts.items()):
         touching = all(b - a == length for a, b in pairwise(firsts))
         slots = None
         if not touching:
             slots = (torch.tensor(firsts)[:, None] + torch.arange(length)).flatten()
-        found.append(Group(length, len(firsts), firsts[0] if touching else None, slots))
-    return tuple(found)
+        grouped.append(Group(length, len(firsts), firsts[0] if touching else None, slots))
+    return tuple(grouped)
 
 
 def take(x_THD: torch.Tensor, group: Group) -> torch.Tensor:
@@ -123,16 +124,8 @@ class _SegmentAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        sinks_H: torch.Tensor | None,
-        cu_seqlens_N: torch.Tensor,
-        *settings: Any,
-    ) -> torch.Tensor:
-        inputs = (q_THD, k_TKD, v_TKD, sinks_H, cu_seqlens_N)
+    def forward(ctx: Any, *tensors_and_settings: Any) -> torch.Tensor:
+        inputs, settings = tensors_and_settings[:_NUM_INPUTS], tensors_and_settings[_NUM_INPUTS:]
         attend: Any = torch.ops.headway.segment_attention if torch.compiler.is_compiling() else _attend
         out_THD, log_sums = attend(*inputs, *settings)
         ctx.save_for_backward(*inputs, out_THD, log_sums)
@@ -220,8 +213,10 @@ def _attend_backward(
     for group in groups(cu_seqlens_N):
         q, k, v, out, grad = (take(x, group) for x in (q_THD, k_TKD, v_TKD, out_THD, grad_THD))
         blocks = list(_blocks(group.length, window, q))
+        # Keys of overlapping windows get gradients of several blocks: summed, unless there is one block.
         sums = None if len(blocks) == 1 else [torch.zeros_like(x) for x in (q, k, v)]
         for rows, keys, bias in blocks:
+            # The log-sum-exps of this call: forward left them end to end, in this order.
             num = group.count * heads * (rows.stop - rows.start)
             log_sum = log_sums.narrow(0, done, num).view(group.count, heads, -1)
             done += num
@@ -229,16 +224,19 @@ def _attend_backward(
                 grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], log_sum,
                 0.0, causal and bias is None, attn_mask=bias, scale=scale,
             )  # fmt: skip
+            # A sink's gradient sums over all segments and queries, in float64.
             if sinks_H is not None:
                 sinks_grad += sink_gradient(grad[:, :, rows], out[:, :, rows], log_sum, sinks_H[:, None]).sum((0, 2))
             if sums is None:
                 sums = list(parts)
             else:
+                # Gradients of queries go to the block's rows, those of keys and values to the keys that it saw.
                 for total, where, part in zip(sums, (rows, keys, keys), parts, strict=True):
                     total[:, :, where] += part
         assert sums is not None
-        for whole, total in zip(grads, sums, strict=True):
-            put(whole, group, total)
+        # The group's gradients go back to its slots.
+        for full_grad, total in zip(grads, sums, strict=True):
+            put(full_grad, group, total)
     return grads[0], grads[1], grads[2], sinks_grad if sinks_H is None else sinks_grad.to(sinks_H.dtype)
 
 

@@ -14,7 +14,7 @@ from headway.data.media.audio import Sound, SoundFeatures
 from headway.data.media.image_patches import ImagePatches
 from headway.data.media.images import Picture, decode_all
 from headway.data.media.joining import Joinable
-from headway.data.media.processed import REFUSALS, ProcessedImages, reads_processed_images
+from headway.data.media.processor_images import REFUSALS, ProcessedImages, reads_processed_images
 from headway.data.media.sizes import MediaSizes
 from headway.data.media.videos import SampledClip, VideoPatches, clip_of
 from headway.data.samples import Chat, Grid, Media
@@ -149,8 +149,8 @@ class MediaReader:
             grids = tuple(self.images.grid(*picture.size) for picture in pictures)
         except ValueError as error:  # an image too narrow to resize
             raise _refused(where, error) from error
-        found = {"image_grid_thw": np.asarray(grids)}
-        words = [self._processor.replace_image_token(found, image_idx=i) for i in range(len(grids))]
+        inputs = {"image_grid_thw": np.asarray(grids)}
+        words = [self._processor.replace_image_token(inputs, image_idx=i) for i in range(len(grids))]
         return pictures, grids, words, {}
 
     def _open_videos(
@@ -165,12 +165,12 @@ class MediaReader:
             clips = tuple(self.videos.sample(clip) for clip in opened)
         except ValueError as error:  # frames too narrow to resize
             raise DataError(f"{where}: the model's processor refuses a video: {error}.") from error
-        known = [metadata_of(each.clip.num_frames, each.clip.fps, each.places) for each in clips]
+        clip_metadata = [metadata_of(sampled.clip.num_frames, sampled.clip.fps, sampled.places) for sampled in clips]
         seconds = None
         if "second_per_grid_ts" in self._processor.model_input_names:
-            seconds = tuple(self.videos.rules.temporal_patch_size / metadata.sampled_fps for metadata in known)
-        found = {"video_grid_thw": np.asarray([each.grid for each in clips]), "video_metadata": known}
-        words = [self._processor.replace_video_token(found, video_idx=i) for i in range(len(clips))]
+            seconds = tuple(self.videos.rules.temporal_patch_size / metadata.sampled_fps for metadata in clip_metadata)
+        inputs = {"video_grid_thw": np.asarray([sampled.grid for sampled in clips]), "video_metadata": clip_metadata}
+        words = [self._processor.replace_video_token(inputs, video_idx=i) for i in range(len(clips))]
         return clips, words, seconds
 
     def _open_sounds(self, audio: Sequence[Media], where: str) -> tuple[tuple[Sound, ...], tuple[int, ...], list[str]]:
@@ -217,7 +217,7 @@ class MediaReader:
 
 
 def _beyond_patches(processor: Any) -> ConfigError | None:
-    """What to say of a processor that hands the model more of images than patches, grids and token types."""
+    """Error for a processor that hands the model more of images than patches, grids and token types."""
     names = {*processor.image_processor.model_input_names, *getattr(processor, "model_input_names", ())}
     images = {name for name in names if name.startswith("image_")} - {"image_grid_thw"}
     types = {name for name in names if name.endswith("_token_type_ids")} - {"mm_token_type_ids"}

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from headway.models.exact import exact_attention
-from headway.models.segments import Group, groups
+from headway.models.attention.dense import exact_attention
+from headway.models.attention.segments import Group, groups
 
 Rule = tuple[Any, ...]
 """("causal",), ("all",), ("none",), ("packed",), ("window", keys), ("chunk", tokens), ("blocks", number of a tensor),
@@ -112,56 +112,55 @@ class SegmentMask:
     rule: Rule
     tensors: tuple[torch.Tensor, ...]
     is_packed: bool
-    _seen: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def groups(self, cu_N: torch.Tensor) -> tuple[tuple[Group, torch.Tensor], ...]:
-        """A pack's segments by length, each group with its slots, shape (M L,); asked for once by all layers."""
-        found: tuple[tuple[Group, torch.Tensor], ...]
-        if "groups" not in self._seen:
-            self._seen["groups"] = tuple((group, _slots(group).to(cu_N.device)) for group in groups(cu_N.cpu()))
-        found = self._seen["groups"]
-        return found
+        """A pack's segments by length, each group with its slots, shape (M L,); made once for all layers."""
+        if "groups" not in self._cache:
+            self._cache["groups"] = tuple((group, _slots(group).to(cu_N.device)) for group in groups(cu_N.cpu()))
+        grouped: tuple[tuple[Group, torch.Tensor], ...] = self._cache["groups"]
+        return grouped
 
-    def seen(self, group: Group, slots: torch.Tensor) -> torch.Tensor:
+    def allowed(self, group: Group, slots: torch.Tensor) -> torch.Tensor:
         """Whether each query sees each key, shape (M, 1, L, L)."""
-        if group not in self._seen:
+        if group not in self._cache:
             allowed_MLL = self._evaluate(self.rule, slots.view(group.count, group.length))
-            self._seen[group] = allowed_MLL.expand(group.count, -1, -1)[:, None]
-        found: torch.Tensor = self._seen[group]
-        return found
+            self._cache[group] = allowed_MLL.expand(group.count, -1, -1)[:, None]
+        allowed_M1LL: torch.Tensor = self._cache[group]
+        return allowed_M1LL
 
     def bias(self, group: Group, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The same as numbers to add to scores: 0, or minus infinity where a query does not see a key."""
-        if (group, dtype) not in self._seen:
-            seen = self.seen(group, slots)
-            blank = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            self._seen[group, dtype] = blank.masked_fill_(~seen, -torch.inf)
-        found: torch.Tensor = self._seen[group, dtype]
-        return found
+        """`allowed` as numbers to add to scores: 0, or minus infinity where a query does not see a key."""
+        if (group, dtype) not in self._cache:
+            allowed = self.allowed(group, slots)
+            blank = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+            self._cache[group, dtype] = blank.masked_fill_(~allowed, -torch.inf)
+        bias_M1LL: torch.Tensor = self._cache[group, dtype]
+        return bias_M1LL
 
     def _evaluate(self, rule: Rule, slots_ML: torch.Tensor) -> torch.Tensor:
-        """Which keys each query sees, shape (M or 1, L, L)."""
-        word, *rest = rule
+        """Evaluate a rule inside segments: whether each query sees each key, shape (M or 1, L, L)."""
+        word, *arguments = rule
         if word in ("and", "or"):
-            parts = [self._evaluate(part, slots_ML) for part in rest]
-            whole = parts[0]
+            parts = [self._evaluate(part, slots_ML) for part in arguments]
+            combined = parts[0]
             for part in parts[1:]:
-                whole = whole & part if word == "and" else whole | part
-            return whole
+                combined = combined & part if word == "and" else combined | part
+            return combined
         if word == "blocks":
-            blocks_ML = self.tensors[rest[0]].flatten()[slots_ML]
+            blocks_ML = self.tensors[arguments[0]].flatten()[slots_ML]
             allowed: torch.Tensor = blocks_ML[:, :, None] == blocks_ML[:, None, :]
             return allowed & (blocks_ML >= 0)[:, :, None]
         places_L = torch.arange(slots_ML.shape[1], device=slots_ML.device)
         query, key = places_L[None, :, None], places_L[None, None, :]
         everything = torch.ones_like(query == key)
-        found: dict[str, Callable[[], torch.Tensor]] = {
+        conditions: dict[str, Callable[[], torch.Tensor]] = {
             "causal": lambda: key <= query,
-            "window": lambda: key > query - rest[0],
-            "chunk": lambda: key // rest[0] == query // rest[0],
+            "window": lambda: key > query - arguments[0],
+            "chunk": lambda: key // arguments[0] == query // arguments[0],
             "none": lambda: ~everything,
         }
-        return found.get(word, lambda: everything)()
+        return conditions.get(word, lambda: everything)()
 
 
 def plain_mask(causal: bool, window: int | None) -> SegmentMask:
@@ -197,7 +196,7 @@ def masked_segments(
         shape = (group.count, group.length)
         q, k, v = (x.index_select(0, slots).view(*shape, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
         added = softcap is None and sinks_H is None
-        allowed = mask.bias(group, slots, q.dtype) if added else mask.seen(group, slots)
+        allowed = mask.bias(group, slots, q.dtype) if added else mask.allowed(group, slots)
         out_MHLD = exact_attention(q, k, v, allowed, scale, softcap, sinks_H, dropout)
         parts.append(out_MHLD.transpose(1, 2).flatten(0, 1))
         places.append(slots)

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import varlen
 
 from headway.errors import ConfigError
-from headway.models.segments import sink_gradient, with_equal_heads, with_sinks
+from headway.models.attention.segments import sink_gradient, with_equal_heads, with_sinks
 
 _LARGEST_HEAD = 256  # head size that the flash kernel takes
 _HEAD_MULTIPLE = 8

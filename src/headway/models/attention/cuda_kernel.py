@@ -1,4 +1,4 @@
-"""Which kernel attention within segments runs on CUDA: PyTorch's, FlashAttention-3 in its place, or a package's.
+"""Choice of the kernel that attends within segments on CUDA: PyTorch's, FlashAttention-3 in its place, or a package's.
 
 Tensor letters as in `attention`. Two packages are known: `flash_attn_interface` (FlashAttention-3, for Hopper) and
 `flash_attn` (FlashAttention-2). PyTorch's variable-length attention is FlashAttention-2, unless its own switch puts
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.attention import (
@@ -19,20 +19,39 @@ from torch.nn.attention import (
 )
 
 from headway.errors import ConfigError
-from headway.models.segments import with_equal_heads
-from headway.models.varlen import varlen_attention
+from headway.models.attention.segments import with_equal_heads
+from headway.models.attention.varlen import varlen_attention
 
 FA3, FA2 = PACKAGES = ("flash_attn_interface", "flash_attn")
 _FA3_MAJOR = 9  # of the devices' compute capability: Hopper
 _HEAD_MULTIPLE = 8
-_FA2_LINE = "Attention on CUDA: PyTorch's variable-length FlashAttention-2"
-
-Kernel = Callable[..., torch.Tensor]  # arguments as in `varlen_attention`
-
-_chosen: list[Kernel] = [varlen_attention]
+_FA2_NOTE = "Attention on CUDA: PyTorch's variable-length FlashAttention-2"
 
 
-def cuda_kernel() -> Kernel:
+class CudaKernel(Protocol):
+    """Attention within segments on CUDA; arguments as in `segments.segment_attention`, and the longest segment."""
+
+    def __call__(
+        self,
+        q_THD: torch.Tensor,
+        k_TKD: torch.Tensor,
+        v_TKD: torch.Tensor,
+        cu_seqlens_N: torch.Tensor,
+        max_seqlen: int,
+        causal: bool,
+        window: int | None,
+        scale: float,
+        sinks_H: torch.Tensor | None,
+        /,
+    ) -> torch.Tensor:
+        """Attended values, shape (T, H, Dv)."""
+        ...
+
+
+_chosen: list[CudaKernel] = [varlen_attention]
+
+
+def cuda_kernel() -> CudaKernel:
     """The kernel that attention on CUDA runs in this process."""
     return _chosen[0]
 
@@ -64,7 +83,7 @@ def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
     if name == "flash-attn":
         return (_use_package(),)
     if name == "torch":
-        return (_FA2_LINE,)
+        return (_FA2_NOTE,)
     missing = _missing_for_fa3(device) or _put_in_fa3()
     if missing is None:
         return (f"Attention on CUDA: FlashAttention-3 ({FA3}) behind PyTorch's variable-length attention",)
@@ -73,11 +92,11 @@ def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
             f"speed.attention is 'fa3' (FlashAttention-3), but {missing}. Set speed.attention=auto, which takes "
             "PyTorch's own variable-length flash kernel where there is no FlashAttention-3."
         )
-    return (f"{_FA2_LINE}; FlashAttention-3 is not used, as {missing}",)
+    return (f"{_FA2_NOTE}; FlashAttention-3 is not used, as {missing}",)
 
 
 def _missing_for_fa3(device: torch.device) -> str | None:
-    """What FlashAttention-3 lacks here, as a part of a sentence; None where it runs."""
+    """Say what FlashAttention-3 lacks here, as a part of a sentence; None where it runs."""
     major, minor = torch.cuda.get_device_capability(device)
     if major != _FA3_MAJOR:
         return f"it needs a device of compute capability {_FA3_MAJOR}.x (H100, H200), and {device} has {major}.{minor}"
@@ -87,7 +106,7 @@ def _missing_for_fa3(device: torch.device) -> str | None:
 
 
 def _put_in_fa3() -> str | None:
-    """Switch PyTorch to FlashAttention-3; why it could not, as a part of a sentence, or None."""
+    """Switch PyTorch to FlashAttention-3; returns why that failed, as a part of a sentence, or None."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # it replaces kernels: as asked
@@ -109,29 +128,21 @@ def _use_package() -> str:
     return f"Attention on CUDA: flash_attn_varlen_func of {installed[0]}"
 
 
-def flash_kernel(attend: Callable[..., Any]) -> Kernel:
+def flash_kernel(attend: Callable[..., Any]) -> CudaKernel:
     """A function of the flash-attn packages as a kernel of this library.
 
     Args:
         attend: `flash_attn_varlen_func` of either package.
     """
 
-    def kernel(
-        q_THD: torch.Tensor,
-        k_TKD: torch.Tensor,
-        v_TKD: torch.Tensor,
-        cu_seqlens_N: torch.Tensor,
-        max_seqlen: int,
-        causal: bool,
-        window: int | None,
-        scale: float,
-        sinks_H: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def kernel(*tensors_and_settings: Any) -> torch.Tensor:
+        *qkv, cu_seqlens_N, max_seqlen, causal, window, scale, sinks_H = tensors_and_settings
         if sinks_H is not None:
             raise ConfigError("flash-attn has no attention sinks, which this model uses; set speed.attention=torch.")
-        value_size = v_TKD.shape[-1]
-        q, k, v = with_equal_heads(q_THD, k_TKD, v_TKD, multiple=_HEAD_MULTIPLE)
+        value_size = qkv[-1].shape[-1]
+        q, k, v = with_equal_heads(*qkv, multiple=_HEAD_MULTIPLE)  # the packages pad neither heads nor values
         cu = cu_seqlens_N.to(torch.int32)
+        # (left, right): how many keys before and after its own a query sees; -1 is without limit
         reach = (window - 1, 0) if causal and window is not None else (-1, -1)
         out = attend(
             q, k, v, cu, cu, max_seqlen, max_seqlen, softmax_scale=scale, causal=causal, window_size=reach

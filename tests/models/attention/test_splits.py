@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from headway.count import Workload, splits
 from headway.errors import WorkloadError
 from headway.models.attention import attend
-from headway.models.split_attention import SplitMask, _flex, split_attention
+from headway.models.attention.splits import SplitMask, _flex, split_attention
 
 RUN = st.tuples(st.sampled_from(splits.MODES), st.integers(1, 9))
 SEGMENTS = st.lists(st.lists(RUN, min_size=1, max_size=4), min_size=1, max_size=4)
@@ -165,7 +165,7 @@ def test_the_backend_takes_it_as_the_mask():
 
 
 def test_half_precision_and_moving_run():
-    mask = SplitMask.of(MIXED).each(lambda tensor: tensor.clone())
+    mask = SplitMask.of(MIXED).map_tensors(lambda tensor: tensor.clone())
     out = split_attention(*heads(MIXED.slots, torch.bfloat16), mask, 0.3)
     assert out.dtype == torch.bfloat16
     assert out.isfinite().all()
