@@ -86,8 +86,8 @@ DEFECTS = (
     Defect(
         "the loss of a step is that of each pack for itself",
         "train/loop.py",
-        "per=max(1, whole.num_supervised)",
-        "per=max(1, int((labels_L >= 0).sum()))",
+        "labels_L, per=per, per_drawn=per_drawn",
+        "labels_L, per=max(1, int((labels_L >= 0).sum())), per_drawn=per_drawn",
         ("tests/train/test_loop.py",),
     ),
     Defect(
@@ -193,8 +193,8 @@ DEFECTS = (
     Defect(
         "folded heads are billed again",
         "tracing/record.py",
-        "return int(seen[..., 0].sum()), rows[-1],",
-        "return int(seen[..., 0].sum()) * math.prod(rows[:-1]), rows[-1],",
+        "return int(pairs[..., 0].sum()), rows[-1],",
+        "return int(pairs[..., 0].sum()) * math.prod(rows[:-1]), rows[-1],",
         ("tests/tracing/test_foreign_models.py",),
     ),
     Defect(
