@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import opened
-from headway.cli.options import ChatTemplateOption
+from headway.cli.options import ChatTemplateOption, spread
 from headway.cli.output import needs_extra, say
 from headway.errors import ConfigError, DataError
 from headway.report import printable
@@ -24,6 +24,7 @@ HELP = (
 )
 
 
+@spread()
 def chat(
     model: opened.ModelArgument,
     image: Annotated[
@@ -36,9 +37,8 @@ def chat(
     top_k: opened.TopKOption = None,
     seed: opened.SeedOption = 0,
     chat_template: ChatTemplateOption = None,
-    base: opened.BaseOption = None,
-    device: opened.DeviceOption = "auto",
-    dtype: opened.DtypeOption = opened.WeightDtype.auto,
+    *,
+    opening: opened.OpenOptions,
 ) -> None:
     """Talk to a model: an export, adapters, a checkpoint, or a run.
 
@@ -52,7 +52,7 @@ def chat(
 
     decoding = Decoding(max_new_tokens, temperature, top_p, top_k, seed)
     is_watched = sys.stdin.isatty()
-    generator = opened.open_generator(model, base, device, dtype, chat_template=chat_template)
+    generator = opened.open_generator(model, opening, chat_template=chat_template)
     if is_watched:
         say(f"{model}: type a question; /help shows what else there is.", on_stderr=True)
     talk = _Talk(generator, decoding, system, is_watched=is_watched)

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -10,9 +10,7 @@ from headway.cache import write_whole
 from headway.cli import options
 from headway.cli.explain_sources import Asked, Pair, explained
 from headway.cli.output import warn, warn_of_unknown
-from headway.cli.parse import parse_lora
-from headway.cli.resolve import in_patches, resolve_cost_model
-from headway.cli.workload import build_workload, prepared
+from headway.cli.workload import WorkloadOptions, resolve_for
 from headway.errors import UsageError
 from headway.explain.breakdown import breakdown_record
 from headway.explain.comparison import compare, comparison_text
@@ -22,12 +20,10 @@ from headway.explain.stated_work import StatedWork
 from headway.explain.text import as_text
 from headway.log.working import working
 
-if TYPE_CHECKING:
-    from headway.count import Workload
-
 _Rows = Literal["component", "module", "kernel", "attention", "gemm"]
 
 
+@options.spread(without=["past"])
 def explain(
     paths: Annotated[
         list[Path],
@@ -67,16 +63,8 @@ def explain(
             help="What was trained, where the trace does not say: as for `headway flops`, with the workload below.",
         ),
     ] = None,
-    segments: options.SegmentsOption = None,
-    images: options.ImagesOption = None,
-    videos: options.VideosOption = None,
-    sources: options.SourcesOption = None,
-    audio: options.AudioOption = None,
-    slots: options.SlotsOption = None,
-    splits: options.SplitsOption = None,
-    latents: options.LatentsOption = None,
-    references: options.ReferencesOption = None,
-    supervised: options.SupervisedOption = None,
+    *,
+    work: WorkloadOptions,
     freeze: options.FreezeOption = None,
     lora: options.LoraOption = None,
     recompute: options.RecomputeOption = "none",
@@ -95,36 +83,19 @@ def explain(
     """
     if as_json and markdown:
         raise UsageError("--json and --md are two outputs; give one of them.")
-    given = None
+    stated = None
     if model is not None:
-        workload = build_workload(
-            segments,
-            images=in_patches(model, images),
-            videos=videos,
-            slots=slots,
-            sources=sources,
-            audio=audio,
-            splits=splits,
-            latents=latents,
-            references=references,
-            supervised=supervised,
-        )
-        given = _given(model, workload, supervised, freeze, lora, recompute)
+        workload = work.in_patches(model).build()
+        cost_model = resolve_for(model, workload, work.supervised, freeze, lora)
+        warn_of_unknown(cost_model.unknown)
+        stated = StatedWork(model, cost_model, workload, recompute)
     else:
-        work: dict[str, object] = {
-            "--segments": segments,
-            "--images": images,
-            "--videos": videos,
-            "--sources": sources,
-            "--audio": audio,
-        }
-        work |= {"--splits": splits, "--latents": latents, "--references": references, "--supervised": supervised}
-        how = {"--slots": slots, "--freeze": freeze, "--lora": lora, "--recompute": recompute != "none"}
-        unused = [option for option, value in {**work, **how}.items() if value]
+        others = {"--freeze": freeze, "--lora": lora, "--recompute": recompute != "none"}
+        unused = [*work.typed(), *(option for option, value in others.items() if value)]
         if unused:
             raise UsageError(f"{unused[0]} cannot take effect without --model. Name the model, or leave it out.")
     with working(f"reading {', '.join(path.name for path in paths)}"):
-        found = explained(paths, Asked(step, rank, whole, given, device), compares=compares)
+        found = explained(paths, Asked(step, rank, whole, stated, device), compares=compares)
     if not isinstance(found, JobExplanation):
         _compare(found, by, as_json=as_json, markdown=markdown)
         return
@@ -150,22 +121,3 @@ def _keep(record: dict[str, Any], path: Path) -> None:
         write_whole(path, lambda file: file.write(json.dumps(record).encode() + b"\n"))
     except OSError as error:
         warn(f"{path} cannot be written: {error.strerror or error}.")
-
-
-def _given(
-    model: str,
-    workload: "Workload",
-    supervised: int | None,
-    freeze: list[str] | None,
-    lora: str | None,
-    recompute: str,
-) -> StatedWork:
-    """Resolve what was trained, as `headway flops` does."""
-    cost_model = resolve_cost_model(model)
-    if lora is not None:
-        cost_model = cost_model.lora(*parse_lora(lora))
-    if freeze:
-        cost_model = cost_model.freeze(freeze)
-    cost_model = prepared(cost_model, workload, supervised)
-    warn_of_unknown(cost_model.unknown)
-    return StatedWork(model, cost_model, workload, recompute)

@@ -9,9 +9,8 @@ import typer
 from headway.cli import options
 from headway.cli.bill import note_row_length, print_bill
 from headway.cli.output import print_json, warn_of_unknown
-from headway.cli.parse import parse_lora
-from headway.cli.resolve import in_patches, resolve_architecture, resolve_cost_model
-from headway.cli.workload import build_workload, describe, prepared, workload_record
+from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.workload import WorkloadOptions, describe, resolve_for, workload_record
 from headway.errors import UsageError
 from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
 
@@ -27,19 +26,11 @@ class By(StrEnum):
     module = "module"
 
 
+@options.spread()
 def flops(
     model: options.ModelArgument,
-    segments: options.SegmentsOption = None,
-    images: options.ImagesOption = None,
-    videos: options.VideosOption = None,
-    sources: options.SourcesOption = None,
-    audio: options.AudioOption = None,
-    past: options.PastOption = None,
-    slots: options.SlotsOption = None,
-    splits: options.SplitsOption = None,
-    latents: options.LatentsOption = None,
-    references: options.ReferencesOption = None,
-    supervised: options.SupervisedOption = None,
+    *,
+    work: WorkloadOptions,
     freeze: options.FreezeOption = None,
     lora: options.LoraOption = None,
     recompute: options.RecomputeOption = "none",
@@ -77,38 +68,22 @@ def flops(
     from headway.conventions import Step, get_convention
 
     rule = get_convention(convention)
-    if seq_len is not None and segments is None and splits is None:
-        segments, seq_len = str(seq_len), seq_len if rule.uses_seq_len else None
+    if seq_len is not None and work.segments is None and work.splits is None:
+        work = replace(work, segments=str(seq_len))
+        seq_len = seq_len if rule.uses_seq_len else None
     _check_options(rule, recompute, forward_only, by, seq_len)
     if reference is not None and rule.name != "useful":
         raise UsageError(
             f"--reference {reference} cannot take effect with --convention {rule.name}, which counts one model. Leave "
             "one of them out."
         )
-    if past is not None and not forward_only:
+    if work.past is not None and not forward_only:
         raise UsageError(
-            f"--past {past[:80]} names tokens whose keys and values are cached, which no gradient reaches: it needs "
-            "--forward-only. Leave it out to count a training step."
+            f"--past {work.past[:80]} names tokens whose keys and values are cached, which no gradient reaches: it "
+            "needs --forward-only. Leave it out to count a training step."
         )
-    workload = build_workload(
-        segments,
-        images=in_patches(model, images),
-        videos=videos,
-        slots=slots,
-        sources=sources,
-        audio=audio,
-        past=past,
-        splits=splits,
-        latents=latents,
-        references=references,
-        supervised=supervised,
-    )
-    cost_model = resolve_cost_model(model)
-    if lora is not None:
-        cost_model = cost_model.lora(*parse_lora(lora))
-    if freeze:
-        cost_model = cost_model.freeze(freeze)
-    cost_model = prepared(cost_model, workload, supervised)
+    workload = work.in_patches(model).build()
+    cost_model = resolve_for(model, workload, work.supervised, freeze, lora)
     second = None if reference is None else resolve_cost_model(reference)
 
     warn_of_unknown((*cost_model.unknown, *(second.unknown if second is not None else ())))

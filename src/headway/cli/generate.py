@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from headway.cli import opened
-from headway.cli.options import ChatTemplateOption, JsonOption
+from headway.cli.options import ChatTemplateOption, JsonOption, spread
 from headway.cli.output import needs_extra, print_json, say
 from headway.errors import ConfigError, UsageError
 from headway.files import is_taken, open_output
@@ -25,6 +25,7 @@ Asked = tuple["Sample", str | None]
 """A prompt, and the answer that the data give to it, if any."""
 
 
+@spread()
 def generate(
     model: opened.ModelArgument,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="One question; give it here or --input.")] = None,
@@ -56,9 +57,8 @@ def generate(
     seed: opened.SeedOption = 0,
     batch: Annotated[int, typer.Option(metavar="N", min=1, help="Prompts that are answered together.")] = 8,
     chat_template: ChatTemplateOption = None,
-    base: opened.BaseOption = None,
-    device: opened.DeviceOption = "auto",
-    dtype: opened.DtypeOption = opened.WeightDtype.auto,
+    *,
+    opening: opened.OpenOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Let a model answer one prompt, or every prompt of a file, with transformers' own generation.
@@ -89,7 +89,7 @@ def generate(
         raise UsageError(f"--output {output} exists already; give another file, or delete it first.")
     if plain and chat_template is not None:
         raise UsageError("--chat-template cannot take effect with --plain, which uses none; leave one of them out.")
-    generator = opened.open_generator(model, base, device, dtype, chat_template=chat_template)
+    generator = opened.open_generator(model, opening, chat_template=chat_template)
     if plain or not generator.has_template:
         asked = [(_as_document(sample, model), gold) for sample, gold in asked]
     elif system is not None:

@@ -11,24 +11,20 @@ if TYPE_CHECKING:
     from headway.devices import Device
     from headway.predict.collectives import Links
 
-LinkOption = Annotated[
-    float | None,
-    typer.Option(metavar="GB/S", min=0.001, help="Bandwidth of a device to the others of its node, one way."),
-]
-NetworkOption = Annotated[
-    float | None,
-    typer.Option(metavar="GB/S", min=0.001, help="A device's share of its node's network, one way."),
-]
-PerNodeOption = Annotated[int | None, typer.Option(metavar="N", min=1, help="Devices of a node.")]
-
 
 @dataclass(frozen=True)
-class GivenLinks:
-    """What the command line says of links, instead of the table of devices [GB/s]."""
+class LinkOptions:
+    """Options that say how devices are joined [GB/s], in place of the table of devices."""
 
-    link: float | None = None
-    network: float | None = None
-    per_node: int | None = None
+    link: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", min=0.001, help="Bandwidth of a device to the others of its node, one way."),
+    ] = None
+    network: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", min=0.001, help="A device's share of its node's network, one way."),
+    ] = None
+    per_node: Annotated[int | None, typer.Option(metavar="N", min=1, help="Devices of a node.")] = None
 
     def of(self, device: "Device | None") -> "Links | None":
         """Links of a device; None of this machine, or where nothing is known.

@@ -74,17 +74,17 @@ def parse_segments(text: str, option: str = "--segments") -> list[int]:
     return lengths
 
 
-def parse_grids(option: str, text: str) -> list[tuple[int, int, int]]:
+def parse_grids(text: str, option: str) -> list[tuple[int, int, int]]:
     """Read image or video grids t x h x w [patches, before merging].
 
     Args:
-        option: the option's name, for the error: "--images" or "--videos".
         text: what was typed.
+        option: the option's name, for the error: "--images" or "--videos".
 
     Raises:
         WorkloadError: the text is not a list of grids, or a side or repetition is 0.
 
-    >>> parse_grids("--images", "1x32x48*2")
+    >>> parse_grids("1x32x48*2", "--images")
     [(1, 32, 48), (1, 32, 48)]
     """
     grids: list[tuple[int, int, int]] = []
@@ -107,17 +107,17 @@ def parse_grids(option: str, text: str) -> list[tuple[int, int, int]]:
     return grids
 
 
-def parse_latents(option: str, text: str) -> list[tuple[int, int, int]]:
+def parse_latents(text: str, option: str) -> list[tuple[int, int, int]]:
     """Read grids of latent patches, as (1, height, width).
 
     Args:
-        option: the option's name, for the error: "--latents" or "--references".
         text: what was typed.
+        option: the option's name, for the error: "--latents" or "--references".
 
     Raises:
         WorkloadError: the text is not a list of grids, or a side or repetition is 0.
 
-    >>> parse_latents("--latents", "64x64*2")
+    >>> parse_latents("64x64*2", "--latents")
     [(1, 64, 64), (1, 64, 64)]
     """
     items = _items(option, text)
@@ -126,14 +126,15 @@ def parse_latents(option: str, text: str) -> list[tuple[int, int, int]]:
             f"{option} {text!r}: {wrong!r} is not a grid of latent patches. Give HxW separated by commas, HxW*N for N "
             f"of them, for example {_EXAMPLES[option]}."
         )
-    return parse_grids(option, ",".join(f"1x{item}" for item in items))
+    return parse_grids(",".join(f"1x{item}" for item in items), option)
 
 
-def parse_splits(text: str) -> list[list[tuple[str, int]]]:
+def parse_splits(text: str, option: str = "--splits") -> list[list[tuple[str, int]]]:
     """Read segments as runs of tokens with modes.
 
     Args:
         text: runs MODE:N separated by commas, segments by semicolons; `(...)*N` repeats a segment.
+        option: the option's name, for the error.
 
     Raises:
         WorkloadError: the text is something else, a mode is not known, or a run or repetition is 0.
@@ -143,7 +144,7 @@ def parse_splits(text: str) -> list[list[tuple[str, int]]]:
     """
     from headway.count.splits import MODES
 
-    option, found = "--splits", list[list[tuple[str, int]]]()
+    segments: list[list[tuple[str, int]]] = []
     for item in (segment.strip() for segment in text.split(";")):
         repeated = _REPEATED.fullmatch(item)
         runs = []
@@ -156,8 +157,8 @@ def parse_splits(text: str) -> list[list[tuple[str, int]]]:
                 )
             runs.append((match[1], _whole(option, match[2])))
         repeat = _whole(option, repeated[2]) if repeated else 1
-        found += [runs] * _repeats(option, text, item, repeat, len(found))
-    return found
+        segments += [runs] * _repeats(option, text, item, repeat, len(segments))
+    return segments
 
 
 def parse_lora(text: str) -> Lora:
