@@ -9,8 +9,7 @@ import typer
 
 from headway.cli import options
 from headway.cli.output import print_json, warn
-from headway.cli.peak import stated_peak
-from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.resolve import resolve_architecture, resolve_cost_model, stated_peak
 from headway.cli.workload import WorkloadOptions, check_vision_tokens, describe, prepared
 from headway.errors import LogError, UsageError
 from headway.files import check_plain

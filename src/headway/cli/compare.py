@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import options
-from headway.cli.bill import note_row_length
+from headway.cli.flops import note_row_length
 from headway.cli.output import print_json, warn, warn_of_unknown
-from headway.cli.peak import stated_peak
-from headway.cli.resolve import resolve_architecture
+from headway.cli.resolve import resolve_architecture, stated_peak
 from headway.cli.workload import WorkloadOptions, describe, resolve_for, workload_record
 from headway.errors import UsageError
 from headway.report import (

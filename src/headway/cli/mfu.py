@@ -6,7 +6,7 @@ import typer
 
 from headway.cli import options
 from headway.cli.output import print_json, warn
-from headway.cli.peak import stated_peak
+from headway.cli.resolve import stated_peak
 from headway.cli.workload import WorkloadOptions, resolve_for
 from headway.errors import UsageError
 from headway.report import format_count, format_duration, format_flops, format_rate, format_share, render_pairs

@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.ceiling import local_device, local_rates
-from headway.cli.dry_run import NO_ROOM, saved_of_recipe
-from headway.cli.links import LinkOptions
-from headway.cli.measured_data import lengths_of_data, measured_data
+from headway.cli.devices import local_device, local_rates
+from headway.cli.dry_run import NO_ROOM, LinkOptions, lengths_of_data, measured_data, saved_of_recipe
 from headway.cli.options import JsonOption, spread
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.plan_text import WholeRun, as_record, as_text
@@ -274,7 +272,7 @@ def _print_sizes(
     Raises:
         typer.Exit: one does not fit the device; exit code 1.
     """
-    from headway.cli.scale_text import scale_record, scale_text
+    from headway.cli.plan_text import scale_record, scale_text
 
     scaling, sized = sizes
     runs = []

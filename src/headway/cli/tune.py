@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.dry_run import saved_of_recipe
-from headway.cli.links import LinkOptions, note_on_links
-from headway.cli.measured_data import lengths_of_data, measured_data
+from headway.cli.dry_run import LinkOptions, lengths_of_data, measured_data, note_on_links, saved_of_recipe
 from headway.cli.options import JsonOption, spread
 from headway.cli.output import print_json, say
 from headway.cli.plan import named_recipe, speeds_of
