@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from headway.cli.app import app
-from headway.cli.numbers import _numeric
+from headway.cli.parse import _numeric
 
 COMMANDS = typer.main.get_command(app).commands
 OPTIONS = [

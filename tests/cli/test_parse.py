@@ -53,15 +53,15 @@ def test_too_many_segments_are_refused_before_memory_is_taken():
 
 
 def test_grids_are_t_h_w_with_repeats():
-    assert parse_grids("--images", "1x32x48*2,1x4x4") == [(1, 32, 48), (1, 32, 48), (1, 4, 4)]
-    assert parse_grids("--videos", "8x32x48") == [(8, 32, 48)]
+    assert parse_grids("1x32x48*2,1x4x4", "--images") == [(1, 32, 48), (1, 32, 48), (1, 4, 4)]
+    assert parse_grids("8x32x48", "--videos") == [(8, 32, 48)]
 
 
 @pytest.mark.parametrize("text", ["32x48", "1x32x48x2", "1x0x48", "1,32,48", "1x32", "1*32*48", "ax2x3", "-1x2x2", ""])
 @pytest.mark.parametrize("option", ["--images", "--videos"])
 def test_a_wrong_grid_is_quoted_with_an_example(option, text):
     with pytest.raises(WorkloadError) as caught:
-        parse_grids(option, text)
+        parse_grids(text, option)
     assert f"{option} {text!r}" in str(caught.value)
     assert "for example" in str(caught.value).lower()
 
@@ -78,7 +78,7 @@ def test_a_wrong_split_is_quoted_with_an_example(text):
 @pytest.mark.parametrize("text", ["", "64", "1x64x64", "0x4", "4x4*0", "4 x 4"])
 def test_a_wrong_grid_of_latents_is_quoted_with_an_example(text):
     with pytest.raises(WorkloadError, match="--latents"):
-        parse_latents("--latents", text)
+        parse_latents(text, "--latents")
 
 
 @pytest.mark.parametrize(

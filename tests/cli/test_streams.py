@@ -49,12 +49,12 @@ def test_nothing_ends_a_command_because_nobody_reads_what_it_says_aside():
 
 
 def test_a_closed_standard_input_is_an_empty_one():
-    code = "from headway.cli.streams import open_streams; open_streams(); import sys; print(len(sys.stdin.readline()))"
+    code = "from headway.cli.output import open_streams; open_streams(); import sys; print(len(sys.stdin.readline()))"
     assert shell(f'{sys.executable} -P -c "{code}" <&-') == (0, "", "0\n")
 
 
 def test_letters_that_a_locale_lacks_are_printed_by_their_numbers():
-    code = "from headway.cli.streams import open_streams; open_streams(); print('\\ufffd \\u00e9 \\udcff')"
+    code = "from headway.cli.output import open_streams; open_streams(); print('\\ufffd \\u00e9 \\udcff')"
     ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     program = f'{sys.executable} -P -c "{code}"'
     assert shell(program, **ascii_only) == (0, "", "\\ufffd \\xe9 \\udcff\n")

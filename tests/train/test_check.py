@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from headway.cli.check import check
+from headway.cli.records import check
 from headway.config import parse_config
 from headway.errors import LogError
 from headway.train.check import check_run

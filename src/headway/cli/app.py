@@ -12,39 +12,32 @@ import typer
 
 import headway.quiet  # noqa: F401 - before any library that complains as it is imported
 from headway.cli import (
+    answer,
     audit,
-    ceiling,
-    chat,
-    check,
     compare,
     config,
+    convert,
     demo,
     devices,
     draw,
     evaluate,
     explain,
-    export,
     flops,
-    generate,
-    goodput,
-    import_config,
-    import_model,
     index,
     init,
     look,
     mfu,
     models,
-    new_model,
     pack,
     plan,
+    records,
     report,
     train,
     tune,
     verify,
 )
-from headway.cli.numbers import NumberCommand
-from headway.cli.output import missing_library_told
-from headway.cli.streams import ReaderGoneError, open_streams
+from headway.cli.output import ReaderGoneError, missing_library_told, open_streams
+from headway.cli.parse import NumberCommand
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
 from headway.report.terminal import coloured, width_of, wrapped
 from headway.safe_path import keep_current_folder_out
@@ -65,12 +58,12 @@ app.command("flops", short_help="Count the exact FLOPs of a training step.")(flo
 app.command("compare", short_help="Show one step as every tool would print it.")(compare.compare)
 app.command("audit", short_help="Restate a training log of another tool.")(audit.audit)
 app.command("mfu", short_help="Relate step time, tokens/s, MFU, chips, days and cost.")(mfu.mfu)
-app.command("goodput", short_help="Show where a run's wall time went, restarts included.")(goodput.goodput)
+app.command("goodput", short_help="Show where a run's wall time went, restarts included.")(records.goodput)
 app.command("explain", short_help="Show where every second of a step went.")(explain.explain)
 app.command("report", short_help="Write a run as one HTML page, or as Markdown.")(report.report)
-app.command("check", short_help="Prove from a run's records that no sample was lost or repeated.")(check.check)
+app.command("check", short_help="Prove from a run's records that no sample was lost or repeated.")(records.check)
 app.command("devices", short_help="List the devices whose peak is known, with sources.")(devices.devices)
-app.command("ceiling", short_help="Measure what this device reaches at best.")(ceiling.ceiling)
+app.command("ceiling", short_help="Measure what this device reaches at best.")(devices.ceiling)
 app.command("models", short_help="List the models that ship with their costs.")(models.models)
 app.command("verify", short_help="Hold a model's FLOPs against PyTorch's own counter.")(verify.verify)
 app.command("index", short_help="Measure the lengths of all samples, without pixels.")(index.index)
@@ -78,17 +71,17 @@ app.command("look", short_help="See samples as tokens with their loss mask, and 
 app.command("pack", short_help="Plan packs and steps from lengths; trains nothing.")(pack.pack)
 app.command("plan", short_help="Predict memory, step time, MFU, days and cost of a run.")(plan.plan)
 app.command("init", short_help="Write a configuration for a model and data.")(init.init)
-app.command("new-model", short_help="Write a small model with random weights, for experiments.")(new_model.new_model)
+app.command("new-model", short_help="Write a small model with random weights, for experiments.")(models.new_model)
 app.command("train", short_help="Train a model on packed data.")(train.train)
 app.command("tune", short_help="Search the settings that train fastest within the memory.")(tune.tune)
-app.command("chat", short_help="Talk to a model that was trained.")(chat.chat)
-app.command("generate", short_help="Answer one prompt or a file of them.")(generate.generate)
+app.command("chat", short_help="Talk to a model that was trained.")(answer.chat)
+app.command("generate", short_help="Answer one prompt or a file of them.")(answer.generate)
 app.command("draw", short_help="Draw pictures with a model that draws.")(draw.draw)
 app.command("evaluate", short_help="Judge a model on held-out samples, as eval in training.")(evaluate.evaluate)
 app.command("config", short_help="Print every setting of `headway train`.")(config.config)
-app.command("import-config", short_help="Read a configuration of LMMs-Engine as a recipe.")(import_config.import_config)
-app.command("import-model", short_help="Make a model folder of a project's own layout.")(import_model.import_model)
-app.command("export", short_help="Make a model folder of a checkpoint.")(export.export)
+app.command("import-config", short_help="Read a configuration of LMMs-Engine as a recipe.")(convert.import_config)
+app.command("import-model", short_help="Make a model folder of a project's own layout.")(convert.import_model)
+app.command("export", short_help="Make a model folder of a checkpoint.")(convert.export)
 app.command("demo", short_help="Train a small model to read or draw handwritten digits.")(demo.demo)
 for _command in app.registered_commands:
     _command.cls = NumberCommand

@@ -9,10 +9,8 @@ import typer
 
 from headway.cli import options
 from headway.cli.output import print_json, warn
-from headway.cli.parse import parse_grids, parse_segments
-from headway.cli.peak import stated_peak
-from headway.cli.resolve import resolve_architecture, resolve_cost_model
-from headway.cli.workload import build_workload, check_vision_tokens, describe, prepared
+from headway.cli.resolve import resolve_architecture, resolve_cost_model, stated_peak
+from headway.cli.workload import WorkloadOptions, check_vision_tokens, describe, prepared
 from headway.errors import LogError, UsageError
 from headway.files import check_plain
 from headway.log.run_files import METRICS
@@ -70,19 +68,14 @@ ResumedOption = Annotated[
 SkipOption = Annotated[int, typer.Option(metavar="N", min=0, help="Rows to leave out at the start (warm-up).")]
 
 
+@options.spread(without=["sources", "audio", "past"], between={"images": ["mean_segment"]})
 def audit(
     log: LogArgument,
     model: ModelOption = None,
     seq_len: SeqLenOption = None,
-    segments: options.SegmentsOption = None,
+    *,
+    work: WorkloadOptions,
     mean_segment: MeanSegmentOption = None,
-    images: options.ImagesOption = None,
-    videos: options.VideosOption = None,
-    slots: options.SlotsOption = None,
-    splits: options.SplitsOption = None,
-    latents: options.LatentsOption = None,
-    references: options.ReferencesOption = None,
-    supervised: options.SupervisedOption = None,
     freeze: options.FreezeOption = None,
     device: options.DeviceOption = None,
     dtype: options.DtypeOption = None,
@@ -101,8 +94,8 @@ def audit(
     from headway.audit import audit as audit_log
     from headway.audit import own, read_log
 
-    if (segments is not None or splits is not None) and mean_segment is not None:
-        given = "--segments" if splits is None else "--splits"
+    if (work.segments is not None or work.splits is not None) and mean_segment is not None:
+        given = "--segments" if work.splits is None else "--splits"
         raise UsageError(
             f"{given} and --mean-segment contradict each other: both say how long the samples are. Leave one out."
         )
@@ -110,27 +103,21 @@ def audit(
     read = read_log(_text(path), str(path), resumed_at=resumed_at)
     peak = stated_peak(device, dtype)
     if read.recorded is not None:
-        _refuse(path, {
-            "--model": model, "--seq-len": seq_len, "--segments": segments, "--mean-segment": mean_segment,
-            "--images": images, "--videos": videos, "--slots": slots, "--freeze": freeze, "--ranks": ranks,
-            "--splits": splits, "--latents": latents, "--references": references, "--supervised": supervised,
-        })  # fmt: skip
+        others = {"--seq-len": seq_len, "--mean-segment": mean_segment, "--freeze": freeze, "--ranks": ranks}
+        _refuse(path, {"--model": model, **work.typed(), **others})
         result, name = own(read, device=peak, skip=skip), None
     elif model is None:
         raise UsageError("--model is missing: a log does not say what was trained. Give it as for `headway flops`.")
     else:
-        cost_model, runs = resolve_cost_model(model), None
-        if any(value is not None for value in (splits, latents, references, supervised)):
-            runs = build_workload(
-                segments, images=images, videos=videos, slots=slots, splits=splits, latents=latents,
-                references=references, supervised=supervised,
-            )  # fmt: skip
-            cost_model = prepared(cost_model, runs, supervised)
+        cost_model, workload, work = resolve_cost_model(model), None, work.in_patches(model)
+        if {"--segments", "--splits", "--latents", "--references", "--supervised"} & work.typed().keys():
+            workload = work.build()
+            cost_model = prepared(cost_model, workload, work.supervised)
         trained, name = cost_model.freeze(freeze) if freeze else cost_model, cost_model.name
         result = audit_log(
             read,
             resolve_architecture(model, cost_model),
-            _steps(cost_model, seq_len, segments, mean_segment, images, videos, slots, runs),
+            _steps(cost_model, seq_len, mean_segment, work, workload),
             seq_len=seq_len,
             device=peak,
             num_ranks=ranks,
@@ -165,23 +152,14 @@ def _refuse(path: Path, described: dict[str, Any]) -> None:
 def _steps(
     cost_model: "CostModel",
     seq_len: int | None,
-    segments: str | None,
     mean_segment: int | None,
-    images: str | None,
-    videos: str | None,
-    slots: int | None,
-    runs: "Workload | None",
+    work: WorkloadOptions,
+    workload: "Workload | None",
 ) -> "Callable[[int], Step]":
     """Build the function from a row length to the step that a row of the log stands for."""
     from headway.conventions import Step
-    from headway.count import Workload
 
-    given = parse_segments(segments) if segments is not None else None
-    image_grids = parse_grids("--images", images) if images is not None else []
-    video_grids = parse_grids("--videos", videos) if videos is not None else []
-    longest = max(given) if given else mean_segment
-    if runs is not None:
-        longest = int(runs.segments.max())
+    longest = mean_segment if workload is None else int(workload.segments.max())
     if seq_len is not None and longest is not None and longest > seq_len:
         raise UsageError(
             f"--seq-len {seq_len} contradicts samples of {longest} tokens, which do not fit into a row of that length. "
@@ -189,16 +167,13 @@ def _steps(
         )
 
     def step_of(length: int) -> Step:
-        if runs is not None:
-            return Step(runs, length)
-        lengths = given
-        if lengths is None and mean_segment is not None:
-            size = min(mean_segment, length)
-            lengths = [size] * (length // size) + ([length % size] if length % size else [])
-        workload = Workload(lengths or [length], image_grids, video_grids, slots)
+        if workload is not None:
+            return Step(workload, length)
+        size = length if mean_segment is None else min(mean_segment, length)
+        row = work.build([size] * (length // size) + ([length % size] if length % size else []))
         if seq_len is not None:
-            check_vision_tokens(cost_model, workload)
-        return Step(workload, length)
+            check_vision_tokens(cost_model, row)
+        return Step(row, length)
 
     return step_of
 

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import options
-from headway.cli.bill import note_row_length
+from headway.cli.flops import note_row_length
 from headway.cli.output import print_json, warn, warn_of_unknown
-from headway.cli.peak import stated_peak
-from headway.cli.resolve import in_patches, resolve_architecture, resolve_cost_model
-from headway.cli.workload import build_workload, describe, prepared, workload_record
+from headway.cli.resolve import resolve_architecture, stated_peak
+from headway.cli.workload import WorkloadOptions, describe, resolve_for, workload_record
 from headway.errors import UsageError
 from headway.report import (
     Column,
@@ -34,19 +33,12 @@ StepTimeOption = Annotated[
 ]
 
 
+@options.spread(without=["past"])
 def compare(
     model: options.ModelArgument,
     others: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
-    segments: options.SegmentsOption = None,
-    images: options.ImagesOption = None,
-    videos: options.VideosOption = None,
-    sources: options.SourcesOption = None,
-    audio: options.AudioOption = None,
-    slots: options.SlotsOption = None,
-    splits: options.SplitsOption = None,
-    latents: options.LatentsOption = None,
-    references: options.ReferencesOption = None,
-    supervised: options.SupervisedOption = None,
+    *,
+    work: WorkloadOptions,
     seq_len: options.SeqLenOption = None,
     freeze: options.FreezeOption = None,
     recompute: options.RecomputeOption = "none",
@@ -76,25 +68,11 @@ def compare(
             f"{missing} is missing: an MFU needs the device and the step's wall time in seconds, for example "
             "--device H100 --step-time 1.9. FLOPs alone are what `headway flops --convention NAME` counts."
         )
-    workload = build_workload(
-        segments,
-        images=in_patches(model, images),
-        videos=videos,
-        slots=slots,
-        sources=sources,
-        audio=audio,
-        splits=splits,
-        latents=latents,
-        references=references,
-        supervised=supervised,
-    )
+    workload = work.in_patches(model).build()
     row_length = _seq_len(seq_len, workload.slots, ranks, int(workload.segments.max()))
     peak = stated_peak(device, dtype)
     assert peak is not None, "a device is given"
-    cost_model = resolve_cost_model(model)
-    if freeze:
-        cost_model = cost_model.freeze(freeze)
-    cost_model = prepared(cost_model, workload, supervised)
+    cost_model = resolve_for(model, workload, work.supervised, freeze)
     step = Step(workload, row_length, recompute)
     if seq_len is None:
         note_row_length(workload, row_length)

@@ -1,19 +1,28 @@
-"""`headway devices`: the peaks that are known, and where each stands."""
+"""`headway devices` and `headway ceiling`: peaks of the table, and rates measured on this machine."""
 
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headway.cli.options import JsonOption
-from headway.cli.output import print_json, warn
+from headway.cli.output import needs_extra, print_json, warn
+from headway.cli.resolve import resolve_architecture, resolve_config, resolve_cost_model
 from headway.errors import UnknownDeviceError, UsageError
-from headway.report import Column, render_lines, render_pairs, render_table
+from headway.log.working import working
+from headway.report import Column, format_rate, format_share, render_lines, render_pairs, render_table
 from headway.report.terminal import width_of
 
 if TYPE_CHECKING:
-    from headway.devices import Device
+    import torch
+
+    from headway.count import CostModel
+    from headway.devices import Ceiling, Device
+    from headway.devices.measure import Measurement
+    from headway.devices.model_rates import ModelRates
+    from headway.predict.blocks import TimedBlocks
 
 
 _TEXT_WIDTH = 100
@@ -156,3 +165,219 @@ def _wrapped(name: str, text: str) -> list[tuple[str, str]]:
 
 def _unit(dtype: str) -> str:
     return "TOP/s" if dtype == "int8" else "TFLOP/s"
+
+
+_KINDS = ("cpu", "cuda", "mps")
+
+
+def ceiling(
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda|mps", help="What to measure, cuda:1 for a second card; the accelerator if any."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="bf16, fp16, fp32, on CUDA tf32, fp8, int8; all that it has. Repeatable."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Measure at this model's own sizes instead, for `headway plan` to use."),
+    ] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, whatever is in the cache.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure the best rate of matrix products [FLOP/s] and of copies [byte/s] on this device, over several shapes.
+
+    Takes up to five seconds a dtype, two minutes with --model; the result is cached per device, driver, PyTorch version
+    and thread count.
+
+    Example: headway ceiling --device cpu --dtype fp32
+    """
+    if model is not None:
+        _of_model(model, device, dtype, refresh=refresh, as_json=as_json)
+        return
+    with needs_extra("measuring a ceiling"), working("measuring this device"):
+        from headway.devices.ceilings import copy_ceiling, dtypes_of, environment, matmul_ceiling
+
+        where = local_device(device)
+        names = dtype or list(dtypes_of(where))
+        try:
+            products = [matmul_ceiling(where, name, refresh=refresh, warn=warn) for name in names]
+        except UnknownDeviceError as error:
+            raise UsageError(str(error)) from error
+        copy = copy_ceiling(where, refresh=refresh, warn=warn)
+        around = environment(where)
+        known = _known(where)
+    if as_json:
+        print_json(_ceiling_record(around, products, copy, known))
+    else:
+        print(_render_ceilings(around, products, copy, known))
+
+
+def _of_model(model: str, device: str | None, dtypes: list[str] | None, *, refresh: bool, as_json: bool) -> None:
+    """Measure a model's products, attention and first blocks, and print their rates and times."""
+    cost_model = resolve_cost_model(model)
+    with needs_extra("measuring a model's rates"):
+        from headway.devices.ceilings import environment
+
+        where = local_device(device)
+        names = dtypes or ["fp32" if where.type == "cpu" else "bf16"]
+        found = {name: local_rates(model, cost_model, where, name, refresh=refresh) for name in names}
+        around = environment(where)
+    if as_json:
+        rates = [
+            {"dtype": name, **rates.to_dict(), "blocks": None if blocks is None else blocks.to_dict()}
+            for name, (rates, blocks) in found.items()
+        ]
+        print_json({"model": model, "device": around, "rates": rates})
+    else:
+        tables = [_render_model(model, name, *both) for name, both in found.items()]
+        print("\n\n".join(tables))
+
+
+def local_rates(
+    model: str, cost_model: "CostModel", where: "torch.device", dtype: str, *, refresh: bool = False
+) -> "tuple[ModelRates, TimedBlocks | None]":
+    """Rates at a model's sizes and times of its first blocks on a device of this machine, measured now or before.
+
+    Args:
+        model: as `resolve_cost_model` takes it.
+        cost_model: of the model.
+        where: the device.
+        dtype: of the products, such as "bf16".
+        refresh: measure even if the cache has them.
+
+    Raises:
+        UsageError: a dtype that is not measured.
+    """
+    from headway.devices.model_rates import model_rates
+    from headway.models.attention import attend
+    from headway.predict.block_times import timed_blocks
+    from headway.predict.step_time import shapes_of
+
+    numbers = resolve_architecture(model, cost_model)
+    heads = (numbers.heads, numbers.qk_dim)
+    with working(f"measuring the rates of {model}"):
+        try:
+            rates = model_rates(where, dtype, shapes_of(cost_model), heads, attend, refresh=refresh, warn=warn)
+        except UnknownDeviceError as error:
+            raise UsageError(str(error)) from error
+        return rates, timed_blocks(resolve_config(model), where, dtype, refresh=refresh, warn=warn)
+
+
+def _render_model(model: str, dtype: str, rates: "ModelRates", blocks: "TimedBlocks | None") -> str:
+    columns = [Column("what", "left"), Column("size", "left"), Column("rate")]
+    rows = [
+        [f"{dtype} product", "x".join(map(str, shape)), format_rate(rate)] for shape, rate in rates.products.items()
+    ]
+    for length, both in rates.attention.items():
+        for phase, rate in zip(("forward", "backward"), both, strict=True):
+            rows.append([f"attention, {phase}", f"segments of {length} tokens", format_rate(rate)])
+    for segments, seconds in {} if blocks is None else blocks.seconds.items():
+        size = f"pack of {sum(segments):,} tokens"
+        rows.append(["first blocks, forward and backward", size, f"{1e3 * seconds:.4g} ms"])
+    is_cached = rates.is_cached and (blocks is None or blocks.is_cached)
+    state = "from the cache; --refresh measures again" if is_cached else "just now"
+    pairs = [("model", model), ("measured", f"{rates.measured_at:%Y-%m-%d %H:%M} UTC, {state}")]
+    return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
+
+
+def local_device(given: str | None) -> "torch.device":
+    """A device of this machine: the one named, or the accelerator, or the CPU.
+
+    Raises:
+        UsageError: PyTorch sees no such device here.
+    """
+    import torch
+
+    here = ["cpu"]
+    here += ["cuda"] if torch.cuda.is_available() else []
+    here += ["mps"] if torch.backends.mps.is_available() else []
+    if given is None:
+        return torch.device(here[-1])
+    kind, _, index = given.partition(":")
+    if kind not in _KINDS or (index and not (index.isdecimal() and len(index) < 5)):
+        raise UsageError(f"--device {given!r} is none of {', '.join(_KINDS)}. Leave it out to measure the accelerator.")
+    if kind not in here or (kind == "cuda" and index and int(index) >= torch.cuda.device_count()):
+        raise UsageError(f"--device {given}: PyTorch sees no such device here, only {', '.join(here)}.")
+    return torch.device(given)
+
+
+def _known(where: "torch.device") -> "Device | None":
+    """Find what the table says of the device, to set it beside what was measured; of most CPUs, nothing."""
+    from headway.devices import device_at
+
+    try:
+        return device_at(where)
+    except UnknownDeviceError:
+        return None
+
+
+def _ceiling_record(
+    around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", known: "Device | None"
+) -> dict[str, Any]:
+    return {
+        "device": around,
+        "matmul": [
+            {
+                "dtype": found.what,
+                **_rates(found.best, "flops_per_s"),
+                "datasheet_flops_per_s": known.peak_flops_per_s.get(found.what) if known else None,
+                "shapes": [_rates(measurement, "flops_per_s") for measurement in found.measurements],
+                **_when(found),
+            }
+            for found in products
+        ],
+        "copy": {
+            **_rates(copy.best, "bytes_per_s"),
+            "datasheet_bytes_per_s": known.memory_bytes_per_s if known else None,
+            "sizes": [_rates(measurement, "bytes_per_s") for measurement in copy.measurements],
+            **_when(copy),
+        },
+    }
+
+
+def _rates(found: "Measurement", unit: str) -> dict[str, Any]:
+    return {
+        "shape": list(found.shape),
+        "repeats": len(found.durations_s),
+        unit: found.best_per_s,
+        f"median_{unit}": found.median_per_s,
+        f"min_{unit}": found.worst_per_s,
+    }
+
+
+def _when(found: "Ceiling") -> dict[str, Any]:
+    return {"measured_at": found.measured_at.isoformat(timespec="seconds"), "cached": found.is_cached}
+
+
+def _render_ceilings(around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", known: "Device | None") -> str:
+    columns = [Column("what", "left"), Column("shape", "left")]
+    columns += [Column("best"), Column("median"), Column("slowest"), Column("repeats"), Column("of datasheet")]
+    peaks = known.peak_flops_per_s if known else {}
+    rows = [[found.what, *_cells(found.best, format_rate), _share(found, peaks.get(found.what))] for found in products]
+    rows.append([copy.what, *_cells(copy.best, _bandwidth), _share(copy, known.memory_bytes_per_s if known else None)])
+    pairs = [("device", around["name"]), ("torch", around["torch"])]
+    if around["threads"]:
+        pairs.append(("threads", str(around["threads"])))
+    if around["driver"]:
+        pairs.append(("driver", around["driver"]))
+    for found in (*products, copy):
+        state = "from the cache; --refresh measures again" if found.is_cached else "just now"
+        state = state if found.is_settled else "unsure: other work kept the device busy; measure when it does not"
+        pairs.append((f"{found.what} measured", f"{found.measured_at:%Y-%m-%d %H:%M} UTC, {state}"))
+    return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
+
+
+def _cells(found: "Measurement", write: Callable[[float], str]) -> list[str]:
+    rates = [found.best_per_s, found.median_per_s, found.worst_per_s]
+    shape = "x".join(map(str, found.shape)) if len(found.shape) == 3 else f"{found.shape[0] / 2**20:g} MiB"
+    return [shape, *map(write, rates), str(len(found.durations_s))]
+
+
+def _share(found: "Ceiling", datasheet: float | None) -> str:
+    return "-" if datasheet is None else format_share(found.best.best_per_s / datasheet)
+
+
+def _bandwidth(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:,.1f} GB/s"

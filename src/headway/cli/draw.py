@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli import opened
+from headway.cli.options import spread
 from headway.cli.output import needs_extra, say
 from headway.errors import UsageError
 from headway.files import write_output
@@ -30,6 +31,7 @@ class RenormName(StrEnum):
 _SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})")
 
 
+@spread()
 def draw(
     model: opened.ModelArgument,
     text: Annotated[list[str], typer.Argument(metavar="TEXT...", help="What to draw; a picture for each.")],
@@ -72,9 +74,8 @@ def draw(
         typer.Option(metavar="S", min=1e-3, help="Shift of the times towards noise; the model's own if not given."),
     ] = None,
     seed: opened.SeedOption = 0,
-    base: opened.BaseOption = None,
-    device: opened.DeviceOption = "auto",
-    dtype: opened.DtypeOption = opened.WeightDtype.auto,
+    *,
+    opening: opened.OpenOptions,
 ) -> None:
     """Draw pictures with a model that draws, such as the one that `headway demo draw` trains.
 
@@ -92,7 +93,7 @@ def draw(
     with needs_extra("drawing"):
         from headway.answer.pictures import Guidance, open_drawer
     guided = Guidance(guidance, image_guidance, guide_between, renorm.value, renorm_min)
-    found, _ = opened.open_where(model, base, device, dtype, for_generation=False)
+    found, _ = opened.open_where(model, opening, for_generation=False)
     drawer = open_drawer(found)
     with working("drawing"):
         pictures = drawer.draw(

@@ -3,15 +3,17 @@
 import json
 import math
 import sys
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.measured_data import lengths_of_data
-from headway.cli.output import needs_extra
+from headway.cli.index import build_indices
+from headway.cli.output import needs_extra, warn
 from headway.cli.resolve import resolve_config, resolve_ledger
+from headway.errors import DataError, HeadwayError, PlanError, UsageError
 from headway.log.working import working
 from headway.report import (
     Column,
@@ -32,8 +34,12 @@ if TYPE_CHECKING:
     from headway.config.model import ModelConfig
     from headway.count.activations import SavedActivations, SavedByPrecision
     from headway.devices import Device
+    from headway.packing.lengths import LengthTable
+    from headway.predict.collectives import Links
     from headway.predict.dry_run import DryRun, Packs
     from headway.predict.fitting import Way
+    from headway.predict.measured_data import MeasuredData
+
 
 NO_ROOM = "DOES NOT FIT"
 LABELS = {"casts": "weights, cast", "gathered": "weights, gathered", "reducing": "gradients, summing", "passing":
@@ -76,7 +82,7 @@ def of_this_machine(config: "TrainConfig") -> "TrainConfig":
     """Name the processor in a recipe that takes what there is, where PyTorch sees no accelerator on this machine."""
     if config.run.device != "auto" or find_spec("torch") is None:
         return config
-    from headway.cli.ceiling import local_device
+    from headway.cli.devices import local_device
 
     if local_device(None).type != "cpu":
         return config
@@ -255,3 +261,148 @@ def _packs_pairs(config: "TrainConfig", planned: "DryRun", packs: "Packs") -> st
     if left:
         pairs.append(("over-long", f"{', '.join(left)} of {counts.read:,} samples"))
     return render_pairs(pairs)
+
+
+def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
+    """Index datasets, or read their indices, and time how fast their samples are made.
+
+    Args:
+        data: files, folders, globs or URLs.
+        config: of the run, whose model's processor measures.
+
+    Raises:
+        HeadwayError: no such model or data, or no row that can be used.
+    """
+    with needs_extra("indexing"):
+        from headway.data.processor_settings import ProcessorSettings
+        from headway.data.sources import open_source
+        from headway.data.sources.opening import own_names
+
+    sources = [open_source(path, name=name) for path, name in zip(data, own_names(data), strict=True)]
+    settings = ProcessorSettings.of(**config.of_processor())
+    indices = build_indices(sources, config.model.path, config.data.max_characters, settings=settings)
+    with needs_extra("encoding samples"):
+        from headway.data.encoders import open_encoder
+        from headway.hub import located
+        from headway.predict.measured_data import MeasuredData, joined, making_s
+
+    lengths = joined(indices)
+    if not len(lengths.tokens):
+        raise DataError(f"--data {', '.join(data)}: no row can be used; `headway index` says why.")
+    encoder = open_encoder(located(config.model.path), max_characters=config.data.max_characters, settings=settings)
+    return MeasuredData(", ".join(source.name for source in sources), lengths, making_s(sources, indices, encoder))
+
+
+def lengths_of_data(config: "TrainConfig") -> "tuple[str, LengthTable] | None":
+    """Name and lengths of a recipe's own data, where its plan section names no others.
+
+    They are measured as training measures them, and kept. Sources of a mixture count by their samples. Data that stream
+    or lie behind a URL are not read for a plan.
+
+    Returns:
+        None where there are others or the data cannot be measured here, which is warned of.
+    """
+    if config.plan.mix is not None or config.plan.lengths is not None or config.data.stream is not None:
+        return None
+    try:
+        with needs_extra("measuring data.train"):
+            from headway.data.processor_settings import ProcessorSettings
+            from headway.predict.measured_data import joined
+            from headway.train.data import open_stages
+
+        if any("://" in (part.path or "") for stage in config.data.played for part in stage.parts):
+            raise DataError("they lie behind a URL.")
+        sources, _ = open_stages(config.data)
+        settings = ProcessorSettings.of(**config.of_processor())
+        lengths = joined(build_indices(sources, config.model.path, config.data.max_characters, settings=settings))
+    except HeadwayError as error:
+        warn(f"The lengths of data.train are not measured, so that no packs are planned from them: {error}")
+        return None
+    return (f"data.train: {', '.join(source.name for source in sources)}", lengths) if len(lengths.tokens) else None
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """Options that say how devices are joined [GB/s], in place of the table of devices."""
+
+    link: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", min=0.001, help="Bandwidth of a device to the others of its node, one way."),
+    ] = None
+    network: Annotated[
+        float | None,
+        typer.Option(metavar="GB/S", min=0.001, help="A device's share of its node's network, one way."),
+    ] = None
+    per_node: Annotated[int | None, typer.Option(metavar="N", min=1, help="Devices of a node.")] = None
+
+    def of(self, device: "Device | None") -> "Links | None":
+        """Links of a device; None of this machine, or where nothing is known.
+
+        Raises:
+            UsageError: links are given, and no device.
+        """
+        from headway.predict.collectives import Links
+
+        if device is None:
+            if self._are_given:
+                raise UsageError(
+                    "--link, --network and --per-node join devices of a kind, and cannot take effect without --device."
+                )
+            return None
+        link, network = (None if one is None else one * 1e9 for one in (self.link, self.network))
+        return Links.of_device(device, link_bytes_per_s=link, network_bytes_per_s=network, per_node=self.per_node)
+
+    def required(self, device: "Device") -> "Links":
+        """Links of a device.
+
+        Raises:
+            PlanError: too little is given, and the table does not know the rest.
+        """
+        links = self.of(device)
+        if links is None:
+            raise PlanError(
+                f"how fast {device.title} is joined to others is not known. Give --link in GB/s and --per-node, with "
+                "--network for more than one node, or put link_gb_per_s, devices_per_node and network_gb_per_s into "
+                "your own table ($HEADWAY_PEAKS; docs/devices.md)."
+            )
+        return links
+
+    def joining(self, device: "Device | None", count: int) -> "Links | None":
+        """Links of so many devices; None where the table knows too little, and exchanges are taken to hide.
+
+        Raises:
+            UsageError: links are given, and no device or only one.
+            PlanError: links are given, but too little of them, or they do not reach so many devices.
+        """
+        links = self.of(device)
+        if count == 1 and self._are_given:
+            raise UsageError("--link, --network and --per-node cannot take effect on one device; give --devices.")
+        if self._are_given and device is not None:
+            links = self.required(device)
+            links.require(count)
+        return links if links is not None and count > 1 and links.reaches(count) else None
+
+    @property
+    def _are_given(self) -> bool:
+        return any(value is not None for value in (self.link, self.network, self.per_node))
+
+
+def note_on_links(links: "Links | None", devices: int, *, on_this_machine: bool) -> str:
+    """Say what a prediction takes of the exchanges between devices; nothing of one device.
+
+    Args:
+        links: that were found.
+        devices: that train together.
+        on_this_machine: they are processes of this machine, whose rates were measured.
+    """
+    if devices == 1:
+        return ""
+    if links is not None:
+        return f"Links: {links.source}."
+    if on_this_machine:
+        return "Exchanges between processes of this machine are not in the step: it will take longer."
+    return (
+        "Exchanges between devices are taken to hide behind computing, for their links are not known: the step above "
+        "is the best case. --link, --network and --per-node give them; PCI Express x16 moves 31.5 GB/s each way (4.0), "
+        "or 63 (5.0)."
+    )

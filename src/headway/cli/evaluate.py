@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import opened
-from headway.cli.options import ChatTemplateOption, JsonOption
+from headway.cli.options import ChatTemplateOption, JsonOption, spread
 from headway.cli.output import needs_extra, print_json
 from headway.errors import DataError, UsageError
 from headway.log.working import working
@@ -25,6 +25,7 @@ _OPTIONS |= {"data.tokens_per_pack": "--packing-length", "data.eval": "DATA"}
 _ROOMY = 8192  # tokens of a pack where nothing says how many; more if a sample is longer
 
 
+@spread(without=["dtype"])
 def evaluate(
     model: opened.ModelArgument,
     data: Annotated[
@@ -45,8 +46,8 @@ def evaluate(
     ] = None,
     max_new_tokens: opened.MaxNewTokensOption = 64,
     chat_template: ChatTemplateOption = None,
-    base: opened.BaseOption = None,
-    device: opened.DeviceOption = "auto",
+    *,
+    opening: opened.OpenOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Judge a model on held-out samples, packed and scored as by `eval` during training: the numbers are the same.
@@ -73,12 +74,12 @@ def evaluate(
         from headway.models.vision import vision_geometry
 
     chats = opened.read_template(chat_template)
-    found = find_model(model, base)
+    found = find_model(model, opening.base)
     config = load_config(found.run / CONFIG) if found.run is not None else None
     samples = _samples(data, config, max_samples)  # a typo is told before a model is read
-    where, precision = opened.chosen_device(RunConfig(folder=Path(), device=device))
+    where, precision = opened.chosen_device(RunConfig(folder=Path(), device=opening.device))
     if config is not None and (config.run.dtype == "float32") == (where.type == "cpu"):  # as the run, where that can be
-        where, precision = opened.chosen_device(RunConfig(folder=Path(), device=device, dtype=config.run.dtype))
+        where, precision = opened.chosen_device(RunConfig(folder=Path(), device=opening.device, dtype=config.run.dtype))
     ranks = join_ranks(where)
     with working(f"opening {model}"):
         loaded = open_model(found, dtype=precision.params, device=where, for_generation=False, chats=chats)

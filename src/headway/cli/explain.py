@@ -1,6 +1,9 @@
 """`headway explain`: where every second of a step went, in lines that add up to the step exactly."""
 
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -8,26 +11,34 @@ import typer
 
 from headway.cache import write_whole
 from headway.cli import options
-from headway.cli.explain_sources import Asked, Pair, explained
 from headway.cli.output import warn, warn_of_unknown
-from headway.cli.parse import parse_lora
-from headway.cli.resolve import in_patches, resolve_cost_model
-from headway.cli.workload import build_workload, prepared
-from headway.errors import UsageError
+from headway.cli.workload import WorkloadOptions, resolve_for
+from headway.errors import ConfigError, LogError, UsageError
 from headway.explain.breakdown import breakdown_record
 from headway.explain.comparison import compare, comparison_text
+from headway.explain.events import Trace
 from headway.explain.explanation import JobExplanation
+from headway.explain.logs import LoggedStep, explain_log
 from headway.explain.products import gemms_record
+from headway.explain.records import explain_records
 from headway.explain.stated_work import StatedWork
 from headway.explain.text import as_text
+from headway.explain.trace import read_trace
+from headway.explain.waterfall import explain as explain_traces
+from headway.files import open_plain
+from headway.log.run_files import METRICS
 from headway.log.working import working
+from headway.report.numbers import quantity
 
 if TYPE_CHECKING:
-    from headway.count import Workload
+    from headway.audit.rows import Reading
 
+
+Pair = tuple[tuple[str, JobExplanation], tuple[str, JobExplanation]]
 _Rows = Literal["component", "module", "kernel", "attention", "gemm"]
 
 
+@options.spread(without=["past"])
 def explain(
     paths: Annotated[
         list[Path],
@@ -67,16 +78,8 @@ def explain(
             help="What was trained, where the trace does not say: as for `headway flops`, with the workload below.",
         ),
     ] = None,
-    segments: options.SegmentsOption = None,
-    images: options.ImagesOption = None,
-    videos: options.VideosOption = None,
-    sources: options.SourcesOption = None,
-    audio: options.AudioOption = None,
-    slots: options.SlotsOption = None,
-    splits: options.SplitsOption = None,
-    latents: options.LatentsOption = None,
-    references: options.ReferencesOption = None,
-    supervised: options.SupervisedOption = None,
+    *,
+    work: WorkloadOptions,
     freeze: options.FreezeOption = None,
     lora: options.LoraOption = None,
     recompute: options.RecomputeOption = "none",
@@ -95,36 +98,19 @@ def explain(
     """
     if as_json and markdown:
         raise UsageError("--json and --md are two outputs; give one of them.")
-    given = None
+    stated = None
     if model is not None:
-        workload = build_workload(
-            segments,
-            images=in_patches(model, images),
-            videos=videos,
-            slots=slots,
-            sources=sources,
-            audio=audio,
-            splits=splits,
-            latents=latents,
-            references=references,
-            supervised=supervised,
-        )
-        given = _given(model, workload, supervised, freeze, lora, recompute)
+        workload = work.in_patches(model).build()
+        cost_model = resolve_for(model, workload, work.supervised, freeze, lora)
+        warn_of_unknown(cost_model.unknown)
+        stated = StatedWork(model, cost_model, workload, recompute)
     else:
-        work: dict[str, object] = {
-            "--segments": segments,
-            "--images": images,
-            "--videos": videos,
-            "--sources": sources,
-            "--audio": audio,
-        }
-        work |= {"--splits": splits, "--latents": latents, "--references": references, "--supervised": supervised}
-        how = {"--slots": slots, "--freeze": freeze, "--lora": lora, "--recompute": recompute != "none"}
-        unused = [option for option, value in {**work, **how}.items() if value]
+        others = {"--freeze": freeze, "--lora": lora, "--recompute": recompute != "none"}
+        unused = [*work.typed(), *(option for option, value in others.items() if value)]
         if unused:
             raise UsageError(f"{unused[0]} cannot take effect without --model. Name the model, or leave it out.")
     with working(f"reading {', '.join(path.name for path in paths)}"):
-        found = explained(paths, Asked(step, rank, whole, given, device), compares=compares)
+        found = explained(paths, Asked(step, rank, whole, stated, device), compares=compares)
     if not isinstance(found, JobExplanation):
         _compare(found, by, as_json=as_json, markdown=markdown)
         return
@@ -152,20 +138,187 @@ def _keep(record: dict[str, Any], path: Path) -> None:
         warn(f"{path} cannot be written: {error.strerror or error}.")
 
 
-def _given(
-    model: str,
-    workload: "Workload",
-    supervised: int | None,
-    freeze: list[str] | None,
-    lora: str | None,
-    recompute: str,
-) -> StatedWork:
-    """Resolve what was trained, as `headway flops` does."""
-    cost_model = resolve_cost_model(model)
-    if lora is not None:
-        cost_model = cost_model.lora(*parse_lora(lora))
-    if freeze:
-        cost_model = cost_model.freeze(freeze)
-    cost_model = prepared(cost_model, workload, supervised)
-    warn_of_unknown(cost_model.unknown)
-    return StatedWork(model, cost_model, workload, recompute)
+_TRACES = "steps-*-rank-*.json.gz"  # as `headway.profile` names them
+_TRACE = re.compile(r"steps-(\d+)-(\d+)-rank-\d+\.json\.gz")
+_BEGINNING = 1 << 16  # bytes of a file by which its format is recognised
+_GZIP_MAGIC = b"\x1f\x8b"
+_JSON = re.compile(rb"\s*(\{\s*[\"}]|\[\s*[{\]])")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Options of the command line that hold for every kind of source."""
+
+    step: int | None
+    rank: int | None
+    whole: bool
+    given: StatedWork | None
+    device: str | None
+
+
+def explained(paths: Sequence[Path], asked: Asked, *, compares: bool) -> JobExplanation | Pair:
+    """Explain one run, one file of records, one log or the traces of one job; or two things, by name, to compare.
+
+    Two are compared where one is not a trace, or both are traces of one rank, or `compares` says so; other traces are
+    ranks of one job.
+
+    Raises:
+        UsageError: neither one thing nor two that can be compared, or both are the same.
+        ConfigError: a source cannot be explained.
+    """
+    if len(paths) == 1 and not compares:
+        return _explained(paths[0], asked)
+    are_traces = all(_is_trace(path) for path in paths)
+    if are_traces and len(paths) > 2 and not compares:
+        return _of_traces([read_trace(path) for path in paths], asked)
+    if len(paths) != 2:
+        raise UsageError(
+            f"two things can be compared, not {len(paths)}. Compare run folders or single traces; several ranks of a "
+            "job stand in one folder each, as `headway.profile` writes them. Traces of the ranks of one job are "
+            "explained together, without --compare."
+        )
+    a, b = paths
+    if _source_of(a).resolve() == _source_of(b).resolve():
+        raise UsageError(f"{a} and {b} are the same: there is nothing to compare. Give another run or trace as B.")
+    if not are_traces:
+        return (str(a), _explained(a, asked)), (str(b), _explained(b, asked))
+    first, second = read_trace(a), read_trace(b)
+    if not compares and first.rank != second.rank:
+        return _of_traces([first, second], asked)
+    return (str(a), _of_traces([first], asked)), (str(b), _of_traces([second], asked))
+
+
+def _explained(path: Path, asked: Asked) -> JobExplanation:
+    if path.is_dir():
+        traces, about = _newest_window(path)
+        if traces:
+            found = _of_traces([read_trace(trace) for trace in traces], asked)
+            return replace(found, notes=(about, *found.notes))
+    source = _source_of(path)
+    if _is_trace(source):
+        return _of_traces([read_trace(source)], asked)
+    unused = {"--whole": asked.whole, "--model": asked.given, "--device": asked.device}
+    for option in (option for option, value in unused.items() if value):
+        raise UsageError(f"{option} is about a trace, and {path} has none. Leave it out, or profile some steps.")
+    if _is_records(source):
+        return explain_records(source, step=asked.step, rank=asked.rank)
+    return _of_log(source, asked)
+
+
+def _of_traces(traces: Sequence[Trace], asked: Asked) -> JobExplanation:
+    return explain_traces(
+        traces, step=asked.step, rank=asked.rank, as_one_step=asked.whole, work=asked.given, device=asked.device
+    )
+
+
+def _newest_window(folder: Path) -> tuple[list[Path], str]:
+    """Traces of the steps that were profiled last, of all ranks, and a sentence about them."""
+    windows: dict[tuple[int, int], list[Path]] = {}
+    for where in (folder / "profile", folder):
+        for path in where.glob(_TRACES):
+            if found := _TRACE.fullmatch(path.name):
+                windows.setdefault((int(found[1]), int(found[2])), []).append(path)
+        if windows:
+            break
+    if not windows:
+        return [], ""
+    newest = max(windows)
+    traces = sorted(windows[newest], key=lambda path: int(path.name.split("-rank-")[1].partition(".")[0]))
+    others = (
+        "" if len(windows) == 1 else f", the last of {len(windows)} windows there; name a file of another to see it"
+    )
+    ranks = "1 rank" if len(traces) == 1 else f"{len(traces)} ranks"
+    said = f"of the profile of steps {newest[0]} to {newest[1]}, {ranks}, in {traces[0].parent}{others}."
+    if (folder / METRICS).is_file():
+        said += f" All other steps, without a profile: headway explain {folder / METRICS}"
+    return traces, said
+
+
+def _source_of(path: Path) -> Path:
+    """The file that stands for an argument: of a folder without a trace, its records.
+
+    Raises:
+        ConfigError: there is no such file, or the folder holds neither.
+    """
+    if not path.is_dir():
+        if not path.exists():
+            raise ConfigError(f"{path} is not there. Give a trace, a run folder, its {METRICS}, or a training log.")
+        return path
+    traces, _ = _newest_window(path)
+    if traces:
+        return traces[0]
+    if not (path / METRICS).is_file():
+        runs = sorted(found.parent.name for found in path.glob(f"*/{METRICS}"))
+        within = f" Runs within it: {', '.join(runs[:5])}; name one of them." if runs else ""
+        raise ConfigError(
+            f"{path} holds neither records ({METRICS}) nor a profile (profile/{_TRACES}).{within} A run folder of "
+            "`headway train` has records once it has taken a step; `Meter(log_to=[...])` writes them in any loop."
+        )
+    return path / METRICS
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether a file is a trace as far as its beginning tells: compressed, or JSON that is no record."""
+    if path.is_dir() or _is_records(path) or _is_log_of_json(path):
+        return False
+    beginning = _beginning(path)
+    return beginning.startswith(_GZIP_MAGIC) or _JSON.match(beginning) is not None
+
+
+def _is_log_of_json(path: Path) -> bool:
+    """Whether the lines of a file are JSON objects that another tool writes, such as ms-swift's logging.jsonl."""
+    from headway.audit.formats import is_log
+
+    beginning = _beginning(path)
+    return _JSON.match(beginning) is not None and is_log(beginning.decode(errors="replace").splitlines())
+
+
+def _is_records(path: Path) -> bool:
+    """Whether a file's first line is a record by itself; a new run's metrics.jsonl may be empty, or cut off."""
+    if _is_log_of_json(path):
+        return False
+    try:
+        first = json.loads(_beginning(path).partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        first = None
+    return path.name == METRICS or (isinstance(first, dict) and bool({"step", "kind"} & first.keys()))
+
+
+def _beginning(path: Path) -> bytes:
+    try:
+        with open_plain(path) as file:
+            return file.read(_BEGINNING)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}. Name a trace, a run or a log.") from error
+
+
+def _of_log(path: Path, asked: Asked) -> JobExplanation:
+    from headway.audit import read_log
+
+    try:
+        log = read_log(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    except LogError as error:
+        raise ConfigError(
+            f"{path} is no trace of torch.profiler and no records of a run, and as a log: {error}"
+        ) from error
+    lines = [
+        LoggedStep(
+            step=row.step,
+            duration_s=_known(row.step_s),
+            stamp_s=row.stamp_s,
+            mfu=_known(row.mfu),
+            flops_per_s=_known(row.flops_per_s),
+            tokens_per_s=_known(row.tokens_per_s),
+            memory_share=row.memory_share,
+        )
+        for row in log.rows
+    ]
+    found = explain_log(lines, log.tool, str(path), step=asked.step, rank=asked.rank)
+    skipped = tuple(f"{count:,} lines are left out: {why}." for why, count in log.skipped.items())
+    smoothed = (f"the MFU of {log.tool} is a running mean, not that of its step.",) if log.smoothed else ()
+    return JobExplanation(found.steps, (*found.notes, *smoothed, *skipped), found.findings)
+
+
+def _known(printed: "Reading | None") -> float | None:
+    """A number of a log; None where there is none, or one that no step could have."""
+    return None if printed is None else quantity(printed.value)

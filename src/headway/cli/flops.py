@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headway.cli import options
-from headway.cli.bill import note_row_length, print_bill
-from headway.cli.output import print_json, warn_of_unknown
-from headway.cli.parse import parse_lora
-from headway.cli.resolve import in_patches, resolve_architecture, resolve_cost_model
-from headway.cli.workload import build_workload, describe, prepared, workload_record
-from headway.errors import UsageError
+from headway.cli.output import print_json, say, warn, warn_of_unknown
+from headway.cli.resolve import resolve_architecture, resolve_cost_model
+from headway.cli.workload import WorkloadOptions, describe, resolve_for, workload_record
+from headway.errors import UnknownConventionError, UsageError
 from headway.report import Column, format_count, format_flops, format_share, render_pairs, render_table
 
 if TYPE_CHECKING:
-    from headway.conventions import Convention
+    from headway.conventions import Architecture, Convention, Step
     from headway.count import CostModel, FlopCount, FlopRow, Workload
 
 
@@ -27,19 +25,11 @@ class By(StrEnum):
     module = "module"
 
 
+@options.spread()
 def flops(
     model: options.ModelArgument,
-    segments: options.SegmentsOption = None,
-    images: options.ImagesOption = None,
-    videos: options.VideosOption = None,
-    sources: options.SourcesOption = None,
-    audio: options.AudioOption = None,
-    past: options.PastOption = None,
-    slots: options.SlotsOption = None,
-    splits: options.SplitsOption = None,
-    latents: options.LatentsOption = None,
-    references: options.ReferencesOption = None,
-    supervised: options.SupervisedOption = None,
+    *,
+    work: WorkloadOptions,
     freeze: options.FreezeOption = None,
     lora: options.LoraOption = None,
     recompute: options.RecomputeOption = "none",
@@ -77,38 +67,22 @@ def flops(
     from headway.conventions import Step, get_convention
 
     rule = get_convention(convention)
-    if seq_len is not None and segments is None and splits is None:
-        segments, seq_len = str(seq_len), seq_len if rule.uses_seq_len else None
+    if seq_len is not None and work.segments is None and work.splits is None:
+        work = replace(work, segments=str(seq_len))
+        seq_len = seq_len if rule.uses_seq_len else None
     _check_options(rule, recompute, forward_only, by, seq_len)
     if reference is not None and rule.name != "useful":
         raise UsageError(
             f"--reference {reference} cannot take effect with --convention {rule.name}, which counts one model. Leave "
             "one of them out."
         )
-    if past is not None and not forward_only:
+    if work.past is not None and not forward_only:
         raise UsageError(
-            f"--past {past[:80]} names tokens whose keys and values are cached, which no gradient reaches: it needs "
-            "--forward-only. Leave it out to count a training step."
+            f"--past {work.past[:80]} names tokens whose keys and values are cached, which no gradient reaches: it "
+            "needs --forward-only. Leave it out to count a training step."
         )
-    workload = build_workload(
-        segments,
-        images=in_patches(model, images),
-        videos=videos,
-        slots=slots,
-        sources=sources,
-        audio=audio,
-        past=past,
-        splits=splits,
-        latents=latents,
-        references=references,
-        supervised=supervised,
-    )
-    cost_model = resolve_cost_model(model)
-    if lora is not None:
-        cost_model = cost_model.lora(*parse_lora(lora))
-    if freeze:
-        cost_model = cost_model.freeze(freeze)
-    cost_model = prepared(cost_model, workload, supervised)
+    workload = work.in_patches(model).build()
+    cost_model = resolve_for(model, workload, work.supervised, freeze, lora)
     second = None if reference is None else resolve_cost_model(reference)
 
     warn_of_unknown((*cost_model.unknown, *(second.unknown if second is not None else ())))
@@ -231,3 +205,70 @@ def _render(
 
 def _phases(part: "FlopRow | FlopCount") -> list[str]:
     return [format_flops(value) for value in (part.forward, part.dgrad, part.wgrad, part.total)]
+
+
+def note_row_length(workload: "Workload", seq_len: int) -> None:
+    """Say which row length is taken where none is given, if the segments look like rows of their own.
+
+    Args:
+        workload: the step.
+        seq_len: the row length that is taken [tokens].
+    """
+    lengths = set(workload.segments.tolist())
+    if len(lengths) == 1 and max(lengths) < seq_len:
+        length = lengths.pop()
+        say(
+            f"Note: no --seq-len is given, so rows of {format_count(seq_len)} tokens are taken where the configured "
+            f"length is billed, with several segments in each. If each is a row of its own, give --seq-len {length}.",
+            on_stderr=True,
+        )
+
+
+def print_bill(
+    cost_model: "CostModel",
+    workload: "Workload",
+    model: "Architecture",
+    convention: "Convention",
+    step: "Step",
+    as_json: bool,
+) -> None:
+    """Print what another tool's convention charges for the step, part by part, beside the useful FLOPs.
+
+    Raises:
+        UnknownConventionError: the convention has no number for this model.
+    """
+    bill, useful = convention.bill(model, step), cost_model.count(workload).total
+    if bill.note:
+        warn(f"{bill.note}.")
+    if bill.flops is None:
+        raise UnknownConventionError(
+            f"--convention {convention.name} has no number for {cost_model.name}: {bill.reason}. `headway compare` "
+            "shows which conventions do."
+        )
+    if as_json:
+        record = {
+            "model": cost_model.name,
+            "convention": convention.full_name,
+            "workload": workload_record(workload),
+            "seq_len": step.seq_len,
+            "flops": {"total": bill.flops, "useful": useful},
+            "tokens_billed": bill.tokens,
+            "components": [{"name": name, "total": flops} for name, flops in bill.parts.items() if flops],
+            "ratio_to_useful": bill.flops / useful,
+            "unknown": list(cost_model.unknown),
+        }
+        print_json(record)
+        return
+    columns = [Column("part", "left"), Column("total"), Column("share")]
+    rows = [
+        [name, format_flops(flops), format_share(flops / bill.flops)] for name, flops in bill.parts.items() if flops
+    ]
+    table = render_table(columns, rows, footer=["total", format_flops(bill.flops), format_share(1.0)])
+    pairs = [
+        ("model", cost_model.name),
+        ("workload", describe(workload)),
+        ("billed", f"{format_count(bill.tokens)} token positions; row length {format_count(step.seq_len)}"),
+        ("useful", f"{format_flops(useful)}; this convention bills {bill.flops / useful:.3f} times that"),
+        ("convention", f"{convention.full_name}; {convention.why}"),
+    ]
+    print(f"{table}\n\n{render_pairs(pairs)}")

@@ -119,7 +119,7 @@ def look(
     if as_json:
         print_json(_record(seen))
     elif html is not None:
-        from headway.cli.look_html import page
+        from headway.cli.look_text import page
 
         write_output(html, page(seen), option="--html", new=True)
         say(f"{html}: {format_count(len(seen.samples))} samples and {format_count(len(seen.packs))} packs")

@@ -1,14 +1,13 @@
 """`headway mfu`: the arithmetic of step time, tokens/s, MFU, chips, training time and cost."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headway.cli import options
 from headway.cli.output import print_json, warn
-from headway.cli.peak import stated_peak
-from headway.cli.resolve import in_patches, resolve_cost_model
-from headway.cli.workload import build_workload, prepared
+from headway.cli.resolve import stated_peak
+from headway.cli.workload import WorkloadOptions, resolve_for
 from headway.errors import UsageError
 from headway.report import format_count, format_duration, format_flops, format_rate, format_share, render_pairs
 
@@ -23,13 +22,11 @@ ModelArgument = Annotated[
 ]
 
 
+@options.spread(without=["past", "slots"], between={"splits": ["seq_len", "freeze", "flops_per_token"]})
 def mfu(
     model: ModelArgument = None,
-    segments: options.SegmentsOption = None,
-    images: options.ImagesOption = None,
-    videos: options.VideosOption = None,
-    sources: options.SourcesOption = None,
-    audio: options.AudioOption = None,
+    *,
+    work: WorkloadOptions,
     seq_len: Annotated[
         int | None,
         typer.Option(metavar="S", min=1, help="Instead of --segments: samples of this length [tokens]."),
@@ -38,10 +35,6 @@ def mfu(
     flops_per_token: Annotated[
         float | None, typer.Option(metavar="F", help="Instead of MODEL: useful FLOPs per token, all phases [FLOP].")
     ] = None,
-    splits: options.SplitsOption = None,
-    latents: options.LatentsOption = None,
-    references: options.ReferencesOption = None,
-    supervised: options.SupervisedOption = None,
     tokens_per_step: Annotated[
         float | None,
         typer.Option(metavar="N", help="Real tokens of a step, all chips; those of --segments otherwise."),
@@ -82,9 +75,7 @@ def mfu(
     }
     if (peak := stated_peak(device, dtype)) is not None:
         given["peak_flops_per_s"] = peak.flops_per_s
-    towers = {"images": images, "videos": videos, "sources": sources, "audio": audio}
-    drawn = {"splits": splits, "latents": latents, "references": references, "supervised": supervised}
-    given |= _work(model, segments, {**towers, **drawn}, seq_len, freeze, flops_per_token, tokens_per_step)
+    given |= _work(model, work, seq_len, freeze, flops_per_token, tokens_per_step)
     plan = solve({key: value for key, value in given.items() if value is not None})
     if as_json:
         record = {"model": model, "given": sorted(plan.inputs), **plan.values}
@@ -99,21 +90,19 @@ def mfu(
 
 def _work(
     model: str | None,
-    segments: str | None,
-    held: dict[str, Any],
+    work: WorkloadOptions,
     seq_len: int | None,
     freeze: list[str] | None,
     flops_per_token: float | None,
     tokens_per_step: float | None,
 ) -> dict[str, float]:
     """Count FLOPs per token of a model on samples, and tokens per step where the segments are the step."""
-    lengths = "--segments" if segments is not None else "--splits" if held["splits"] is not None else None
+    lengths = next((option for option in ("--segments", "--splits") if option in work.typed()), None)
     if lengths is not None and seq_len is not None:
         raise UsageError(f"{lengths} and --seq-len contradict each other: both say how long the samples are.")
     if model is None:
-        idle: list[tuple[str, object]] = [("--segments", segments), ("--seq-len", seq_len), ("--freeze", freeze)]
-        idle += [(f"--{name}", value) for name, value in held.items()]
-        unused = [option for option, value in idle if value]
+        others = {"--seq-len": seq_len, "--freeze": freeze}
+        unused = [*work.typed(), *(option for option, value in others.items() if value)]
         if unused:
             raise UsageError(f"{unused[0]} cannot take effect without MODEL. Name the model, or leave it out.")
         return {}
@@ -124,12 +113,8 @@ def _work(
             f"{model} alone does not say what a token costs: attention depends on the samples' lengths. Give "
             "--seq-len, the length of a sample in tokens, or --segments."
         )
-    cost_model = resolve_cost_model(model)
-    if freeze:
-        cost_model = cost_model.freeze(freeze)
-    held["images"] = in_patches(model, held["images"])
-    workload = build_workload(segments if seq_len is None else str(seq_len), **held)
-    cost_model = prepared(cost_model, workload, held["supervised"])
+    workload = work.in_patches(model).build(None if seq_len is None else [seq_len])
+    cost_model = resolve_for(model, workload, work.supervised, freeze)
     found = {"flops_per_token": cost_model.count(workload).total / workload.tokens}
     if lengths is not None and tokens_per_step is None:
         found["tokens_per_step"] = float(workload.tokens)

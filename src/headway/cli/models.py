@@ -1,10 +1,16 @@
-"""`headway models`: the models whose cost models ship with the package."""
+"""`headway models` and `headway new-model`: models that ship with their costs, and small ones to write."""
 
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from headway.cli.options import JsonOption
-from headway.cli.output import print_json
-from headway.report import Column, format_count, render_table
+import typer
+
+from headway.cli.options import ColumnOption, JsonOption, columns_of
+from headway.cli.output import needs_extra, print_json
+from headway.errors import UsageError
+from headway.log.working import working
+from headway.report import Column, format_bytes, format_count, render_pairs, render_table
+from headway.report.quantity import parse_number
 
 if TYPE_CHECKING:
     from headway.count import CostModel
@@ -38,3 +44,88 @@ def kind(cost_model: "CostModel") -> str:
     """Say what a model is made of: "text" or "vision-language", and "experts" where it has any."""
     base = "vision-language" if cost_model.has_vision else "text"
     return f"{base}, experts" if any(row.op == "experts" for row in cost_model.rows) else base
+
+
+_LEAST, _MOST = 10_000, 2_000_000_000
+_LEAST_VOCABULARY = 300  # the 256 bytes, the special tokens, and some words
+
+FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="The model folder to write.")]
+DataOption = Annotated[
+    list[str],
+    typer.Option("--data", metavar="D", help="Dataset that the tokenizer learns from, of any form. Repeatable."),
+]
+LikeOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TYPE",
+        help="Whose structure it has: a model_type of transformers, such as qwen3 or qwen3-vl. If not given, qwen3-vl "
+        "where the data have pictures or videos, else qwen3.",
+    ),
+]
+SizeOption = Annotated[str, typer.Option(metavar="N", help="Parameters, about: 1M, 30M, 0.5B.")]
+VocabOption = Annotated[
+    int, typer.Option("--vocab", metavar="N", min=_LEAST_VOCABULARY, help="Most entries of the vocabulary [tokens].")
+]
+SeedOption = Annotated[int, typer.Option(metavar="S", min=0, help="Of the weights.")]
+
+
+def new_model(
+    folder: FolderArgument,
+    data: DataOption,
+    like: LikeOption = None,
+    size: SizeOption = "3M",
+    vocab: VocabOption = 2048,
+    seed: SeedOption = 0,
+    column: ColumnOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a small model with random weights, for experiments: a folder that `headway train` takes as it is.
+
+    Layers and width grow together with --size; the real numbers are printed. Pictures are shrunk to 256 tokens at most.
+
+    Example: headway new-model models/tiny --data chats.jsonl --size 3M
+    """
+    wanted = _parameters(size)
+    with needs_extra("making a model"):
+        from headway.data.sources import open_source
+
+        sources = [
+            open_source(path, columns=columns_of(column)) for path in data
+        ]  # a typo is told before torch is imported
+        from headway.synthetic.new_model import TRAINING_BYTES, write_new_model
+
+    with working(f"making a model in {folder}"):
+        made = write_new_model(folder, sources, like=like, size=wanted, vocab_size=vocab, seed=seed)
+    if as_json:
+        print_json(
+            {
+                "folder": str(made.folder),
+                "like": made.like,
+                "parameters": made.parameters,
+                "vocabulary": made.vocabulary,
+                "layers": made.layers,
+                "width": made.width,
+                "samples": made.samples,
+                "weight_bytes": 4 * made.parameters,
+                "training_bytes": TRAINING_BYTES * made.parameters,
+            }
+        )
+        return
+    pairs = [
+        ("model", f"{made.folder}, like {made.like}"),
+        ("parameters", f"{format_count(made.parameters)} ({made.layers} layers of width {made.width})"),
+        ("vocabulary", f"{format_count(made.vocabulary)} tokens, learned from {format_count(made.samples)} samples"),
+        ("weights", f"{format_bytes(4 * made.parameters)}, random, float32"),
+        ("to train", f"{format_bytes(TRAINING_BYTES * made.parameters)} with AdamW in float32, and activations"),
+        ("next", f"headway init --model {made.folder} --data {data[0]} -o train.yaml"),
+    ]
+    print(render_pairs(pairs))
+
+
+def _parameters(text: str) -> int:
+    count = round(parse_number(text, whole=True) or 0)
+    if not _LEAST <= count <= _MOST:
+        raise UsageError(
+            f"--size {text[:40]!r} is no number of parameters from {_LEAST:,} to {_MOST:,}; write 1M, 30M or 0.5B."
+        )
+    return count

@@ -1,6 +1,7 @@
 """What `chat`, `generate` and `evaluate` have in common: a model by its path, on a device, in a precision."""
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,14 +39,6 @@ ModelArgument = Annotated[
         "that is newer), or a Hub id OWNER/MODEL.",
     ),
 ]
-BaseOption = Annotated[
-    str | None,
-    typer.Option(metavar="MODEL", help="The model that adapters belong to, if it is elsewhere than their folder says."),
-]
-DeviceOption = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N; auto is CUDA if any.")]
-DtypeOption = Annotated[
-    WeightDtype, typer.Option(help="Type of the weights; auto is bfloat16 on CUDA and float32 on a CPU.")
-]
 MaxNewTokensOption = Annotated[
     int, typer.Option(metavar="N", min=1, help="An answer that has not ended by then is cut [tokens].")
 ]
@@ -62,30 +55,42 @@ TopKOption = Annotated[
 SeedOption = Annotated[int, typer.Option(metavar="S", min=0, help="Of the draws; the same seed, the same answers.")]
 
 
-def open_generator(
-    model: str, base: str | None, device: str, dtype: WeightDtype, *, chat_template: str | None = None
-) -> "AnswerGenerator":
+@dataclass(frozen=True)
+class OpenOptions:
+    """Options that say how a model is opened."""
+
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="The model that adapters belong to, if it is elsewhere than their folder says."
+        ),
+    ] = None
+    device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N; auto is CUDA if any.")] = (
+        "auto"
+    )
+    dtype: Annotated[
+        WeightDtype, typer.Option(help="Type of the weights; auto is bfloat16 on CUDA and float32 on a CPU.")
+    ] = WeightDtype.auto
+
+
+def open_generator(model: str, opening: OpenOptions, *, chat_template: str | None = None) -> "AnswerGenerator":
     """Open a model to generate with it.
 
     Args:
         model: what `find_model` finds.
-        base: the model that adapters belong to, if not the one that they name.
-        device: as `run.device`.
-        dtype: of the weights.
+        opening: its base, device and precision.
         chat_template: file of a template in place of the model's own.
     """
     with working(f"opening {model}"):
         from headway.answer.generate import generator_of
 
-        found, where = open_where(model, base, device, dtype, for_generation=True, chat_template=chat_template)
+        found, where = open_where(model, opening, for_generation=True, chat_template=chat_template)
         return generator_of(found, where)
 
 
 def open_where(
     model: str,
-    base: str | None,
-    device: str,
-    dtype: WeightDtype,
+    opening: OpenOptions,
     *,
     for_generation: bool,
     chat_template: str | None = None,
@@ -98,9 +103,9 @@ def open_where(
         from headway.config import RunConfig
 
         chats = read_template(chat_template)
-        found = find_model(model, base)
-        where, precision = chosen_device(RunConfig(folder=Path(), device=device))
-        chosen = precision.compute if dtype is WeightDtype.auto else getattr(torch, dtype.value)
+        found = find_model(model, opening.base)
+        where, precision = chosen_device(RunConfig(folder=Path(), device=opening.device))
+        chosen = precision.compute if opening.dtype is WeightDtype.auto else getattr(torch, opening.dtype.value)
         return open_model(found, dtype=chosen, device=where, for_generation=for_generation, chats=chats), where
 
 

@@ -1,6 +1,10 @@
 """Options that several commands share, each documented once with its unit."""
 
-from typing import TYPE_CHECKING, Annotated
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -9,19 +13,69 @@ from headway.errors import UsageError
 if TYPE_CHECKING:
     from headway.data.media.sizes import MediaSizes
 
+
+def spread(
+    *,
+    only: Collection[str] | None = None,
+    without: Collection[str] = (),
+    between: Mapping[str, Sequence[str]] | None = None,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Spread each parameter of a command whose type is a dataclass of options over the command line.
+
+    The command is called with the object; `--help` shows an option for each field, at the parameter's place.
+
+    Args:
+        only: fields that are options of this command; all if not given.
+        without: fields that are none.
+        between: the command's own options that `--help` shows before a field, by the field's name.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+        own = {
+            name: parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(command).parameters.items()
+        }
+        moved = {name for names in (between or {}).values() for name in names}
+        parameters: list[inspect.Parameter] = []
+        for name, parameter in own.items():
+            if name in groups:
+                for option in _options_of(groups[name]):
+                    if option.name not in without and (only is None or option.name in only):
+                        parameters += [own[before] for before in (between or {}).get(option.name, ())]
+                        parameters.append(option)
+            elif name not in moved:
+                parameters.append(parameter)
+
+        @functools.wraps(command)
+        def called(**values: Any) -> None:
+            objects = {
+                name: group(**{f.name: values.pop(f.name) for f in fields(group) if f.name in values})
+                for name, group in groups.items()
+            }
+            command(**values, **objects)
+
+        # The parser reads the names, types and defaults here, and would look behind the wrapper otherwise.
+        del called.__wrapped__
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {option.name: option.annotation for option in parameters}
+        return called
+
+    return decorate
+
+
+def _options_of(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         help="A shipped name (`headway models` lists them), a config's JSON file or folder, or a Hub id OWNER/MODEL.",
-    ),
-]
-
-SegmentsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="L*N,L,...",
-        help="Segment lengths [tokens], the tokens of images and videos included; L*N means N segments of L tokens.",
     ),
 ]
 
@@ -45,74 +99,6 @@ def columns_of(given: list[str] | None) -> dict[str, str]:
             raise UsageError(f"--column {name + equals + theirs!r} is not NAME=THEIRS, such as question=Frage.")
     return {name: theirs for name, _, theirs in pairs}
 
-
-ImagesOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TxHxW*N,...",
-        help="Image grids [patches, before merging], or WxHpx in pixels, as 1024x768px; *N repeats one N times.",
-    ),
-]
-
-VideosOption = Annotated[
-    str | None,
-    typer.Option(metavar="TxHxW*N,...", help="Video grids [patches, before merging]; *N repeats a grid N times."),
-]
-
-SplitsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODE:N,...;...",
-        help="Who sees whom, in place of --segments: runs of tokens that are causal, full or noise, `;` between "
-        "segments, as causal:102,noise:4098;full:4902,causal:302; (...)*N repeats a segment.",
-    ),
-]
-
-LatentsOption = Annotated[
-    str | None,
-    typer.Option(metavar="HxW*N,...", help="Grids of latent patches that are drawn, a token each; *N repeats one."),
-]
-
-ReferencesOption = Annotated[
-    str | None,
-    typer.Option(metavar="HxW*N,...", help="Grids of clean latent patches that are read, as edits do; *N repeats one."),
-]
-
-SupervisedOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", min=0, help="Labelled tokens, on which alone some models run their head; causal ones if not given."
-    ),
-]
-
-SourcesOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="L*N,L,...",
-        help="What the encoder reads for each segment [tokens, or frames of speech]; models with cross attention.",
-    ),
-]
-
-AudioOption = Annotated[
-    str | None,
-    typer.Option(metavar="L*N,L,...", help="Audio clips that lie in the segments [feature frames]; *N repeats one."),
-]
-
-PastOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="L*N,L,...",
-        help="Cached tokens before each segment, with --forward-only [tokens]; a decode step of 64 sequences is "
-        "--segments 1*64 --past 4096*64.",
-    ),
-]
-
-SlotsOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", help="Token slots computed, padding included [tokens]; the sum of the segments if not given."
-    ),
-]
 
 SeqLenOption = Annotated[
     int | None,

@@ -3,11 +3,16 @@
 Grammar: items separated by commas; an item is a length, a grid or a run of tokens, `*N` repeats it N times.
 """
 
+import inspect
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 from headway.errors import UsageError, WorkloadError
-from headway.report.quantity import parse_number
+from headway.report.quantity import MONEY, examples, parse_number
 
 _MAX_ITEMS = 10_000_000
 _MAX_DIGITS = 18  # what any number of 64 bits has room for
@@ -74,17 +79,17 @@ def parse_segments(text: str, option: str = "--segments") -> list[int]:
     return lengths
 
 
-def parse_grids(option: str, text: str) -> list[tuple[int, int, int]]:
+def parse_grids(text: str, option: str) -> list[tuple[int, int, int]]:
     """Read image or video grids t x h x w [patches, before merging].
 
     Args:
-        option: the option's name, for the error: "--images" or "--videos".
         text: what was typed.
+        option: the option's name, for the error: "--images" or "--videos".
 
     Raises:
         WorkloadError: the text is not a list of grids, or a side or repetition is 0.
 
-    >>> parse_grids("--images", "1x32x48*2")
+    >>> parse_grids("1x32x48*2", "--images")
     [(1, 32, 48), (1, 32, 48)]
     """
     grids: list[tuple[int, int, int]] = []
@@ -107,17 +112,17 @@ def parse_grids(option: str, text: str) -> list[tuple[int, int, int]]:
     return grids
 
 
-def parse_latents(option: str, text: str) -> list[tuple[int, int, int]]:
+def parse_latents(text: str, option: str) -> list[tuple[int, int, int]]:
     """Read grids of latent patches, as (1, height, width).
 
     Args:
-        option: the option's name, for the error: "--latents" or "--references".
         text: what was typed.
+        option: the option's name, for the error: "--latents" or "--references".
 
     Raises:
         WorkloadError: the text is not a list of grids, or a side or repetition is 0.
 
-    >>> parse_latents("--latents", "64x64*2")
+    >>> parse_latents("64x64*2", "--latents")
     [(1, 64, 64), (1, 64, 64)]
     """
     items = _items(option, text)
@@ -126,14 +131,15 @@ def parse_latents(option: str, text: str) -> list[tuple[int, int, int]]:
             f"{option} {text!r}: {wrong!r} is not a grid of latent patches. Give HxW separated by commas, HxW*N for N "
             f"of them, for example {_EXAMPLES[option]}."
         )
-    return parse_grids(option, ",".join(f"1x{item}" for item in items))
+    return parse_grids(",".join(f"1x{item}" for item in items), option)
 
 
-def parse_splits(text: str) -> list[list[tuple[str, int]]]:
+def parse_splits(text: str, option: str = "--splits") -> list[list[tuple[str, int]]]:
     """Read segments as runs of tokens with modes.
 
     Args:
         text: runs MODE:N separated by commas, segments by semicolons; `(...)*N` repeats a segment.
+        option: the option's name, for the error.
 
     Raises:
         WorkloadError: the text is something else, a mode is not known, or a run or repetition is 0.
@@ -143,7 +149,7 @@ def parse_splits(text: str) -> list[list[tuple[str, int]]]:
     """
     from headway.count.splits import MODES
 
-    option, found = "--splits", list[list[tuple[str, int]]]()
+    segments: list[list[tuple[str, int]]] = []
     for item in (segment.strip() for segment in text.split(";")):
         repeated = _REPEATED.fullmatch(item)
         runs = []
@@ -156,8 +162,8 @@ def parse_splits(text: str) -> list[list[tuple[str, int]]]:
                 )
             runs.append((match[1], _whole(option, match[2])))
         repeat = _whole(option, repeated[2]) if repeated else 1
-        found += [runs] * _repeats(option, text, item, repeat, len(found))
-    return found
+        segments += [runs] * _repeats(option, text, item, repeat, len(segments))
+    return segments
 
 
 def parse_lora(text: str) -> Lora:
@@ -208,3 +214,76 @@ def _repeats(option: str, text: str, item: str, repeat: int, so_far: int) -> int
             "step and multiply."
         )
     return repeat
+
+
+_UNIT = re.compile(r"\[([a-zA-Z/]+)\]")
+
+_NOT_FINITE = {sign + word for sign in ("", "+", "-") for word in ("nan", "inf", "infinity")}
+
+
+class _Kind(NamedTuple):
+    """What a numeric option counts: its unit, "" for none, and whether it is whole."""
+
+    unit: str
+    whole: bool
+
+
+class NumberCommand(TyperCommand):
+    """A command that reads the numbers among its options before the parser sees them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: D102 - as the class above says
+        if ctx.resilient_parsing:  # a shell asks how half a line goes on
+            return super().parse_args(ctx, args)
+        kinds = _numeric(self.callback) if self.callback else {}
+        options = {name: kinds[param.name] for param in self.params if param.name in kinds for name in param.opts}
+        return super().parse_args(ctx, _plain(args, options))
+
+
+def _numeric(function: Callable[..., Any]) -> dict[str, _Kind]:
+    """The numeric options of a command's function, by the names of its arguments."""
+    kinds = {}
+    for name, annotation in get_type_hints(inspect.unwrap(function), include_extras=True).items():
+        option = next((each for each in get_args(annotation) if isinstance(each, OptionInfo)), None)
+        types = _types(annotation)
+        if option is not None and types & {int, float} and str not in types:
+            written = option.help or ""
+            match = _UNIT.search(written)
+            unit = match[1] if match else MONEY if MONEY in written else ""
+            kinds[name] = _Kind(unit, whole=float not in types)
+    return kinds
+
+
+def _types(annotation: Any) -> set[Any]:
+    arguments = get_args(annotation)
+    return (
+        set().union(*map(_types, arguments)) if arguments else {annotation} if isinstance(annotation, type) else set()
+    )
+
+
+def _plain(arguments: list[str], options: dict[str, _Kind]) -> list[str]:
+    """The arguments with the numbers of these options as Python writes them."""
+    plain: list[str] = []
+    option = ""  # the one whose value comes next
+    for position, argument in enumerate(arguments):
+        if argument == "--":
+            return plain + arguments[position:]
+        name, equals, value = argument.partition("=")
+        if option:
+            plain.append(_number(option, argument, options[option]))
+            option = ""
+        elif equals and name in options:
+            plain.append(f"{name}={_number(name, value, options[name])}")
+        else:
+            plain.append(argument)
+            option = argument if argument in options else ""
+    return plain
+
+
+def _number(option: str, text: str, kind: _Kind) -> str:
+    number = parse_number(text, kind.unit, whole=kind.whole)
+    if number is None and not kind.whole and text.strip().lower() in _NOT_FINITE:
+        return text  # which the commands themselves refuse, each with what it needs
+    if number is None or (kind.whole and not isinstance(number, int)):
+        what = "a whole number" if kind.whole else "a number"
+        raise UsageError(f"{option} {text[:40]!r} is not {what}. Write {examples(kind.unit, whole=kind.whole)}.")
+    return repr(number)

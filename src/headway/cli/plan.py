@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.cli.ceiling import local_device, local_rates
-from headway.cli.dry_run import NO_ROOM, saved_of_recipe
-from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption
-from headway.cli.measured_data import lengths_of_data, measured_data
-from headway.cli.options import ImagesOption, JsonOption, SegmentsOption, VideosOption
+from headway.cli.devices import local_device, local_rates
+from headway.cli.dry_run import NO_ROOM, LinkOptions, lengths_of_data, measured_data, saved_of_recipe
+from headway.cli.options import JsonOption, spread
 from headway.cli.output import needs_extra, print_json, warn
 from headway.cli.plan_text import WholeRun, as_text, to_dict
-from headway.cli.resolve import in_patches, resolve_cost_model, resolve_ledger
+from headway.cli.resolve import resolve_cost_model, resolve_ledger
 from headway.cli.train import SetOption
-from headway.cli.workload import samples_in_turn
+from headway.cli.workload import WorkloadOptions, samples_in_turn
 from headway.errors import PlanError, UsageError
 from headway.log.working import working
 from headway.report.terminal import coloured
@@ -42,6 +40,7 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfloat16-autocast": "bf16"}
 SAVE_S, RESTART_S = 30.0, 300.0
 
 
+@spread(only=["segments", "images", "videos", "link", "network", "per_node"])
 def plan(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A training configuration, or a model.")],
     device: Annotated[
@@ -64,9 +63,8 @@ def plan(
         int | None,
         typer.Option(metavar="N", min=1, help="Instead: samples to train on, as --segments or plan.mix describe them."),
     ] = None,
-    segments: SegmentsOption = None,
-    images: ImagesOption = None,
-    videos: VideosOption = None,
+    *,
+    work: WorkloadOptions,
     lengths: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Measured lengths, CSV or Parquet; plan.lengths or plan.mix if not given."),
@@ -90,9 +88,7 @@ def plan(
         float | None,
         typer.Option(metavar="S", help=f"With --mtbf: from a failure to the next step [s]; {RESTART_S:g}."),
     ] = None,
-    link: LinkOption = None,
-    network: NetworkOption = None,
-    per_node: PerNodeOption = None,
+    link_options: LinkOptions,
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -113,14 +109,13 @@ def plan(
     from headway.predict.planned_lengths import NO_LENGTHS, lengths_in_turn
 
     ends = RunLength(tokens, epochs, samples)
-    _refuse_halves(ends, price, lengths, data, segments)
+    _refuse_halves(ends, price, lengths, data, work.segments)
     of_lengths = () if lengths is None else ("plan.mix=null", f"plan.lengths={json.dumps(str(lengths))}")
     cost_model, config = named_recipe(recipe, (*of_lengths, *(settings or ())))
-    pattern = _pattern(cost_model, config.model.path, segments, images, videos)
+    pattern = _pattern(cost_model, config.model.path, work)
     name = device or config.plan.device
     found = named_device(name) if name is not None else None
     saved = saved_of_recipe(config)
-    given = GivenLinks(link, network, per_node)
     reliability = _reliability(scale, mtbf, save, restart)
     own = lengths_of_data(config) if pattern is None and not data else None
     if epochs is not None and not (lengths or data or samples or own):
@@ -129,12 +124,12 @@ def plan(
         )
     if scale is not None:
         _refuse_with_scale({"--devices": devices, "--data": data})
-        sizes = _sizes(scale, config, cost_model, found, saved, given, reliability, pattern or own)
+        sizes = _sizes(scale, config, cost_model, found, saved, link_options, reliability, pattern or own)
         rows = 0 if epochs is None or samples else len((own[1] if own else read_lengths(lengths or "")).tokens)
         _print_sizes(config, sizes, [ends.total(size.packs, rows) for size in sizes[1]], price, as_json=as_json)
         return
     count = devices or config.plan.devices or 1
-    given.joining(found, count)  # or an error, before anything is measured
+    link_options.joining(found, count)  # or an error, before anything is measured
     measured = measured_data(data, config) if data else None
     table = own if measured is None else (measured.name, measured.lengths)
     if pattern is not None:
@@ -143,7 +138,7 @@ def plan(
     if planned.packs is None:
         raise PlanError(NO_LENGTHS)
     speeds = speeds_of(config, cost_model, found, count)
-    links = given.joining(found, count)
+    links = link_options.joining(found, count)
     making_s = None if measured is None else measured.making_s
     forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count, links, making_s=making_s)
     time = forecaster.predict(config, planned.packs)
@@ -184,15 +179,12 @@ class RunLength:
         return passes * (rows if self.samples is None else self.samples) * packs.tokens_per_sample
 
 
-def _pattern(
-    cost_model: "CostModel", model: str, segments: str | None, images: str | None, videos: str | None
-) -> "tuple[str, LengthTable] | None":
+def _pattern(cost_model: "CostModel", model: str, work: WorkloadOptions) -> "tuple[str, LengthTable] | None":
     """Name and table of the samples that --segments, --images and --videos describe; None where they are not given."""
-    table = samples_in_turn(cost_model, segments, in_patches(model, images), videos)
+    table = samples_in_turn(cost_model, work.in_patches(model))
     if table is None:
         return None
-    named = (("--segments", segments), ("--images", images), ("--videos", videos))
-    return " ".join(f"{option} {text[:60]}" for option, text in named if text is not None), table
+    return " ".join(f"{option} {text[:60]}" for option, text in work.typed().items()), table
 
 
 def _refuse_halves(
@@ -248,7 +240,7 @@ def _sizes(
     cost_model: "CostModel",
     device: "Device | None",
     saved: Mapping[str, "SavedActivations"],
-    given: GivenLinks,
+    link_options: LinkOptions,
     reliability: "Reliability | None",
     pattern: "tuple[str, LengthTable] | None",
 ) -> "tuple[Scaling, list[SizedRun]]":
@@ -259,7 +251,7 @@ def _sizes(
     sizes = sizes_of(scale)
     if device is None:
         raise PlanError("no device is named, and --scale needs one: give --device, or set plan.device.")
-    links = given.required(device)
+    links = link_options.required(device)
     links.require(max(sizes))
     speeds = speeds_of(config, cost_model, device, max(sizes))
     scaling = Scaling(learning_model(config, cost_model), saved, speeds, links, reliability, device)
@@ -280,7 +272,7 @@ def _print_sizes(
     Raises:
         typer.Exit: one does not fit the device; exit code 1.
     """
-    from headway.cli.scale_text import scale_record, scale_text
+    from headway.cli.plan_text import scale_record, scale_text
 
     scaling, sized = sizes
     runs = []

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from headway.cli.report_folder import ReportSection, side_by_side
 from headway.cli.report_page import SCHEMA_VERSION, SERIES, ReportedRun, facts, for_programs, machine
-from headway.cli.report_section import ReportSection, side_by_side
 from headway.explain.comparison import Comparison, compare, differences, table_of
 from headway.explain.text import sentences
 from headway.log.run_files import CONFIG
@@ -86,8 +86,8 @@ def _peaks_differ(a: ReportedRun, b: ReportedRun) -> list[str]:
     peaks = [number(run.records[-1].get("peak_flops_per_s")) for run in (a, b)]
     if None in peaks or math.isclose(*(peak or 0.0 for peak in peaks), rel_tol=_SAME_PEAK):
         return []
-    said = " and ".join(format_rate(peak or 0.0) for peak in peaks)
-    return [f"The peaks of a device differ, {said}: MFU and times at peak differ with them for the same work."]
+    rates = " and ".join(format_rate(peak or 0.0) for peak in peaks)
+    return [f"The peaks of a device differ, {rates}: MFU and times at peak differ with them for the same work."]
 
 
 def _steps_s(run: ReportedRun) -> "np.ndarray":
@@ -103,7 +103,7 @@ def _machine(a: ReportedRun, b: ReportedRun, compared: Comparison) -> dict[str, 
         "runs": [machine(a), machine(b)],
         "compared": compared.to_dict(),
         "step_interval_95": None if min(len(a_s), len(b_s)) < _FEW else _interval(a_s, b_s),
-        "settings": {name: [one, other] for name, one, other in _settings(a, b).rows},
+        "settings": {name: [of_a, of_b] for name, of_a, of_b in _settings(a, b).rows},
     }
 
 
@@ -126,8 +126,8 @@ def _means(values: "np.ndarray", run: str) -> "np.ndarray":
     blocks = np.convolve(values, np.ones(size) / size, mode="valid")  # the mean of each row of so many steps
     drawn = max(1, len(values) // size)
     most = min(drawn, 1000)  # more say nothing new; the spread shrinks with the root of their number
-    found = blocks[np.random.default_rng(ord(run)).integers(len(blocks), size=(_RESAMPLES, most))].mean(axis=1)
-    return np.asarray(values.mean() + (found - found.mean()) * np.sqrt(most / drawn))
+    means = blocks[np.random.default_rng(ord(run)).integers(len(blocks), size=(_RESAMPLES, most))].mean(axis=1)
+    return np.asarray(values.mean() + (means - means.mean()) * np.sqrt(most / drawn))
 
 
 def _bounds(values: "np.ndarray") -> tuple[float, float]:
@@ -144,8 +144,8 @@ def _line_intervals(a: ReportedRun, b: ReportedRun, compared: Comparison) -> dic
         steps = run.explanation.steps[len(run.mean.left_out) :]
         return _means(np.array([sum(line.ns for line in step.lines if line.key == key) / 1e6 for step in steps]), name)
 
-    known = (line for line in compared.lines if line.a_ns or line.b_ns)
-    return {line.key: _bounds(means(b, "B", line.key) - means(a, "A", line.key)) for line in known}
+    timed = (line for line in compared.lines if line.a_ns or line.b_ns)
+    return {line.key: _bounds(means(b, "B", line.key) - means(a, "A", line.key)) for line in timed}
 
 
 def _beyond_scatter(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
@@ -166,9 +166,9 @@ def _sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[Repo
         lines = [
             [*row, f"{low:+,.2f} to {high:+,.2f}"] for row, (low, high) in zip(lines, intervals.values(), strict=True)
         ]
-        low, high = (1e3 * one for one in _bounds(_means(_steps_s(b), "B") - _means(_steps_s(a), "A")))
+        low, high = (1e3 * bound for bound in _bounds(_means(_steps_s(b), "B") - _means(_steps_s(a), "A")))
         footer = [*footer, f"{low:+,.2f} to {high:+,.2f}"]
-    found = [
+    sections = [
         ReportSection("Where the time of a step differs", headings, [*lines, footer]),
         _work(a, b),
         _components(a, b),
@@ -178,7 +178,7 @@ def _sections(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[Repo
         _settings(a, b),
         _facts(a, b),
     ]  # fmt: skip
-    return [section for section in found if section.rows]
+    return [section for section in sections if section.rows]
 
 
 def _work(a: ReportedRun, b: ReportedRun) -> ReportSection:
@@ -187,16 +187,16 @@ def _work(a: ReportedRun, b: ReportedRun) -> ReportSection:
     if not all(flops):
         return ReportSection("", [], [])
     seconds = [float(_steps_s(run).mean()) for run in (a, b)]
-    computed = [one * _computed_of_useful(run) for one, run in zip(flops, (a, b), strict=True)]
-    rates, useful_rates = ([one / s for one, s in zip(work, seconds, strict=True)] for work in (computed, flops))
+    computed = [value * _computed_of_useful(run) for value, run in zip(flops, (a, b), strict=True)]
+    rates, useful_rates = ([value / s for value, s in zip(work, seconds, strict=True)] for work in (computed, flops))
     tokens = [_per_step(run, "tokens") for run in (a, b)]
     rows = [
         ["useful FLOPs of a step", *map(format_flops, flops), _change(*flops)],
         ["FLOPs with padding and recomputation", *map(format_flops, computed), _change(*computed)],
         ["FLOP/s with these, all devices", *map(format_rate, rates), _change(*rates)],
         ["useful FLOP/s, all devices", *map(format_rate, useful_rates), _change(*useful_rates)],
-        ["tokens of a step", *(f"{one:,.0f}" for one in tokens), _change(*tokens)],
-        ["time of a step", *(f"{1e3 * one:,.1f} ms" for one in seconds), _change(*seconds)],
+        ["tokens of a step", *(f"{value:,.0f}" for value in tokens), _change(*tokens)],
+        ["time of a step", *(f"{1e3 * value:,.1f} ms" for value in seconds), _change(*seconds)],
     ]
     says = (
         f"Time is work over rate: {_change(*seconds)} of time = {_change(*computed)} of work, padding and "
@@ -217,7 +217,7 @@ def _components(a: ReportedRun, b: ReportedRun) -> ReportSection:
     sums = [_by_component(run) for run in (a, b)]
     names = dict.fromkeys([*sums[0], *sums[1]])
     rows = [
-        [name, *(format_flops(one.get(name, 0.0)) for one in sums), _change(*(one.get(name, 0.0) for one in sums))]
+        [name, *(format_flops(run.get(name, 0.0)) for run in sums), _change(*(run.get(name, 0.0) for run in sums))]
         for name in names
     ]
     return ReportSection("FLOPs of a step by component", ["component", "A", "B", "B against A"], rows)
@@ -233,14 +233,14 @@ def _losses(by: str, a: ReportedRun, b: ReportedRun) -> ReportSection:
     curves = [_curve(run, *(("tokens",) if by == "tokens" else ("flops", "total"))) for run in (a, b)]
     if not all(len(cost) for cost, _ in curves):
         return ReportSection("", [], [])
-    whole = min(float(cost[-1]) for cost, _ in curves)
+    most = min(float(cost[-1]) for cost, _ in curves)
     least = max(float(cost[0]) for cost, _ in curves)
     rows = []
-    for at in (part * whole for part in _PARTS):
+    for at in (part * most for part in _PARTS):
         if at >= least:
             losses = [float(np.interp(at, *curve)) for curve in curves]
-            said = f"{at:,.0f}" if by == "tokens" else format_flops(at)
-            rows.append([said, *(f"{one:.4f}" for one in losses), f"{losses[1] - losses[0]:+.4f}"])
+            cost_text = f"{at:,.0f}" if by == "tokens" else format_flops(at)
+            rows.append([cost_text, *(f"{loss:.4f}" for loss in losses), f"{losses[1] - losses[0]:+.4f}"])
     says = "Each loss is the mean of the last fiftieth of its run up to there."
     title = f"Loss at equal {by}"
     scale, unit = 1.0, by
@@ -257,12 +257,12 @@ def _series(a: ReportedRun, b: ReportedRun) -> list[ReportSection]:
     sections = []
     for key, title, form in SERIES:
         both = [[number(record.get(key)) for record in run.records] for run in (a, b)]
-        known = [[value for value in values if value is not None] for values in both]
-        if key not in _COMPARED or not all(known):
+        finite = [[value for value in values if value is not None] for values in both]
+        if key not in _COMPARED or not all(finite):
             continue
         steps = [[float(record["step"]) for record in run.records] for run in (a, b)]
-        chart = lines_chart(title, [DrawnLine(*one) for one in zip("AB", steps, both, strict=True)], form=form)
-        shown = [np.percentile(values, _QUANTILES) for values in known]
+        chart = lines_chart(title, [DrawnLine(*line) for line in zip("AB", steps, both, strict=True)], form=form)
+        shown = [np.percentile(values, _QUANTILES) for values in finite]
         rows = [[f"{q} %", form(float(x)), form(float(y))] for q, x, y in zip(_QUANTILES, *shown, strict=True)]
         sections.append(ReportSection(title, ["percentile of the records", "A", "B"], rows, chart=chart))
     return sections
@@ -270,14 +270,14 @@ def _series(a: ReportedRun, b: ReportedRun) -> list[ReportSection]:
 
 def _curve(run: ReportedRun, *keys: str) -> "tuple[np.ndarray, np.ndarray]":
     """What was spent up to each step, and the mean of the losses before it."""
-    known = [
+    points = [
         (spent, loss)
         for record in run.records
         if (loss := number(record.get("loss"))) is not None and (spent := number(_at(record, *keys))) is not None
     ]
-    if not known:
+    if not points:
         return np.empty(0), np.empty(0)
-    spent, losses = np.array(known, dtype=float).T
+    spent, losses = np.array(points, dtype=float).T
     width = max(1, len(losses) // _SMOOTHED)
     sums = np.concatenate([[0.0], np.cumsum(losses)])
     ends = np.arange(1, len(losses) + 1)
@@ -289,7 +289,8 @@ def _settings(a: ReportedRun, b: ReportedRun) -> ReportSection:
     """Settings of config.yaml that differ; both are without secrets already."""
     both = [_flat(run.beside.get(CONFIG, "")) for run in (a, b)]
     names = dict.fromkeys([*both[0], *both[1]])
-    rows = [[name, *(one.get(name, "-") for one in both)] for name in names if both[0].get(name) != both[1].get(name)]
+    changed = [name for name in names if both[0].get(name) != both[1].get(name)]
+    rows = [[name, *(settings.get(name, "-") for settings in both)] for name in changed]
     return ReportSection("Settings that differ", ["setting", "A", "B"], rows)
 
 
@@ -298,36 +299,36 @@ def _flat(text: str) -> dict[str, str]:
         raw = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError):
         return {}
-    found: dict[str, str] = {}
-    seen = 0
+    settings: dict[str, str] = {}
+    num_nodes = 0
 
     def walk(node: Any, path: str) -> None:
-        nonlocal seen
-        seen += 1
-        if seen > _MOST_SETTINGS:  # anchors of YAML may make a few lines endless
+        nonlocal num_nodes
+        num_nodes += 1
+        if num_nodes > _MOST_SETTINGS:  # anchors of YAML may make a few lines endless
             return
         children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
         for name, child in children:
             walk(child, f"{path}.{name}" if path else str(name))
         if not isinstance(node, Mapping | list) and path:
-            found[path] = str(node)
+            settings[path] = str(node)
 
     walk(raw, "")
-    return found
+    return settings
 
 
 def _facts(a: ReportedRun, b: ReportedRun) -> ReportSection:
     both = [dict(facts(run)) for run in (a, b)]
     names = dict.fromkeys([*both[0], *both[1]])
-    rows = [[name, *(one.get(name, "-") for one in both)] for name in names]
+    rows = [[name, *(values.get(name, "-") for values in both)] for name in names]
     return ReportSection("Each by itself", ["what", "A", "B"], rows)
 
 
 def _at(record: Mapping[str, Any], *keys: str) -> Any:
-    found: Any = record
+    value: Any = record
     for key in keys:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def _per_step(run: ReportedRun, *keys: str) -> float:

@@ -1,18 +1,71 @@
-"""Sections of a report beside those of the mean step: sources, ranks, restarts, memory, evaluations, answers."""
+"""Read a run folder and make the sections of its report: tables, charts and settings."""
 
 import base64
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headway.cli.report_section import ReportSection
+import yaml
+
+from headway.config import TrainConfig
+from headway.config.tree import ITEM, Setting, walk
 from headway.files import open_plain
 from headway.log.jsonl import as_object
 from headway.log.run_files import METRICS
-from headway.report import format_bytes, format_flops, format_rate, format_share
+from headway.report import Column, format_bytes, format_flops, format_rate, format_share
 from headway.report.charts import DrawnLine, bar_chart, heat_strip, line_chart
+from headway.report.markdown import markdown_table, markdown_text
 from headway.report.numbers import number, numbers
+from headway.report.page import chart_figure, html_table, safe, with_code
+from headway.report.secrets import HIDDEN
+
+_NARROW = 3  # columns of a table that stands beside others
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSection:
+    """What a report says of one thing, in plain text of anyone.
+
+    Attributes:
+        title: its heading.
+        headings: of the table's columns.
+        rows: of the table; a section without rows is left out.
+        says: a sentence before it.
+        chart: SVG of `headway.report.charts`; Markdown has the table alone.
+        pictures: a small JPEG in base64 for each row, "" for none; on a page alone.
+    """
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    says: str = ""
+    chart: str = ""
+    pictures: Sequence[str] = ()
+
+    def as_html(self) -> str:
+        """Render it for a page; the table of a chart opens below it, and one of many columns has the page's width."""
+        says = f'<p class="note">{with_code(self.says)}</p>' if self.says else ""
+        if self.chart:
+            return chart_figure(self.title, self.chart, self.headings, self.rows, says)
+        table = html_table(self.headings, self.rows, self.pictures)
+        width = ' class="whole"' if len(self.headings) > _NARROW else ""
+        return f"<section{width}><h3>{safe(self.title)}</h3>{says}{table}</section>"
+
+    def as_markdown(self) -> str:
+        """Render it for an issue."""
+        columns = [Column(name, "right" if place else "left") for place, name in enumerate(self.headings)]
+        parts = [f"## {markdown_text(self.title)}", *([markdown_text(self.says)] if self.says else [])]
+        return "\n\n".join([*parts, markdown_table(columns, self.rows, None)])
+
+
+def side_by_side(sections: Sequence[ReportSection]) -> str:
+    """Sections as HTML, in two columns where the window is wide."""
+    return '<div class="charts">' + "\n".join(section.as_html() for section in sections) + "</div>"
+
 
 SUMMARY, RESUMES = "summary.json", "resumes.jsonl"
 EXPLANATION = "explain.json"
@@ -23,7 +76,7 @@ _SEEN = 0.01  # of the time or the FLOPs; less stands in the table alone
 _UNPROFILED = "Records tell no time of components; a profile does."
 _MOST_RANKS, _MOST_SOURCES = 64, 12
 _LARGEST_PICTURE = 100_000  # drawn.png of a larger size stays out of the page [bytes]
-_MOST_ANSWERS, _LONGEST = 12, 400  # of the last evaluation [characters]
+_MOST_ANSWERS, _LONGEST_ANSWER = 12, 400  # of the last evaluation [characters]
 
 
 class FolderSections:
@@ -40,10 +93,10 @@ class FolderSections:
 
     def held_out_loss(self) -> DrawnLine | None:
         """Loss of held-out samples over the steps; None where nothing was judged."""
-        found = [] if self._folder is None else _held_out(self._folder)
-        pairs = [(number(one.get("step")), number(one.get("loss"))) for one in found]
-        known = sorted((step, loss) for step, loss in pairs if step is not None and loss is not None)
-        return DrawnLine("held-out", *zip(*known, strict=True)) if known else None
+        evaluations = [] if self._folder is None else _held_out(self._folder)
+        pairs = [(number(record.get("step")), number(record.get("loss"))) for record in evaluations]
+        points = sorted((step, loss) for step, loss in pairs if step is not None and loss is not None)
+        return DrawnLine("held-out", *zip(*points, strict=True)) if points else None
 
     def learnt(self) -> list[ReportSection]:
         """Evaluations, answers of the last one, what was drawn."""
@@ -68,16 +121,16 @@ class FolderSections:
 
 def _source_losses(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
     """The loss of each source over the steps, where there are several."""
-    names = dict.fromkeys(name for one in records for name in _mapping(one.get("sources")))
+    names = dict.fromkeys(name for record in records for name in _mapping(record.get("sources")))
     shown = [*names][:_MOST_SOURCES] if len(names) > 1 else []
     parts = _source_shares(records, shown)
     for name in shown:
-        values = [number(_mapping(_mapping(one.get("sources")).get(name)).get("loss")) for one in records]
-        known = [(one["step"], value) for one, value in zip(records, values, strict=True) if value is not None]
-        if known:
+        values = [number(_mapping(_mapping(record.get("sources")).get(name)).get("loss")) for record in records]
+        points = [(record["step"], value) for record, value in zip(records, values, strict=True) if value is not None]
+        if points:
             title = f"Loss of source {name}"
-            chart = line_chart(title, [float(one["step"]) for one in records], values, form=lambda v: f"{v:.4g}")
-            ends = (("first", known[0]), ("last", known[-1]))
+            chart = line_chart(title, [float(record["step"]) for record in records], values, form=lambda v: f"{v:.4g}")
+            ends = (("first", points[0]), ("last", points[-1]))
             rows = [[f"{which}, step {step}", f"{loss:.4g}"] for which, (step, loss) in ends]
             parts.append(ReportSection(title, ["of the records", "loss"], rows, chart=chart))
     return parts
@@ -88,17 +141,17 @@ def _source_shares(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -
     by_name: dict[str, list[float | None]] = {name: [] for name in names}
     for record in records:
         sources = _mapping(record.get("sources"))
-        tokens = {name: max(number(_mapping(one).get("tokens")) or 0.0, 0.0) for name, one in sources.items()}
-        whole = sum(tokens.values())
+        tokens = {name: max(number(_mapping(source).get("tokens")) or 0.0, 0.0) for name, source in sources.items()}
+        all_tokens = sum(tokens.values())
         for name, row in by_name.items():
-            row.append(tokens.get(name, 0.0) / whole if whole else None)
-    known = {name: [share for share in row if share is not None] for name, row in by_name.items()}
-    if not any(known.values()):
+            row.append(tokens.get(name, 0.0) / all_tokens if all_tokens else None)
+    by_source = {name: [share for share in row if share is not None] for name, row in by_name.items()}
+    if not any(by_source.values()):
         return []
     title = "Share of each source in the tokens of a step"
     chart = heat_strip(title, [*by_name.items()], form=format_share)
-    rows = [[name, *(format_share(one) for one in (min(row), sum(row) / len(row), max(row)))]
-            for name, row in known.items()]  # fmt: skip
+    rows = [[name, *(format_share(share) for share in (min(row), sum(row) / len(row), max(row)))]
+            for name, row in by_source.items()]  # fmt: skip
     return [ReportSection(title, ["source", "least", "mean of the steps", "most"], rows, chart=chart)]
 
 
@@ -109,16 +162,16 @@ def _ranks(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
         ("rank_flops", "Work of each rank, useful FLOPs of a step over the mean of all ranks", format_share),
         ("rank_flops_per_busy_s", "Speed of each rank while it computes", format_rate),
     ):
-        of_steps = [numbers(one.get(key)) for one in records]
-        count = max((len(one) for one in of_steps), default=0)
+        of_steps = [numbers(record.get(key)) for record in records]
+        count = max((len(values) for values in of_steps), default=0)
         if count < 2 or count > _MOST_RANKS:
             continue
         if key == "rank_flops":
-            of_steps = [[flops * len(one) / (sum(one) or 1.0) for flops in one] for one in of_steps]
-        by_rank = [[one[rank] if rank < len(one) else None for one in of_steps] for rank in range(count)]
-        known = [[value for value in row if value is not None] for row in by_rank]
+            of_steps = [[flops * len(values) / (sum(values) or 1.0) for flops in values] for values in of_steps]
+        by_rank = [[values[rank] if rank < len(values) else None for values in of_steps] for rank in range(count)]
+        finite = [[value for value in row if value is not None] for row in by_rank]
         chart = heat_strip(what, [(f"rank {rank}", row) for rank, row in enumerate(by_rank)], form=form)
-        rows = [[f"rank {rank}", form(sum(row) / len(row)), form(max(row))] for rank, row in enumerate(known) if row]
+        rows = [[f"rank {rank}", form(sum(row) / len(row)), form(max(row))] for rank, row in enumerate(finite) if row]
         parts.append(ReportSection(what, ["rank", "mean of the steps", "most"], rows, chart=chart))
     return parts
 
@@ -126,18 +179,18 @@ def _ranks(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
 def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
     """Share of FLOPs beside share of time of each component, in the steps that a profile explains."""
     steps = _object(folder / EXPLANATION).get("steps")
-    profiled = [_mapping(one) for one in steps] if isinstance(steps, list) else []
-    by_step = [_mapping(one.get("by")) for one in profiled]
+    profiled = [_mapping(record) for record in steps] if isinstance(steps, list) else []
+    by_step = [_mapping(record.get("by")) for record in profiled]
     tables = [by.get("rows") for by in by_step if by.get("key") == "component"]
-    found = [row for rows in tables if isinstance(rows, list) for row in rows]
+    table_rows = [row for rows in tables if isinstance(rows, list) for row in rows]
     flops, ns = dict[str, float](), dict[str, float]()
-    for row in map(_mapping, found):
+    for row in map(_mapping, table_rows):
         name = str(row.get("name"))
         flops[name] = flops.get(name, 0.0) + max(number(row.get("flops")) or 0.0, 0.0)
         ns[name] = ns.get(name, 0.0) + max(number(row.get("ns")) or 0.0, 0.0)
     title = "FLOPs against time by component"
     if not (all_ns := sum(ns.values())):
-        if not any(_mapping(one.get("flops_by_component")) for one in records):
+        if not any(_mapping(record.get("flops_by_component")) for record in records):
             return []
         rows = [
             [] if (folder / "profile").is_dir() else ["run.profile.start=N", "a setting of the run: profiles steps"]
@@ -162,38 +215,38 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSec
 
 def _which_steps(folder: Path, profiled: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> str:
     """Which steps explain.json is of, and whether the run has gone on to another profile since."""
-    steps = [int(step) for one in profiled if (step := number(one.get("step"))) is not None]
-    last = max((int(step) for one in records if (step := number(one.get("step"))) is not None), default=0)
+    steps = [int(step) for record in profiled if (step := number(record.get("step"))) is not None]
+    last = max((int(step) for record in records if (step := number(record.get("step"))) is not None), default=0)
     if not steps:
         return "Of steps that a profile explains."
     which = f"step {min(steps)}" if min(steps) == max(steps) else f"steps {min(steps)} to {max(steps)}"
-    said = f"Of {which}, which a profile explains, of a run with records up to step {last}."
+    sentence = f"Of {which}, which a profile explains, of a run with records up to step {last}."
     again = "`headway explain RUN --by component` makes explain.json anew."
-    newest = max((int(found[1]) for path in folder.glob("profile/steps-*")
-                  if (found := _PROFILE.match(path.name)) is not None), default=0)  # fmt: skip
+    newest = max((int(match[1]) for path in folder.glob("profile/steps-*")
+                  if (match := _PROFILE.match(path.name)) is not None), default=0)  # fmt: skip
     if max(steps) > last:
-        return f"{said} That is not these records: {again}"
+        return f"{sentence} That is not these records: {again}"
     if newest > max(steps):
-        return f"{said} A later profile begins with step {newest}: {again}"
-    return said
+        return f"{sentence} A later profile begins with step {newest}: {again}"
+    return sentence
 
 
 def _conventions(folder: Path) -> list[ReportSection]:
     """What other tools would charge for the last step of a run that has ended, and print against the same peak."""
     summary = _object(folder / SUMMARY)
-    mfu, found = number(summary.get("mfu")), summary.get("conventions")
+    mfu, conventions = number(summary.get("mfu")), summary.get("conventions")
     rows = []
-    for one in found if isinstance(found, list) else ():
-        flops, ratio = (number(_mapping(one).get(name)) for name in ("flops", "ratio_to_useful"))
-        if not isinstance(one, Mapping):
+    for convention in conventions if isinstance(conventions, list) else ():
+        flops, ratio = (number(_mapping(convention).get(name)) for name in ("flops", "ratio_to_useful"))
+        if not isinstance(convention, Mapping):
             continue
         rows.append(
             [
-                f"{one.get('name')}/{one.get('version')}",
+                f"{convention.get('name')}/{convention.get('version')}",
                 "" if flops is None else format_flops(flops),
                 "" if ratio is None else f"{ratio:.3f}",
                 "" if ratio is None or mfu is None else format_share(ratio * mfu),
-                str(one.get("why", ""))[:_LONGEST],
+                str(convention.get("why", ""))[:_LONGEST_ANSWER],
             ]
         )
     headings = ["convention", "FLOPs of the last step", "x useful", "MFU with this run's time and peak", "counts"]
@@ -203,23 +256,23 @@ def _conventions(folder: Path) -> list[ReportSection]:
 def restarts(path: Path) -> list[float]:
     """The steps after which a run went on."""
     folder = path if path.is_dir() else path.parent
-    steps = [number(one.get("step")) for one in _lines(folder / RESUMES) if one.get("kind") == "resumed"]
+    steps = [number(record.get("step")) for record in _lines(folder / RESUMES) if record.get("kind") == "resumed"]
     return [step for step in steps if step is not None]
 
 
 def _restarts(folder: Path) -> list[ReportSection]:
     rows = []
-    for one in _lines(folder / RESUMES):
-        if one.get("kind") == "resumed":
-            lost = one.get("lost")
-            rows.append([str(one.get("step")), str(len(lost) if isinstance(lost, list) else 0)])
+    for record in _lines(folder / RESUMES):
+        if record.get("kind") == "resumed":
+            lost = record.get("lost")
+            rows.append([str(record.get("step")), str(len(lost) if isinstance(lost, list) else 0)])
     says = "A dashed line across the charts over steps is a restart."
     return _section("Restarts", ["went on after step", "steps that were taken again"], rows, says)
 
 
 def _memory(folder: Path) -> list[ReportSection]:
-    found = _object(folder / "memory.json")
-    predicted, measured = _mapping(found.get("predicted")), _mapping(found.get("measured"))
+    parts = _object(folder / "memory.json")
+    predicted, measured = _mapping(parts.get("predicted")), _mapping(parts.get("measured"))
     rows = [[name, _bytes(predicted.get(name)), _bytes(measured.get(name))] for name in {**predicted, **measured}]
     rows = [row for row in rows if any(row[1:])]
     bars = [
@@ -241,17 +294,18 @@ def _bars_of_two(title: str, bars: Sequence[tuple[str, float, int]], form: Calla
 
 def _held_out(folder: Path) -> list[Mapping[str, Any]]:
     """Records of evaluations, in the order of their steps."""
-    return [one for one in _lines(folder / METRICS, b'"evaluation"') if one.get("kind") == "evaluation"]
+    return [record for record in _lines(folder / METRICS, b'"evaluation"') if record.get("kind") == "evaluation"]
 
 
 def _evaluations(folder: Path) -> list[ReportSection]:
-    found = _held_out(folder)
+    evaluations = _held_out(folder)
     rows = [
-        [str(one.get("step")), f"{loss:.4f}" if (loss := number(one.get("loss"))) is not None else "",
-         format_share(exact) if (exact := number(one.get("exact_match"))) is not None else ""]
-        for one in found
+        [str(record.get("step")), f"{loss:.4f}" if (loss := number(record.get("loss"))) is not None else "",
+         format_share(exact) if (exact := number(record.get("exact_match"))) is not None else ""]
+        for record in evaluations
     ]  # fmt: skip
-    says = _overfitting([(one.get("step"), loss) for one in found if (loss := number(one.get("loss"))) is not None])
+    losses = [(record.get("step"), loss) for record in evaluations if (loss := number(record.get("loss"))) is not None]
+    says = _overfitting(losses)
     return _section("Evaluations", ["after step", "loss", "exact match"], rows, says)
 
 
@@ -259,7 +313,7 @@ def _overfitting(losses: Sequence[tuple[object, float]]) -> str:
     """A sentence where the loss on held-out samples has risen since its least; "" where it has not."""
     if not losses:
         return ""
-    (least_step, least), (last_step, last) = min(losses, key=lambda one: one[1]), losses[-1]
+    (least_step, least), (last_step, last) = min(losses, key=lambda pair: pair[1]), losses[-1]
     if last <= _RISEN * least:
         return ""
     return (
@@ -271,17 +325,17 @@ def _overfitting(losses: Sequence[tuple[object, float]]) -> str:
 
 def _answers(folder: Path) -> list[ReportSection]:
     """Answers in words of the last evaluation that asked for them."""
-    answers = [one for one in _lines(folder / "samples.jsonl") if one.get("kind") == "sample"]
-    last = [one for one in answers if one.get("step") == answers[-1].get("step")]
+    answers = [record for record in _lines(folder / "samples.jsonl") if record.get("kind") == "sample"]
+    last = [record for record in answers if record.get("step") == answers[-1].get("step")]
     rows = [
         [
-            *(str(one.get(name, ""))[-_LONGEST:] for name in ("prompt", "gold", "answer")),
-            "yes" if one.get("exact") else "no",
+            *(str(record.get(name, ""))[-_LONGEST_ANSWER:] for name in ("prompt", "gold", "answer")),
+            "yes" if record.get("exact") else "no",
         ]
-        for one in last[:_MOST_ANSWERS]
+        for record in last[:_MOST_ANSWERS]
     ]
-    by_sample = {one.get("where"): one["picture"] for one in answers if _is_picture(one.get("picture"))}
-    pictures = [by_sample.get(one.get("where"), "") for one in last[:_MOST_ANSWERS]]
+    by_sample = {record.get("where"): record["picture"] for record in answers if _is_picture(record.get("picture"))}
+    pictures = [by_sample.get(record.get("where"), "") for record in last[:_MOST_ANSWERS]]
     title = f"Answers after step {last[-1].get('step')}" if last else ""
     headings = ["asked", "wanted", "answered", "exact"]
     return [ReportSection(title, headings, rows, pictures=pictures if any(pictures) else ())] if rows else []
@@ -315,7 +369,7 @@ def _lines(path: Path, holding: bytes = b"") -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     with open_plain(path) as file:
-        return [found for line in file if holding in line and (found := as_object(line)) is not None]
+        return [record for line in file if holding in line and (record := as_object(line)) is not None]
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -327,5 +381,92 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def _bytes(value: object) -> str:
-    known = number(value)
-    return "" if known is None else format_bytes(known)
+    num_bytes = number(value)
+    return "" if num_bytes is None else format_bytes(num_bytes)
+
+
+_LONGEST = 120  # of a value [characters]
+_UNSAID = "not set"
+
+
+def changed_settings(config: str, facts: str) -> list[ReportSection]:
+    """The settings that differ from the recipe's file or from the default; none where the texts are no run's.
+
+    Args:
+        config: config.yaml, without secrets.
+        facts: run.json, without secrets; empty where there is none.
+    """
+    try:
+        resolved, run = yaml.safe_load(config), json.loads(facts or "{}")
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return []
+    recipe = run.get("recipe") if isinstance(run, Mapping) else None
+    path, overridden = "", dict[str, str]()
+    if isinstance(recipe, Mapping) and isinstance(recipe.get("overridden"), list):
+        path = str(recipe.get("path") or "")
+        pairs = (str(override).partition("=") for override in recipe["overridden"])
+        overridden = {name: value or _UNSAID for name, _, value in pairs}
+    settings = {setting.name: setting for setting in walk(TrainConfig)}
+    changed, others = [], []
+    for name, value, default in _leaves(resolved, settings):
+        is_other = _differs(value, default)
+        above = next((key for key in overridden if name == key or name.startswith(f"{key}.")), None)
+        if above is not None and (name == above or is_other):  # a file may name a section by one word, as data.eval
+            changed.append([name, _cut(_json(value)), _cut(overridden[above]), _cut(default)])
+        elif above is None and is_other:
+            others.append([name, _cut(_json(value)), "the same" if path else "", _cut(default)])
+    rows = changed + others
+    headings = ["setting", "this run", "the recipe's file", "default"]
+    if not path:
+        headings, rows = [*headings[:2], headings[3]], [[*row[:2], row[3]] for row in rows]
+    says = f"The recipe is {path}: {len(overridden)} settings were given another value than it says." if path else ""
+    return [ReportSection("Settings that are not the defaults", headings, rows, says)] if rows else []
+
+
+def provenance(facts: str) -> list[ReportSection]:
+    """Command, host, device and versions of a run; nothing where the text is no run's.
+
+    Args:
+        facts: run.json, without secrets; empty where there is none.
+    """
+    run = as_object(facts.encode()) or {}
+    command, device, software = run.get("command"), run.get("device"), run.get("software")
+    facts_by_name = {
+        "command": shlex.join(map(str, command)) if isinstance(command, list) else command,
+        "host": run.get("host"),
+        "device": device.get("name") if isinstance(device, Mapping) else None,
+        "precision": run.get("precision"),
+        **(software if isinstance(software, Mapping) else {}),
+    }
+    rows = [[name.replace("_", " "), str(value)] for name, value in facts_by_name.items() if value is not None]
+    return [ReportSection("Made with", ["what", "value"], rows)] if rows else []
+
+
+def _leaves(node: Any, settings: Mapping[str, Setting], name: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Name, value and default of each setting that holds no others; "required" where there is no default."""
+    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in children:
+        path = f"{name}.{key}" if name else str(key)
+        setting = settings.get(".".join(ITEM if part.isdecimal() else part for part in path.split(".")))
+        is_item = isinstance(node, list) and isinstance(child, Mapping)
+        if setting is not None and (setting.section is None or child is None):
+            yield path, child, "required" if setting.default is None else setting.default
+        elif setting is not None or is_item:
+            yield from _leaves(child, settings, path)
+
+
+def _differs(value: Any, default: str) -> bool:
+    if value == HIDDEN:  # nobody can tell
+        return False
+    try:
+        return bool(value != yaml.safe_load(default)) and _json(value) != default  # YAML reads 1e-08 as text
+    except yaml.YAMLError:
+        return _json(value) != default
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

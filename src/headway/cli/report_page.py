@@ -12,9 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from headway.cli.report_folder import FolderSections, restarts
-from headway.cli.report_section import ReportSection, side_by_side
-from headway.cli.report_settings import changed_settings, provenance
+from headway.cli.report_folder import (
+    FolderSections,
+    ReportSection,
+    changed_settings,
+    provenance,
+    restarts,
+    side_by_side,
+)
 from headway.errors import LogError
 from headway.explain.comparison import MeanStep, mean_step
 from headway.explain.explanation import UNSEPARATED, JobExplanation

@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.dry_run import saved_of_recipe
-from headway.cli.links import GivenLinks, LinkOption, NetworkOption, PerNodeOption, note_on_links
-from headway.cli.measured_data import lengths_of_data, measured_data
-from headway.cli.options import JsonOption
+from headway.cli.dry_run import LinkOptions, lengths_of_data, measured_data, note_on_links, saved_of_recipe
+from headway.cli.options import JsonOption, spread
 from headway.cli.output import print_json, say
 from headway.cli.plan import named_recipe, speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_ledger
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 
+@spread()
 def tune(
     recipe: Annotated[
         str,
@@ -81,9 +80,8 @@ def tune(
     steps: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Steps of a measured run, after two that warm up [steps].")
     ] = None,
-    link: LinkOption = None,
-    network: NetworkOption = None,
-    per_node: PerNodeOption = None,
+    *,
+    link_options: LinkOptions,
     as_json: JsonOption = False,
 ) -> None:
     """Search packing length, accumulation, recomputation, sharding and the loss's chunks for the fastest that fits.
@@ -104,9 +102,10 @@ def tune(
     if measure is not None:
         _check_data(config)
     named = None if config.plan.device is None else named_device(config.plan.device)
-    given = GivenLinks(link, network, per_node)
-    given.joining(named, config.plan.devices or 1)  # or an error, before anything is measured
-    search, joined, speeds = search_of(config, memory, tokens_per_step, data or [], meshes=meshes, given=given)
+    link_options.joining(named, config.plan.devices or 1)  # or an error, before anything is measured
+    search, joined, speeds = search_of(
+        config, memory, tokens_per_step, data or [], meshes=meshes, link_options=link_options
+    )
     tuned = _tuned(recipe, search, named, speeds, joined, top, measure, steps)
     if write is not None:
         _write(write, Path(recipe), tuned)
@@ -188,7 +187,7 @@ def search_of(
     data: list[str],
     *,
     meshes: bool = False,
-    given: GivenLinks = GivenLinks(),  # noqa: B008 - it is frozen
+    link_options: LinkOptions = LinkOptions(),  # noqa: B008 - it is frozen
 ) -> "tuple[Search, Links | None, Speeds]":
     """Build the search from a recipe and the command line's options.
 
@@ -198,7 +197,7 @@ def search_of(
         tokens_per_step: such as "2M +-5%"; as many as the recipe's packs hold when None.
         data: datasets whose samples' lengths are taken; the plan section's lengths when empty.
         meshes: whether processes may share model and packs in other ways than in the recipe.
-        given: what the command line says of links.
+        link_options: how devices are joined, where the options say it.
 
     Returns:
         The search, the links between the devices, None where they are not known, and the speeds of a device.
@@ -243,7 +242,7 @@ def search_of(
         )
     saved = saved_of_recipe(config)
     speeds = speeds_of(config, cost_model, found, count)
-    links = given.joining(found, count)
+    links = link_options.joining(found, count)
     making_s = None if measured is None else measured.making_s
     timer = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict
     return Search(config, learning, saved, count, room, lengths, timer, space), links, speeds

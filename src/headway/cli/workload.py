@@ -1,9 +1,13 @@
-"""Build the step's workload from the options that several commands share, and describe it in words."""
+"""Options of several commands that describe a step's workload; the workload that they make, and its description."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+
+import typer
 
 from headway.cli.output import warn
-from headway.cli.parse import parse_grids, parse_latents, parse_segments, parse_splits
+from headway.cli.parse import parse_grids, parse_latents, parse_lora, parse_segments, parse_splits
+from headway.cli.resolve import in_patches, resolve_cost_model
 from headway.errors import WorkloadError
 from headway.report import format_count, format_share
 
@@ -12,66 +16,171 @@ if TYPE_CHECKING:
     from headway.packing.lengths import LengthTable
 
 
-def build_workload(
-    segments: str | None,
-    *,
-    images: str | None = None,
-    videos: str | None = None,
-    slots: int | None = None,
-    sources: str | None = None,
-    audio: str | None = None,
-    past: str | None = None,
-    splits: str | None = None,
-    latents: str | None = None,
-    references: str | None = None,
-    supervised: int | None = None,
-) -> "Workload":
-    """Build the step's workload from the options.
+@dataclass(frozen=True)
+class WorkloadOptions:
+    """Options that describe what a step computes on, as they were typed: a row for each, in the order of `--help`.
+
+    A row's type holds its help and, where text is typed, the function that reads it; `Workload` has an argument of the
+    same name.
+    """
+
+    segments: Annotated[
+        str | None,
+        typer.Option(
+            metavar="L*N,L,...",
+            help="Segment lengths [tokens], the tokens of images and videos included; L*N means N segments of L "
+            "tokens.",
+        ),
+        parse_segments,
+    ] = None
+    images: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TxHxW*N,...",
+            help="Image grids [patches, before merging], or WxHpx in pixels, as 1024x768px; *N repeats one N times.",
+        ),
+        parse_grids,
+    ] = None
+    videos: Annotated[
+        str | None,
+        typer.Option(metavar="TxHxW*N,...", help="Video grids [patches, before merging]; *N repeats a grid N times."),
+        parse_grids,
+    ] = None
+    sources: Annotated[
+        str | None,
+        typer.Option(
+            metavar="L*N,L,...",
+            help="What the encoder reads for each segment [tokens, or frames of speech]; models with cross attention.",
+        ),
+        parse_segments,
+    ] = None
+    audio: Annotated[
+        str | None,
+        typer.Option(
+            metavar="L*N,L,...", help="Audio clips that lie in the segments [feature frames]; *N repeats one."
+        ),
+        parse_segments,
+    ] = None
+    past: Annotated[
+        str | None,
+        typer.Option(
+            metavar="L*N,L,...",
+            help="Cached tokens before each segment, with --forward-only [tokens]; a decode step of 64 sequences is "
+            "--segments 1*64 --past 4096*64.",
+        ),
+        parse_segments,
+    ] = None
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Token slots computed, padding included [tokens]; the sum of the segments if not given."
+        ),
+    ] = None
+    splits: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODE:N,...;...",
+            help="Who sees whom, in place of --segments: runs of tokens that are causal, full or noise, `;` between "
+            "segments, as causal:102,noise:4098;full:4902,causal:302; (...)*N repeats a segment.",
+        ),
+        parse_splits,
+    ] = None
+    latents: Annotated[
+        str | None,
+        typer.Option(metavar="HxW*N,...", help="Grids of latent patches that are drawn, a token each; *N repeats one."),
+        parse_latents,
+    ] = None
+    references: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HxW*N,...", help="Grids of clean latent patches that are read, as edits do; *N repeats one."
+        ),
+        parse_latents,
+    ] = None
+    supervised: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Labelled tokens, on which alone some models run their head; causal ones if not given.",
+        ),
+    ] = None
+
+    def typed(self) -> dict[str, Any]:
+        """Options that were typed, by their names on the command line."""
+        values = {f"--{field.name}": getattr(self, field.name) for field in fields(self)}
+        return {option: value for option, value in values.items() if value is not None}
+
+    def in_patches(self, model: str) -> "WorkloadOptions":
+        """Turn images whose size was typed in pixels into grids of the model's patches; errors of `in_patches`."""
+        return replace(self, images=in_patches(model, self.images))
+
+    def build(self, lengths: list[int] | None = None) -> "Workload":
+        """Build the step's workload.
+
+        Args:
+            lengths: of the segments [tokens], where the options do not say them.
+
+        Raises:
+            WorkloadError: an option cannot be read, or the slots cannot hold the tokens.
+        """
+        from headway.count import Workload
+
+        if self.segments is None and self.splits is None and lengths is None:
+            raise WorkloadError(
+                "--segments is missing, so there is nothing to count. Give the lengths of the step's segments in "
+                "tokens, those of images and videos included, for example --segments 4096*3,512."
+            )
+        # What was typed, read by the function that stands in the row's type; numbers need none.
+        values: dict[str, Any] = {}
+        for name, hint in get_type_hints(WorkloadOptions, include_extras=True).items():
+            value = getattr(self, name)
+            if value is not None:
+                parsers = [part for part in get_args(hint)[1:] if callable(part)]
+                values[name] = parsers[0](value, f"--{name}") if parsers else value
+        if lengths is not None:
+            return Workload(**{"segments": lengths, **values})
+        values.setdefault("segments", [sum(count for _, count in runs) for runs in values.get("splits", ())])
+        tokens = sum(values["segments"])
+        if self.slots is not None and self.slots < tokens:
+            raise WorkloadError(
+                f"--slots {self.slots} cannot hold the {tokens} tokens of --segments {self.segments or self.splits}: "
+                f"slots are all positions computed, tokens and padding. Give {tokens} or more, or leave --slots out "
+                "where nothing is padded."
+            )
+        return Workload(**values)
+
+
+def resolve_for(
+    model: str, workload: "Workload", supervised: int | None, freeze: list[str] | None = None, lora: str | None = None
+) -> "CostModel":
+    """Resolve the cost model that a workload is counted on: with its adapters, its frozen parameters and its mask.
+
+    Args:
+        model: as of MODEL.
+        workload: what it is to be counted on.
+        supervised: as of `--supervised`.
+        freeze: as of `--freeze`.
+        lora: as of `--lora`.
 
     Raises:
-        WorkloadError: an option cannot be read, or the slots cannot hold the tokens.
+        HeadwayError: as `resolve_cost_model` and `prepared`, or a pattern or adapter that matches nothing.
     """
-    runs = [] if splits is None else parse_splits(splits)
-    if segments is None and splits is None:
-        raise WorkloadError(
-            "--segments is missing, so there is nothing to count. Give the lengths of the step's segments in tokens, "
-            "those of images and videos included, for example --segments 4096*3,512."
-        )
-    from headway.count import Workload
-
-    lengths = [sum(n for _, n in segment) for segment in runs] if segments is None else parse_segments(segments)
-    tokens = sum(lengths)
-    if slots is not None and slots < tokens:
-        raise WorkloadError(
-            f"--slots {slots} cannot hold the {tokens} tokens of --segments {segments or splits}: slots are all "
-            f"positions computed, tokens and padding. Give {tokens} or more, or leave --slots out where nothing is "
-            "padded."
-        )
-    return Workload(
-        segments=lengths,
-        images=[] if images is None else parse_grids("--images", images),
-        videos=[] if videos is None else parse_grids("--videos", videos),
-        slots=slots,
-        sources=[] if sources is None else parse_segments(sources, "--sources"),
-        audio=[] if audio is None else parse_segments(audio, "--audio"),
-        past=[] if past is None else parse_segments(past, "--past"),
-        splits=runs,
-        latents=[] if latents is None else parse_latents("--latents", latents),
-        references=[] if references is None else parse_latents("--references", references),
-        supervised=supervised,
-    )
+    cost_model = resolve_cost_model(model)
+    if lora is not None:
+        cost_model = cost_model.lora(*parse_lora(lora))
+    if freeze:
+        cost_model = cost_model.freeze(freeze)
+    return prepared(cost_model, workload, supervised)
 
 
-def samples_in_turn(
-    cost_model: "CostModel", segments: str | None, images: str | None, videos: str | None
-) -> "LengthTable | None":
+def samples_in_turn(cost_model: "CostModel", work: WorkloadOptions) -> "LengthTable | None":
     """Read samples that a run repeats: their lengths, with the pictures and videos dealt to them in equal numbers.
 
     Args:
         cost_model: of the model.
-        segments: length of each sample, those of its pictures included [tokens]; None where none were given.
-        images: grids of all samples' pictures, those of the first sample first.
-        videos: likewise.
+        work: --segments is the length of each sample, its pictures included [tokens]; --images and --videos are the
+            grids of all samples, those of the first sample first.
 
     Returns:
         None where nothing was given.
@@ -84,8 +193,9 @@ def samples_in_turn(
     from headway.count import Workload
     from headway.packing.lengths import LengthTable
 
-    kinds = {name: text for name, text in (("--images", images), ("--videos", videos)) if text is not None}
-    by_kind = {name: parse_grids(name, text) for name, text in kinds.items()}
+    segments = work.segments
+    kinds = {name: text for name, text in work.typed().items() if name in ("--images", "--videos")}
+    by_kind = {name: parse_grids(text, name) for name, text in kinds.items()}
     if segments is None:
         for name, grids in by_kind.items():
             needed = sum(t * h * w for t, h, w in grids) // cost_model.merge_group

@@ -1,4 +1,4 @@
-"""`headway check`: whether a run lost or repeated samples when it was interrupted."""
+"""`headway check` and `headway goodput`: proofs and times from the records of a run."""
 
 import json
 from pathlib import Path
@@ -7,16 +7,19 @@ from typing import Annotated
 import typer
 
 from headway.cli.options import JsonOption
+from headway.cli.output import warn
 from headway.errors import LogError
 
-RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run of headway train, ended or not.")]
+CheckedRunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder of a run of headway train, ended or not.")
+]
 OtherArgument = Annotated[
     Path | None,
     typer.Argument(metavar="OTHER", help="Folder of a run with the same data and packs, to compare step by step."),
 ]
 
 
-def check(run: RunArgument, other: OtherArgument = None, as_json: JsonOption = False) -> None:
+def check(run: CheckedRunArgument, other: OtherArgument = None, as_json: JsonOption = False) -> None:
     """Prove from a run's records that no sample was lost or repeated, as far as there are witnesses.
 
     Every step is recorded once; steps that were lost and taken again had the same samples as the first time; and what
@@ -38,3 +41,22 @@ def check(run: RunArgument, other: OtherArgument = None, as_json: JsonOption = F
             f"nothing is proved of {run}: there is no checkpoint to compare its {checked.steps} steps with, and none "
             "was taken again. Check it while there is one, or give the folder of another run with the same data."
         )
+
+
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder that holds goodput.jsonl, or that file.")]
+
+
+def goodput(run: RunArgument, as_json: JsonOption = False) -> None:
+    """Show how the wall time of a run divides into steps, waiting, evaluation, checkpoints, recovery and the rest.
+
+    Every second is in exactly one bucket, from the first process's start to the last line; goodput is the share of
+    steps that were not lost to a restart. A run that is going on can be looked at, too.
+
+    Example: headway goodput runs/digits/run
+    """
+    from headway.meter.goodput_report import read_goodput
+
+    report = read_goodput(run)
+    print(json.dumps(report.to_dict()) if as_json else report.as_table())
+    for warning in report.warnings:
+        warn(warning)
