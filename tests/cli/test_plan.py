@@ -2,10 +2,15 @@
 
 import json
 from datetime import UTC, datetime
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from headway.data.encoders import load_processor
+from headway.data.media.sizes import MediaSizes
 from headway.devices import named_device
 from headway.devices.measure import TimeBudget
 from headway.devices.model_rates import ModelRates
@@ -109,6 +114,51 @@ def test_the_data_of_a_recipe_are_what_is_planned_where_nothing_else_is_named(he
     sizes = json.loads(headway("plan", chats, "--epochs", 3, "--scale", "1,2", *device).out)["sizes"]
     assert [size["run"]["tokens"] for size in sizes] == [3 * tokens] * 2
     assert json.loads(headway("tune", chats, *device).out)["lengths"] == "data.train: chats"
+
+
+def test_every_plan_counts_each_source_by_its_own_bounds_and_policy(headway, tmp_path):
+    """As training does: what `headway look` says of the same recipe's sources, and of pictures that are shrunk."""
+    model = write_reader(tmp_path / "model", [*QUESTIONS, "user\n", "assistant\n", "system\n"])
+    Image.new("RGB", (300, 200)).save(tmp_path / "a.png")
+    question = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Which?"}]}
+    seen = [{"messages": [question, {"role": "assistant", "content": "digit " * n}]} for n in (1, 2, 90, 3)]
+    long = [{"prompt": QUESTIONS[0], "completion": "digit " * n} for n in (1, 70, 200, 5)]
+    short = [{"Frage": QUESTIONS[1], "completion": "digit " * n} for n in (1, 300)]
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("seen", "long", "short")}
+    for name, rows in (("seen", seen), ("long", long), ("short", short)):
+        Path(files[name]).write_text("\n".join(map(json.dumps, rows)))
+    recipe = tmp_path / "train.yaml"
+    sources = [
+        {"path": files["seen"], "max_pixels": 4000, "overlong": "truncate"},
+        {"path": files["long"], "overlong": "split"},
+        {"path": files["short"], "overlong": "drop", "columns": {"prompt": "Frage"}, "name": "curt"},
+    ]
+    data = {"train": sources, "tokens_per_pack": 64, "samples_per_pack": 1, "overlong": "error"}
+    recipe.write_text(
+        json.dumps(
+            {"model": {"path": str(model)}, "data": data, "optim": {"steps": 9, "lr": 1e-3}, "run": {"folder": "r"}}
+        )
+    )
+    looked = json.loads(headway("look", recipe, "--packs", 1, "--json").out)["sources"]
+    assert [looked[name]["used"] for name in ("seen", "long", "curt")] == [4, 4, 1]
+    assert (looked["seen"]["truncated"], looked["long"]["split"], looked["curt"]["dropped"]) == (1, 2, 1)
+    total = {key: sum(source[key] for source in looked.values()) for key in looked["curt"]}
+    images = MediaSizes(max_pixels=4000).written_into(load_processor(model)).image_processor
+    patches = int(np.prod(images(images=[Image.new("RGB", (300, 200))])["image_grid_thw"]))
+    device = ("--device", "H100", "--json")
+    named = [argument for path in files.values() for argument in ("--data", path)]
+    for asked in (
+        ("train", recipe, "--dry-run", "--json"),
+        ("plan", recipe, *device),
+        ("plan", recipe, *named, *device),
+    ):
+        planned = headway(*asked)
+        assert planned.code == 0, planned.err
+        packs = json.loads(planned.out)["packs"]
+        assert (packs["overlong"], packs["most_patches"]) == (total, patches)
+    refused = headway("plan", recipe, "--data", files["long"], "--set", "data.train.1.overlong=error", *device)
+    assert refused.code == 1
+    assert "of long has" in refused.err
 
 
 def test_data_that_are_not_here_are_said_and_the_memory_is_planned_all_the_same(headway, chats):

@@ -8,7 +8,16 @@ from transformers import PreTrainedModel
 
 from headway.errors import ConfigError
 from headway.models.load import load_model
-from headway.models.new_rows import NEW_ROWS, add_new_rows, embedding_rows, grow, initialise_new_rows, resize
+from headway.models.new_rows import (
+    NEW_ROWS,
+    SPREAD,
+    add_new_rows,
+    embedding_rows,
+    grow,
+    grown,
+    initialise_new_rows,
+    resize,
+)
 from helpers.vlm_folders import VLM_FOLDERS, write_vlm
 
 
@@ -68,6 +77,40 @@ def test_rows_that_the_embedding_has_to_spare_learn_where_they_are(kind, tmp_pat
     changed = model(input_ids=given, use_cache=False).logits
     torch.testing.assert_close(beside(input_ids=given, use_cache=False).logits, changed, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(changed, plain)
+
+
+@pytest.mark.parametrize("length", [2000, 3])  # more rows than columns, and fewer, where the covariance has no factor
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_new_rows_have_the_mean_and_the_covariance_of_the_old_ones(length, dtype):
+    torch.manual_seed(0)
+    old = torch.randn(length, 4, dtype=dtype) @ torch.tensor(
+        [[9.0, 8, 0, 0], [0, 4, 0, 0], [0, 0, 2, -2], [0, 0, 0, 1]]
+    ).to(dtype)
+    before = old.clone()
+    rows = grown("embedding", old, length + 20_000, seed=5)
+    assert torch.equal(old, before)
+    assert torch.equal(rows[:length], before)
+    assert rows.dtype == dtype
+    drawn = rows[length:].double()
+    # the mean of 20,000 draws is within 5 standard errors, which are far above the rounding of float32 at these values
+    covariance = SPREAD * torch.cov(before.double().T, correction=0)
+    error = (covariance.diag() / 20_000).sqrt()
+    assert ((drawn.mean(0) - before.double().mean(0)).abs() < 5 * error + 2e-7).all()
+    scale = covariance.diag().sqrt()
+    correlations = torch.cov(drawn.T) / torch.outer(scale, scale)
+    torch.testing.assert_close(correlations, covariance / torch.outer(scale, scale), rtol=0, atol=0.05)
+
+
+def test_new_rows_need_nothing_of_transformers_that_may_be_renamed(tmp_path, monkeypatch):
+    for name in [name for name in vars(PreTrainedModel) if name.startswith("_init_added_")]:
+        monkeypatch.delattr(PreTrainedModel, name)
+    model = built("qwen3_vl", tmp_path)
+    rows = embedding_rows(model.config)
+    grow(model, rows + 2, seed=1)
+    again = load_model(str(tmp_path), rows=rows + 2, seed=1)
+    weight = model.get_input_embeddings().weight
+    assert weight[rows:].std(0).max() > 0
+    torch.testing.assert_close(again.get_input_embeddings().weight, weight, rtol=0, atol=0)
 
 
 def test_a_model_with_as_many_rows_already_stays_as_it_is(tmp_path):

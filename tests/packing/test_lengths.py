@@ -5,7 +5,8 @@ import pytest
 
 from headway.count import Workload, load_cost_model
 from headway.errors import DataError, WorkloadError
-from headway.packing.lengths import MIXES, PATCHES_PER_TOKEN, read_lengths
+from headway.packing.lengths import MIXES, PATCHES_PER_TOKEN, LengthTable, SamplePlaces, read_lengths
+from headway.packing.pieces import TargetRuns
 
 
 @pytest.fixture
@@ -55,6 +56,46 @@ def test_patches_need_a_model_with_eyes(table):
     lengths = read_lengths(table("tokens,patches\n300,16\n"))
     with pytest.raises(WorkloadError, match="no vision tower"):
         lengths.costs(load_cost_model("gpt2"))
+
+
+def test_samples_that_are_picked_are_what_they_were():
+    """Each with its grids, views, targets and dataset, however often and in whatever order."""
+    rng = np.random.default_rng(0)
+    counts, runs = rng.integers(0, 3, 20), rng.integers(0, 4, 20)
+    owners, of_run = np.repeat(np.arange(20), counts), np.repeat(np.arange(20), runs)
+    order = rng.permutation(len(owners))  # images stand in any order
+    table = LengthTable(
+        rng.integers(1, 99, 20),
+        counts * 4,
+        rng.integers(1, 9, (len(owners), 3))[order],
+        owners[order],
+        {3: (5, 6), 17: (7,)},
+        SamplePlaces(
+            rng.integers(1, 9, 20), rng.integers(0, 9, 20), TargetRuns(of_run, rng.integers(1, 9, (len(of_run), 2)))
+        ),
+        rng.integers(0, 2, 20),
+        (("a", "drop"), ("b", None), ("none of it", "split")),
+    )
+
+    def samples(table):
+        return [
+            (
+                *(int(column[row]) for column in (table.tokens, table.patches, table.first_target, table.media_end)),
+                table.grids[table.grid_rows == row].tolist(),
+                table.targets.values[table.targets.rows == row].tolist(),
+                table.segments_of(row),
+                table.sources[table.source[row]],
+            )
+            for row in range(len(table.tokens))
+        ]
+
+    whole = samples(table)
+    rows = rng.integers(0, 20, 50)
+    assert samples(table.take(rows)) == [whole[row] for row in rows]
+    assert list(table.parts) == ["a", "b"]
+    for name, part in table.parts.items():
+        assert samples(part.table) == [whole[row] for row in part.rows]
+        assert {sample[-1] for sample in samples(part.table)} == {(name, part.overlong)}
 
 
 BAD = [

@@ -25,7 +25,11 @@ def index(tokens, images, videos, bad=()):
 def test_usable_rows_stand_one_after_the_other_with_their_grids():
     first = index([5, 0, 7], [[(1, 2, 2)], [(1, 9, 9)], [(1, 4, 4), (1, 2, 4)]], [[], [], [(2, 2, 2)]], bad=[1])
     second = index([9], [[]], [[(3, 2, 2)]])
-    table = joined([first, second])
+    table = joined({"one": first, "two": second}, {"one": "drop", "two": "split"})
+    assert [(name, part.overlong, part.rows.tolist()) for name, part in table.parts.items()] == [
+        ("one", "drop", [0, 1]),
+        ("two", "split", [2]),
+    ]
     assert table.tokens.tolist() == [5, 7, 9]
     assert table.patches.tolist() == [4, 16 + 8 + 8, 12]
     grids = sorted(zip(table.grid_rows.tolist(), table.grids.tolist(), strict=True))

@@ -200,7 +200,7 @@ def _read_whole(
             parameter: Any = model.get_parameter(name)
             value: torch.Tensor = stored
             if name in growing:
-                value = grown(model, growing[name], stored, len(parameter), seed).to(stored.device)
+                value = grown(growing[name], stored, len(parameter), seed).to(stored.device)
             if value.shape != parameter.shape:
                 raise RuntimeError(f"{name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}.")
             fill(parameter, value)

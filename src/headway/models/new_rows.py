@@ -1,8 +1,8 @@
 """Rows of the embedding and the head for tokens that a model did not have.
 
-They are initialised as transformers' `resize_token_embeddings` does: from a normal distribution with the mean of the
-old rows and a billionth of their covariance (Hewitt 2021, nlp.stanford.edu/~johnhew/vocab-expansion.html). The numbers
-depend on the seed and the parameter's name alone, not on how many processes hold it.
+They are drawn as transformers' `resize_token_embeddings` does: from a normal distribution with the mean of the old
+rows and a billionth of their covariance (Hewitt 2021, nlp.stanford.edu/~johnhew/vocab-expansion.html). The numbers
+depend on the seed and the parameter's name alone, not on how many processes hold it, nor on transformers' version.
 
 Beside adapters the old rows are frozen, and the new ones are a small matrix of their own, which is looked up, and
 multiplied, in their place. peft's layer for this (`trainable_token_indices`) writes the new rows into a copy of the
@@ -12,6 +12,7 @@ of the logits; here there are no more gradients than rows that learn. Files are 
 Tensor letters: V rows of the vocabulary, N new ones, H hidden size.
 """
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headway.count.adapters import NEW_ROWS
 from headway.errors import ConfigError
 from headway.models.parallel import fill
+
+SPREAD = 1e-9
+"""Covariance of new rows, as a share of that of the old ones."""
 
 
 def resize(model: PreTrainedModel, rows: int) -> None:
@@ -67,7 +71,7 @@ def grow(model: PreTrainedModel, rows: int, seed: int) -> None:
     resize(model, rows)
     for name in set(vocabulary_names(model).values()):
         parameter = model.get_parameter(name)
-        parameter.copy_(grown(model, name, parameter[:old_rows], rows, seed))
+        parameter.copy_(grown(name, parameter[:old_rows], rows, seed))
 
 
 def embedding_rows(config: PreTrainedConfig) -> int:
@@ -88,32 +92,32 @@ def vocabulary_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 @torch.no_grad()
-def grown(model: PreTrainedModel, name: str, old: torch.Tensor, rows: int, seed: int) -> torch.Tensor:
+def grown(name: str, old: torch.Tensor, rows: int, seed: int) -> torch.Tensor:
     """A matrix of the vocabulary, or a bias, with more rows, on the CPU.
 
     Args:
-        model: whose it is.
         name: of the parameter.
         old: its values so far, (V, H) or (V,).
         rows: that it is to have.
         seed: of the run.
 
-    Source: transformers 5.23, modeling_utils.py, `_init_added_embeddings_weights_with_mean`, by which it is done.
+    Source: Hewitt 2021, with the scale of transformers 5.23 (`resize_token_embeddings`, `mean_resizing`).
     """
     old, added = old.cpu(), rows - len(old)
     if added <= 0:
         return old
+    mean = old.float().mean(0)
     if old.ndim == 1:
-        return torch.cat([old, old.float().mean().to(old.dtype).expand(added)])
-    shells = [nn.Embedding(length, old.shape[1], dtype=old.dtype, device="meta") for length in (len(old), rows)]
-    shells[0].weight = nn.Parameter(old, requires_grad=False)
-    shells[1].weight = nn.Parameter(torch.empty(rows, old.shape[1], dtype=old.dtype), requires_grad=False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-        initialise: Any = model._init_added_embeddings_weights_with_mean  # transformers leaves it untyped
-        initialise(*shells, len(old), added)
-    shells[1].weight[: len(old)] = old
-    return shells[1].weight.detach()
+        return torch.cat([old, mean.to(old.dtype).expand(added)])
+    # Weights of a standard normal on the old rows' deviations have V times their covariance, also where that has no
+    # factor, as it has none where there are fewer rows than columns.
+    deviations_VH = old.float() - mean
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    fresh = [old]
+    for start in range(0, added, 64):  # not at once: the weights of thousands of rows would be as large as the matrix
+        weights_NV = torch.randn(min(64, added - start), len(old), generator=generator)
+        fresh.append((mean + math.sqrt(SPREAD / len(old)) * weights_NV @ deviations_VH).to(old.dtype))
+    return torch.cat(fresh)
 
 
 class NewRows(nn.Embedding):

@@ -1,8 +1,8 @@
 """Items of a plan: the samples of all sources, numbered through, over-long ones dropped, truncated or split."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -109,6 +109,11 @@ class OverlongCounts:
     tokens: int = 0
     tokens_dropped: int = 0
     empty: int = 0
+
+    @classmethod
+    def of_all(cls, counts: Iterable["OverlongCounts"]) -> "OverlongCounts":
+        """Add up the counts of several sources."""
+        return cls(*(sum(numbers) for numbers in zip(*(astuple(own) for own in counts), strict=True)))
 
     def to_dict(self) -> dict[str, int]:
         """The counts by name."""

@@ -3,9 +3,10 @@
 import csv
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,15 +14,44 @@ from numpy.typing import NDArray
 from headway.count import CostModel
 from headway.errors import DataError
 from headway.packing.budget import grid_costs, patch_costs, segment_costs, square_grid
+from headway.packing.items import Overlong
 from headway.packing.pieces import TargetRuns
 
 Numbers = NDArray[Any]
 Ints = NDArray[np.int64]
 
 
+class SamplePlaces(NamedTuple):
+    """Where in samples the targets and the media are.
+
+    Attributes:
+        first_target: place of each sample's first target [tokens], shape (N,).
+        media_end: one past the last placeholder of an image, video or clip [tokens], shape (N,); 0 without.
+        targets: runs of each sample's targets.
+    """
+
+    first_target: Numbers
+    media_end: Numbers
+    targets: TargetRuns
+
+
+class DatasetLengths(NamedTuple):
+    """The samples of a table that are of one dataset.
+
+    Attributes:
+        overlong: what becomes of those that exceed a pack; None where the dataset does not say.
+        rows: of the table, shape (n,).
+        table: of these samples alone.
+    """
+
+    overlong: Overlong | None
+    rows: Numbers
+    table: "LengthTable"
+
+
 @dataclass(frozen=True, eq=False)
 class LengthTable:
-    """Lengths of samples of which nothing else is known.
+    """Lengths of samples of which little else is known.
 
     What a table does not say is taken thus: every token is a target, and a sample with patches has media to its end.
 
@@ -31,6 +61,9 @@ class LengthTable:
         grids: (t, h, w) of all images [patches], shape (M, 3); None where only their patches are known.
         grid_rows: the sample of each image, shape (M,); None without grids.
         segments: lengths of the views of samples that have several, by the sample [tokens].
+        places: of targets and media; None where they are not known.
+        source: number of each sample's dataset in `sources`, shape (N,); None where all are of the first.
+        sources: name of each dataset, and its policy for samples that exceed a pack, if it has one.
     """
 
     tokens: Numbers
@@ -38,21 +71,60 @@ class LengthTable:
     grids: Numbers | None = None
     grid_rows: Numbers | None = None
     segments: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    places: SamplePlaces | None = None
+    source: Numbers | None = None
+    sources: tuple[tuple[str, Overlong | None], ...] = (("planned", None),)
 
     @property
     def first_target(self) -> Numbers:
         """Place of the first target [tokens], shape (N,)."""
-        return np.minimum(self.tokens, 1)
+        return np.minimum(self.tokens, 1) if self.places is None else self.places.first_target
 
     @property
     def targets(self) -> TargetRuns:
-        """The run of each sample's targets."""
+        """Runs of each sample's targets."""
+        if self.places is not None:
+            return self.places.targets
         return TargetRuns(np.arange(len(self.tokens)), np.stack([self.first_target, self.tokens], axis=1))
 
     @property
     def media_end(self) -> Numbers:
         """One past the last placeholder of an image [tokens], shape (N,); 0 without."""
-        return np.where(self.patches > 0, self.tokens, 0)
+        return np.where(self.patches > 0, self.tokens, 0) if self.places is None else self.places.media_end
+
+    @cached_property
+    def parts(self) -> Mapping[str, DatasetLengths]:
+        """The samples of each dataset, by its name; datasets without samples left out."""
+        source = np.zeros(len(self.tokens), dtype=np.int64) if self.source is None else self.source
+        rows = [np.flatnonzero(source == number) for number in range(len(self.sources))]
+        return {
+            name: DatasetLengths(overlong, own, self if len(own) == len(source) else self.take(own))
+            for (name, overlong), own in zip(self.sources, rows, strict=True)
+            if len(own)
+        }
+
+    def take(self, rows: Numbers) -> "LengthTable":
+        """Pick samples, in the order of their rows as given, and each as often as its row is.
+
+        Args:
+            rows: of this table.
+        """
+        columns: dict[str, Any] = {}
+        if self.grids is not None and self.grid_rows is not None:
+            at, columns["grid_rows"] = _of_rows(self.grid_rows, rows, len(self.tokens))
+            columns["grids"] = self.grids[at]
+        if self.places is not None:
+            first_target, media_end, targets = self.places
+            at, owners = _of_rows(targets.rows, rows, len(self.tokens))
+            columns["places"] = SamplePlaces(
+                first_target[rows], media_end[rows], TargetRuns(owners, targets.values[at])
+            )
+        if self.segments:
+            numbered = enumerate(rows.tolist())
+            columns["segments"] = {place: self.segments[row] for place, row in numbered if row in self.segments}
+        if self.source is not None:
+            columns["source"] = self.source[rows]
+        return replace(self, tokens=self.tokens[rows], patches=self.patches[rows], **columns)
 
     @property
     def ok(self) -> Numbers:
@@ -82,6 +154,26 @@ class LengthTable:
         if self.grids is not None and self.grid_rows is not None:
             return costs + np.bincount(self.grid_rows, grid_costs(cost_model, self.grids), len(costs))
         return costs + patch_costs(cost_model, self.patches) if self.patches.any() else costs
+
+
+def _of_rows(owners: Numbers, rows: Numbers, count: int) -> tuple[Numbers, Numbers]:
+    """Look up the values of some rows, where each row has any number of them.
+
+    Args:
+        owners: the row of each value, shape (M,).
+        rows: whose values are looked up, shape (n,).
+        count: of all rows.
+
+    Returns:
+        Places of the values, row by row, and to which of `rows` each belongs.
+    """
+    order = np.argsort(owners, kind="stable")
+    sizes = np.bincount(owners, minlength=count)
+    first = (np.cumsum(sizes) - sizes)[rows]
+    sizes = sizes[rows]
+    before = np.cumsum(sizes) - sizes
+    at = np.arange(int(sizes.sum())) - np.repeat(before - first, sizes)
+    return order[at], np.repeat(np.arange(len(rows)), sizes)
 
 
 def read_lengths(path: str | Path) -> LengthTable:

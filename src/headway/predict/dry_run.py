@@ -25,7 +25,7 @@ from headway.packing.mesh import MeshShape
 from headway.predict.fitting import Way, ways_to_fit
 from headway.predict.memory import MemoryPlan, Sharing, State, plan_memory
 from headway.predict.moments import BFLOAT16, FLOAT32
-from headway.predict.planned_lengths import fullest_pack, lengths_of, most_patches, one_picture
+from headway.predict.planned_lengths import fullest_pack, lengths_of, most_patches, one_picture, policies_of
 from headway.predict.recompute import least_within
 
 SCHEMA_VERSION = 1
@@ -333,7 +333,9 @@ def plan_packs(
     # the planner of training, over one epoch of these lengths
     budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
     ranks = shape.data_ranks
-    items, counts = Items.build({"planned": table}, budget, data.overlong_of_all, cost_model)
+    # Each dataset has a policy of its own for samples that exceed a pack; of mere lengths nobody knows the dataset.
+    parts = {name: part.table for name, part in table.parts.items()}
+    items, counts = Items.build(parts, budget, policies_of(table, data.overlong_of_all), cost_model)
     if not len(items):
         raise ConfigError(f"of the lengths {name} none fits a pack of {budget.tokens} tokens; raise it.")
     order = Order.epochs(items.sizes, 1, seed=data.seed)
@@ -343,12 +345,15 @@ def plan_packs(
     # the last step of an epoch is short, and no mean step is like it
     full_steps = steps[:-1] or steps
     chosen = np.concatenate([pack for step in full_steps for pack in step.packs])
-    rows = items.locate(chosen).row
+    origins = items.locate(chosen)
+    numbered = [part.rows for part in table.parts.values()]  # rows of the table, dataset by dataset
+    first = np.cumsum([0, *map(len, numbered[:-1])])
+    rows = np.concatenate(numbered)[first[origins.source] + origins.row]
     assert table.grids is not None
     assert table.grid_rows is not None
     grids = table.grids[np.isin(table.grid_rows, rows)]
     # a sample that is split goes into packs in pieces, of which each has its own segments
-    pieces = zip(rows.tolist(), *(column.tolist() for column in items.locate(chosen)[2:4]), strict=True)
+    pieces = zip(rows.tolist(), origins.start.tolist(), origins.stop.tolist(), strict=True)
     lengths_N = [
         length
         for row, start, stop in pieces
@@ -365,7 +370,9 @@ def plan_packs(
     ]
     segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
     epoch = int(items.tokens.sum())
-    return Packs(name, report, counts["planned"], segments, most[0], most[1], patches, count, epoch)
+    return Packs(
+        name, report, OverlongCounts.of_all(counts.values()), segments, most[0], most[1], patches, count, epoch
+    )
 
 
 def _flops_json(count: FlopCount) -> dict[str, Any]:

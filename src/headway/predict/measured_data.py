@@ -1,6 +1,6 @@
 """Datasets that were measured: their lengths as one table, and how long making packs of them takes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -9,7 +9,9 @@ import numpy as np
 from headway.data.encode import Encoder
 from headway.data.index import LengthIndex
 from headway.data.sources import Source
-from headway.packing.lengths import LengthTable
+from headway.packing.items import Policies
+from headway.packing.lengths import LengthTable, Numbers, SamplePlaces
+from headway.packing.pieces import TargetRuns
 
 _MOST_S, _MOST_SAMPLES = 2.0, 512
 
@@ -52,30 +54,45 @@ def making_s(sources: Sequence[Source], indices: Sequence[LengthIndex], encoder:
     return (perf_counter() - begin) / tokens
 
 
-def joined(indices: Sequence[LengthIndex]) -> LengthTable:
+def joined(indices: Mapping[str, LengthIndex], overlong: Policies) -> LengthTable:
     """Put the usable rows of several indices one after the other.
 
     Args:
-        indices: of the datasets.
+        indices: of the datasets, by their names.
+        overlong: what becomes of samples that exceed a pack, of all datasets or by name of each.
     """
-    tokens, patches, grids, rows = [], [], [], []
+    columns: dict[str, list[Numbers]] = {name: [] for name in ("tokens", "patches", "first_target", "media_end")}
+    grids, grid_rows, runs, run_rows, source = [], [], [], [], []
     segments: dict[int, list[int]] = {}
     start = 0
-    for index in indices:
+    for number, index in enumerate(indices.values()):
         ok = np.asarray(index.ok)
         place = np.cumsum(ok) - 1 + start  # of each usable row in the table
-        tokens.append(index.tokens[ok])
-        patches.append(index.patches[ok])
+        for name, column in columns.items():
+            column.append(getattr(index, name)[ok])
         for ragged in (index.image_grids, index.video_grids):
             of_row = ragged.rows
             grids.append(ragged.values[ok[of_row]].reshape(-1, 3))
-            rows.append(place[of_row[ok[of_row]]])
+            grid_rows.append(place[of_row[ok[of_row]]])
+        of_row = index.targets.rows
+        runs.append(index.targets.values[ok[of_row]].reshape(-1, 2))
+        run_rows.append(place[of_row[ok[of_row]]])
         segments |= {int(place[row]): index.segments_of(row) for row in set(index.segments.rows.tolist()) if ok[row]}
+        source.append(np.full(int(ok.sum()), number))
         start += int(ok.sum())
+    joint = {name: _whole(column) for name, column in columns.items()}
+    targets = TargetRuns(_whole(run_rows), _whole(runs))
     return LengthTable(
-        np.concatenate(tokens).astype(np.int64),
-        np.concatenate(patches).astype(np.int64),
-        np.concatenate(grids).astype(np.int64),
-        np.concatenate(rows).astype(np.int64),
+        joint["tokens"],
+        joint["patches"],
+        _whole(grids),
+        _whole(grid_rows),
         segments,
+        SamplePlaces(joint["first_target"], joint["media_end"], targets),
+        _whole(source),
+        tuple((name, overlong if isinstance(overlong, str) else overlong[name]) for name in indices),
     )
+
+
+def _whole(parts: Sequence[Numbers]) -> Numbers:
+    return np.concatenate(parts).astype(np.int64)

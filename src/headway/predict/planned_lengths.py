@@ -8,7 +8,8 @@ from headway.config import TrainConfig
 from headway.count import CostModel, Workload
 from headway.errors import ConfigError
 from headway.packing.budget import square_grid
-from headway.packing.lengths import MIXES, LengthTable, Numbers, read_lengths
+from headway.packing.items import Overlong
+from headway.packing.lengths import MIXES, LengthTable, read_lengths
 from headway.packing.mesh import MeshShape
 
 STEPS = 16
@@ -112,25 +113,17 @@ def repeated(table: LengthTable, samples: int, seed: int | None) -> LengthTable:
         rows = np.arange(-(-samples // rows_there) * rows_there) % rows_there
     else:
         rows = np.random.default_rng(seed).integers(rows_there, size=samples)
-    if table.grids is None or table.grid_rows is None:
-        return LengthTable(table.tokens[rows], table.patches[rows])
-    order = np.argsort(table.grid_rows, kind="stable")
-    counts = np.bincount(table.grid_rows, minlength=len(table.tokens))
-    starts = np.cumsum(counts) - counts
-    picked = _ranges(starts[rows], counts[rows])
-    return LengthTable(
-        table.tokens[rows],
-        table.patches[rows],
-        table.grids[order[picked]],
-        np.repeat(np.arange(len(rows)), counts[rows]),
-    )
+    return table.take(rows)
 
 
-def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
-    """Join the numbers from each start on, as many as its count says."""
-    before = np.cumsum(counts) - counts
-    joined: Numbers = np.arange(int(counts.sum())) - np.repeat(before - starts, counts)
-    return joined
+def policies_of(table: LengthTable, default: Overlong) -> dict[str, Overlong]:
+    """Say what becomes of samples that exceed a pack, by the name of each dataset of a table.
+
+    Args:
+        table: the samples.
+        default: for datasets that do not say.
+    """
+    return {name: part.overlong or default for name, part in table.parts.items()}
 
 
 def fullest_pack(config: TrainConfig, cost_model: CostModel) -> Workload:

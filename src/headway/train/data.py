@@ -189,7 +189,7 @@ def open_stages(data: DataConfig, epochs: float | None = None) -> tuple[tuple[So
         ConfigError: two sources of one name.
         DataError: a source cannot be found.
     """
-    names = {_identity(part): name for name, part in _named_parts(data)}
+    names = {_identity(part): name for name, part in named_parts(data)}
     opened: dict[str, tuple[SourceConfig, Source]] = {}
     stages = []
     for stage in data.played:
@@ -214,11 +214,11 @@ def open_stages(data: DataConfig, epochs: float | None = None) -> tuple[tuple[So
 
 def overlong_of(data: DataConfig) -> Policies:
     """Policy for samples that exceed a pack: the run's, or where a source has its own, that of each by its name."""
-    policies = {name: part.overlong or data.overlong for name, part in _named_parts(data)}
+    policies = {name: part.overlong or data.overlong for name, part in named_parts(data)}
     return policies if set(policies.values()) - {data.overlong} else data.overlong
 
 
-def _named_parts(data: DataConfig) -> list[tuple[str, SourceConfig]]:
+def named_parts(data: DataConfig) -> list[tuple[str, SourceConfig]]:
     """Every source as often as it plays, by its name in the run."""
     parts = [part for stage in data.played for part in stage.parts]
     own = own_names([part.path or "" for part in parts], [part.name for part in parts])

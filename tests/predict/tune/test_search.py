@@ -3,9 +3,11 @@
 import dataclasses
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from headway.errors import DataError, PlanError
+from headway.packing.lengths import LengthTable
 from headway.predict.dry_run import memory_plan, plan_packs
 from headway.predict.tune import distinct, front
 from headway.predict.tune.search import PricedLengths
@@ -107,7 +109,14 @@ def test_lengths_cost_what_they_cost_and_are_counted_once(make_search, monkeypat
     priced = PricedLengths(lengths.tokens, lengths.patches, lengths.grids, lengths.grid_rows)
     expected = lengths.costs(model)
     assert (priced.costs(model) == expected).all()
+    sources = (("a", "drop"), ("b", "split"))
+    two = PricedLengths(lengths.tokens, lengths.patches, source=np.arange(50) % 2, sources=sources)
+        lengths.tokens, lengths.patches, source=np.arange(50) % 2, sources=(("a", "drop"), ("b", "split"))
+    )
+    of_source = {name: part.table.costs(model).tolist() for name, part in two.parts.items()}
+    assert of_source == {name: LengthTable.costs(part.table, model).tolist() for name, part in two.parts.items()}
     monkeypatch.setattr("headway.packing.lengths.segment_costs", None)
+    assert {name: part.table.costs(model).tolist() for name, part in two.parts.items()} == of_source
     first = priced.costs(model)
     first[:] = 0  # a caller's own copy
     assert (priced.costs(model) == expected).all()

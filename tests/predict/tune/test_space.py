@@ -52,6 +52,19 @@ def test_packs_shorter_than_the_longest_sample_are_left_out_where_that_is_an_err
     assert tokens == [32_768, 16_384]
 
 
+def test_the_longest_sample_counts_only_where_its_own_source_refuses_longer_ones(recipe):
+    rows = LengthTable(
+        np.array([100, 9000, 20_000]),
+        np.zeros(3, dtype=int),
+        source=np.array([0, 1, 2]),
+        sources=(("a", "error"), ("b", None), ("c", "drop")),
+    )
+    space = Space(8 * 32_768, accumulations=(1, 2, 4, 64))
+    for policy, expected in (("error", [32_768, 16_384]), ("drop", [32_768, 16_384, 8192, 512])):
+        config = changed_config(recipe, {"data.overlong": policy})
+        assert [one["data.tokens_per_pack"] for one in space.packings(config, 8, rows)] == expected
+
+
 def test_a_limit_on_patches_stands_just_above_their_mean_and_holds_the_largest_sample(recipe):
     space = Space(8 * 32_768, accumulations=(1, 64))
     found = list(space.packings(recipe, 8, lengths([1000, 1000], [1000, 3000])))

@@ -8,7 +8,7 @@ beyond the limit, none of the others is looked at.
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, Protocol
@@ -160,7 +160,8 @@ class Search:
 
     def __post_init__(self) -> None:
         name, table = self.lengths
-        self.lengths = (name, PricedLengths(table.tokens, table.patches, table.grids, table.grid_rows))
+        columns = {column.name: getattr(table, column.name) for column in fields(LengthTable)}
+        self.lengths = (name, PricedLengths(**columns))
 
     def run(self) -> SearchResult:
         """Try everything.
@@ -331,7 +332,7 @@ class Search:
 class PricedLengths(LengthTable):
     """Lengths whose FLOPs are counted once, whatever packs they go into."""
 
-    _costs: dict[str, Numbers] = field(default_factory=dict)
+    _costs: dict[str, Numbers] = field(default_factory=dict, init=False)
 
     def costs(self, cost_model: CostModel) -> Numbers:
         """FLOPs of training on each sample, forward and backward, shape (N,)."""

@@ -20,6 +20,7 @@ from headway.config import TrainConfig, load_config, parse_config
 from headway.config.read import EXTENDS
 from headway.errors import ConfigError, PlanError
 from headway.packing.lengths import LengthTable
+from headway.predict.planned_lengths import policies_of
 from headway.report.quantity import parse_number
 
 ACCUMULATIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
@@ -135,14 +136,16 @@ class Space:
             lengths: of the samples.
         """
         own = config.data.tokens_per_pack
-        longest = int(lengths.tokens.max())
+        policies = policies_of(lengths, config.data.overlong_of_all)
+        must_fit = [part.table.tokens.max() for name, part in lengths.parts.items() if policies[name] == "error"]
+        longest = max(must_fit, default=0)
         for sequence, accumulation in product(self.sequences, self.accumulations):
             if devices % sequence:
                 continue
             packs = devices // sequence * accumulation
             exact = self.step_tokens / packs
             tokens = own if abs(own / exact - 1) < 2**-_KEPT_BITS else _rounded(exact)
-            if tokens < _FEWEST_TOKENS or (config.data.overlong_of_all == "error" and tokens < longest):
+            if tokens < max(_FEWEST_TOKENS, longest):
                 continue
             for patches in self._patches(config, tokens, lengths):
                 yield {
