@@ -82,6 +82,18 @@ class NotFiniteError(TrainingError):
     """A loss or gradient is not finite, and the weights are lost with it."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that no memory was left: Python's, PyTorch's, or that of an allocator below it.
+
+    Args:
+        error: of any library.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch is not imported for it
+        return True
+    signs = ("can't allocate memory", "bad_alloc", "Cannot allocate memory")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
 class OutOfMemoryError(TrainingError):
     """There was no memory left, on the device or the host; the message says what held it."""
 

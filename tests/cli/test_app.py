@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import headway as package
 from headway.cli import app as cli
@@ -55,6 +56,29 @@ def test_an_error_is_one_paragraph_on_stderr(headway, monkeypatch, error, code):
     assert "\n\n" not in result.err
     assert max(map(len, result.err.splitlines())) <= 120
     assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("a mistake of ours"), False),
+    ],
+)
+def test_memory_that_ran_out_is_one_paragraph_and_other_mistakes_are_not(headway, monkeypatch, error, is_told):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr("headway.cli.flops.resolve_cost_model", fail)
+    if not is_told:
+        with pytest.raises(RuntimeError, match="of ours"):
+            headway("flops", "gpt2", "--segments", "8")
+        return
+    result = headway("flops", "gpt2", "--segments", "8")
+    assert (result.code, result.out) == (1, "")
+    assert result.err.startswith("Error: there was not enough memory.")
 
 
 def test_the_traceback_appears_when_asked_for(monkeypatch):

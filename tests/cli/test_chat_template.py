@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from headway.data.bounded import MAX_SOURCE
 
-from headway.data.chat_settings import MAX_TEMPLATE_BYTES
 from helpers.talking import QUESTIONS, picture_reader
 
 WORDY = (
@@ -43,7 +43,7 @@ FILES = {
     "missing.jinja": (None, "cannot be read: No such file"),
     "empty.jinja": ("  \n", "is empty"),
     "syntax.jinja": ("{% for m in messages %}", "is not a Jinja template, line 1"),
-    "large.jinja": ("x" * (MAX_TEMPLATE_BYTES + 1), "that is no template"),
+    "large.jinja": ("x" * (MAX_SOURCE + 1), "that is no template"),
     "silent.jinja": ("{{ messages[0].role }}", None),
 }
 

@@ -1,9 +1,11 @@
 """Rows that are wrong in ways nobody means: refused as bad rows, with their places, and subject to the policy."""
 
 import gzip
+import io
 import json
 import os
 import stat
+import tarfile
 
 import numpy as np
 import pyarrow as pa
@@ -42,6 +44,71 @@ def test_a_number_of_thousands_of_digits_is_one_bad_row(form, tmp_path):
     found = [sample for _, sample in open_source(file).shards[0].rows()]
     assert [getattr(sample, "content", None) for sample in found] == ["one", None, "three"]
     assert "a number in it has too many digits" in str(found[1])
+
+
+def _tarred(*members):
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+def _array(shape):
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<i4", "fortran_order": False, "shape": shape})
+    return file.getvalue() + b"\1\0\0\0" * 5000
+
+
+LONG = {  # rows beyond the bounds of the test below
+    "line.jsonl": b'{"text": "one"}\n{"text": "' + b"a" * 5000 + b'"}\n',
+    "line.jsonl.gz": gzip.compress(b'{"text": "one"}\n{"text": "' + b"a" * 5000),
+    "hole.jsonl": b'{"text": "one"}\n' + b"\0" * 5000,
+    "element.json": b'[{"text": "one"}, {"text": "' + b"a" * 5000 + b'"}]',
+    "paragraph.txt": b"one\n\n" + b"a\n" * 2500,
+    "value.csv": b"text\none\n" + b"a" * 5000,
+    "member.tar": _tarred(("0.txt", b"one"), ("1.txt", b"a" * 50_000)),
+    "name.tar": _tarred(("0.txt", b"one"), ("1" * 50_000 + ".txt", b"two")),
+    "row.npy": _array((3, 2**40)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_row_that_is_longer_than_the_memory_may_be_ends_its_file_before_it_is_read(name, tmp_path, monkeypatch):
+    monkeypatch.setattr("headway.data.sources.spans.MOST_ROW_BYTES", 3000)
+    monkeypatch.setattr("headway.data.sources.tar._MOST_SAMPLE_BYTES", 30_000)  # it is read by 10,240
+    (tmp_path / name).write_bytes(LONG[name])
+    source = open_source(tmp_path / name)
+    found = [sample for _, sample in source.shards[0].rows()]
+    assert [sample.content for sample in found[:-1]] == ["one"] * (name not in ("row.npy", "name.tar"))
+    assert " MiB, the most that a row may have" in str(found[-1])
+    with pytest.raises(SampleError, match="the most that a row may have"):
+        source[len(source) - 1]
+
+
+def test_a_member_of_a_stated_exabyte_is_not_read_to_its_end(tmp_path):
+    member = tarfile.TarInfo("1.txt")
+    member.size = 2**60
+    (tmp_path / "a.tar").write_bytes(_tarred(("0.txt", b"one"))[:1024] + member.tobuf() + b"two" * 500)
+    found = [sample for _, sample in open_source(tmp_path / "a.tar").shards[0].rows()]
+    assert [type(sample) for sample in found] == [Document, SampleError]
+    assert "cannot be read further" in str(found[1])
+
+
+def test_a_document_that_is_a_whole_file_has_the_same_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr("headway.data.sources.spans.MOST_ROW_BYTES", 3000)
+    (tmp_path / "a.txt").write_bytes(b"a\n\n" * 2000)
+    found = [sample for _, sample in open_source(tmp_path / "a.txt", sample_by="document").shards[0].rows()]
+    assert "the document is longer than" in str(found[0])
+
+
+@pytest.mark.parametrize("shape", [(2**40, 0), (0, 5)])
+def test_an_array_without_ids_is_no_endless_dataset(shape, tmp_path):
+    (tmp_path / "a.npy").write_bytes(_array(shape))
+    found = [sample for _, sample in open_source(tmp_path / "a.npy").shards[0].rows()]
+    assert f"the array has the shape {shape}, so no documents" in str(found[0])
 
 
 def test_lists_nested_too_deeply_end_an_array_with_a_bad_row(tmp_path):

@@ -6,9 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from jinja2 import TemplateSyntaxError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headway.data.template_bounds import TemplateFailure, render_template
+from headway.data.template_bounds import MAX_SOURCE, TemplateFailure, compile_template, render_template
 
 BIG = "{% set a = 'a' * 1000000 %}"
 DOUBLING = "{{% set ns = namespace(s={}) %}}{{% for i in range(90) %}}{{% set ns.s = {} %}}{{% endfor %}}{{{{ ns.s }}}}"
@@ -51,6 +52,7 @@ HOSTILE = {
     "a range": "{% for i in range(10**12) %}{% endfor %}",
     "Python's insides": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "no template": "{% for",
+    "a text longer than templates are": "x" * (MAX_SOURCE + 1),
     "deep brackets": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
 }
 QUESTION, ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}
@@ -79,6 +81,12 @@ def test_a_hostile_template_is_refused(template):
     """Each would take hours or gigabytes, or raise what no list of exceptions names."""
     with pytest.raises(TemplateFailure):
         render_template([dict(QUESTION)], template)
+
+
+@pytest.mark.parametrize("name", ["no template", "deep brackets", "a text longer than templates are"])
+def test_a_text_that_cannot_be_compiled_is_no_template(name):
+    with pytest.raises(TemplateSyntaxError):
+        compile_template(HOSTILE[name])
 
 
 def test_the_bounds_count_each_rendering_for_itself():

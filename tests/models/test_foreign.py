@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 
 import pytest
 from transformers import CONFIG_MAPPING
@@ -12,6 +13,9 @@ from headway.data.sources import open_source
 from headway.errors import CheckpointError, DataError, HeadwayError
 from headway.models.foreign import check_config, check_tokenizer
 from headway.models.load import load_config, load_processor
+from headway.synthetic.digits import write_reader
+from helpers.hostile import ODD
+from helpers.talking import QUESTIONS, picture
 from helpers.tiny_tokenizer import tiny_tokenizer
 
 REGEX = {"type": "Split", "behavior": "Isolated", "invert": False}
@@ -91,6 +95,42 @@ def test_a_pipe_in_a_model_folder_is_not_waited_for(file, folder):
     os.mkfifo(folder / file)
     with pytest.raises(CheckpointError):
         load_processor(folder) if file == "tokenizer.json" else load_config(folder)
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json", "chat_template.jinja"])
+def test_a_pipe_in_place_of_a_file_that_may_be_missing_is_none(file, folder):
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    assert load_processor(folder).vocab_size > 0
+
+
+def test_no_setting_of_a_processor_ends_in_an_error_of_its_own(tmp_path):
+    """As its library raises where a size is 0, a mean has two values, or a picture would become as large as a town."""
+    picture(tmp_path / "a.png")
+    question = [{"type": "image", "image": "a.png"}, {"type": "text", "text": QUESTIONS[0]}]
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "two"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    ((_, sample),) = open_source(tmp_path / "rows.jsonl").shards[0].rows()
+    path = (
+        write_reader(tmp_path / "model", [*QUESTIONS, "user\n", "assistant\n", "system\n"]) / "preprocessor_config.json"
+    )
+    honest, refused = json.loads(path.read_text()), []
+    spoilt = [honest | {key: value} for key in honest for value in ODD]
+    spoilt += [honest | {"size": honest["size"] | {key: value}} for key in honest["size"] for value in ODD]
+    spoilt = random.Random(0).sample(spoilt, 90)
+    for settings in [honest, *spoilt]:
+        path.write_text(json.dumps(settings))
+        try:
+            encoder = open_encoder(str(path.parent))
+            lengths = encoder.measure(sample)
+            assert encoder.encode(sample).tokens == lengths.tokens
+        except HeadwayError as error:
+            refused.append(str(error))
+    assert 20 < len(refused) < len(spoilt)
+    huge = honest | {"size": honest["size"] | {"shortest_edge": 10**10}}
+    path.write_text(json.dumps(huge))
+    with pytest.raises(CheckpointError, match="shortest_edge is 10000000000; at most 268,435,456 are allowed"):
+        open_encoder(str(path.parent))
 
 
 @pytest.mark.parametrize(

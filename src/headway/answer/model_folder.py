@@ -13,7 +13,7 @@ from headway.checkpoint.export import find_checkpoint_in, holds_adapters
 from headway.checkpoint.folder import MANIFEST, step_folders
 from headway.data.chat_settings import ChatSettings
 from headway.data.encode import Encoder
-from headway.data.encoders import family_encoder
+from headway.data.encoders import family_encoder, settings_of_strangers
 from headway.data.media.images import MAX_IMAGE_PIXELS
 from headway.data.media.placeholders import MAX_CHARACTERS
 from headway.errors import CheckpointError, ConfigError
@@ -188,12 +188,13 @@ def make_encoder(
     own = family_encoder(processor, model.config, max_image_pixels=max_image_pixels, max_characters=max_characters)
     if own is not None:
         return own
-    return Encoder(
-        processor,
-        rope_index(model),
-        num_embeddings=model.get_input_embeddings().get_parameter("weight").shape[0],
-        max_image_pixels=max_image_pixels,
-        max_characters=max_characters,
-        patch_size=patch_size_of(model.config),
-        learns_empty_thinking=learns_empty_thinking,
-    )
+    with settings_of_strangers(processor):
+        return Encoder(
+            processor,
+            rope_index(model),
+            num_embeddings=model.get_input_embeddings().get_parameter("weight").shape[0],
+            max_image_pixels=max_image_pixels,
+            max_characters=max_characters,
+            patch_size=patch_size_of(model.config),
+            learns_empty_thinking=learns_empty_thinking,
+        )

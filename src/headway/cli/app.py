@@ -38,12 +38,16 @@ from headway.cli import (
 )
 from headway.cli.output import ReaderGoneError, missing_library_told, open_streams
 from headway.cli.parse import NumberCommand
-from headway.errors import HeadwayError, OutOfMemoryError, RankLostError
+from headway.errors import HeadwayError, OutOfMemoryError, RankLostError, is_out_of_memory
 from headway.report.terminal import coloured, width_of, wrapped
 from headway.safe_path import keep_current_folder_out
 from headway.version import __version__
 
 DEBUG_VARIABLE = "HEADWAY_DEBUG"
+_NO_MEMORY_MESSAGE = (
+    "there was not enough memory. Give a smaller file, model or pack, or a machine with more; a small file may be long "
+    f"once it is unpacked. {DEBUG_VARIABLE}=1 shows where this came up."
+)
 _ERROR_WIDTH = 120  # where stderr is no terminal, which has its own
 
 app = typer.Typer(
@@ -120,6 +124,11 @@ def main() -> NoReturn:
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
         print(error_paragraph(_of_system(error)), file=sys.stderr)
+        sys.exit(1)
+    except (MemoryError, RuntimeError) as error:
+        if os.environ.get(DEBUG_VARIABLE) == "1" or not is_out_of_memory(error):
+            raise
+        print(error_paragraph(HeadwayError(_NO_MEMORY_MESSAGE)), file=sys.stderr)
         sys.exit(1)
     except HeadwayError as error:
         if os.environ.get(DEBUG_VARIABLE) == "1":

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from headway.data.samples import AudioPart, Chat, ImagePart, Message, Origin, Part, TextPart, VideoPart
 from headway.data.stops import SpecialTokens, Stops, find_stops
-from headway.data.template_bounds import TemplateFailure, render_template
-from headway.errors import ConfigError, DataError
+from headway.data.template_bounds import MAX_SOURCE, TemplateFailure, render_template
+from headway.errors import CheckpointError, ConfigError, DataError
 
 Span = tuple[int, int]
 """First and one past the last character."""
@@ -72,6 +72,12 @@ class ChatTemplate:
         template = getattr(processor, "chat_template", None) or tokenizer.chat_template or {}
         self.sources: dict[str, str] = template if isinstance(template, dict) else {"default": template}
         self._tokenizer_name = str(tokenizer.name_or_path)
+        longest = max(map(len, self.sources.values()), default=0)
+        if longest > MAX_SOURCE:
+            raise CheckpointError(
+                f"The chat template in {self._tokenizer_name} has {longest:,} characters; at most {MAX_SOURCE:,} are "
+                "allowed. Give another with model.chat_template."
+            )
         self._special_tokens: dict[str, Any] = tokenizer.special_tokens_map
         self._special = SpecialTokens.of(tokenizer)
         self._stops: dict[str, Stops] = {}

@@ -7,9 +7,6 @@ from typing import Any
 
 from headway.errors import ConfigError
 
-MAX_TEMPLATE_BYTES = 2**20
-"""Larger files are no chat templates, of which the largest known have 20,000 [bytes]."""
-
 
 @dataclass(frozen=True)
 class ChatSettings:
@@ -83,10 +80,10 @@ def _literal(value: Any) -> str:
 def _read_template(path: Path) -> str:
     from jinja2 import TemplateSyntaxError
 
-    from headway.data.template_bounds import compile_template
+    from headway.data.template_bounds import MAX_SOURCE, compile_template
 
     try:
-        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+        if path.stat().st_size > MAX_SOURCE:
             raise ConfigError(f"model.chat_template {path} has {path.stat().st_size:,} bytes: that is no template.")
         text = path.read_text(encoding="utf-8")
         compile_template(text)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,14 @@ from transformers import PreTrainedTokenizerBase
 from headway.data.chat import ChatTemplate, Span, View
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
 from headway.data.media.joining import Joinable, joined, joined_sounds
-from headway.data.media.media_reader import MediaReader, OpenedMedia
+from headway.data.media.media_reader import MediaReader, OpenedMedia, refused
 from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
 from headway.data.media.processor_images import SMALLEST_TRIED
 from headway.data.media.sizes import MediaSizes
 from headway.data.pack_times import charged_to
 from headway.data.samples import NOTHING, Chat, Document, Grid, Origin, Sample, SampleLengths
 from headway.errors import DataError
+from headway.models.foreign import foreign
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale
@@ -405,7 +407,7 @@ class Encoder:
             types_name = self.media.processed.types_name or types_name
             if self.media.processed.types_answers:
                 types_S = (torch.from_numpy(tokens.supervised_S).cumsum(0) > 0).int()
-        with charged_to("decode"):
+        with charged_to("decode"), foreign(partial(refused, sample.where, "its media")):
             pixels_PD, video_pixels_PD = planned.reader.pixels(media)
             features_AMF = planned.reader.features(media)
         return EncodedSample(

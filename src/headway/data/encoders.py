@@ -1,5 +1,6 @@
 """Choice of the encoder and the collator of a model."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from headway.data.media.images import MAX_IMAGE_PIXELS
 from headway.data.media.placeholders import MAX_CHARACTERS
 from headway.data.media.processor_images import reads_processed_images
 from headway.data.processor_settings import ProcessorSettings
+from headway.errors import CheckpointError
 from headway.hub import located
+from headway.models.foreign import foreign
 from headway.models.load import load_config, load_processor
 from headway.models.new_rows import embedding_rows
 from headway.models.vision import patch_size_of
@@ -47,13 +50,32 @@ def open_encoder(
     if own is not None:
         return own
     patch_size = patch_size_of(load_config(model)) if reads_processed_images(processor) else None
-    return Encoder(
-        processor,
-        num_embeddings=rows,
-        max_image_pixels=max_image_pixels,
-        max_characters=max_characters,
-        patch_size=patch_size,
-        learns_empty_thinking=settings.chats.learns_empty_thinking,
+    with settings_of_strangers(processor):
+        return Encoder(
+            processor,
+            num_embeddings=rows,
+            max_image_pixels=max_image_pixels,
+            max_characters=max_characters,
+            patch_size=patch_size,
+            learns_empty_thinking=settings.chats.learns_empty_thinking,
+        )
+
+
+def settings_of_strangers(processor: Any) -> AbstractContextManager[None]:
+    """Make an encoder within this: it runs the model's processor on pictures of its own, by whatever its files set.
+
+    Args:
+        processor: of the model.
+
+    Raises:
+        CheckpointError: the processor fails.
+    """
+    name = getattr(processor, "tokenizer", processor).name_or_path
+    return foreign(
+        lambda reason: CheckpointError(
+            f"The processor in {name} cannot be used: {reason} Look into its preprocessor_config.json and "
+            "processor_config.json, or copy those of the base model over them."
+        )
     )
 
 

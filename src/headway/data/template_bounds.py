@@ -18,13 +18,14 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import BlockReference, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+MAX_SOURCE = 2**20  # of a template [characters]; the longest that models ship have some tens of thousands
 MAX_STEPS = 2_000_000  # turns of loops and calls in one rendering; real chats take some thousands
 MAX_LENGTH = 100_000_000  # of one text [characters] or list; a tokenizer's own bound is far below
 MAX_MADE = 4_000_000_000  # all texts and lists that one rendering makes, one after another [characters, entries]
@@ -49,9 +50,14 @@ def compile_template(source: str) -> Template:
     """Compile a chat template; each source once.
 
     Raises:
-        TemplateSyntaxError: it is none.
+        TemplateSyntaxError: it is none, or none that can be compiled.
     """
-    return _compiled(source)
+    try:
+        return _compiled(source)
+    except TemplateSyntaxError:
+        raise
+    except Exception as error:  # of Python's own compiler, as where expressions are nested too deeply
+        raise TemplateSyntaxError(_reason(error), 1) from error
 
 
 def render_template(
@@ -283,6 +289,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 @lru_cache(maxsize=32)
 def _compiled(source: str) -> Template:
+    if len(source) > MAX_SOURCE:
+        raise TemplateSyntaxError(f"it has {len(source):,} characters, and at most {MAX_SOURCE:,} are allowed", 1)
     return _BoundedEnvironment().from_string(source)
 
 

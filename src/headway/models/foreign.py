@@ -6,6 +6,7 @@ What would take all memory or time is looked for before they read.
 
 import base64
 import json
+import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,11 @@ from headway.files import open_plain
 MAX_LAYERS = 10_000  # by each number of layers in a config.json; the deepest models have some hundreds
 MAX_GROWTH = 64  # letters that a normaliser or decoder may make of each one; honest ones make 1 to 18
 
+MAX_EDGE = 2**15  # pixels of an edge to which a processor resizes; honest ones are below 2,000
+MAX_PIXELS = 2**28  # to which a processor enlarges; the same as edges
+
+_EDGES = ("height", "width")
+_LEAST_PIXELS = ("shortest_edge", "min_pixels")  # pixels in all for the one, an edge or pixels for the other
 _LAYERS = ("layer", "depth", "block")  # in the names of numbers of layers
 _SIZED = ("size", "dim", "length", "len", "tokens", "width", "window", "offset", "index", "id")  # no number of them
 _OURS = (HeadwayError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -81,6 +87,19 @@ def check_tokenizer(path: Path) -> None:
             growth *= max(1, _growth(step))
         if growth > MAX_GROWTH:
             raise ValueError(f"its {part} makes up to {growth:,} letters of each one; at most {MAX_GROWTH} are allowed")
+
+
+def check_processor(path: Path) -> None:
+    """Refuse settings of a processor by which it would enlarge pictures beyond the memory.
+
+    Raises:
+        ValueError: it is no JSON, or a least size is above MAX_EDGE or MAX_PIXELS.
+        OSError: it cannot be read, or is a pipe.
+    """
+    for name, value in _numbers(_content(path)):
+        most = MAX_EDGE if name in _EDGES else MAX_PIXELS if name in _LEAST_PIXELS else math.inf
+        if value > most:
+            raise ValueError(f"{name} is {str(value)[:20]}; at most {most:,} are allowed")
 
 
 def _content(path: Path) -> Mapping[str, Any]:

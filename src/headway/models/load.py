@@ -31,7 +31,7 @@ from headway.errors import CheckpointError, ConfigError, UnknownModelError
 from headway.hub import CONFIG, located
 from headway.models.attention import register, use_attention
 from headway.models.experts import use_experts
-from headway.models.foreign import check_config, check_tokenizer, first_line, reraise_own
+from headway.models.foreign import check_config, check_processor, check_tokenizer, first_line, reraise_own
 from headway.models.init_weights import init_weights
 from headway.models.new_rows import grow, resize
 from headway.models.recurrent import separate_segments
@@ -177,6 +177,9 @@ def load_processor(name_or_path: str | Path) -> Processor:
     try:
         if (file := _file(name, _TOKENIZER)) is not None:
             check_tokenizer(file)
+        for each in (*_PROCESSOR_FILES, "video_preprocessor_config.json"):
+            if (file := _file(name, each)) is not None:
+                check_processor(file)
         class_name = _processor_class_name(name)
         if class_name is None:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **_NO_CODE)

@@ -122,7 +122,7 @@ def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
     texts: list[str] = []
     count, has_media = 0, False
     for source in sources:
-        characters = 0
+        left = _MOST_CHARACTERS // len(sources)
         for sample in islice(samples_of(source), _MOST_SAMPLES // len(sources)):
             count += 1
             if isinstance(sample, Chat):
@@ -135,9 +135,10 @@ def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
                     )
             else:
                 own_texts = [sample.content] if isinstance(sample.content, str) else []
-            texts += own_texts
-            characters += sum(map(len, own_texts))
-            if characters > _MOST_CHARACTERS // len(sources):
+            for text in own_texts:  # cut: one text may be longer than the memory that learning from it takes
+                texts.append(text[:left])
+                left -= len(texts[-1])
+            if not left:
                 break
     if not any(text.strip() for text in texts):
         raise DataError("The data hold no words that a tokenizer could learn from. Give chats or documents of text.")

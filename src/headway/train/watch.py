@@ -17,11 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-import torch
 import torch.distributed as dist
 
 from headway.data import Batch
-from headway.errors import OutOfMemoryError, RankLostError, TrainingError
+from headway.errors import OutOfMemoryError, RankLostError, TrainingError, is_out_of_memory
 
 # Ctrl-C; what Kubernetes, Slurm and torchrun send before they kill, and Slurm as `--signal=USR1` asks; and what comes
 # when the terminal is closed.
@@ -177,10 +176,8 @@ def explain_errors(phase: LoopPhase, explain_memory: Callable[[BaseException], s
             f"{error.filename or 'a file'} could not be read or written in {phase}: {error.strerror or error}. Make "
             "room or bring the disk back, then go on with --resume-if-any; checkpoints that are there are whole."
         ) from error
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise OutOfMemoryError(explain_memory(error)) from error
-    except RuntimeError as error:
-        if "can't allocate memory" in str(error) or "bad_alloc" in str(error):  # PyTorch's allocators on a CPU
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
             raise OutOfMemoryError(explain_memory(error)) from error
         if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST):
             raise RankLostError(

@@ -111,8 +111,6 @@ def test_lengths_cost_what_they_cost_and_are_counted_once(make_search, monkeypat
     assert (priced.costs(model) == expected).all()
     sources = (("a", "drop"), ("b", "split"))
     two = PricedLengths(lengths.tokens, lengths.patches, source=np.arange(50) % 2, sources=sources)
-        lengths.tokens, lengths.patches, source=np.arange(50) % 2, sources=(("a", "drop"), ("b", "split"))
-    )
     of_source = {name: part.table.costs(model).tolist() for name, part in two.parts.items()}
     assert of_source == {name: LengthTable.costs(part.table, model).tolist() for name, part in two.parts.items()}
     monkeypatch.setattr("headway.packing.lengths.segment_costs", None)

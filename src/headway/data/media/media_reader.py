@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ from headway.data.media.audio import Sound, SoundFeatures
 from headway.data.media.image_patches import ImagePatches
 from headway.data.media.images import Picture, decode_all
 from headway.data.media.joining import Joinable
-from headway.data.media.processor_images import REFUSALS, ProcessedImages, reads_processed_images
+from headway.data.media.processor_images import ProcessedImages, reads_processed_images
 from headway.data.media.sizes import MediaSizes
 from headway.data.media.videos import SampledClip, VideoPatches, clip_of
 from headway.data.samples import Chat, Grid, Media
 from headway.errors import ConfigError, DataError
+from headway.models.foreign import foreign
 from headway.models.video import VideoProcessor, metadata_of
 
 
@@ -136,21 +138,17 @@ class MediaReader:
             raise self._refusal(where, "images", len(images))
         pictures = tuple(stack.enter_context(Picture(media, where, self._max_pixels)) for media in images)
         if self.processed is not None:
-            try:
+            with foreign(partial(refused, where, "an image")):
                 if decodes:
                     lengths, tensors = self.processed.read(decode_all(pictures))
                 else:
                     lengths, tensors = self.processed.lengths([picture.size for picture in pictures]), {}
-            except REFUSALS as error:
-                raise _refused(where, error) from error
             return pictures, lengths.grids, list(lengths.written), tensors
         assert self.images is not None
-        try:
+        with foreign(partial(refused, where, "an image")):  # as one too narrow to resize
             grids = tuple(self.images.grid(*picture.size) for picture in pictures)
-        except ValueError as error:  # an image too narrow to resize
-            raise _refused(where, error) from error
-        inputs = {"image_grid_thw": np.asarray(grids)}
-        words = [self._processor.replace_image_token(inputs, image_idx=i) for i in range(len(grids))]
+            inputs = {"image_grid_thw": np.asarray(grids)}
+            words = [self._processor.replace_image_token(inputs, image_idx=i) for i in range(len(grids))]
         return pictures, grids, words, {}
 
     def _open_videos(
@@ -161,16 +159,14 @@ class MediaReader:
         if self.videos is None:
             raise self._refusal(where, "videos", len(videos))
         opened = [clip_of(media, where, self._max_pixels) for media in videos]
-        try:
+        with foreign(partial(refused, where, "a video")):  # as frames too narrow to resize
             clips = tuple(self.videos.sample(clip) for clip in opened)
-        except ValueError as error:  # frames too narrow to resize
-            raise DataError(f"{where}: the model's processor refuses a video: {error}.") from error
-        clip_metadata = [metadata_of(sampled.clip.num_frames, sampled.clip.fps, sampled.places) for sampled in clips]
-        seconds = None
-        if "second_per_grid_ts" in self._processor.model_input_names:
-            seconds = tuple(self.videos.rules.temporal_patch_size / metadata.sampled_fps for metadata in clip_metadata)
-        inputs = {"video_grid_thw": np.asarray([sampled.grid for sampled in clips]), "video_metadata": clip_metadata}
-        words = [self._processor.replace_video_token(inputs, video_idx=i) for i in range(len(clips))]
+            clip_metadata = [metadata_of(own.clip.num_frames, own.clip.fps, own.places) for own in clips]
+            seconds = None
+            if "second_per_grid_ts" in self._processor.model_input_names:
+                seconds = tuple(self.videos.rules.temporal_patch_size / own.sampled_fps for own in clip_metadata)
+            inputs = {"video_grid_thw": np.asarray([own.grid for own in clips]), "video_metadata": clip_metadata}
+            words = [self._processor.replace_video_token(inputs, video_idx=i) for i in range(len(clips))]
         return clips, words, seconds
 
     def _open_sounds(self, audio: Sequence[Media], where: str) -> tuple[tuple[Sound, ...], tuple[int, ...], list[str]]:
@@ -178,8 +174,9 @@ class MediaReader:
             return (), (), []
         if self.sounds is None:
             raise self._refusal(where, "sounds", len(audio))
-        opened = tuple(self.sounds.open(media, where) for media in audio)
-        return opened, tuple(self.sounds.frames(sound) for sound in opened), self.sounds.written(opened)
+        with foreign(partial(refused, where, "a sound")):
+            opened = tuple(self.sounds.open(media, where) for media in audio)
+            return opened, tuple(self.sounds.frames(sound) for sound in opened), self.sounds.written(opened)
 
     def pixels(self, opened: OpenedMedia) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Patches of all images, and of all videos, (P, D) each; None without any.
@@ -230,5 +227,12 @@ def _beyond_patches(processor: Any) -> ConfigError | None:
     )
 
 
-def _refused(where: str, error: Exception) -> DataError:
-    return DataError(f"{where}: the model's processor refuses an image: {error}.")
+def refused(where: str, what: str, reason: str) -> DataError:
+    """Say that a model's processor, whose settings anybody may have written, fails at a sample's media.
+
+    Args:
+        where: the sample.
+        what: of its media, such as "an image".
+        reason: the processor's own words.
+    """
+    return DataError(f"{where}: the model's processor refuses {what}: {reason}")

@@ -5,7 +5,7 @@ from typing import BinaryIO
 
 from headway.data.sources.json_rows import decoded
 from headway.data.sources.reader import ParsedRow
-from headway.data.sources.spans import Record, SpanReader
+from headway.data.sources.spans import Record, SpanReader, lines
 from headway.errors import DataError
 
 _SEPARATORS = {".csv": ",;", ".tsv": "\t"}
@@ -33,15 +33,15 @@ class DelimitedReader(SpanReader):
             EOFError: a value in quotes does not end.
         """
         place = start = first = 0
-        lines: list[bytes] = []
+        row: list[bytes] = []
         separator, is_open, is_header = b"", False, True
-        for number, line in enumerate(stream, start=1):
-            if not lines:
+        for number, line in lines(stream):
+            if not row:
                 start, first = place, number
             place += len(line)
-            if not lines and line.isspace():
+            if not row and line.isspace():
                 continue
-            lines.append(line)
+            row.append(line)
             separator = separator or self._separator_of(line)
             is_open = _is_open_after(line, is_open, separator)
             if is_open and place - start <= _MAX_ROW_BYTES:
@@ -49,8 +49,8 @@ class DelimitedReader(SpanReader):
             if is_open:
                 break
             if not is_header:
-                yield Record(start, first, b"".join(lines))
-            lines, is_header = [], False
+                yield Record(start, first, b"".join(row))
+            row, is_header = [], False
         if is_open:
             raise EOFError(f"the value in quotes that begins on line {first} does not end")
 
@@ -68,7 +68,7 @@ class DelimitedReader(SpanReader):
 
     def _header(self) -> tuple[list[str], str]:
         with self.file.opened() as stream:
-            line = next((line for line in stream if not line.isspace()), b"")
+            line = next((line for _, line in lines(stream) if not line.isspace()), b"")
         separator = self._separator_of(line).decode()
         names = [name.strip() for name in _values(decoded(line), separator)]
         twice = sorted({name for name in names if name and names.count(name) > 1})

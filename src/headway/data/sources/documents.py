@@ -9,7 +9,7 @@ import numpy as np
 from headway.data.sources.files import File
 from headway.data.sources.json_rows import decoded
 from headway.data.sources.reader import ParsedRow
-from headway.data.sources.spans import Record, SpanReader
+from headway.data.sources.spans import Record, SpanReader, check_row, lines, whole
 from headway.errors import ConfigError
 
 SampleBy = Literal["paragraph", "line", "document"]
@@ -17,6 +17,7 @@ SampleBy = Literal["paragraph", "line", "document"]
 
 DTYPES = ("uint16", "uint32", "int32", "int64")
 _CHUNK_TOKENS = 2**20
+_MOST_HEADER_BYTES = 2**16  # of an array; NumPy's own reader takes 10,000
 
 
 class Text(SpanReader):
@@ -46,22 +47,23 @@ class Text(SpanReader):
     def records(self, stream: BinaryIO) -> Iterator[Record]:
         """Documents with the number of their first line."""
         if self.sample_by == "document":
-            content = stream.read()
+            content = whole(stream)
             if content.strip():
                 yield Record(0, 1, content)
             return
-        lines, start, first, place = list[bytes](), 0, 1, 0
-        for number, line in enumerate(stream, start=1):
-            if lines and (self.sample_by == "line" or line.isspace()):
-                yield Record(start, first, b"".join(lines))
-                lines = []
+        document, start, first, place = list[bytes](), 0, 1, 0
+        for number, line in lines(stream):
+            if document and (self.sample_by == "line" or line.isspace()):
+                yield Record(start, first, b"".join(document))
+                document = []
             if not line.isspace():
-                if not lines:
+                if not document:
                     start, first = place, number
-                lines.append(line)
+                document.append(line)
+                check_row(place + len(line) - start, f"the paragraph that begins on line {first}")
             place += len(line)
-        if lines:
-            yield Record(start, first, b"".join(lines))
+        if document:
+            yield Record(start, first, b"".join(document))
 
     def parse(self, content: bytes) -> ParsedRow:
         """Decode a document; the line break at its end is left out."""
@@ -135,6 +137,7 @@ class TokenFile(SpanReader):
                 yield Record(place + start, number, remainder[start:stop])
                 start, number = stop, number + 1
             place, remainder, tokens = place + start, remainder[start:], tokens + start // dtype.itemsize
+            check_row(len(remainder), f"document {number}")
         tokens += len(remainder) // dtype.itemsize
         if len(remainder) % dtype.itemsize or tokens < (expected_tokens or 0):
             raise EOFError(f"it is cut within a document, after {tokens} ids")
@@ -144,6 +147,7 @@ class TokenFile(SpanReader):
 
 def _rows(stream: BinaryIO, place: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Record]:
     num_bytes = shape[1] * dtype.itemsize
+    check_row(num_bytes, "a row of the array")
     for number in range(1, shape[0] + 1):
         row = stream.read(num_bytes)
         if len(row) < num_bytes:
@@ -159,7 +163,7 @@ def _numpy_header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any], int
     """
     magic = stream.read(8)
     length = stream.read(2 if magic[6:7] == b"\x01" else 4)
-    header = length + stream.read(int.from_bytes(length, "little"))
+    header = length + stream.read(min(int.from_bytes(length, "little"), _MOST_HEADER_BYTES))
     read_header = np.lib.format.read_array_header_1_0 if len(length) == 2 else np.lib.format.read_array_header_2_0
     try:
         np.lib.format.read_magic(io.BytesIO(magic))
@@ -168,4 +172,6 @@ def _numpy_header(stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any], int
         raise EOFError(f"it is no NumPy array: {error}") from error
     if dtype.kind not in "iu" or (is_fortran and len(shape) > 1):
         raise io.UnsupportedOperation(f"the array holds {dtype}, by column: {is_fortran}; give integers, row by row")
+    if min(shape, default=1) < 1:
+        raise EOFError(f"the array has the shape {shape}, so no documents")
     return shape, dtype, len(magic) + len(header)

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from headway.data.sources.reader import ParsedRow
-from headway.data.sources.spans import Record, SpanReader
+from headway.data.sources.spans import Record, SpanReader, check_row, lines
 from headway.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
 _COMPRESSED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}  # how such files begin
 _CHUNK_BYTES = 2**20
-_SPACE = b" \t\n\r"
+_SPACE = " \t\n\r"
 
 
 class JsonLines(SpanReader):
@@ -23,7 +23,7 @@ class JsonLines(SpanReader):
 
     def records(self, stream: BinaryIO) -> Iterator[Record]:  # noqa: D102 - as the base class says
         start = 0
-        for number, line in enumerate(stream, start=1):
+        for number, line in lines(stream):
             if not line.isspace():
                 yield Record(start, number, line)
             start += len(line)
@@ -45,7 +45,7 @@ class JsonArray(SpanReader):
         character looks like it. So a place in the text is a place in the file.
         """
         text = _Buffer(stream)
-        text.skip(_BOM + _SPACE)
+        text.skip(_BOM.decode("latin-1") + _SPACE)
         if text.take() != "[":
             raise io.UnsupportedOperation(
                 "a JSON dataset must be an array of objects; for one per line, name the format jsonl"
@@ -55,7 +55,7 @@ class JsonArray(SpanReader):
         while (character := text.peek()) != "]" or separator == ",":
             if not character:
                 raise EOFError("the JSON array is not closed")
-            start, element = text.element()
+            start, element = text.element(number)
             yield Record(start, number, element)
             number += 1
             text.skip(_SPACE)
@@ -95,13 +95,15 @@ class _Buffer:
         self._place += len(letter)
         return letter
 
-    def skip(self, letters: bytes) -> None:
-        while (letter := self.peek()) and letter.encode("latin-1") in letters:
-            self._place += 1
+    def skip(self, letters: str) -> None:
+        while self.peek():
+            self._place = len(self._text) - len(self._text[self._place :].lstrip(letters))
+            if self._place < len(self._text):
+                return
 
-    def element(self) -> tuple[int, bytes]:
-        """The first byte of the next value, and its bytes."""
-        chunk = _CHUNK_BYTES
+    def element(self, number: int) -> tuple[int, bytes]:
+        """The first byte of the next value, which is the one of this number, and its bytes."""
+        chunk, name = _CHUNK_BYTES, f"element {number} of the JSON array"
         while True:
             try:
                 _, stop = self._decoder.raw_decode(self._text, self._place)
@@ -109,6 +111,7 @@ class _Buffer:
                 if stop < len(self._text) or not self._more():  # a number may go on in the next chunk
                     break
             except json.JSONDecodeError as error:
+                check_row(len(self._text) - self._place, name)  # all of it is this element, as far as can be told
                 if not self._more(chunk):
                     raise EOFError(f"not valid JSON: {error.msg} at byte {self._gone + error.pos}") from error
                 chunk *= 2  # what is tried again grows with what is read
@@ -116,6 +119,7 @@ class _Buffer:
                 raise EOFError(
                     f"not usable JSON: lists nested too deeply from byte {self._gone + self._place}"
                 ) from error
+        check_row(length, name)
         start = self._gone + self._place
         element = self._text[self._place : self._place + length].encode("latin-1")
         self._place += length

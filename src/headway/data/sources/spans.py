@@ -14,6 +14,9 @@ from headway.data.sources.files import File, cached_path, read_span, write_cache
 from headway.data.sources.reader import EMPTY_MESSAGE, Raw, Reader, after, lasting, until_damage
 from headway.errors import DataError
 
+MOST_ROW_BYTES = 2**29
+"""Longest row [bytes]. A small compressed file, or one with a hole, may hold a line that is longer than the memory."""
+
 _DAMAGED = -1  # as the end of a row: the row stands for what cannot be read
 # What NumPy raises on a file that is missing, cut short or something else.
 _NO_TABLE = (OSError, ValueError, EOFError, TypeError, KeyError, SyntaxError, OverflowError, MemoryError)
@@ -32,6 +35,47 @@ class Record(NamedTuple):
     start: int
     number: int
     data: bytes
+
+
+def check_row(num_bytes: int, row: str, most: int | None = None) -> None:
+    """Refuse a row that is too long to be held, before more of it is read.
+
+    Args:
+        num_bytes: of the row, as far as it was read.
+        row: its name, for the error.
+        most: longest row [bytes]; `MOST_ROW_BYTES` when None.
+
+    Raises:
+        EOFError: it is too long.
+    """
+    most = most or MOST_ROW_BYTES
+    if num_bytes > most:
+        raise EOFError(f"{row} is longer than {most >> 20:,} MiB, the most that a row may have")
+
+
+def lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file with their numbers, from 1.
+
+    Raises:
+        EOFError: a line is too long.
+    """
+    number = 0
+    while line := stream.readline(MOST_ROW_BYTES + 1):
+        number += 1
+        if len(line) > MOST_ROW_BYTES:  # a call for each line would take longer than to read it
+            check_row(len(line), f"line {number}")
+        yield number, line
+
+
+def whole(stream: BinaryIO) -> bytes:
+    """Read a file that is one row.
+
+    Raises:
+        EOFError: it is too long.
+    """
+    content = stream.read(MOST_ROW_BYTES + 1)
+    check_row(len(content), "the document")
+    return content
 
 
 class SpanReader(Reader):

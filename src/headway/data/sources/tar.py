@@ -9,10 +9,11 @@ from typing import BinaryIO, cast
 from headway.data.sources.json_rows import decoded, parse_object
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import kind_of
-from headway.data.sources.spans import Record, SpanReader
+from headway.data.sources.spans import Record, SpanReader, check_row
 from headway.errors import DataError
 
 _KEY = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")
+_MOST_SAMPLE_BYTES = 2**31  # films are longer than rows of text
 _BLOCK_BYTES = 512  # of a tar archive; two of zeros end it
 
 
@@ -81,10 +82,15 @@ class _Window:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._bytes, self._start = stream, bytearray(), 0
+        self._ends = 0  # reads behind the end
 
     def read(self, num_bytes: int) -> bytes:
         content = self._stream.read(num_bytes)
+        self._ends += not content
+        if self._ends > 1:  # tarfile reads on as far as a member's stated size, be it a million years away
+            raise EOFError("the archive ends within a member")
         self._bytes += content
+        check_row(len(self._bytes), "a sample of the archive", _MOST_SAMPLE_BYTES)
         return content
 
     def cut(self, start: int, stop: int) -> bytes:
