@@ -48,7 +48,7 @@ def test_an_error_is_one_paragraph_on_stderr(headway, monkeypatch, error, code):
     def fail(_):
         raise error
 
-    monkeypatch.setattr("headway.cli.flops.resolve_cost_model", fail)
+    monkeypatch.setattr("headway.cli.workload.resolve_cost_model", fail)
     result = headway("flops", "gpt2", "--segments", "8")
     assert (result.code, result.out) == (code, "")
     assert result.err.startswith("Error: ")
@@ -71,7 +71,7 @@ def test_memory_that_ran_out_is_one_paragraph_and_other_mistakes_are_not(headway
     def fail(_):
         raise error
 
-    monkeypatch.setattr("headway.cli.flops.resolve_cost_model", fail)
+    monkeypatch.setattr("headway.cli.workload.resolve_cost_model", fail)
     if not is_told:
         with pytest.raises(RuntimeError, match="of ours"):
             headway("flops", "gpt2", "--segments", "8")
@@ -85,7 +85,7 @@ def test_the_traceback_appears_when_asked_for(monkeypatch):
     def fail(_):
         raise DataError("broken")
 
-    monkeypatch.setattr("headway.cli.flops.resolve_cost_model", fail)
+    monkeypatch.setattr("headway.cli.workload.resolve_cost_model", fail)
     monkeypatch.setattr(sys, "argv", ["headway", "flops", "gpt2", "--segments", "8"])
     monkeypatch.setenv("HEADWAY_DEBUG", "1")
     with pytest.raises(DataError):
@@ -96,7 +96,7 @@ def test_an_interrupt_exits_130(headway, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headway.cli.flops.resolve_cost_model", interrupt)
+    monkeypatch.setattr("headway.cli.workload.resolve_cost_model", interrupt)
     assert headway("flops", "gpt2", "--segments", "8").code == 130
 
 

@@ -54,7 +54,7 @@ def test_a_group_is_spread_at_its_place_and_handed_on_as_one_object():
         calls.append((first, pair, middle, last))
 
     assert [*inspect.signature(command).parameters] == ["first", "left", "middle", "right", "last"]
-    command(first="a", left=5, middle=3)
+    command("a", left=5, middle=3)
     assert calls == [("a", Pair(left=5), 3, False)]
 
 

@@ -59,7 +59,7 @@ def config(
         print(_page(), end="")
     else:
         width = shutil.get_terminal_size().columns
-        print("\n".join(line for one in _shown(setting) for line in _lines(one, width)))
+        print("\n".join(line for shown in _shown(setting) for line in _lines(shown, width)))
 
 
 def _shown(name: str | None) -> "Iterator[tuple[Setting, str]]":
@@ -67,33 +67,33 @@ def _shown(name: str | None) -> "Iterator[tuple[Setting, str]]":
     from headway.config import TrainConfig
     from headway.config.tree import inside, settings_of
 
-    told: dict[tuple[str, str], list[str]] = {}  # of each last part of a name and meaning, where it was told
+    places_by_name: dict[tuple[str, str], list[str]] = {}  # of each last part of a name and meaning, where it was told
 
     def below(section: Any, prefix: str) -> "Iterator[tuple[Setting, str]]":
         settings = settings_of(section, prefix)
-        for one in settings:
-            told.setdefault((one.name.rpartition(".")[2], one.meaning), []).append(prefix)
-        for one in settings:
-            if one.section is None:
-                yield one, ""
+        for setting in settings:
+            places_by_name.setdefault((setting.name.rpartition(".")[2], setting.meaning), []).append(prefix)
+        for setting in settings:
+            if setting.section is None:
+                yield setting, ""
                 continue
-            places = [told.get((each.name, each.meaning), []) for each in settings_of(one.section)]
-            if common := [place for place in places[0] if all(place in each for each in places)]:
-                yield one, f"its settings: as {common[0]}*"
+            places = [places_by_name.get((inner.name, inner.meaning), []) for inner in settings_of(setting.section)]
+            if common := [place for place in places[0] if all(place in inner for inner in places)]:
+                yield setting, f"its settings: as {common[0]}*"
                 continue
-            yield one, ""
-            yield from below(one.section, inside(one))
+            yield setting, ""
+            yield from below(setting.section, inside(setting))
 
-    found = [(one, note) for one, note in below(TrainConfig, "")]
+    shown = [(setting, note) for setting, note in below(TrainConfig, "")]
     if name is not None:
         _check_name(name)
         wanted = _general(name)
-        found = [(one, note) for one, note in found if f"{one.name}.".startswith(f"{wanted}.")]
-        if not found:  # told elsewhere, as the same settings occur there
+        shown = [(setting, note) for setting, note in shown if f"{setting.name}.".startswith(f"{wanted}.")]
+        if not shown:  # told elsewhere, as the same settings occur there
             from headway.config.tree import walk
 
-            found = [(one, "") for one in walk(TrainConfig) if f"{one.name}.".startswith(f"{wanted}.")]
-    yield from found
+            shown = [(setting, "") for setting in walk(TrainConfig) if f"{setting.name}.".startswith(f"{wanted}.")]
+    yield from shown
 
 
 def _general(name: str) -> str:
@@ -106,9 +106,9 @@ def _check_name(name: str) -> None:
     from headway.config.mistakes import hint_for
     from headway.config.tree import walk
 
-    names = [one.name for one in walk(TrainConfig)]
+    names = [setting.name for setting in walk(TrainConfig)]
     general = _general(name)
-    if any(f"{one}.".startswith(f"{general}.") for one in names):
+    if any(f"{setting}.".startswith(f"{general}.") for setting in names):
         return
     near = difflib.get_close_matches(general, names, n=3, cutoff=0.7)
     hint = f"did you mean {' or '.join(near)}?" if near else hint_for(general, (), TrainConfig)
@@ -117,49 +117,50 @@ def _check_name(name: str) -> None:
     raise UsageError(f"There is no setting {name!r}. {hint}")
 
 
-def _kind(one: "Setting") -> str:
-    return f"{one.values} [{one.unit}]" if one.unit else one.values
+def _kind(setting: "Setting") -> str:
+    return f"{setting.values} [{setting.unit}]" if setting.unit else setting.values
 
 
-def _default(one: "Setting") -> str:
-    if one.default is not None:
-        return f"default {one.default or repr('')}"
-    return "" if one.section is not None else "required"
+def _default(setting: "Setting") -> str:
+    if setting.default is not None:
+        return f"default {setting.default or repr('')}"
+    return "" if setting.section is not None else "required"
 
 
 def _lines(shown: "tuple[Setting, str]", width: int) -> "Iterator[str]":
-    one, note = shown
+    setting, note = shown
     width = max(40, width)
-    depth = "" if "." not in one.name else "  "
+    depth = "" if "." not in setting.name else "  "
     if not depth:
         yield ""
-    facts = "  ".join(fact for fact in (_kind(one) if depth else "", _default(one) if depth else "", note) if fact)
-    head = f"{depth}{one.name}"
-    if len(head) + 2 + len(facts) <= width:
-        yield f"{head}  {facts}".rstrip()
+    facts = (_kind(setting), _default(setting), note) if depth else (note,)
+    text = "  ".join(fact for fact in facts if fact)
+    head = f"{depth}{setting.name}"
+    if len(head) + 2 + len(text) <= width:
+        yield f"{head}  {text}".rstrip()
     else:
         yield head
-        yield from textwrap.wrap(facts, width, initial_indent=depth + "    ", subsequent_indent=depth + "    ")
+        yield from textwrap.wrap(text, width, initial_indent=depth + "    ", subsequent_indent=depth + "    ")
     yield from textwrap.wrap(
-        one.meaning, width, initial_indent=depth + "    ", subsequent_indent=depth + "    ", break_long_words=False
+        setting.meaning, width, initial_indent=depth + "    ", subsequent_indent=depth + "    ", break_long_words=False
     )
 
 
 def _page() -> str:
     lines = [_HEAD]
     explained: dict[tuple[str, str], str] = {}  # where a meaning of a setting's last word stood first
-    for one, note in _shown(None):
-        if "." not in one.name:
-            lines += [f"\n## {one.name}\n", f"{one.meaning}\n", "| setting | value | default | meaning |"]
+    for setting, note in _shown(None):
+        if "." not in setting.name:
+            lines += [f"\n## {setting.name}\n", f"{setting.meaning}\n", "| setting | value | default | meaning |"]
             lines.append("| --- | --- | --- | --- |")
             continue
-        first = explained.setdefault((one.name.rpartition(".")[2], one.meaning), one.name)
-        stated = one.meaning if first == one.name else f"As {first}"
+        first = explained.setdefault((setting.name.rpartition(".")[2], setting.meaning), setting.name)
+        stated = setting.meaning if first == setting.name else f"As {first}"
         meaning = " ".join(part for part in (stated, f"({note})" if note else "") if part)
-        default = f"`{one.default or repr('')}`" if one.default is not None else _default(one)
-        kind = _kind(one).replace(" | null", " or null").replace(" | ", ", ")  # a bar would end the cell
+        default = f"`{setting.default or repr('')}`" if setting.default is not None else _default(setting)
+        kind = _kind(setting).replace(" | null", " or null").replace(" | ", ", ")  # a bar would end the cell
         kind = kind.replace("whole number", "integer").replace("at least ", "≥ ").replace("at most ", "≤ ")
-        cells = [f"`{one.name}`", kind, default, meaning]
+        cells = [f"`{setting.name}`", kind, default, meaning]
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("*", "\\*") for cell in cells) + " |")
     return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
 
@@ -171,31 +172,31 @@ def _schema(name: str | None) -> dict[str, Any]:
 
     if name is not None:
         _check_name(name)
-        found = next((one.section for one in walk(TrainConfig) if one.name == _general(name)), None)
-        if found is None:
+        section = next((part.section for part in walk(TrainConfig) if part.name == _general(name)), None)
+        if section is None:
             raise UsageError(f"{name} is no section, and has no schema of its own. Leave it out, or name its section.")
-        return _as_written(found.model_json_schema())
+        return _as_written(section.model_json_schema())
     schema = _as_written(TrainConfig.model_json_schema())
     extends = {"type": "string", "description": "YAML file that this one changes, a path from this file's folder"}
     schema["properties"] = {"extends": extends, **schema["properties"]}
     sections = [
         schema["$defs"][info.annotation.__name__] for info in TrainConfig.model_fields.values() if info.annotation
     ]
-    for one in (schema, *sections):
-        one.pop("required", None)
+    for part in (schema, *sections):
+        part.pop("required", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "headway train"}
 
 
 def _as_written(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema with what stands for a number, for a list and for an optional section in a file: texts, or a value."""
-    sections = {f"#/$defs/{name}": each for name, each in schema.get("$defs", {}).items()}
+    sections = {f"#/$defs/{name}": part for name, part in schema.get("$defs", {}).items()}
 
     def widened(node: Any) -> Any:
         if isinstance(node, list):
-            return [widened(each) for each in node]
+            return [widened(part) for part in node]
         if not isinstance(node, dict):
             return node
-        node = {key: widened(each) for key, each in node.items()}
+        node = {key: widened(part) for key, part in node.items()}
         if node.get("type") in ("integer", "number"):
             node["type"] = [node["type"], "string"]
         elif (
@@ -206,7 +207,7 @@ def _as_written(schema: dict[str, Any]) -> dict[str, Any]:
             kinds = node["items"]["type"]
             node["type"] = ["array", *([kinds] if isinstance(kinds, str) else kinds)]
         elif {"type": "null"} in node.get("anyOf", ()):
-            required = [sections.get(each.get("$ref"), {}).get("required", ()) for each in node["anyOf"]]
+            required = [sections.get(part.get("$ref"), {}).get("required", ()) for part in node["anyOf"]]
             if any(len(names) == 1 for names in required):
                 node["anyOf"].append({"type": ["number", "string"]})
         return node

@@ -56,17 +56,17 @@ def _show(name: str, as_json: bool) -> None:
     from headway.devices.names import named_devices, properties
 
     try:
-        found = named_devices(name)
+        matches = named_devices(name)
     except UnknownDeviceError as error:
         raise UsageError(str(error)) from error
-    if len(found) > 1:
-        keys = " and ".join(f"{device.key} ({properties(device)})" for device in found)
+    if len(matches) > 1:
+        keys = " and ".join(f"{device.key} ({properties(device)})" for device in matches)
         warn(f"{name} is the name of {keys}; only these properties tell them apart.")
     if as_json:
-        variants = {"variants": [_record(device) for device in found]} if len(found) > 1 else {}
-        print_json({**_record(found[0]), **variants})
+        variants = {"variants": [_record(device) for device in matches]} if len(matches) > 1 else {}
+        print_json({**_record(matches[0]), **variants})
     else:
-        print("\n\n".join(_render(device) for device in found))
+        print("\n\n".join(_render(device) for device in matches))
 
 
 def _record(device: "Device") -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _record(device: "Device") -> dict[str, Any]:
     }
 
 
-def _render_all(found: "list[Device]") -> str:
+def _render_all(shown: "list[Device]") -> str:
     columns = [Column("device", "left"), *map(Column, _DTYPE_COLUMNS), Column("GB"), Column("GB/s"), Column("W")]
     rows = [
         [
@@ -103,7 +103,7 @@ def _render_all(found: "list[Device]") -> str:
             _optional(device.memory_bytes_per_s, 1e9),
             _optional(device.board_power_w, 1),
         ]
-        for device in found
+        for device in shown
     ]
     legend = [
         "Dense TFLOP/s of one device as the framework sees it, accumulated in fp32; TOP/s in int8. * fp16: no bf16.",
@@ -207,11 +207,11 @@ def ceiling(
             raise UsageError(str(error)) from error
         copy = copy_ceiling(where, refresh=refresh, warn=warn)
         around = environment(where)
-        known = _known(where)
+        device_known = _known(where)
     if as_json:
-        print_json(_ceiling_record(around, products, copy, known))
+        print_json(_ceiling_record(around, products, copy, device_known))
     else:
-        print(_render_ceilings(around, products, copy, known))
+        print(_render_ceilings(around, products, copy, device_known))
 
 
 def _of_model(model: str, device: str | None, dtypes: list[str] | None, *, refresh: bool, as_json: bool) -> None:
@@ -222,16 +222,16 @@ def _of_model(model: str, device: str | None, dtypes: list[str] | None, *, refre
 
         where = local_device(device)
         names = dtypes or ["fp32" if where.type == "cpu" else "bf16"]
-        found = {name: local_rates(model, cost_model, where, name, refresh=refresh) for name in names}
+        rates_by_dtype = {name: local_rates(model, cost_model, where, name, refresh=refresh) for name in names}
         around = environment(where)
     if as_json:
         rates = [
             {"dtype": name, **rates.to_dict(), "blocks": None if blocks is None else blocks.to_dict()}
-            for name, (rates, blocks) in found.items()
+            for name, (rates, blocks) in rates_by_dtype.items()
         ]
         print_json({"model": model, "device": around, "rates": rates})
     else:
-        tables = [_render_model(model, name, *both) for name, both in found.items()]
+        tables = [_render_model(model, name, *both) for name, both in rates_by_dtype.items()]
         print("\n\n".join(tables))
 
 
@@ -282,7 +282,7 @@ def _render_model(model: str, dtype: str, rates: "ModelRates", blocks: "TimedBlo
     return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
 
 
-def local_device(given: str | None) -> "torch.device":
+def local_device(name: str | None) -> "torch.device":
     """A device of this machine: the one named, or the accelerator, or the CPU.
 
     Raises:
@@ -293,14 +293,14 @@ def local_device(given: str | None) -> "torch.device":
     here = ["cpu"]
     here += ["cuda"] if torch.cuda.is_available() else []
     here += ["mps"] if torch.backends.mps.is_available() else []
-    if given is None:
+    if name is None:
         return torch.device(here[-1])
-    kind, _, index = given.partition(":")
+    kind, _, index = name.partition(":")
     if kind not in _KINDS or (index and not (index.isdecimal() and len(index) < 5)):
-        raise UsageError(f"--device {given!r} is none of {', '.join(_KINDS)}. Leave it out to measure the accelerator.")
+        raise UsageError(f"--device {name!r} is none of {', '.join(_KINDS)}. Leave it out to measure the accelerator.")
     if kind not in here or (kind == "cuda" and index and int(index) >= torch.cuda.device_count()):
-        raise UsageError(f"--device {given}: PyTorch sees no such device here, only {', '.join(here)}.")
-    return torch.device(given)
+        raise UsageError(f"--device {name}: PyTorch sees no such device here, only {', '.join(here)}.")
+    return torch.device(name)
 
 
 def _known(where: "torch.device") -> "Device | None":
@@ -314,69 +314,73 @@ def _known(where: "torch.device") -> "Device | None":
 
 
 def _ceiling_record(
-    around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", known: "Device | None"
+    around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", device: "Device | None"
 ) -> dict[str, Any]:
     return {
         "device": around,
         "matmul": [
             {
-                "dtype": found.what,
-                **_rates(found.best, "flops_per_s"),
-                "datasheet_flops_per_s": known.peak_flops_per_s.get(found.what) if known else None,
-                "shapes": [_rates(measurement, "flops_per_s") for measurement in found.measurements],
-                **_when(found),
+                "dtype": ceiling.what,
+                **_rates(ceiling.best, "flops_per_s"),
+                "datasheet_flops_per_s": device.peak_flops_per_s.get(ceiling.what) if device else None,
+                "shapes": [_rates(measurement, "flops_per_s") for measurement in ceiling.measurements],
+                **_when(ceiling),
             }
-            for found in products
+            for ceiling in products
         ],
         "copy": {
             **_rates(copy.best, "bytes_per_s"),
-            "datasheet_bytes_per_s": known.memory_bytes_per_s if known else None,
+            "datasheet_bytes_per_s": device.memory_bytes_per_s if device else None,
             "sizes": [_rates(measurement, "bytes_per_s") for measurement in copy.measurements],
             **_when(copy),
         },
     }
 
 
-def _rates(found: "Measurement", unit: str) -> dict[str, Any]:
+def _rates(measurement: "Measurement", unit: str) -> dict[str, Any]:
     return {
-        "shape": list(found.shape),
-        "repeats": len(found.durations_s),
-        unit: found.best_per_s,
-        f"median_{unit}": found.median_per_s,
-        f"min_{unit}": found.worst_per_s,
+        "shape": list(measurement.shape),
+        "repeats": len(measurement.durations_s),
+        unit: measurement.best_per_s,
+        f"median_{unit}": measurement.median_per_s,
+        f"min_{unit}": measurement.worst_per_s,
     }
 
 
-def _when(found: "Ceiling") -> dict[str, Any]:
-    return {"measured_at": found.measured_at.isoformat(timespec="seconds"), "cached": found.is_cached}
+def _when(ceiling: "Ceiling") -> dict[str, Any]:
+    return {"measured_at": ceiling.measured_at.isoformat(timespec="seconds"), "cached": ceiling.is_cached}
 
 
-def _render_ceilings(around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", known: "Device | None") -> str:
+def _render_ceilings(
+    around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", device: "Device | None"
+) -> str:
     columns = [Column("what", "left"), Column("shape", "left")]
     columns += [Column("best"), Column("median"), Column("slowest"), Column("repeats"), Column("of datasheet")]
-    peaks = known.peak_flops_per_s if known else {}
-    rows = [[found.what, *_cells(found.best, format_rate), _share(found, peaks.get(found.what))] for found in products]
-    rows.append([copy.what, *_cells(copy.best, _bandwidth), _share(copy, known.memory_bytes_per_s if known else None)])
+    peaks = device.peak_flops_per_s if device else {}
+    rows = [[top.what, *_cells(top.best, format_rate), _share(top, peaks.get(top.what))] for top in products]
+    bandwidth = device.memory_bytes_per_s if device else None
+    rows.append([copy.what, *_cells(copy.best, _bandwidth), _share(copy, bandwidth)])
     pairs = [("device", around["name"]), ("torch", around["torch"])]
     if around["threads"]:
         pairs.append(("threads", str(around["threads"])))
     if around["driver"]:
         pairs.append(("driver", around["driver"]))
-    for found in (*products, copy):
-        state = "from the cache; --refresh measures again" if found.is_cached else "just now"
-        state = state if found.is_settled else "unsure: other work kept the device busy; measure when it does not"
-        pairs.append((f"{found.what} measured", f"{found.measured_at:%Y-%m-%d %H:%M} UTC, {state}"))
+    for ceiling in (*products, copy):
+        state = "from the cache; --refresh measures again" if ceiling.is_cached else "just now"
+        state = state if ceiling.is_settled else "unsure: other work kept the device busy; measure when it does not"
+        pairs.append((f"{ceiling.what} measured", f"{ceiling.measured_at:%Y-%m-%d %H:%M} UTC, {state}"))
     return f"{render_table(columns, rows)}\n\n{render_pairs(pairs)}"
 
 
-def _cells(found: "Measurement", write: Callable[[float], str]) -> list[str]:
-    rates = [found.best_per_s, found.median_per_s, found.worst_per_s]
-    shape = "x".join(map(str, found.shape)) if len(found.shape) == 3 else f"{found.shape[0] / 2**20:g} MiB"
-    return [shape, *map(write, rates), str(len(found.durations_s))]
+def _cells(measurement: "Measurement", write: Callable[[float], str]) -> list[str]:
+    rates = [measurement.best_per_s, measurement.median_per_s, measurement.worst_per_s]
+    sides = measurement.shape
+    shape = "x".join(map(str, sides)) if len(sides) == 3 else f"{sides[0] / 2**20:g} MiB"
+    return [shape, *map(write, rates), str(len(measurement.durations_s))]
 
 
-def _share(found: "Ceiling", datasheet: float | None) -> str:
-    return "-" if datasheet is None else format_share(found.best.best_per_s / datasheet)
+def _share(ceiling: "Ceiling", datasheet: float | None) -> str:
+    return "-" if datasheet is None else format_share(ceiling.best.best_per_s / datasheet)
 
 
 def _bandwidth(bytes_per_s: float) -> str:

@@ -110,17 +110,17 @@ def explain(
         if unused:
             raise UsageError(f"{unused[0]} cannot take effect without --model. Name the model, or leave it out.")
     with working(f"reading {', '.join(path.name for path in paths)}"):
-        found = explained(paths, Asked(step, rank, whole, stated, device), compares=compares)
-    if not isinstance(found, JobExplanation):
-        _compare(found, by, as_json=as_json, markdown=markdown)
+        explanation = explained(paths, SourceOptions(step, rank, whole, stated, device), compares=compares)
+    if not isinstance(explanation, JobExplanation):
+        _compare(explanation, by, as_json=as_json, markdown=markdown)
         return
-    record = found.to_dict()
+    record = explanation.to_dict()
     if by is not None:
-        for written, waterfall in zip(record["steps"], found.steps, strict=True):
+        for written, waterfall in zip(record["steps"], explanation.steps, strict=True):
             written["by"] = gemms_record(waterfall) if by == "gemm" else breakdown_record(waterfall, by)
     if paths[0].is_dir() and step is None and rank is None:
         _keep(record, paths[0] / "explain.json")
-    print(json.dumps(record) if as_json else as_text(found, by, markdown=markdown))
+    print(json.dumps(record) if as_json else as_text(explanation, by, markdown=markdown))
 
 
 def _compare(pair: Pair, by: _Rows | None, *, as_json: bool, markdown: bool) -> None:
@@ -146,17 +146,17 @@ _JSON = re.compile(rb"\s*(\{\s*[\"}]|\[\s*[{\]])")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SourceOptions:
     """Options of the command line that hold for every kind of source."""
 
     step: int | None
     rank: int | None
-    whole: bool
-    given: StatedWork | None
+    as_one_step: bool
+    work: StatedWork | None
     device: str | None
 
 
-def explained(paths: Sequence[Path], asked: Asked, *, compares: bool) -> JobExplanation | Pair:
+def explained(paths: Sequence[Path], chosen: SourceOptions, *, compares: bool) -> JobExplanation | Pair:
     """Explain one run, one file of records, one log or the traces of one job; or two things, by name, to compare.
 
     Two are compared where one is not a trace, or both are traces of one rank, or `compares` says so; other traces are
@@ -167,10 +167,10 @@ def explained(paths: Sequence[Path], asked: Asked, *, compares: bool) -> JobExpl
         ConfigError: a source cannot be explained.
     """
     if len(paths) == 1 and not compares:
-        return _explained(paths[0], asked)
+        return _explained(paths[0], chosen)
     are_traces = all(_is_trace(path) for path in paths)
     if are_traces and len(paths) > 2 and not compares:
-        return _of_traces([read_trace(path) for path in paths], asked)
+        return _of_traces([read_trace(path) for path in paths], chosen)
     if len(paths) != 2:
         raise UsageError(
             f"two things can be compared, not {len(paths)}. Compare run folders or single traces; several ranks of a "
@@ -181,33 +181,38 @@ def explained(paths: Sequence[Path], asked: Asked, *, compares: bool) -> JobExpl
     if _source_of(a).resolve() == _source_of(b).resolve():
         raise UsageError(f"{a} and {b} are the same: there is nothing to compare. Give another run or trace as B.")
     if not are_traces:
-        return (str(a), _explained(a, asked)), (str(b), _explained(b, asked))
+        return (str(a), _explained(a, chosen)), (str(b), _explained(b, chosen))
     first, second = read_trace(a), read_trace(b)
     if not compares and first.rank != second.rank:
-        return _of_traces([first, second], asked)
-    return (str(a), _of_traces([first], asked)), (str(b), _of_traces([second], asked))
+        return _of_traces([first, second], chosen)
+    return (str(a), _of_traces([first], chosen)), (str(b), _of_traces([second], chosen))
 
 
-def _explained(path: Path, asked: Asked) -> JobExplanation:
+def _explained(path: Path, chosen: SourceOptions) -> JobExplanation:
     if path.is_dir():
         traces, about = _newest_window(path)
         if traces:
-            found = _of_traces([read_trace(trace) for trace in traces], asked)
-            return replace(found, notes=(about, *found.notes))
+            explanation = _of_traces([read_trace(trace) for trace in traces], chosen)
+            return replace(explanation, notes=(about, *explanation.notes))
     source = _source_of(path)
     if _is_trace(source):
-        return _of_traces([read_trace(source)], asked)
-    unused = {"--whole": asked.whole, "--model": asked.given, "--device": asked.device}
+        return _of_traces([read_trace(source)], chosen)
+    unused = {"--whole": chosen.as_one_step, "--model": chosen.work, "--device": chosen.device}
     for option in (option for option, value in unused.items() if value):
         raise UsageError(f"{option} is about a trace, and {path} has none. Leave it out, or profile some steps.")
     if _is_records(source):
-        return explain_records(source, step=asked.step, rank=asked.rank)
-    return _of_log(source, asked)
+        return explain_records(source, step=chosen.step, rank=chosen.rank)
+    return _of_log(source, chosen)
 
 
-def _of_traces(traces: Sequence[Trace], asked: Asked) -> JobExplanation:
+def _of_traces(traces: Sequence[Trace], chosen: SourceOptions) -> JobExplanation:
     return explain_traces(
-        traces, step=asked.step, rank=asked.rank, as_one_step=asked.whole, work=asked.given, device=asked.device
+        traces,
+        step=chosen.step,
+        rank=chosen.rank,
+        as_one_step=chosen.as_one_step,
+        work=chosen.work,
+        device=chosen.device,
     )
 
 
@@ -216,8 +221,8 @@ def _newest_window(folder: Path) -> tuple[list[Path], str]:
     windows: dict[tuple[int, int], list[Path]] = {}
     for where in (folder / "profile", folder):
         for path in where.glob(_TRACES):
-            if found := _TRACE.fullmatch(path.name):
-                windows.setdefault((int(found[1]), int(found[2])), []).append(path)
+            if match := _TRACE.fullmatch(path.name):
+                windows.setdefault((int(match[1]), int(match[2])), []).append(path)
         if windows:
             break
     if not windows:
@@ -228,10 +233,10 @@ def _newest_window(folder: Path) -> tuple[list[Path], str]:
         "" if len(windows) == 1 else f", the last of {len(windows)} windows there; name a file of another to see it"
     )
     ranks = "1 rank" if len(traces) == 1 else f"{len(traces)} ranks"
-    said = f"of the profile of steps {newest[0]} to {newest[1]}, {ranks}, in {traces[0].parent}{others}."
+    sentence = f"of the profile of steps {newest[0]} to {newest[1]}, {ranks}, in {traces[0].parent}{others}."
     if (folder / METRICS).is_file():
-        said += f" All other steps, without a profile: headway explain {folder / METRICS}"
-    return traces, said
+        sentence += f" All other steps, without a profile: headway explain {folder / METRICS}"
+    return traces, sentence
 
 
 def _source_of(path: Path) -> Path:
@@ -248,7 +253,7 @@ def _source_of(path: Path) -> Path:
     if traces:
         return traces[0]
     if not (path / METRICS).is_file():
-        runs = sorted(found.parent.name for found in path.glob(f"*/{METRICS}"))
+        runs = sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))
         within = f" Runs within it: {', '.join(runs[:5])}; name one of them." if runs else ""
         raise ConfigError(
             f"{path} holds neither records ({METRICS}) nor a profile (profile/{_TRACES}).{within} A run folder of "
@@ -292,7 +297,7 @@ def _beginning(path: Path) -> bytes:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}. Name a trace, a run or a log.") from error
 
 
-def _of_log(path: Path, asked: Asked) -> JobExplanation:
+def _of_log(path: Path, chosen: SourceOptions) -> JobExplanation:
     from headway.audit import read_log
 
     try:
@@ -313,10 +318,10 @@ def _of_log(path: Path, asked: Asked) -> JobExplanation:
         )
         for row in log.rows
     ]
-    found = explain_log(lines, log.tool, str(path), step=asked.step, rank=asked.rank)
+    explanation = explain_log(lines, log.tool, str(path), step=chosen.step, rank=chosen.rank)
     skipped = tuple(f"{count:,} lines are left out: {why}." for why, count in log.skipped.items())
     smoothed = (f"the MFU of {log.tool} is a running mean, not that of its step.",) if log.smoothed else ()
-    return JobExplanation(found.steps, (*found.notes, *smoothed, *skipped), found.findings)
+    return JobExplanation(explanation.steps, (*explanation.notes, *smoothed, *skipped), explanation.findings)
 
 
 def _known(printed: "Reading | None") -> float | None:

@@ -98,13 +98,13 @@ def index(
     measuring: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     with errors_in_words_of("options"):
         settings = ProcessorSettings(ChatSettings.of(chat_template), sizes_of(media))
-        found = build_indices(sources, model, max_characters, policy, settings=settings, **measuring)
-    indices = dict(zip(data, found, strict=True))
+        index_ = build_indices(sources, model, max_characters, policy, settings=settings, **measuring)
+    indices = dict(zip(data, index_, strict=True))
     if as_json:
-        records = [_record(path, found) for path, found in indices.items()]
+        records = [_record(path, index_) for path, index_ in indices.items()]
         print_json({"model": model, "indices": records})
     else:
-        print("\n\n".join(_render(path, found) for path, found in indices.items()))
+        print("\n\n".join(_render(path, index_) for path, index_ in indices.items()))
 
 
 def build_indices(
@@ -191,10 +191,10 @@ def _render(path: str, index: "LengthIndex") -> str:
     ]
     media = [("images", summary.images), ("videos", summary.videos), ("clips", summary.clips)]
     pairs += [(name, format_count(number)) for name, number in media if number]
-    named = {0: "least", 50: "median", 100: "most"}
-    lengths = [f"{named.get(p, f'{p} %')} {format_count(length)}" for p, length in summary.length_percentiles.items()]
+    names = {0: "least", 50: "median", 100: "most"}
+    lengths = [f"{names.get(p, f'{p} %')} {format_count(length)}" for p, length in summary.length_percentiles.items()]
     pairs += [("lengths", ", ".join(lengths)), ("index", str(index.path))]
     shown = [str(error) for error in list(index.bad.values())[:_SHOWN_BAD]]
     if len(index.bad) > len(shown):
         shown.append(f"and {format_count(len(index.bad) - len(shown))} more; --quarantine FILE or --json names all")
-    return "\n".join([render_pairs(pairs), *([render_lines([f"bad: {one}" for one in shown])] if shown else [])])
+    return "\n".join([render_pairs(pairs), *([render_lines([f"bad: {reason}" for reason in shown])] if shown else [])])

@@ -93,8 +93,8 @@ def look(
     config = None
     planned = {"--packs": packs, "--ranks": ranks, "--overlong": overlong, "--seed": seed}
     if len(data) == 1 and Path(data[0]).suffix in (".yaml", ".yml"):
-        said = {"--model": model, "--packing-length": packing_length, "--max-characters": max_characters}
-        own = {**said, "--overlong": overlong, "--seed": seed, "--chat-template": chat_template, "--media": media}
+        stated = {"--model": model, "--packing-length": packing_length, "--max-characters": max_characters}
+        own = {**stated, "--overlong": overlong, "--seed": seed, "--chat-template": chat_template, "--media": media}
         _refuse(own, f"{data[0]} says it. Leave it out, or give the datasets themselves")
         config = load_config(Path(data[0]))
     elif model is None:
@@ -110,29 +110,29 @@ def look(
     rows = range(start - 1, start - 1 + number)
     num_packs = 4 if packs is None else packs
     if config is not None:
-        seen = _of_config(config, rows, num_packs, ranks or 1)
+        shown = _of_config(config, rows, num_packs, ranks or 1)
     else:
         settings = ProcessorSettings(read_template(chat_template) or ChatSettings(), options.sizes_of(media))
         chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
         chosen |= {"packing_length": packing_length, "settings": settings}
-        seen = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
+        shown = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
     if as_json:
-        print_json(_record(seen))
+        print_json(_record(shown))
     elif html is not None:
         from headway.cli.look_text import page
 
-        write_output(html, page(seen), option="--html", new=True)
-        say(f"{html}: {format_count(len(seen.samples))} samples and {format_count(len(seen.packs))} packs")
+        write_output(html, page(shown), option="--html", new=True)
+        say(f"{html}: {format_count(len(shown.samples))} samples and {format_count(len(shown.packs))} packs")
     else:
         width = max(40, shutil.get_terminal_size((100, 24)).columns)
         coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         from headway.cli.look_text import paragraphs
 
-        print("\n\n".join(paragraphs(seen, width, tokens or 400, coloured=coloured)))
+        print("\n\n".join(paragraphs(shown, width, tokens or 400, coloured=coloured)))
 
 
-def _refuse(given: "Mapping[str, object]", why: str) -> None:
-    for name, value in given.items():
+def _refuse(values: "Mapping[str, object]", why: str) -> None:
+    for name, value in values.items():
         if value is not None:
             raise UsageError(f"{name} has no effect: {why}.")
 
@@ -276,15 +276,15 @@ def _indices(
 ) -> "Mapping[str, LengthIndex]":
     if len({source.name for source in sources}) < len(sources):
         raise UsageError(f"Two datasets have one name: {', '.join(source.name for source in sources)}. Rename a file.")
-    found = build_indices(sources, model, max_characters, settings=settings)
-    return {source.name: index for source, index in zip(sources, found, strict=True)}
+    indices = build_indices(sources, model, max_characters, settings=settings)
+    return {source.name: index for source, index in zip(sources, indices, strict=True)}
 
 
-def _record(seen: "DataView") -> dict[str, Any]:
+def _record(shown: "DataView") -> dict[str, Any]:
     from headway.data.look import ShownSample, why_not_whole
 
     samples: list[dict[str, Any]] = []
-    for sample in seen.samples:
+    for sample in shown.samples:
         if not isinstance(sample, ShownSample):
             samples.append({"error": str(sample)})
             continue
@@ -293,11 +293,17 @@ def _record(seen: "DataView") -> dict[str, Any]:
                 "where": sample.where,
                 "lengths": asdict(sample.lengths),
                 "media": [
-                    {"kind": one.kind, "file": str(one.media), "size": one.size, "grid": one.grid, "frames": one.frames}
-                    for one in sample.media
+                    {
+                        "kind": item.kind,
+                        "file": str(item.media),
+                        "size": item.size,
+                        "grid": item.grid,
+                        "frames": item.frames,
+                    }
+                    for item in sample.media
                 ],
                 "used": sample.used,
-                "left_out": why_not_whole(sample, seen.budget) if seen.budget is not None else None,
+                "left_out": why_not_whole(sample, shown.budget) if shown.budget is not None else None,
                 "pieces": [asdict(piece) for piece in sample.pieces],
             }
         )
@@ -309,10 +315,10 @@ def _record(seen: "DataView") -> dict[str, Any]:
             "flops": pack.flops,
             "items": [asdict(item) for item in pack.items],
         }
-        for pack in seen.packs
+        for pack in shown.packs
     ]
-    counts = {name: count.to_dict() for name, count in seen.counts.items()}
-    bad = [str(error) for error in seen.bad]
-    budget = None if seen.budget is None else seen.budget.tokens
-    said = {"model": seen.model, "packing_length": budget, "sources": counts, "bad": bad}
-    return {**said, "samples": samples, "packs": packs}
+    counts = {name: count.to_dict() for name, count in shown.counts.items()}
+    bad = [str(error) for error in shown.bad]
+    budget = None if shown.budget is None else shown.budget.tokens
+    record = {"model": shown.model, "packing_length": budget, "sources": counts, "bad": bad}
+    return {**record, "samples": samples, "packs": packs}

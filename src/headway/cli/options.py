@@ -34,7 +34,7 @@ def spread(
         hints = get_type_hints(command, include_extras=True)
         groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
         own = {
-            name: parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            name: parameter.replace(annotation=hints[name])
             for name, parameter in inspect.signature(command).parameters.items()
         }
         moved = {name for names in (between or {}).values() for name in names}
@@ -49,12 +49,12 @@ def spread(
                 parameters.append(parameter)
 
         @functools.wraps(command)
-        def called(**values: Any) -> None:
+        def called(*arguments: Any, **values: Any) -> None:
             objects = {
                 name: group(**{f.name: values.pop(f.name) for f in fields(group) if f.name in values})
                 for name, group in groups.items()
             }
-            command(**values, **objects)
+            command(*arguments, **values, **objects)
 
         # The parser reads the names, types and defaults here, and would look behind the wrapper otherwise.
         del called.__wrapped__

@@ -108,17 +108,17 @@ def pack(
         _check_plot_path(plot)
     budget = Budget(packing_length, patches, items)
     sources = _lengths(data, lengths, model, max_characters, options.columns_of(column), media)
-    seen = any(source.patches.any() for source in sources.values())
-    name = model or (IMAGE_MODEL if seen else TEXT_MODEL)
+    has_patches = any(source.patches.any() for source in sources.values())
+    name = model or (IMAGE_MODEL if has_patches else TEXT_MODEL)
     planned, counts = Items.build(sources, budget, policy, resolve_cost_model(name))
     if not len(planned):
-        read = sum(count.read for count in counts.values())
-        raise DataError(f"Of {read} samples none fits a pack of {packing_length} tokens. Raise it.")
+        num_read = sum(count.read for count in counts.values())
+        raise DataError(f"Of {num_read} samples none fits a pack of {packing_length} tokens. Raise it.")
     order = Order.epochs(planned.sizes, 1, seed=seed)
     chosen: dict[str, Any] = {"seed": seed, "window": window, "accumulation": accumulation}
     chosen["balance"] = BALANCE if balance is None else balance
     with working(f"planning packs of {len(planned):,} samples"):
-        plans = [Plan(planned, order, budget, ranks * accumulation, strategy=each, **chosen) for each in wanted]
+        plans = [Plan(planned, order, budget, ranks * accumulation, strategy=strategy, **chosen) for strategy in wanted]
         measured = [measure(plan, ranks) for plan in plans]
     if plot is not None:
         _draw(plot, planned.tokens, {report.strategy: fill for report, fill in measured}, budget)

@@ -114,7 +114,7 @@ def plan(
     cost_model, config = named_recipe(recipe, (*of_lengths, *(settings or ())))
     pattern = _pattern(cost_model, config.model.path, work)
     name = device or config.plan.device
-    found = named_device(name) if name is not None else None
+    target = named_device(name) if name is not None else None
     saved = saved_of_recipe(config)
     reliability = _reliability(scale, mtbf, save, restart)
     own = lengths_of_data(config) if pattern is None and not data else None
@@ -124,21 +124,21 @@ def plan(
         )
     if scale is not None:
         _refuse_with_scale({"--devices": devices, "--data": data})
-        sizes = _sizes(scale, config, cost_model, found, saved, link_options, reliability, pattern or own)
+        sizes = _sizes(scale, config, cost_model, target, saved, link_options, reliability, pattern or own)
         rows = 0 if epochs is None or samples else len((own[1] if own else read_lengths(lengths or "")).tokens)
         _print_sizes(config, sizes, [ends.total(size.packs, rows) for size in sizes[1]], price, as_json=as_json)
         return
     count = devices or config.plan.devices or 1
-    link_options.joining(found, count)  # or an error, before anything is measured
+    link_options.joining(target, count)  # or an error, before anything is measured
     measured = measured_data(data, config) if data else None
     table = own if measured is None else (measured.name, measured.lengths)
     if pattern is not None:
         table = lengths_in_turn(config, pattern, config.parallel.mesh_shape(count))
-    planned = dry_run(config, cost_model, saved, devices=count, device=found, lengths=table)
+    planned = dry_run(config, cost_model, saved, devices=count, device=target, lengths=table)
     if planned.packs is None:
         raise PlanError(NO_LENGTHS)
-    speeds = speeds_of(config, cost_model, found, count)
-    links = link_options.joining(found, count)
+    speeds = speeds_of(config, cost_model, target, count)
+    links = link_options.joining(target, count)
     making_s = None if measured is None else measured.making_s
     forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count, links, making_s=making_s)
     time = forecaster.predict(config, planned.packs)
@@ -210,8 +210,8 @@ def _refuse_halves(
 def _refuse_with_scale(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value is not None:
-            given = value[0] if isinstance(value, list) else f"{value:g}"
-            raise UsageError(f"{name} {given} is for one size of a run, and cannot take effect with --scale.")
+            text = value[0] if isinstance(value, list) else f"{value:g}"
+            raise UsageError(f"{name} {text} is for one size of a run, and cannot take effect with --scale.")
 
 
 def _reliability(
@@ -220,12 +220,12 @@ def _reliability(
     """How often devices fail, as the options say; None where they do not."""
     from headway.predict.failures import Reliability
 
-    for name, value, needed, given in (
+    for name, value, needed, other in (
         ("--mtbf", mtbf, "--scale", scale),
         ("--save", save, "--mtbf", mtbf),
         ("--restart", restart, "--mtbf", mtbf),
     ):
-        if value is not None and given is None:
+        if value is not None and other is None:
             raise UsageError(f"{name} {value:g} cannot take effect without {needed}.")
         if value is not None and value < 0:
             raise UsageError(f"{name} {value:g} is no time; give a positive number.")

@@ -126,7 +126,7 @@ def read_run(path: Path) -> ReportedRun:
             notes += goodput.warnings
         except LogError as error:
             notes.append(f"goodput is not known: {error}")
-    beside = {
+    texts = {
         name: without_secrets((folder / name).read_text(encoding="utf-8", errors="replace"), longest=_LONGEST_FILE)
         for name in (CONFIG, RUN)
         if file.name == METRICS and (folder / name).is_file()
@@ -140,7 +140,7 @@ def read_run(path: Path) -> ReportedRun:
         mean=mean_step(name, explanation),
         goodput=goodput,
         notes=tuple(notes),
-        beside=beside,
+        beside=texts,
         restarts=restarts(path) if file.name == METRICS else (),
     )
 
@@ -157,105 +157,105 @@ def _without_search_for_cycles() -> Iterator[None]:
             gc.enable()
 
 
-def report_page(seen: ReportedRun) -> str:
+def report_page(run: ReportedRun) -> str:
     """Render a run as one HTML page."""
-    parts = [f"<h1>{safe(seen.name)}</h1>", f'<p class="verdict">{safe(verdict(seen))}</p>', fact_list(facts(seen))]
-    parts.append(f'<p class="note">{_TERMS}{"" if seen.goodput is None else _GOODPUT}{_RECORD}</p>')
-    parts.append(side_by_side([_waterfall(seen), *_goodput(seen)]))
-    if seen.explanation.findings:
+    parts = [f"<h1>{safe(run.name)}</h1>", f'<p class="verdict">{safe(verdict(run))}</p>', fact_list(facts(run))]
+    parts.append(f'<p class="note">{_TERMS}{"" if run.goodput is None else _GOODPUT}{_RECORD}</p>')
+    parts.append(side_by_side([_waterfall(run), *_goodput(run)]))
+    if run.explanation.findings:
         parts.append("<h2>What to do first</h2>")
-    for one in seen.explanation.findings:
-        cost = f"{format_share(one.share)} of a step at most"
-        why = f"Likely: {with_code(one.cause)} Try: {with_code(one.next)} ({safe(cost)})"
-        parts.append(f"<p><strong>{sentence(one.seen)}</strong> {why}</p>")
-    parts += [f"<h2>{name}</h2>{side_by_side(sections)}" for name, sections in _over_the_run(seen).items()]
+    for finding in run.explanation.findings:
+        cost = f"{format_share(finding.share)} of a step at most"
+        why = f"Likely: {with_code(finding.cause)} Try: {with_code(finding.next)} ({safe(cost)})"
+        parts.append(f"<p><strong>{sentence(finding.seen)}</strong> {why}</p>")
+    parts += [f"<h2>{name}</h2>{side_by_side(sections)}" for name, sections in _over_the_run(run).items()]
     parts.append("<h2>What to know of these numbers</h2>")
-    parts += [f'<p class="note">{sentence(note)}</p>' for note in seen.notes]
-    for name, text in seen.beside.items():
+    parts += [f'<p class="note">{sentence(note)}</p>' for note in run.notes]
+    for name, text in run.beside.items():
         parts.append(f"<h2>{safe(name)}</h2><details><summary>Show</summary><pre>{safe(text)}</pre></details>")
-    parts.append(for_programs(machine(seen)))
-    return html_page(f"{seen.name}: headway report", CHART_STYLE, "\n".join(parts), script=SCRIPT)
+    parts.append(for_programs(machine(run)))
+    return html_page(f"{run.name}: headway report", CHART_STYLE, "\n".join(parts), script=SCRIPT)
 
 
-def report_markdown(seen: ReportedRun) -> str:
+def report_markdown(run: ReportedRun) -> str:
     """Render a run as Markdown: verdict, facts, what `headway explain` says, and the tables below the page's charts."""
-    table = markdown_table([Column("what", "left"), Column("value", "left")], facts(seen), None)
-    sections = [*_goodput(seen), *chain.from_iterable(_over_the_run(seen).values())]
-    explained = as_text(seen.explanation, markdown=True)
+    table = markdown_table([Column("what", "left"), Column("value", "left")], facts(run), None)
+    sections = [*_goodput(run), *chain.from_iterable(_over_the_run(run).values())]
+    explained = as_text(run.explanation, markdown=True)
     return "\n\n".join(
-        [f"**{markdown_text(verdict(seen))}**", table, explained, *(one.as_markdown() for one in sections)]
+        [f"**{markdown_text(verdict(run))}**", table, explained, *(section.as_markdown() for section in sections)]
     )
 
 
-def _over_the_run(seen: ReportedRun) -> dict[str, list[ReportSection]]:
+def _over_the_run(run: ReportedRun) -> dict[str, list[ReportSection]]:
     """Charts over the steps and tables of totals, by the heading that they stand under."""
-    folder = FolderSections(seen.path, seen.records)
+    folder = FolderSections(run.path, run.records)
     held_out = folder.held_out_loss()
-    of = partial(_series, seen, beside={} if held_out is None else {"loss": held_out})
-    settings = changed_settings(seen.beside.get(CONFIG, ""), seen.beside.get(RUN, ""))
-    found = {
+    of = partial(_series, run, companions={} if held_out is None else {"loss": held_out})
+    settings = changed_settings(run.beside.get(CONFIG, ""), run.beside.get(RUN, ""))
+    by_heading = {
         "Learning": [*of(_LEARNING), *folder.learnt()],
-        "Speed and memory": [*of(_SPEED), *_times(seen), *_components(seen), *folder.speed()],
-        "Data": [*of(_DATA), *_sources(seen), *folder.data()],
-        "The run": [*folder.history(), *settings, *provenance(seen.beside.get(RUN, ""))],
+        "Speed and memory": [*of(_SPEED), *_times(run), *_components(run), *folder.speed()],
+        "Data": [*of(_DATA), *_sources(run), *folder.data()],
+        "The run": [*folder.history(), *settings, *provenance(run.beside.get(RUN, ""))],
     }
-    return {name: sections for name, sections in found.items() if sections}
+    return {name: sections for name, sections in by_heading.items() if sections}
 
 
-def verdict(seen: ReportedRun) -> str:
+def verdict(run: ReportedRun) -> str:
     """One sentence: MFU, and what costs most of the time."""
-    is_unfinished = any(note.startswith(UNFINISHED_NOTE) for note in seen.notes)
-    mfu = _known(seen, "mfu")
+    is_unfinished = any(note.startswith(UNFINISHED_NOTE) for note in run.notes)
+    mfu = _known(run, "mfu")
     first = f"steps reached MFU {format_share(float(np.median(mfu)))} (median)" if mfu else "MFU is not known"
-    said = f"Unfinished run: {first}" if is_unfinished else first[0].upper() + first[1:]
-    lost = [(ns, key, name) for key, (name, ns) in seen.mean.lines.items() if key != "useful" and ns > 0]
-    if lost and "useful" in seen.mean.lines:
+    text = f"Unfinished run: {first}" if is_unfinished else first[0].upper() + first[1:]
+    lost = [(ns, key, name) for key, (name, ns) in run.mean.lines.items() if key != "useful" and ns > 0]
+    if lost and "useful" in run.mean.lines:
         ns, key, name = max(lost)
-        share = format_share(ns / seen.mean.duration_ns)
+        share = format_share(ns / run.mean.duration_ns)
         if key == UNSEPARATED:
-            said += f"; {share} of the mean step are kernels and waiting that only a profile tells apart"
+            text += f"; {share} of the mean step are kernels and waiting that only a profile tells apart"
         else:
-            said += f"; the largest loss of the mean step is {share}: {name}"
-    return f"{said}."
+            text += f"; the largest loss of the mean step is {share}: {name}"
+    return f"{text}."
 
 
-def facts(seen: ReportedRun) -> list[tuple[str, str]]:
+def facts(run: ReportedRun) -> list[tuple[str, str]]:
     """Names and values of the first screen."""
-    last = seen.records[-1]
-    first = seen.explanation.steps[0].step - int(number(seen.records[0].get("num_steps")) or 1) + 1
+    last = run.records[-1]
+    first = run.explanation.steps[0].step - int(number(run.records[0].get("num_steps")) or 1) + 1
     rows = []
-    if mfu := _known(seen, "mfu"):
-        low, middle, high = (format_share(float(one)) for one in np.percentile(mfu, [5, 50, 95]))
+    if mfu := _known(run, "mfu"):
+        low, middle, high = (format_share(float(value)) for value in np.percentile(mfu, [5, 50, 95]))
         rows.append(("MFU, median of records (5th to 95th percentile)", f"{middle} ({low} to {high})"))
-    if seen.mean.mfu is not None:
-        rows.append(("MFU of the mean step, evaluations and checkpoints in its time", format_share(seen.mean.mfu)))
+    if run.mean.mfu is not None:
+        rows.append(("MFU of the mean step, evaluations and checkpoints in its time", format_share(run.mean.mfu)))
     if isinstance(last.get("convention"), str):
         rows.append(("convention", last["convention"]))
     if (peak := number(last.get("peak_flops_per_s"))) is not None:
         rows.append(("peak of a device", f"{format_rate(peak)}, {last.get('peak_dtype')}: {last.get('peak_source')}"))
-    if seen.goodput is not None:
-        rows.append(("goodput", format_share(seen.goodput.goodput)))
-        rows.append(("restarts", format_count(seen.goodput.restarts)))
-    rows.append(("steps", f"{first} to {last['step']}, {len(seen.records)} records"))
-    made = as_object(seen.beside.get(RUN, "").encode()) or {}
-    model, device = (one if isinstance(one := made.get(key), Mapping) else {} for key in ("model", "device"))
+    if run.goodput is not None:
+        rows.append(("goodput", format_share(run.goodput.goodput)))
+        rows.append(("restarts", format_count(run.goodput.restarts)))
+    rows.append(("steps", f"{first} to {last['step']}, {len(run.records)} records"))
+    run_facts = as_object(run.beside.get(RUN, "").encode()) or {}
+    model, device = (value if isinstance(value := run_facts.get(key), Mapping) else {} for key in ("model", "device"))
     if (parameters := number(model.get("parameters"))) is not None:
         rows.append(("model", f"{model.get('class')}, {parameters / 1e6:,.4g} M parameters"))
     if (ranks := number(last.get("world_size"))) is not None:
         rows.append(("ranks", f"{ranks:g}" + (f" x {device['name']}" if "name" in device else "")))
-    if loss := _known(seen, "loss"):
+    if loss := _known(run, "loss"):
         rows.append(("loss, first and last", f"{_plain(loss[0])}, {_plain(loss[-1])}"))
-    if tokens := _known(seen, "tokens"):
+    if tokens := _known(run, "tokens"):
         rows.append(("tokens", format_count(int(sum(tokens)))))
-    if memory := _known(seen, "peak_memory_bytes"):
+    if memory := _known(run, "peak_memory_bytes"):
         rows.append(("memory, most of a rank", format_bytes(max(memory))))
-    if len(energy := _known(seen, "energy_j")) == len(seen.records):
+    if len(energy := _known(run, "energy_j")) == len(run.records):
         rows.append(("energy, as the devices measured it", f"{sum(energy) / 3.6e6:.4g} kWh"))
     return rows
 
 
-def _waterfall(seen: ReportedRun) -> ReportSection:
-    mean = seen.mean
+def _waterfall(run: ReportedRun) -> ReportSection:
+    mean = run.mean
     bars = [(name, ns / 1e9) for name, ns in mean.lines.values() if ns > 0]
     rows = [[name, format_ms(ns), format_share(ns / mean.duration_ns)] for name, ns in mean.lines.values()]
     rows.append(["step", format_ms(mean.duration_ns), format_share(1.0)])
@@ -265,37 +265,37 @@ def _waterfall(seen: ReportedRun) -> ReportSection:
     return ReportSection(title, ["part", "time [ms]", "share"], rows, says, chart)
 
 
-def _goodput(seen: ReportedRun) -> list[ReportSection]:
-    if seen.goodput is None or not seen.goodput.wall_s:
+def _goodput(run: ReportedRun) -> list[ReportSection]:
+    if run.goodput is None or not run.goodput.wall_s:
         return []
-    spent = {bucket: seconds for bucket, seconds in seen.goodput.seconds.items() if seconds}
-    title = f"Where the wall time of the run went: goodput {format_share(seen.goodput.goodput)}"
-    rows = [[name, format_duration(s), format_share(s / seen.goodput.wall_s)] for name, s in spent.items()]
+    spent = {bucket: seconds for bucket, seconds in run.goodput.seconds.items() if seconds}
+    title = f"Where the wall time of the run went: goodput {format_share(run.goodput.goodput)}"
+    rows = [[name, format_duration(s), format_share(s / run.goodput.wall_s)] for name, s in spent.items()]
     chart = bar_chart(title, [*spent.items()], form=format_duration, stacked=True)
     return [ReportSection(title, ["bucket", "time", "share"], rows, chart=chart)]
 
 
-def _series(seen: ReportedRun, series: _Series, beside: Mapping[str, DrawnLine]) -> list[ReportSection]:
+def _series(run: ReportedRun, series: _Series, companions: Mapping[str, DrawnLine]) -> list[ReportSection]:
     """A chart over the steps for each number of the records; numbers that never change share one table.
 
     Args:
-        seen: the run.
+        run: it.
         series: numbers of its records.
-        beside: a line that is drawn with such a number, by its key.
+        companions: a line that is drawn with such a number, by its key.
     """
-    steps = [float(record["step"]) for record in seen.records]
+    steps = [float(record["step"]) for record in run.records]
     sections, constant = [], []
     for key, title, form in series:
-        values = [number(record.get(key)) for record in seen.records]
+        values = [number(record.get(key)) for record in run.records]
         if all(value is None for value in values):
             continue
-        summary = _summary(seen.records, values)
+        summary = _summary(run.records, values)
         if summary["smallest"] == summary["largest"] and len(values) > 1:
             constant.append([title, form(summary["smallest"])])
             continue
-        other = beside.get(key)
+        other = companions.get(key)
         lines = [DrawnLine("training" if other else "", steps, values), *([other] if other else [])]
-        chart = lines_chart(title, lines, form=form, marks=seen.restarts, by_ratio=key in _BY_RATIO)
+        chart = lines_chart(title, lines, form=form, marks=run.restarts, by_ratio=key in _BY_RATIO)
         rows = [[name, form(summary[name])] for name in ("5 %", "50 %", "95 %")]
         rows.insert(0, [f"smallest, step {summary['step of smallest']:.0f}", form(summary["smallest"])])
         rows.append([f"largest, step {summary['step of largest']:.0f}", form(summary["largest"])])
@@ -305,18 +305,18 @@ def _series(seen: ReportedRun, series: _Series, beside: Mapping[str, DrawnLine])
     return sections
 
 
-def _times(seen: ReportedRun) -> list[ReportSection]:
+def _times(run: ReportedRun) -> list[ReportSection]:
     """Percentiles of step times, and the slowest steps with the reasons that their records give."""
-    known = [(value, one) for one in seen.records if (value := number(one.get("step_s"))) is not None]
-    times = [value for value, _ in known]
+    timed = [(value, record) for record in run.records if (value := number(record.get("step_s"))) is not None]
+    times = [value for value, _ in timed]
     if len(times) < _FEW:
         return []
     spread = [[f"{q} %", format_duration(float(np.percentile(times, q)))] for q in (5, 25, 50, 75, 95, 99)]
     chart = histogram(title := "How long steps took", times, form=format_duration)
     sections = [ReportSection(title, ["percentile of steps", "time"], spread, chart=chart)]
     usual_s = float(np.median(times))
-    slow = sorted((one for one in known if one[0] > _SLOW * usual_s), key=lambda one: -one[0])
-    usual_tokens = float(np.median(_known(seen, "tokens") or [0.0]))
+    slow = sorted((pair for pair in timed if pair[0] > _SLOW * usual_s), key=lambda pair: -pair[0])
+    usual_tokens = float(np.median(_known(run, "tokens") or [0.0]))
     rows = [
         [f"{record['step']:,}", format_duration(time_s), f"{time_s / usual_s:.1f}", _why_slow(record, usual_tokens)]
         for time_s, record in slow[:_MOST_SLOW]
@@ -332,48 +332,48 @@ def _times(seen: ReportedRun) -> list[ReportSection]:
 
 def _why_slow(record: Mapping[str, Any], usual_tokens: float) -> str:
     """What a slow step's own record tells of why; mostly nothing does."""
-    told = []
+    reasons = []
     if (waited := number(record.get("data_wait_share")) or 0.0) >= _TOLD:
-        told.append(f"waited for data {format_share(waited)}")
+        reasons.append(f"waited for data {format_share(waited)}")
     if usual_tokens and (tokens := number(record.get("tokens")) or 0.0) >= (1 + _TOLD) * usual_tokens:
-        told.append(f"{tokens / usual_tokens:.1f} times the usual tokens")
+        reasons.append(f"{tokens / usual_tokens:.1f} times the usual tokens")
     if number(record.get("recompiles")):
-        told.append("compiled again")
-    return ", ".join(told)
+        reasons.append("compiled again")
+    return ", ".join(reasons)
 
 
 def _summary(records: Sequence[Mapping[str, Any]], values: Sequence[float | None]) -> dict[str, float]:
-    known = [(value, int(record["step"])) for record, value in zip(records, values, strict=True) if value is not None]
-    low, high = min(known), max(known)
-    found = {"smallest": low[0], "step of smallest": low[1], "largest": high[0], "step of largest": high[1]}
-    quantiles = np.percentile([value for value, _ in known], [5, 50, 95])
-    return found | {f"{q} %": float(value) for q, value in zip((5, 50, 95), quantiles, strict=True)}
+    pairs = [(value, int(record["step"])) for record, value in zip(records, values, strict=True) if value is not None]
+    low, high = min(pairs), max(pairs)
+    extremes = {"smallest": low[0], "step of smallest": low[1], "largest": high[0], "step of largest": high[1]}
+    quantiles = np.percentile([value for value, _ in pairs], [5, 50, 95])
+    return extremes | {f"{q} %": float(value) for q, value in zip((5, 50, 95), quantiles, strict=True)}
 
 
-def _components(seen: ReportedRun) -> list[ReportSection]:
+def _components(run: ReportedRun) -> list[ReportSection]:
     totals: dict[str, float] = {}
-    for record in seen.records:
-        found = record.get("flops_by_component")
-        for name, flops in found.items() if isinstance(found, Mapping) else ():
+    for record in run.records:
+        by_component = record.get("flops_by_component")
+        for name, flops in by_component.items() if isinstance(by_component, Mapping) else ():
             totals[name] = totals.get(name, 0.0) + max(number(flops) or 0.0, 0.0)
-    if not (whole := sum(totals.values())):
+    if not (total := sum(totals.values())):
         return []
-    ordered = sorted(totals.items(), key=lambda one: (-one[1], one[0]))
-    rows = [[name, format_flops(flops), format_share(flops / whole)] for name, flops in ordered]
+    ordered = sorted(totals.items(), key=lambda item: (-item[1], item[0]))
+    rows = [[name, format_flops(flops), format_share(flops / total)] for name, flops in ordered]
     title = "FLOPs by component, all steps"
     chart = bar_chart(title, [(name, float(flops)) for name, flops in ordered], form=format_flops)
     return [ReportSection(title, ["component", "FLOPs", "share"], rows, chart=chart)]
 
 
-def _sources(seen: ReportedRun) -> list[ReportSection]:
+def _sources(run: ReportedRun) -> list[ReportSection]:
     tokens: dict[str, float] = {}
     losses: dict[str, float] = {}
-    for record in seen.records:
-        found = record.get("sources")
-        for name, one in found.items() if isinstance(found, Mapping) else ():
-            if isinstance(one, Mapping):
-                tokens[name] = tokens.get(name, 0.0) + max(number(one.get("tokens")) or 0.0, 0.0)
-                if (loss := number(one.get("loss"))) is not None:
+    for record in run.records:
+        sources = record.get("sources")
+        for name, source in sources.items() if isinstance(sources, Mapping) else ():
+            if isinstance(source, Mapping):
+                tokens[name] = tokens.get(name, 0.0) + max(number(source.get("tokens")) or 0.0, 0.0)
+                if (loss := number(source.get("loss"))) is not None:
                     losses[name] = loss
     if not tokens:
         return []
@@ -383,29 +383,29 @@ def _sources(seen: ReportedRun) -> list[ReportSection]:
     return [ReportSection(title, ["source", "tokens", "last loss"], rows, chart=chart)]
 
 
-def for_programs(told: Mapping[str, Any]) -> str:
+def for_programs(record: Mapping[str, Any]) -> str:
     """The element of a page that holds its numbers as JSON."""
-    text = json.dumps(told, sort_keys=True).replace("<", "\\u003c")
+    text = json.dumps(record, sort_keys=True).replace("<", "\\u003c")
     return f'<script type="application/json" id="headway-report">{text}</script>'
 
 
-def machine(seen: ReportedRun) -> dict[str, Any]:
+def machine(run: ReportedRun) -> dict[str, Any]:
     """What the page of a run says in numbers, JSON-ready."""
-    by_key = {key: [number(record.get(key)) for record in seen.records] for key, _, _ in SERIES}
+    by_key = {key: [number(record.get(key)) for record in run.records] for key, _, _ in SERIES}
     return {
         "schema_version": SCHEMA_VERSION,
-        "name": seen.name,
-        "num_records": len(seen.records),
-        "mean_step": seen.mean.to_dict() | {"lines": {key: ns for key, (_, ns) in seen.mean.lines.items()}},
-        "goodput": None if seen.goodput is None else seen.goodput.to_dict(),
-        "findings": [finding.to_dict() for finding in seen.explanation.findings],
+        "name": run.name,
+        "num_records": len(run.records),
+        "mean_step": run.mean.to_dict() | {"lines": {key: ns for key, (_, ns) in run.mean.lines.items()}},
+        "goodput": None if run.goodput is None else run.goodput.to_dict(),
+        "findings": [finding.to_dict() for finding in run.explanation.findings],
         "series": {
-            key: _summary(seen.records, values)
+            key: _summary(run.records, values)
             for key, values in by_key.items()
             if any(value is not None for value in values)
         },
     }
 
 
-def _known(seen: ReportedRun, key: str) -> list[float]:
-    return [value for record in seen.records if (value := number(record.get(key))) is not None]
+def _known(run: ReportedRun, key: str) -> list[float]:
+    return [value for record in run.records if (value := number(record.get(key))) is not None]

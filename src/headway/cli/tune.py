@@ -11,7 +11,7 @@ from headway.cli.output import print_json, say
 from headway.cli.plan import named_recipe, speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_ledger
 from headway.cli.train import SetOption, find_inputs
-from headway.cli.tune_text import Tuned, as_text, note_on_tokens, to_dict
+from headway.cli.tune_text import TuneReport, as_text, note_on_tokens, to_dict
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
 from headway.files import write_output
 from headway.log.working import working
@@ -101,12 +101,12 @@ def tune(
     config = _planned_for(config, devices, device, lengths, measured=bool(data))
     if measure is not None:
         _check_data(config)
-    named = None if config.plan.device is None else named_device(config.plan.device)
-    link_options.joining(named, config.plan.devices or 1)  # or an error, before anything is measured
+    kind = None if config.plan.device is None else named_device(config.plan.device)
+    link_options.joining(kind, config.plan.devices or 1)  # or an error, before anything is measured
     search, joined, speeds = search_of(
         config, memory, tokens_per_step, data or [], meshes=meshes, link_options=link_options
     )
-    tuned = _tuned(recipe, search, named, speeds, joined, top, measure, steps)
+    tuned = _tuned(recipe, search, kind, speeds, joined, top, measure, steps)
     if write is not None:
         _write(write, Path(recipe), tuned)
     if as_json:
@@ -141,27 +141,27 @@ def _tuned(
     top: int,
     measure: int | None,
     steps: int | None,
-) -> Tuned:
+) -> TuneReport:
     """Search, and measure the best where that is asked for."""
     from headway.predict.dry_run import precision_of
     from headway.predict.tune import corrected, distinct, front
 
     with working("searching packing lengths, recomputation and sharding"):
-        found = search.run()
-    best = distinct(found.ranked, max(top, measure or 0))
+        result = search.run()
+    best = distinct(result.ranked, max(top, measure or 0))
     if measure is not None and measure > len(best):
         raise UsageError(
             f"--measure {measure}: only {len(best)} choices that differ in more than details fit. Give at most that."
         )
-    seen = _run(best[:measure], search.devices, steps) if measure else {}
-    again = corrected(found.ranked, seen) if seen else []
+    trials = _run(best[:measure], search.devices, steps) if measure else {}
+    again = corrected(result.ranked, trials) if trials else []
     left_out = search.saved[precision_of(search.config, search.devices)].left_out
     notes = [
         note_on_tokens(best[0]),
         f"activations of {', '.join(left_out[:3])} are not explained, and missing" if left_out else "",
         note_on_links(links, search.devices, on_this_machine=speeds.is_measured),
     ]
-    return Tuned(
+    return TuneReport(
         recipe=recipe,
         model=search.cost_model.name,
         device=device,
@@ -171,10 +171,10 @@ def _tuned(
         tolerance=search.space.tolerance,
         peak_flops_per_s=speeds.peak_flops_per_s if device is not None else None,
         source=speeds.source.partition(" (")[0],
-        found=found,
+        result=result,
         best=best[:top],
-        front=front(found.candidates),
-        seen=seen,
+        front=front(result.candidates),
+        trials=trials,
         again=again,
         notes=tuple(note for note in notes if note),
     )
@@ -213,8 +213,8 @@ def search_of(
     from headway.predict.tune.space import TOLERANCE
 
     count, name = config.plan.devices or 1, config.plan.device
-    found = named_device(name) if name is not None else None
-    room = _room(memory, found)
+    target = named_device(name) if name is not None else None
+    room = _room(memory, target)
     cost_model = resolve_ledger(config.model)
     architecture = resolve_architecture(config.model.path, cost_model)
     learning = learning_model(config, cost_model)
@@ -241,8 +241,8 @@ def search_of(
             "in the recipe."
         )
     saved = saved_of_recipe(config)
-    speeds = speeds_of(config, cost_model, found, count)
-    links = link_options.joining(found, count)
+    speeds = speeds_of(config, cost_model, target, count)
+    links = link_options.joining(target, count)
     making_s = None if measured is None else measured.making_s
     timer = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict
     return Search(config, learning, saved, count, room, lengths, timer, space), links, speeds
@@ -252,18 +252,18 @@ def _room(memory: str | None, device: "Device | None") -> int | None:
     """What each device may hold [bytes]; None where nothing says so."""
     from headway.predict.dry_run import USABLE
 
-    whole = None if device is None else device.memory_bytes
+    limit = None if device is None else device.memory_bytes
     if memory is None:
-        return None if whole is None else int(USABLE * whole)
+        return None if limit is None else int(USABLE * limit)
     size = bytes_in(memory.strip())
     if not size:
         raise UsageError(
             f"--memory {memory[:40]!r} is no size. Write a number and a unit, such as 70GiB; units are "
             f"{', '.join(SIZE_UNITS)}."
         )
-    if whole is not None and size > whole and device is not None:
+    if limit is not None and size > limit and device is not None:
         raise PlanError(
-            f"--memory {memory} is more than the {whole / 2**30:.1f} GiB that {device.title} has. Give less, or name "
+            f"--memory {memory} is more than the {limit / 2**30:.1f} GiB that {device.title} has. Give less, or name "
             "another --device."
         )
     return size
@@ -306,21 +306,21 @@ def _run(best: "Sequence[Candidate]", devices: int, steps: int | None) -> "dict[
     from headway.predict.tune import measure
     from headway.predict.tune.measure import STEPS
 
-    seen = {}
-    for number, one in enumerate(best, start=1):
+    trials = {}
+    for number, candidate in enumerate(best, start=1):
         say(f"measuring choice {number} of {len(best)} ...", on_stderr=True, flush=True)
-        seen[one] = measure(one.config, devices, steps=steps or STEPS)
-    return seen
+        trials[candidate] = measure(candidate.config, devices, steps=steps or STEPS)
+    return trials
 
 
-def _write(path: Path, recipe: Path, tuned: Tuned) -> None:
+def _write(path: Path, recipe: Path, tuned: TuneReport) -> None:
     """Write the best, by what was measured where that was asked for."""
     from headway.predict.tune import recipe_text
 
     best = tuned.again[0][0] if tuned.again else tuned.best[0]
     where = "this machine" if tuned.device is None else tuned.device.title
     remark = (
-        f"Found by headway tune: the fastest of {tuned.found.fitting:,} choices that fit, {tuned.devices:,} x {where}."
+        f"Found by headway tune: the fastest of {tuned.result.fitting:,} choices that fit, {tuned.devices:,} x {where}."
     )
     text = recipe_text(recipe, best.config, path, remark)
     write_output(path, text, option="--write")

@@ -29,7 +29,7 @@ _LEAST_GAIN = 0.01  # in speed, by which a line of the table of memory and speed
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TuneReport:
     """A search with what it was asked, and what was measured afterwards."""
 
     recipe: str
@@ -41,10 +41,10 @@ class Tuned:
     tolerance: float
     peak_flops_per_s: float | None  # of one device in the dtype of the products; None of one that was measured
     source: str  # of the device's speeds
-    found: "SearchResult"
+    result: "SearchResult"
     best: "Sequence[Candidate]"
     front: "Sequence[Candidate]"
-    seen: "Mapping[Candidate, Trial]"
+    trials: "Mapping[Candidate, Trial]"
     again: "Sequence[tuple[Candidate, float, Trial | None]]"  # ranked after measuring
     notes: tuple[str, ...]
 
@@ -57,16 +57,16 @@ class Tuned:
         """Of the choices that are faster than the best and do not fit, the one that needs the least memory."""
         best = self.best[0]
         faster = [
-            one
-            for one in self.found.candidates
-            if not self.found.fits(one) and one.flops_per_s > 1.001 * best.flops_per_s
+            candidate
+            for candidate in self.result.candidates
+            if not self.result.fits(candidate) and candidate.flops_per_s > 1.001 * best.flops_per_s
         ]
-        return min(faster, key=lambda one: one.memory.peak, default=None)
+        return min(faster, key=lambda candidate: candidate.memory.peak, default=None)
 
 
-def to_dict(tuned: Tuned) -> dict[str, Any]:
+def to_dict(tuned: TuneReport) -> dict[str, Any]:
     """Everything as plain JSON types; sizes in bytes, times in seconds, rates in FLOP/s, shares as fractions."""
-    found, further = tuned.found, tuned.next_better
+    result, further = tuned.result, tuned.next_better
     return {
         "recipe": tuned.recipe,
         "model": tuned.model,
@@ -75,70 +75,70 @@ def to_dict(tuned: Tuned) -> dict[str, Any]:
         "lengths": tuned.lengths,
         "step_tokens": tuned.step_tokens,
         "tolerance": tuned.tolerance,
-        "room_bytes": found.room_bytes,
-        "tried": found.tried,
-        "timed": len(found.candidates),
-        "fitting": found.fitting,
-        "packings": found.packings,
-        "seconds": found.seconds,
-        "as_it_is": _candidate_record(tuned, found.own),
-        "best": [_candidate_record(tuned, one) for one in tuned.best],
-        "front": [_candidate_record(tuned, one) for one in tuned.front],
+        "room_bytes": result.room_bytes,
+        "tried": result.tried,
+        "timed": len(result.candidates),
+        "fitting": result.fitting,
+        "packings": result.packings,
+        "seconds": result.seconds,
+        "as_it_is": _candidate_record(tuned, result.own),
+        "best": [_candidate_record(tuned, candidate) for candidate in tuned.best],
+        "front": [_candidate_record(tuned, candidate) for candidate in tuned.front],
         "next": None if further is None else _candidate_record(tuned, further) | {"more": _more(tuned, further)},
         "measured": [
-            {**_candidate_record(tuned, one), "seen": vars(seen) | {"mfu": tuned.mfu(seen.flops_per_s or 0.0)}}
-            for one, seen in tuned.seen.items()
+            {**_candidate_record(tuned, candidate), "seen": vars(trial) | {"mfu": tuned.mfu(trial.flops_per_s or 0.0)}}
+            for candidate, trial in tuned.trials.items()
         ],
         "ranked_again": [
-            {"settings": dict(one.changes), "flops_per_s": rate, "was_measured": seen is not None}
-            for one, rate, seen in tuned.again[: len(tuned.best)]
+            {"settings": dict(candidate.changes), "flops_per_s": rate, "was_measured": trial is not None}
+            for candidate, rate, trial in tuned.again[: len(tuned.best)]
         ],
         "notes": list(tuned.notes),
     }
 
 
-def _candidate_record(tuned: Tuned, one: "Candidate") -> dict[str, Any]:
+def _candidate_record(tuned: TuneReport, candidate: "Candidate") -> dict[str, Any]:
     return {
-        "settings": dict(one.changes),
-        "mesh": vars(one.shape),
-        "tokens_per_pack": one.config.data.tokens_per_pack,
-        "patches_per_pack": one.config.data.patches_per_pack,
-        "accumulation": one.config.optim.accumulation,
-        "step_tokens": one.step_tokens,
-        "fill": one.packs.report.fill,
-        "balance": one.packs.report.balance,
-        "padding_as_batches": one.packs.report.padding_loss,
-        "memory": one.memory.to_dict(),
-        "fits": tuned.found.fits(one),
-        "step_s": one.step_s,
-        "flops_per_s": one.flops_per_s,
-        "mfu": tuned.mfu(one.flops_per_s),
-        "tokens_per_s": one.step_tokens / one.step_s,
+        "settings": dict(candidate.changes),
+        "mesh": vars(candidate.shape),
+        "tokens_per_pack": candidate.config.data.tokens_per_pack,
+        "patches_per_pack": candidate.config.data.patches_per_pack,
+        "accumulation": candidate.config.optim.accumulation,
+        "step_tokens": candidate.step_tokens,
+        "fill": candidate.packs.report.fill,
+        "balance": candidate.packs.report.balance,
+        "padding_as_batches": candidate.packs.report.padding_loss,
+        "memory": candidate.memory.to_dict(),
+        "fits": tuned.result.fits(candidate),
+        "step_s": candidate.step_s,
+        "flops_per_s": candidate.flops_per_s,
+        "mfu": tuned.mfu(candidate.flops_per_s),
+        "tokens_per_s": candidate.step_tokens / candidate.step_s,
     }
 
 
-def _more(tuned: Tuned, further: "Candidate") -> dict[str, int]:
+def _more(tuned: TuneReport, further: "Candidate") -> dict[str, int]:
     """Bytes by which the parts of a choice's memory exceed those of the best, the largest first."""
     mine, theirs = tuned.best[0].memory.fullest.parts, further.memory.fullest.parts
     more = {name: more for name, size in theirs.items() if (more := size - mine.get(name, 0)) > 0}
     return dict(sorted(more.items(), key=lambda item: -item[1]))
 
 
-def as_text(tuned: Tuned) -> str:
+def as_text(tuned: TuneReport) -> str:
     """The search as a person reads it."""
     sections = [render_pairs(_head(tuned)), _best_table(tuned), _settings_table(tuned.best)]
-    sections += [_front_table(tuned)] if tuned.found.room_bytes is not None else []
+    sections += [_front_table(tuned)] if tuned.result.room_bytes is not None else []
     sections.append(render_lines([_what_is_next(tuned)]))
-    if tuned.seen:
+    if tuned.trials:
         sections += [_seen_table(tuned), render_lines([_said_after(tuned)])]
     return "\n\n".join([*sections, render_lines(list(tuned.notes))])
 
 
-def _head(tuned: Tuned) -> list[tuple[str, str]]:
-    found, device = tuned.found, tuned.device
-    room = "none" if found.room_bytes is None else f"{format_bytes(found.room_bytes)} on each device"
-    if device is not None and device.memory_bytes is not None and found.room_bytes is not None:
-        room += f", {format_share(found.room_bytes / device.memory_bytes)} of {format_bytes(device.memory_bytes)}"
+def _head(tuned: TuneReport) -> list[tuple[str, str]]:
+    result, device = tuned.result, tuned.device
+    room = "none" if result.room_bytes is None else f"{format_bytes(result.room_bytes)} on each device"
+    if device is not None and device.memory_bytes is not None and result.room_bytes is not None:
+        room += f", {format_share(result.room_bytes / device.memory_bytes)} of {format_bytes(device.memory_bytes)}"
     return [
         ("recipe", f"{tuned.recipe}  (ledger of {tuned.model})"),
         ("devices", f"{tuned.devices:,} x {device.title if device else 'this machine'}"),
@@ -148,32 +148,32 @@ def _head(tuned: Tuned) -> list[tuple[str, str]]:
         ("step", f"{tuned.step_tokens:,} tokens +-{100 * tuned.tolerance:g} %"),
         (
             "tried",
-            f"{found.tried:,} choices, {found.fitting:,} of them fit; {found.packings} packings planned; "
-            f"{format_duration(found.seconds)}",
+            f"{result.tried:,} choices, {result.fitting:,} of them fit; {result.packings} packings planned; "
+            f"{format_duration(result.seconds)}",
         ),
     ]
 
 
-def _cells(tuned: Tuned, one: "Candidate") -> list[str]:
-    mfu = tuned.mfu(one.flops_per_s)
+def _cells(tuned: TuneReport, candidate: "Candidate") -> list[str]:
+    mfu = tuned.mfu(candidate.flops_per_s)
     return [
-        f"{one.config.data.tokens_per_pack:,}",
-        f"{one.config.optim.accumulation}",
-        f"{one.packs.report.balance:.3f}",
-        one.config.speed.recompute,
-        _mesh(one),
-        format_bytes(one.memory.peak),
-        format_duration(one.step_s),
-        format_rate(one.flops_per_s) if mfu is None else format_share(mfu),
+        f"{candidate.config.data.tokens_per_pack:,}",
+        f"{candidate.config.optim.accumulation}",
+        f"{candidate.packs.report.balance:.3f}",
+        candidate.config.speed.recompute,
+        _mesh(candidate),
+        format_bytes(candidate.memory.peak),
+        format_duration(candidate.step_s),
+        format_rate(candidate.flops_per_s) if mfu is None else format_share(mfu),
     ]
 
 
-def _mesh(one: "Candidate") -> str:
-    shape = one.shape
+def _mesh(candidate: "Candidate") -> str:
+    shape = candidate.shape
     return f"{shape.replicate}x{shape.shard}x{shape.sequence}" + (f" e{shape.expert}" if shape.expert > 1 else "")
 
 
-def _columns(tuned: Tuned) -> list[Column]:
+def _columns(tuned: TuneReport) -> list[Column]:
     rate = "useful" if tuned.peak_flops_per_s is None else "MFU"
     return [
         Column("pack"),
@@ -187,33 +187,36 @@ def _columns(tuned: Tuned) -> list[Column]:
     ]
 
 
-def _best_table(tuned: Tuned) -> str:
-    rows = [[str(number), *_cells(tuned, one)] for number, one in enumerate(tuned.best, start=1)]
-    return render_table([Column("", "left"), *_columns(tuned)], rows, footer=["as is", *_cells(tuned, tuned.found.own)])
+def _best_table(tuned: TuneReport) -> str:
+    rows = [[str(number), *_cells(tuned, candidate)] for number, candidate in enumerate(tuned.best, start=1)]
+    return render_table(
+        [Column("", "left"), *_columns(tuned)], rows, footer=["as is", *_cells(tuned, tuned.result.own)]
+    )
 
 
 def _settings_table(best: "Sequence[Candidate]") -> str:
-    rows = [[str(number), " ".join(one.settings) or "the recipe as it is"] for number, one in enumerate(best, start=1)]
+    changes = [" ".join(candidate.settings) or "the recipe as it is" for candidate in best]
+    rows = [[str(number), text] for number, text in enumerate(changes, start=1)]
     return render_table([Column("", "left"), Column("what it changes", "left")], rows)
 
 
-def _front_table(tuned: Tuned) -> str:
+def _front_table(tuned: TuneReport) -> str:
     """The choices that no other beats in both memory and speed, and what a GiB buys on the way from one to the next."""
-    kept: list[Candidate] = []
-    for one in tuned.front:
-        last = one is tuned.front[-1]
-        if not kept or last or one.flops_per_s > (1 + _LEAST_GAIN) * kept[-1].flops_per_s:
-            kept.append(one)
-    room = tuned.found.room_bytes
+    shown: list[Candidate] = []
+    for candidate in tuned.front:
+        last = candidate is tuned.front[-1]
+        if not shown or last or candidate.flops_per_s > (1 + _LEAST_GAIN) * shown[-1].flops_per_s:
+            shown.append(candidate)
+    room = tuned.result.room_bytes
     unit, name = (_MIB, "MiB") if room is not None and room < _SMALL else (_GIB, "GiB")
     rows = []
-    for before, one in zip([None, *kept], kept, strict=False):
-        more = 0.0 if before is None else (one.memory.peak - before.memory.peak) / unit
+    for before, candidate in zip([None, *shown], shown, strict=False):
+        more = 0.0 if before is None else (candidate.memory.peak - before.memory.peak) / unit
         gain = "-"
         if before is not None and more > 0:
-            gain = f"+{100 * (one.flops_per_s / before.flops_per_s - 1) / more:.2f} %"
-        memory, speed, *settings = _on_front(_cells(tuned, one))
-        rows.append([memory, speed, gain, *settings, "" if tuned.found.fits(one) else "beyond"])
+            gain = f"+{100 * (candidate.flops_per_s / before.flops_per_s - 1) / more:.2f} %"
+        memory, speed, *settings = _on_front(_cells(tuned, candidate))
+        rows.append([memory, speed, gain, *settings, "" if tuned.result.fits(candidate) else "beyond"])
     of_memory, of_speed, *others = _on_front(_columns(tuned))
     headings = [of_memory, of_speed, Column(f"a {name} buys"), *others]
     if any(row[-1] for row in rows):
@@ -227,8 +230,8 @@ def _on_front(cells: "Sequence[T]") -> "list[T]":
     return [memory, speed, pack, packs, recompute, mesh]
 
 
-def _what_is_next(tuned: Tuned) -> str:
-    further, room = tuned.next_better, tuned.found.room_bytes
+def _what_is_next(tuned: TuneReport) -> str:
+    further, room = tuned.next_better, tuned.result.room_bytes
     if room is None:
         return "Without a limit nothing is out of reach; give --memory or --device for what memory buys."
     if further is None:
@@ -246,24 +249,24 @@ def _what_is_next(tuned: Tuned) -> str:
     )
 
 
-def _seen_table(tuned: Tuned) -> str:
+def _seen_table(tuned: TuneReport) -> str:
     rows = []
-    for number, (one, seen) in enumerate(tuned.seen.items(), start=1):
-        measured = "-" if seen.step_s is None else format_duration(seen.step_s)
-        ratio = "-" if seen.step_s is None else f"{seen.step_s / one.step_s:.2f}"
-        result = seen.outcome if not seen.reason else f"{seen.outcome}: {seen.reason}"
-        rows.append([str(number), format_duration(one.step_s), measured, ratio, result])
+    for number, (candidate, trial) in enumerate(tuned.trials.items(), start=1):
+        measured = "-" if trial.step_s is None else format_duration(trial.step_s)
+        ratio = "-" if trial.step_s is None else f"{trial.step_s / candidate.step_s:.2f}"
+        result = trial.outcome if not trial.reason else f"{trial.outcome}: {trial.reason}"
+        rows.append([str(number), format_duration(candidate.step_s), measured, ratio, result])
     columns = [Column("", "left"), Column("predicted"), Column("measured"), Column("ratio"), Column("result", "left")]
     return render_table(columns, rows)
 
 
-def _said_after(tuned: Tuned) -> str:
-    if not any(seen.outcome == "measured" for seen in tuned.seen.values()):
+def _said_after(tuned: TuneReport) -> str:
+    if not any(trial.outcome == "measured" for trial in tuned.trials.values()):
         return "None of them could be measured, so the predictions stand as they are."
-    one, rate, seen = tuned.again[0]
-    number = list(tuned.seen).index(one) + 1 if one in tuned.seen else None
-    which = f"choice {number}" if number else f"not measured: {' '.join(one.settings)}"
-    how = "measured" if seen is not None else "predicted, times what was measured over predicted elsewhere"
+    candidate, rate, trial = tuned.again[0]
+    number = list(tuned.trials).index(candidate) + 1 if candidate in tuned.trials else None
+    which = f"choice {number}" if number else f"not measured: {' '.join(candidate.settings)}"
+    how = "measured" if trial is not None else "predicted, times what was measured over predicted elsewhere"
     return f"The best by what was seen is {which}, {format_rate(rate)} ({how})."
 
 

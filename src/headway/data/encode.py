@@ -300,7 +300,6 @@ class Encoder:
 
     def own_collator(self, **_settings: Any) -> Any | None:
         """Make the collator for what this encoder encodes; None where that is `headway.data.collate.Collator`."""
-        return None
 
     def blank_image(self) -> EncodedSample | None:
         """A blank image alone, for packs without one (`Collator.blank`); None where images are patches with grids."""

@@ -177,8 +177,8 @@ def load_processor(name_or_path: str | Path) -> Processor:
     try:
         if (file := _file(name, _TOKENIZER)) is not None:
             check_tokenizer(file)
-        for each in (*_PROCESSOR_FILES, "video_preprocessor_config.json"):
-            if (file := _file(name, each)) is not None:
+        for file_name in (*_PROCESSOR_FILES, "video_preprocessor_config.json"):
+            if (file := _file(name, file_name)) is not None:
                 check_processor(file)
         class_name = _processor_class_name(name)
         if class_name is None:

@@ -92,27 +92,27 @@ def lines_chart(
     Raises:
         ValueError: a line has no finite value, or not as many steps as values.
     """
-    read = [_numbers(one) for one in lines]
-    low, high = min(float(_finite(ys).min()) for *_, ys in read), max(float(_finite(ys).max()) for *_, ys in read)
-    ends = min(float(xs[0]) for _, xs, _ in read), max(float(xs[-1]) for _, xs, _ in read)
+    series = [_numbers(line) for line in lines]
+    low, high = min(float(_finite(ys).min()) for *_, ys in series), max(float(_finite(ys).max()) for *_, ys in series)
+    ends = min(float(xs[0]) for _, xs, _ in series), max(float(xs[-1]) for _, xs, _ in series)
     y_of, y_axis = _ratio_axis(low, high, form) if by_ratio and 0 < low < high / _MANY else _y_axis(low, high, form)
-    x_of, x_axis = _x_axis(*ends, x_name, leaves_room=len(read) > 1)
+    x_of, x_axis = _x_axis(*ends, x_name, leaves_room=len(series) > 1)
     drawn = [y_axis, x_axis, *(_mark(x_of(mark)) for mark in marks if ends[0] <= mark <= ends[1])]
-    if len(read) == 1 and len(read[0][1]) > 2 * NUM_BUCKETS:
-        drawn.append(_band(*read[0][1:], x_of, y_of))
-    told = []
-    for number, (name, xs, ys) in enumerate(read):
+    if len(series) == 1 and len(series[0][1]) > 2 * NUM_BUCKETS:
+        drawn.append(_band(*series[0][1:], x_of, y_of))
+    texts = []
+    for number, (name, xs, ys) in enumerate(series):
         points, colour = reduced(xs, ys), f"var(--c{_COLOURS[number]})"
         drawn.append(_hovered(name, points, ends, x_name, form))
         drawn += _drawn_line([(x_of(x), y_of(y)) for x, y in points], colour, is_dashed=number > 0)
         drawn.append("</g>")
         if name:
-            drawn.append(_named_line([one for one, *_ in read[number:]], colour))
-        known = _finite(ys)
+            drawn.append(_named_line([line for line, *_ in series[number:]], colour))
+        finite = _finite(ys)
         whose = f"{name}: " if name else ""
-        least, most = form(float(known.min())), form(float(known.max()))
-        told.append(f"{whose}{len(known)} values over {x_name} {xs[0]:g} to {xs[-1]:g}: from {least} to {most}.")
-    return _svg(title, " ".join(told), drawn, _HEIGHT)
+        least, most = form(float(finite.min())), form(float(finite.max()))
+        texts.append(f"{whose}{len(finite)} values over {x_name} {xs[0]:g} to {xs[-1]:g}: from {least} to {most}.")
+    return _svg(title, " ".join(texts), drawn, _HEIGHT)
 
 
 def _numbers(line: DrawnLine) -> "tuple[str, np.ndarray, np.ndarray]":
@@ -155,13 +155,13 @@ def _hovered(
     name: str, points: Sequence[tuple[float, float]], ends: tuple[float, float], x_name: str, form: Format
 ) -> str:
     """The opening tag of a line's group, with its points as text: steps as differences, values with their unit."""
-    known = [(x, y) for x, y in points if math.isfinite(y)]
-    is_whole = all(x == round(x) for x, _ in known) and ends[1] < _MOST_WHOLE
+    finite = [(x, y) for x, y in points if math.isfinite(y)]
+    is_whole = all(x == round(x) for x, _ in finite) and ends[1] < _MOST_WHOLE
     unit = 1.0 if is_whole else 10.0 ** (math.floor(math.log10(max(map(abs, ends)) or 1.0)) - 5)
-    places = [round(x / unit) for x, _ in known]
+    places = [round(x / unit) for x, _ in finite]
     steps = " ".join(str(after - before) for before, after in pairwise([0, *places]))
     data = {
-        "name": name, "of": x_name, "unit": f"{unit:g}", "x": steps, "v": "|".join(form(y) for _, y in known),
+        "name": name, "of": x_name, "unit": f"{unit:g}", "x": steps, "v": "|".join(form(y) for _, y in finite),
         "from": f"{ends[0] / unit:.10g}", "to": f"{ends[1] / unit:.10g}", "left": _LEFT, "right": _WIDTH - _RIGHT,
     }  # fmt: skip
     return "<g " + " ".join(f'data-{key}="{_safe(str(value))}"' for key, value in data.items()) + ">"
@@ -190,17 +190,17 @@ def bar_chart(
         raise ValueError(f"bars need finite values from 0 on: {[*bars]}.")
     # The waterfall's longest name is whole, and values stand beside the names, where a narrow window begins.
     left, room = 228 + _VALUE, _WIDTH - 228 - _VALUE - _RIGHT
-    whole = (sum if stacked else max)(value for _, value in bars) or 1.0
+    total = (sum if stacked else max)(value for _, value in bars) or 1.0
     drawn, before = [], 0.0
     for place, (name, value) in enumerate(bars):
-        y, x, width = _TOP + place * (_BAR + _GAP), left + room * before / whole, room * value / whole
+        y, x, width = _TOP + place * (_BAR + _GAP), left + room * before / total, room * value / total
         colour = _COLOURS[place % len(_COLOURS) if stacked else kinds[place] if kinds else 0]
         drawn.append(f'<rect x="{_fixed(x)}" y="{y}" width="{_fixed(width)}" height="{_BAR}" fill="var(--c{colour})"/>')
         drawn.append(_text(left - _VALUE - 8, y + 15, _cut(name), "end"))
         drawn.append(_text(left - 8, y + 15, form(value), "end"))
         before += value if stacked else 0.0
-    said = "; ".join(f"{name}: {form(value)}" for name, value in bars)
-    return _svg(title, said, drawn, 2 * _TOP + len(bars) * (_BAR + _GAP))
+    description = "; ".join(f"{name}: {form(value)}" for name, value in bars)
+    return _svg(title, description, drawn, 2 * _TOP + len(bars) * (_BAR + _GAP))
 
 
 def histogram(
@@ -223,12 +223,12 @@ def histogram(
     Raises:
         ValueError: no value is finite.
     """
-    read = np.asarray(values, float)
-    known = read[np.isfinite(read)]
-    if not len(known):
+    numbers = np.asarray(values, float)
+    finite = numbers[np.isfinite(numbers)]
+    if not len(finite):
         raise ValueError("a histogram needs a finite value.")
-    weights = None if shares is None else np.asarray(shares, float)[np.isfinite(read)]
-    counts, edges = np.histogram(known, num_bins, weights=weights)
+    weights = None if shares is None else np.asarray(shares, float)[np.isfinite(numbers)]
+    counts, edges = np.histogram(finite, num_bins, weights=weights)
     y_of, y_axis = _y_axis(0.0, float(counts.max()), (lambda count: f"{count:g}") if shares is None else format_share)
     x_of, x_axis = _x_axis(float(edges[0]), float(edges[-1]), "", form)
     drawn = [y_axis, x_axis]
@@ -239,7 +239,7 @@ def histogram(
             f'<rect x="{_fixed(x)}" y="{_fixed(y)}" width="{_fixed(width)}" height="{_fixed(base - y)}" '
             'fill="var(--c0)"/>'
         )
-    return _svg(title, f"{len(known)} values from {form(edges[0])} to {form(edges[-1])}.", drawn, _HEIGHT)
+    return _svg(title, f"{len(finite)} values from {form(edges[0])} to {form(edges[-1])}.", drawn, _HEIGHT)
 
 
 def heat_strip(title: str, rows: Sequence[tuple[str, Sequence[float | None]]], *, form: Format) -> str:
@@ -253,16 +253,16 @@ def heat_strip(title: str, rows: Sequence[tuple[str, Sequence[float | None]]], *
     Raises:
         ValueError: no value is finite.
     """
-    known = [one for _, row in rows for one in row if one is not None and math.isfinite(one)]
-    if not known:
+    finite = [value for _, row in rows for value in row if value is not None and math.isfinite(value)]
+    if not finite:
         raise ValueError("a heat strip needs a finite value.")
-    low, high = min(known), max(known)
+    low, high = min(finite), max(finite)
     left, room = 120, _WIDTH - 120 - _RIGHT
     drawn = []
     for line, (name, row) in enumerate(rows):
         y = _TOP + line * (_BAR + 2)
         drawn.append(_text(left - 8, y + 15, _cut(name, 16), "end"))
-        cells = [[one for one in row[part.start : part.stop] if one is not None and math.isfinite(one)]
+        cells = [[value for value in row[part.start : part.stop] if value is not None and math.isfinite(value)]
                  for part in _buckets(len(row), 128)]  # fmt: skip
         shades = [round(_SHADES * (max(cell) - low) / ((high - low) or 1.0)) if cell else None for cell in cells]
         place, width = 0, room / max(1, len(cells))
@@ -278,8 +278,8 @@ def heat_strip(title: str, rows: Sequence[tuple[str, Sequence[float | None]]], *
             opacity = _fixed(0.12 + 0.88 * shade / _SHADES)
             drawn.append(f'<path d="{"".join(parts)}" stroke-opacity="{opacity}"/>')
         drawn.append("</g>")
-    said = f"{len(rows)} rows, from {form(low)} (light) to {form(high)} (full colour)."
-    return _svg(title, said, drawn, 2 * _TOP + len(rows) * (_BAR + 2))
+    description = f"{len(rows)} rows, from {form(low)} (light) to {form(high)} (full colour)."
+    return _svg(title, description, drawn, 2 * _TOP + len(rows) * (_BAR + 2))
 
 
 def reduced(steps: "np.ndarray", values: "np.ndarray") -> list[tuple[float, float]]:
@@ -293,8 +293,8 @@ def reduced(steps: "np.ndarray", values: "np.ndarray") -> list[tuple[float, floa
     for part in _buckets(len(steps), NUM_BUCKETS):
         ys = values[part]
         finite = np.flatnonzero(np.isfinite(ys))
-        kept = sorted({int(finite[ys[finite].argmin()]), int(finite[ys[finite].argmax()])}) if len(finite) else [0]
-        points += [(float(steps[part][one]), float(ys[one])) for one in kept]
+        places = sorted({int(finite[ys[finite].argmin()]), int(finite[ys[finite].argmax()])}) if len(finite) else [0]
+        points += [(float(steps[part][place]), float(ys[place])) for place in places]
     return points
 
 
@@ -388,8 +388,8 @@ def _x_axis(
     bottom = _HEIGHT - _BOTTOM
     drawn = [f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}" stroke="var(--ink)"/>']
     for tick in ticks(low, high):
-        said = form(tick) if form else f"{tick:,.10g}"
-        drawn.append(_text(min(x_of(tick), _WIDTH - _CHARACTER / 2 * len(said)), bottom + 16, said, "middle"))
+        label = form(tick) if form else f"{tick:,.10g}"
+        drawn.append(_text(min(x_of(tick), _WIDTH - _CHARACTER / 2 * len(label)), bottom + 16, label, "middle"))
     if name and leaves_room:  # for the names of lines
         drawn.append(_text(_LEFT, _HEIGHT - 6, name, "start"))
     elif name:
@@ -397,11 +397,11 @@ def _x_axis(
     return x_of, "".join(drawn)
 
 
-def _svg(title: str, said: str, drawn: Sequence[str], height: int) -> str:
+def _svg(title: str, description: str, drawn: Sequence[str], height: int) -> str:
     inside = "".join(drawn)
     return (
         f'<svg role="img" viewBox="0 0 {_WIDTH} {height}" xmlns="http://www.w3.org/2000/svg">'
-        f"<title>{_safe(title)}</title><desc>{_safe(said)}</desc>{inside}</svg>"
+        f"<title>{_safe(title)}</title><desc>{_safe(description)}</desc>{inside}</svg>"
     )
 
 
