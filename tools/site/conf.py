@@ -52,7 +52,6 @@ def _read(_app: Any, place: str, source: list[str]) -> None:
         source[0] = relinked(source[0], DOCS / f"{place}.md", place)
     if place == "glossary":
         source[0] = indexed(source[0])
-    source[0] = source[0].replace("```mermaid", "```text")  # drawn by GitHub alone
 
 
 def _anchor_rows(_app: Any, page: nodes.document) -> None:
