@@ -1,10 +1,14 @@
 """Files of models that strangers wrote: refused in one error, whatever the libraries that read them raise."""
 
+import io
 import json
+import logging
 import os
 import random
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from headway.count.models import presets
@@ -12,10 +16,10 @@ from headway.data.encoders import open_encoder
 from headway.data.sources import open_source
 from headway.errors import CheckpointError, DataError, HeadwayError
 from headway.models.foreign import check_config, check_tokenizer
-from headway.models.load import load_config, load_processor
+from headway.models.load import load_config, load_model, load_processor
 from headway.synthetic.digits import write_reader
 from helpers.hostile import ODD
-from helpers.talking import QUESTIONS, picture
+from helpers.talking import QUESTIONS, picture, text_model
 from helpers.tiny_tokenizer import tiny_tokenizer
 
 REGEX = {"type": "Split", "behavior": "Isolated", "invert": False}
@@ -97,11 +101,43 @@ def test_a_pipe_in_a_model_folder_is_not_waited_for(file, folder):
         load_processor(folder) if file == "tokenizer.json" else load_config(folder)
 
 
-@pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json", "chat_template.jinja"])
-def test_a_pipe_in_place_of_a_file_that_may_be_missing_is_none(file, folder):
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "chat_template.jinja", "config.json"])
+def test_a_device_behind_a_link_in_a_model_folder_is_not_read(file, folder):
     (folder / file).unlink(missing_ok=True)
-    os.mkfifo(folder / file)
-    assert load_processor(folder).vocab_size > 0
+    (folder / file).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=f"{file} is a pipe or a device|has no config.json"):
+        load_config(folder)
+    with pytest.raises(CheckpointError, match=f"{file} is a pipe or a device"):
+        load_processor(folder)
+
+
+def test_names_of_tensors_do_not_reach_the_terminal_as_they_are(tmp_path, monkeypatch):
+    folder = text_model(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors") | {"evil\x1b]0;pwn\x07": torch.zeros(2)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    handler = logging.getLogger("transformers").handlers[0]
+    monkeypatch.setattr(handler, "stream", io.StringIO())
+    load_model(str(folder))
+    assert r"evil\x1b]0;pwn\x07" in handler.stream.getvalue()
+    assert "\x1b" not in handler.stream.getvalue()
+
+
+def test_adapters_in_a_models_folder_are_not_laid_over_it(tmp_path):
+    folder = text_model(tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds the weights of a model and adapters \(adapter_config.json\)"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("error", [ValueError("no such rank"), KeyError("r"), RuntimeError("shapes differ")])
+def test_whatever_reading_weights_raises_is_one_error(error, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    folder = text_model(tmp_path / "model")
+    monkeypatch.setattr("transformers.Qwen3ForCausalLM.from_pretrained", fail)
+    with pytest.raises(CheckpointError, match=r"do not fit its config\.json"):
+        load_model(str(folder))
 
 
 def test_no_setting_of_a_processor_ends_in_an_error_of_its_own(tmp_path):

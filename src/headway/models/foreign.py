@@ -6,7 +6,9 @@ What would take all memory or time is looked for before they read.
 
 import base64
 import json
+import logging
 import math
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from typing import Any
 
 from headway.errors import HeadwayError
 from headway.files import open_plain
+from headway.report import printable
 
 MAX_LAYERS = 10_000  # by each number of layers in a config.json; the deepest models have some hundreds
 MAX_GROWTH = 64  # letters that a normaliser or decoder may make of each one; honest ones make 1 to 18
@@ -24,6 +27,7 @@ MAX_PIXELS = 2**28  # to which a processor enlarges; the same as edges
 
 _EDGES = ("height", "width")
 _LEAST_PIXELS = ("shortest_edge", "min_pixels")  # pixels in all for the one, an edge or pixels for the other
+_COLOURS = re.compile(r"\x1b\[[\d;]*m")  # a library's own; a stranger's change nothing but colours
 _LAYERS = ("layer", "depth", "block")  # in the names of numbers of layers
 _SIZED = ("size", "dim", "length", "len", "tokens", "width", "window", "offset", "index", "id")  # no number of them
 _OURS = (HeadwayError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -57,6 +61,36 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     line = " ".join(lines[:2])[:400] if lines[0].endswith(":") else lines[0][:400]
     return line if line.endswith(".") else line + "."
+
+
+def check_plain_files(folder: Path) -> None:
+    """Refuse a folder with a pipe or a device in it, or a link to one: a library would read it without end.
+
+    Raises:
+        ValueError: there is one.
+        OSError: the folder cannot be read.
+    """
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path.name} is a pipe or a device, not a file")
+
+
+class _PrintableNames(logging.Filter):
+    """Shows control characters in what a library logs by their numbers: it names strangers' tensors and settings."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        lines = _COLOURS.sub("", record.getMessage()).expandtabs(4).split("\n")
+        record.msg, record.args = "\n".join(map(printable, lines)), ()
+        return True
+
+
+_PRINTABLE_NAMES = _PrintableNames()
+
+
+def print_names_safely() -> None:
+    """Have transformers' log lines show what a terminal would obey; once is enough."""
+    for handler in logging.getLogger("transformers").handlers:
+        handler.addFilter(_PRINTABLE_NAMES)
 
 
 def check_config(path: Path) -> None:

@@ -27,11 +27,19 @@ from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
 from headway.count.models import shipped_name
-from headway.errors import CheckpointError, ConfigError, UnknownModelError
+from headway.errors import CheckpointError, ConfigError, UnknownModelError, is_out_of_memory
 from headway.hub import CONFIG, located
 from headway.models.attention import register, use_attention
 from headway.models.experts import use_experts
-from headway.models.foreign import check_config, check_processor, check_tokenizer, first_line, reraise_own
+from headway.models.foreign import (
+    check_config,
+    check_plain_files,
+    check_processor,
+    check_tokenizer,
+    first_line,
+    print_names_safely,
+    reraise_own,
+)
 from headway.models.init_weights import init_weights
 from headway.models.new_rows import grow, resize
 from headway.models.recurrent import separate_segments
@@ -45,6 +53,7 @@ Processor = ProcessorMixin | PreTrainedTokenizerBase
 RopeIndex = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 _TOKENIZER = "tokenizer.json"
+_ADAPTERS = "adapter_config.json"
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _WEIGHT_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _NO_CODE = {"trust_remote_code": False}
@@ -71,7 +80,9 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
     if path.is_file() and path.suffix != ".json":
         raise UnknownModelError(f"{path} is a file but not a config.json. Give a model folder or its config.json.")
     register_families()
+    print_names_safely()
     try:
+        check_plain_files(Path(name))
         if (file := _file(name, CONFIG)) is not None:
             check_config(file)
         config: PreTrainedConfig = AutoConfig.from_pretrained(name, **_NO_CODE)
@@ -171,10 +182,12 @@ def load_processor(name_or_path: str | Path) -> Processor:
         CheckpointError: the folder holds no tokenizer, its files cannot be read, or need code of its own.
     """
     register_families()
+    print_names_safely()
     name = located(name_or_path)
     if Path(name).is_file():
         name = str(Path(name).parent)
     try:
+        check_plain_files(Path(name))
         if (file := _file(name, _TOKENIZER)) is not None:
             check_tokenizer(file)
         for file_name in (*_PROCESSOR_FILES, "video_preprocessor_config.json"):
@@ -317,16 +330,24 @@ def weights_of(name: str) -> Iterator[set[str]]:
         UnknownModelError: nothing of that name, on this machine or on the Hub.
         CheckpointError: the weights do not fit the configuration, or some are missing.
     """
+    if (Path(name) / _ADAPTERS).is_file():  # transformers would lay them over the model without a word
+        raise CheckpointError(
+            f"The folder {name} holds the weights of a model and adapters ({_ADAPTERS}), and nothing says whether "
+            "these belong into it. Merge them (`headway export --merge-lora`), or move them into a folder of their own."
+        )
     missing: set[str] = set()
     try:
         yield missing
-    except RuntimeError as error:  # transformers' report of weights of other shapes
+    except (OSError, SafetensorError) as error:
+        raise _unreachable(name, error) from error
+    except BaseException as error:  # transformers' report of weights of other shapes, or whatever a stranger's raise
+        reraise_own(error)
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(
             f"The weights in {name} do not fit its config.json: {first_line(error)} One of the two is of another "
             "model; fetch both again."
         ) from error
-    except (OSError, SafetensorError) as error:
-        raise _unreachable(name, error) from error
     if missing:
         raise CheckpointError(
             f"The weights in {name} lack {len(missing)} of the model's parameters, such as {min(missing)}. The "
