@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from headway.data.bounded import MAX_SOURCE
 
+from headway.data.template_bounds import MAX_SOURCE
 from helpers.talking import QUESTIONS, picture_reader
 
 WORDY = (

@@ -170,11 +170,11 @@ class FamilyPair:
             called.append(2 * query.shape[1] * (query.shape[3] + value.shape[3]) * pairs)
             return attention.attend(module, query, key, value, attention_mask, **options)
 
-        AttentionInterface.register(attention.NAME, counting)
+        AttentionInterface.register(attention.backend.NAME, counting)
         try:
             self.model(**self.batch.model_inputs())
         finally:
-            AttentionInterface.register(attention.NAME, attention.attend)
+            AttentionInterface.register(attention.backend.NAME, attention.attend)
         rows = [row for row in self.cost.rows if row.op == "attention"]
         return sum(drivers.parse(row.driver)(workload) * row.forward for row in rows), sum(called)
 

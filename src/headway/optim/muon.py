@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from headway.count.updating import AT_ONCE
 from headway.errors import ConfigError
 from headway.optim.parts import laid_as
-from headway.optim.updating import AT_ONCE
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _EPS = 1e-7

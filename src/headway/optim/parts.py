@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
+from headway.count.updating import AT_ONCE
 from headway.models.parallel import local
-from headway.optim.updating import AT_ONCE
 
 
 class Part(NamedTuple):

@@ -23,7 +23,7 @@ from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.rows import hidden_matrices
 from headway.count.units import chosen_blocks, head_features, head_parameter, is_tied, remembered
-from headway.optim.updating import UpdateOf, updating_of
+from headway.count.updating import UpdateOf, updating_of
 from headway.predict.moments import (
     BFLOAT16,
     FLOAT32,

@@ -17,7 +17,8 @@ from transformers.masking_utils import (
 )
 
 from headway.errors import ConfigError, TrainingError
-from headway.models.attention import NAME, attend, mask, register
+from headway.models.attention import attend, mask, register
+from headway.models.attention.backend import NAME
 from headway.models.attention.masks import SegmentMask
 
 LENGTHS = (7, 12, 7, 1)

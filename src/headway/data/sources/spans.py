@@ -1,11 +1,12 @@
 """Formats whose rows are runs of bytes: lines, elements, documents, members of an archive."""
 
+import io
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +61,10 @@ def lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         EOFError: a line is too long.
     """
     number = 0
-    while line := stream.readline(MOST_ROW_BYTES + 1):
+    reader: Any = stream
+    if not isinstance(reader, io.BufferedIOBase | io.RawIOBase):  # of a URL: its own `readline` takes no bound
+        reader = io.BufferedReader(reader)
+    while line := reader.readline(MOST_ROW_BYTES + 1):
         number += 1
         if len(line) > MOST_ROW_BYTES:  # a call for each line would take longer than to read it
             check_row(len(line), f"line {number}")

@@ -25,6 +25,7 @@ class BagelConfig(PreTrainedConfig):
     """
 
     model_type = "bagel"
+    draws = True  # a part of its losses is of images; of the class, so that no config.json holds it
     sub_configs = {"text_config": AutoConfig, "vision_config": SiglipVisionConfig}  # noqa: RUF012  # as transformers has it
 
     def __init__(

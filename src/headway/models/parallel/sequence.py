@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from headway.errors import ConfigError, TrainingError
-from headway.models.attention import NAME
+from headway.models.attention.backend import NAME
 from headway.models.parallel.exchange import split_over
 from headway.models.parallel.sequence_vision import share_patches
 from headway.models.waits import PlacedMask
