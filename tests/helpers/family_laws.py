@@ -196,7 +196,7 @@ def _pairs(module, query, key, mask, options):
     if cu_N is None and causal:
         cu_N = options.get("pack_cu_seqlens")
     if isinstance(mask, SegmentMask):
-        return sum(int(mask.seen(*group).sum()) for group in mask.groups(cu_N))
+        return sum(int(mask.allowed(*group).sum()) for group in mask.groups(cu_N))
     if mask is not None and mask.numel():
         return int(mask.expand(query.shape[0], 1, query.shape[2], key.shape[2]).sum())
     lengths = [query.shape[2]] * query.shape[0] if cu_N is None else cu_N.diff().tolist()
