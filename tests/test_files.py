@@ -15,10 +15,28 @@ from typer.models import OptionInfo
 
 from headway.cli.app import app
 from headway.errors import UsageError
-from headway.files import is_taken, open_output, write_output
+from headway.files import is_taken, open_output, read_text, write_output
 
 WRITES = re.compile("[Ww]rite|[Dd]raw lengths|The page|lines go")
 CLI = Path(__file__).parents[1] / "src/headway/cli"
+
+
+def test_what_has_no_end_is_not_read_for_ever():
+    with pytest.raises(OSError, match="it has more than 3 MiB"):
+        read_text(Path("/dev/zero"), most=3 * 2**20)
+
+
+def test_a_text_is_read_from_a_file_and_a_pipe_alike(tmp_path):
+    text = "step: 1\r\nloss: \u00e9\rend\n"
+    (tmp_path / "log").write_bytes(text.encode())
+    os.mkfifo(tmp_path / "pipe")
+    threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(text.encode(),), daemon=True).start()
+    read = [read_text(tmp_path / name, most=100) for name in ("log", "pipe")]
+    assert read == [(tmp_path / "log").read_text(encoding="utf-8")] * 2
+    (tmp_path / "log").write_bytes(b"\xff")
+    assert read_text(tmp_path / "log", errors="replace") == "\ufffd"
+    with pytest.raises(UnicodeDecodeError):
+        read_text(tmp_path / "log")
 
 
 @pytest.fixture
@@ -133,22 +151,22 @@ def test_a_file_that_must_be_new_is_left_as_it_is(tmp_path):
 
 
 def _outputs():
-    """Command, its module and parameter of every option that names a file to write, as its type and its help say."""
+    """Command, parameter and source of every option that names a file to write, as its type and its help say."""
     for command in app.registered_commands:
         for name, hint in get_type_hints(command.callback, include_extras=True).items():
             info = next((part for part in getattr(hint, "__metadata__", ()) if isinstance(part, OptionInfo)), None)
             if info is not None and "Path" in str(hint) and WRITES.search(info.help or ""):
-                yield command.name, Path(sys.modules[command.callback.__module__].__file__), name
+                yield command.name, name, Path(sys.modules[command.callback.__module__].__file__)
 
 
 def test_every_option_that_names_an_output_goes_through_one_function():
     """A command that gains such an option fails here until it is written by `write_output` or `open_output`."""
     options = list(_outputs())
-    assert {command for command, *_ in options} >= {"report", "pack", "tune", "look", "init", "import-config", "draw"}
-    for command, module, option in options:
+    assert {command for command, _, _ in options} >= {"report", "pack", "tune", "look", "init", "import-config", "draw"}
+    for command, option, file in options:
         if (command, option) == ("index", "quarantine"):  # appended to, row by row
             continue
-        source = module.read_text(encoding="utf-8")
+        source = file.read_text(encoding="utf-8")
         assert "write_output(" in source or "open_output(" in source, (command, option)
 
 

@@ -15,6 +15,12 @@ from typing import BinaryIO, TextIO
 from headway.cache import write_whole
 from headway.errors import UsageError
 
+MOST_BYTES = 2**30
+"""Longest text that is read whole, such as a log."""
+
+SETTINGS_BYTES = 2**22
+"""Longest file of settings."""
+
 # A file alone may be open to writing, or be mounted by itself, in a folder where no other can be made.
 _NO_NEW_FILE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS, errno.EXDEV)
 
@@ -67,6 +73,27 @@ def open_plain(path: Path) -> BinaryIO:
     """
     check_plain(path)
     return path.open("rb")
+
+
+def read_text(path: Path, *, errors: str = "strict", most: int = MOST_BYTES) -> str:
+    """Read a file that a user names as UTF-8, also from a pipe; what has no end, as /dev/zero, is not read for ever.
+
+    Args:
+        path: the name.
+        errors: of decoding, as `bytes.decode` takes them.
+        most: longest content [bytes].
+
+    Raises:
+        OSError: it cannot be read, or is longer.
+        UnicodeDecodeError: it is not UTF-8, and errors are strict.
+    """
+    content = bytearray()
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            content += piece
+            if len(content) > most:
+                raise OSError(errno.EFBIG, f"it has more than {most >> 20:,} MiB", str(path))
+    return content.decode("utf-8", errors).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def check_plain(path: Path) -> None:

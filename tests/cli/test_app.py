@@ -7,6 +7,7 @@ import torch
 import headway as package
 from headway.cli import app as cli
 from headway.errors import DataError, HeadwayError, WorkloadError
+from headway.files import read_text
 
 
 def test_version(headway):
@@ -114,3 +115,20 @@ def test_public_names_are_found(name):
 def test_a_name_that_is_not_public_is_refused():
     with pytest.raises(AttributeError, match="it offers CostModel, FlopCount"):
         package.no_such_name  # noqa: B018  # the attribute access is what is tested
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "audit FILE --model qwen3-8b",
+        "import-config FILE",
+        "train FILE --dry-run",
+        "flops FILE --segments 8",
+        "explain FILE",
+    ],
+)
+def test_no_command_reads_a_file_without_an_end(command, headway, monkeypatch):
+    monkeypatch.setitem(read_text.__kwdefaults__, "most", 2**20)
+    result = headway(*command.replace("FILE", "/dev/zero").split())
+    assert result.code in (1, 2)
+    assert "/dev/zero" in result.err

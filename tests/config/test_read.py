@@ -319,6 +319,7 @@ def test_a_missing_key_says_what_it_means(tmp_path):
         ("a: [", "is not YAML"),
         ("a:\n\tb: 1", "line 2, column 1 begins with a tab. Indent with spaces"),
         ("- 1", "holds no"),
+        ("# " + "x" * 1_000_000, "1,000,002 characters, and no configuration has over 1,000,000"),
         (
             "model: {path: m}\nrun: {}\nmodel: {path: q}\n",
             "line 3, column 1: the key 'model' stands twice .* lines 1 and 3",

@@ -82,6 +82,21 @@ def test_what_is_no_secret_is_shown_in_errors(text):
     assert str(HeadwayError(text)) == text
 
 
+@pytest.mark.parametrize("piece", ["a", "a-", "://a", "://a:", "?a", "&sig=", "token=", "password"])
+def test_a_text_of_megabytes_is_shown_cut_before_it_is_searched(piece):
+    """The patterns would take hours: some are tried from each place on."""
+    text = "line 3: got " + piece * (3_000_000 // len(piece))
+    shown = str(HeadwayError(text))
+    assert shown.startswith("line 3: got ")
+    assert f"({len(text):,} characters)" in shown
+    assert "too much" in without_secrets(f"a: {text}", longest=99)
+
+
+def test_a_secret_at_the_cut_is_not_shown_by_half():
+    for before in range(9_970, 10_010):
+        assert S[:4] not in hide_secrets("x" * before + f" https://user:{S}@host/x " + "y" * 100)
+
+
 def test_a_signature_is_neither_a_name_nor_an_extension():
     signed = f"https://h/b/t.jsonl?X-Amz-Signature=ab/{S}.x"
     assert own_names([signed, "other.jsonl"]) == ["t", "other"]

@@ -14,7 +14,7 @@ from headway.cli import opened
 from headway.cli.options import ChatTemplateOption, JsonOption, spread
 from headway.cli.output import needs_extra, print_json, say
 from headway.errors import ConfigError, DataError, UsageError
-from headway.files import is_taken, open_output
+from headway.files import is_taken, open_output, read_text
 from headway.log.working import working
 from headway.report import printable
 
@@ -274,7 +274,7 @@ def read_prompts(source: str) -> "list[Asked]":
     path = Path(source)
     if path.suffix == ".txt":
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = read_text(path).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"The prompts in {path} cannot be read: {error}. Give a UTF-8 text file.") from error
         asked: list[Asked] = [

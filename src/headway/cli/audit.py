@@ -12,7 +12,7 @@ from headway.cli.output import print_json, warn
 from headway.cli.resolve import resolve_architecture, resolve_cost_model, stated_peak
 from headway.cli.workload import WorkloadOptions, check_vision_tokens, describe, prepared
 from headway.errors import LogError, UsageError
-from headway.files import check_plain
+from headway.files import check_plain, read_text
 from headway.log.run_files import METRICS
 from headway.report import Column, format_count, format_rate, format_share, render_pairs, render_table
 
@@ -136,7 +136,7 @@ def _text(path: Path) -> str:
     try:
         if path.name == METRICS:  # of a run's folder; a log that a user names may come from a pipe
             check_plain(path)
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_text(path, errors="replace")
     except OSError as error:
         raise LogError(f"{path} cannot be read: {error.strerror}.") from error
 

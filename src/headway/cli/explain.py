@@ -25,7 +25,7 @@ from headway.explain.stated_work import StatedWork
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain as explain_traces
-from headway.files import open_plain
+from headway.files import open_plain, read_text
 from headway.log.run_files import METRICS
 from headway.log.working import working
 from headway.report.numbers import quantity
@@ -301,7 +301,7 @@ def _of_log(path: Path, chosen: SourceOptions) -> JobExplanation:
     from headway.audit import read_log
 
     try:
-        log = read_log(path.read_text(encoding="utf-8", errors="replace"), str(path))
+        log = read_log(read_text(path, errors="replace"), str(path))
     except LogError as error:
         raise ConfigError(
             f"{path} is no trace of torch.profiler and no records of a run, and as a log: {error}"

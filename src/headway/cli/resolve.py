@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.cli.output import needs_extra
 from headway.errors import UnknownModelError, UsageError, WorkloadError
+from headway.files import SETTINGS_BYTES, read_text
 from headway.log.working import working
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _raw_config(name: str) -> Any:
         path /= "config.json"
     if path.exists():
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return json.loads(read_text(path, most=SETTINGS_BYTES))
         except (ValueError, RecursionError) as error:
             raise UnknownModelError(f"{path} is not JSON: {error}. Give a model's config.json.") from error
     return resolve_config(name).to_dict()

@@ -17,6 +17,7 @@ from headway.config.optim import OptimConfig
 from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
 from headway.config.sections import Section
 from headway.errors import ConfigError
+from headway.files import SETTINGS_BYTES, read_text
 
 EXTENDS = "extends"
 _EITHER = {"steps": "epochs", "epochs": "steps", "train": "stages", "stages": "train"}
@@ -177,7 +178,7 @@ def _json_at(raw: Any, name: str) -> str:
 
 def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, most=SETTINGS_BYTES)
         if path.resolve() in extending:  # after reading, which tells of links that lead round in a circle
             raise ConfigError(f"{path} extends itself, by way of {len(extending) - 1} other files; break the circle.")
         raw = load_yaml(text)
@@ -300,6 +301,9 @@ def _assigned(node: dict[str, Any], key: str, value: Any, last: bool) -> Any:
     return node[key]
 
 
+_MOST_CHARACTERS = 1_000_000  # PyYAML reads some tens of thousands a second
+
+
 class _UniqueKeyLoader(yaml.SafeLoader):
     """Refuses a mapping that has a key twice; PyYAML itself lets the last one win without a word."""
 
@@ -328,8 +332,11 @@ def load_yaml(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: no YAML, or a key that stands twice in one mapping.
+        ValueError: it is too long, or holds a number of thousands of digits.
 
     >>> load_yaml("{a: 1, b: [2]}")
     {'a': 1, 'b': [2]}
     """
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"it has {len(text):,} characters, and no configuration has over {_MOST_CHARACTERS:,}")
     return yaml.load(text, Loader=_UniqueKeyLoader)  # a SafeLoader

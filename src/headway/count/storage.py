@@ -7,6 +7,7 @@ from typing import Any
 from headway.count.cost_model import CostModel
 from headway.count.rows import ALWAYS, Gradient, Parameter, Row
 from headway.errors import CostModelError
+from headway.files import read_text
 
 FORMAT = "headway-cost-model"
 VERSION = 1
@@ -125,7 +126,7 @@ def load(path: Path) -> CostModel:
         CostModelError: the file is missing, not JSON, or no cost model.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path))
     except OSError as error:
         raise CostModelError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:  # text that is none, or lists nested too deeply

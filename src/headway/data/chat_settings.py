@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
+from headway.files import SETTINGS_BYTES, read_text
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _read_template(path: Path) -> str:
     try:
         if path.stat().st_size > MAX_SOURCE:
             raise ConfigError(f"model.chat_template {path} has {path.stat().st_size:,} bytes: that is no template.")
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, most=SETTINGS_BYTES)
         compile_template(text)
     except TemplateSyntaxError as error:
         raise ConfigError(

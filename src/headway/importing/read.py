@@ -14,7 +14,9 @@ from typing import Any
 
 import yaml
 
+from headway.config.read import load_yaml
 from headway.errors import ConfigError
+from headway.files import SETTINGS_BYTES, read_text
 from headway.importing.keys import DEFAULTS, RULES
 from headway.importing.outcomes import Context, Outcome
 
@@ -115,7 +117,7 @@ def _outcome(key: str, value: Any, context: Context) -> Outcome:
 def _sections(path: Path) -> dict[str, dict[str, Any]]:
     """Read the file; sections that it leaves out are empty, keys outside of sections are in the section ""."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+        raw = load_yaml(read_text(path, most=SETTINGS_BYTES))  # JSON is YAML
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration {path}: {error.strerror}. Give the path of a file."

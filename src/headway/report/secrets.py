@@ -12,6 +12,8 @@ from typing import Any
 from headway.report.format import printable
 
 HIDDEN = "(hidden)"
+_LONGEST_FILE = 1_000_000  # of settings [characters]; PyYAML reads some tens of thousands a second
+_LONGEST_TEXT = 10_000  # of an error or a value [characters]: the patterns below take the square of some texts
 _MOST = 5000  # settings of a file; anchors of YAML may make a few lines endless
 # Words of a setting's name that tell a secret, and those that tell one together with "key" or "keys".
 _WORDS = frozenset(
@@ -74,6 +76,9 @@ def presentable(text: str) -> str:
 
 
 def _replaced(text: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str:
+    if len(text) > _LONGEST_TEXT:  # cut between words: half a secret may be in no form that is known
+        end = max(text.rfind(space, 0, _LONGEST_TEXT) for space in " \n\t")
+        text = f"{text[: end + 1]}... ({len(text):,} characters)"
     for pattern, instead in rules:
         text = pattern.sub(instead, text)
     return text
@@ -98,6 +103,8 @@ def without_secrets(text: str, *, longest: int) -> str:
 
     is_json = text.lstrip().startswith("{")
     try:
+        if len(text) > _LONGEST_FILE:
+            raise ValueError("too long")
         found = json.loads(text) if is_json else yaml.safe_load(text)
         seen = _Shown().of(found)
     except (ValueError, yaml.YAMLError, RecursionError):
