@@ -268,3 +268,9 @@ def test_tokens_of_a_step_are_noted_where_stamps_give_its_time(audit, steps, not
     notes = audit(text, "--model", "qwen3-8b", "--seq-len", 4096, "--device", "H100")["notes"]
     assert any("gives 1,000 tokens per step" in note for note in notes) is noted
     assert any("tokens per step" in note for note in notes) is noted
+
+
+def test_a_line_of_megabytes_in_a_log_is_no_row_and_no_traceback(audit):
+    rows = "0,99,,9e13,,0.5,\n" + "x" * 200_000 + ',1\n"' + "\n0,100,,9e13,,0.5,\n"
+    data = audit(LIGHTNING + rows, "--model", "qwen3-8b", "--seq-len", 4096, "--device", "H100", name="metrics.csv")
+    assert [row["step"] for row in data["rows"]] == [99, 100]

@@ -1,4 +1,5 @@
 import re
+from itertools import pairwise
 from typing import get_args
 
 import pytest
@@ -319,6 +320,10 @@ def test_a_missing_key_says_what_it_means(tmp_path):
         ("a: [", "is not YAML"),
         ("a:\n\tb: 1", "line 2, column 1 begins with a tab. Indent with spaces"),
         ("- 1", "holds no"),
+        (
+            "a: &a [1, 1, 1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefgh")),
+            "its aliases make .* values, and no configuration has over 1,000,000",
+        ),
         ("# " + "x" * 1_000_000, "1,000,002 characters, and no configuration has over 1,000,000"),
         (
             "model: {path: m}\nrun: {}\nmodel: {path: q}\n",

@@ -7,6 +7,7 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -256,7 +257,7 @@ def _ms_swift(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
 def _lightning(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
     """Read the metrics.csv of Lightning's CSVLogger, with the columns of ThroughputMonitor."""
     columns: dict[str, int] = {}
-    for cells in csv.reader(line for line in lines if "," in line):
+    for cells in _rows_of_csv(lines):
         indices = {key: i for key, name in _LIGHTNING.items() for i, cell in enumerate(cells) if name.fullmatch(cell)}
         if indices and "step" in cells:
             columns = {**indices, "step": cells.index("step")}
@@ -270,6 +271,14 @@ def _lightning(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
                 flops_per_s=rates.get("flops"),
                 tokens_per_s=rates.get("tokens"),
             )
+
+
+def _rows_of_csv(lines: Iterable[str]) -> Iterator[list[str]]:
+    """Split lines at their commas, each by itself; one that csv refuses, as for a value of megabytes, is no row."""
+    for line in lines:
+        if "," in line:
+            with suppress(csv.Error):
+                yield next(csv.reader([line]))
 
 
 def _is_number(text: str) -> bool:

@@ -302,6 +302,7 @@ def _assigned(node: dict[str, Any], key: str, value: Any, last: bool) -> Any:
 
 
 _MOST_CHARACTERS = 1_000_000  # PyYAML reads some tens of thousands a second
+_MOST_VALUES = 1_000_000
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -339,4 +340,23 @@ def load_yaml(text: str) -> Any:
     """
     if len(text) > _MOST_CHARACTERS:
         raise ValueError(f"it has {len(text):,} characters, and no configuration has over {_MOST_CHARACTERS:,}")
-    return yaml.load(text, Loader=_UniqueKeyLoader)  # a SafeLoader
+    loader = _UniqueKeyLoader(text)  # a SafeLoader
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if (values := _num_values(node, {})) > _MOST_VALUES:
+            raise ValueError(f"its aliases make {values:,} values, and no configuration has over {_MOST_VALUES:,}")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Count the values below a node, those of an alias as often as it stands."""
+    if id(node) not in counts:
+        counts[id(node)] = 1  # of a node that holds itself, while it is counted
+        if isinstance(node, yaml.CollectionNode):
+            below = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
+            counts[id(node)] += sum(_num_values(part, counts) for part in below)
+    return counts[id(node)]
