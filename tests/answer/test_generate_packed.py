@@ -16,7 +16,7 @@ from headway.data.samples import Chat, Document, Message, Origin, TextPart
 from headway.families.bagel.generator import PackedGenerator
 from headway.models.load import load_model, load_processor
 from headway.models.parallel.ranks import Ranks
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.drawing_data import WORDS, chat, image, write_data, write_model
 from helpers.engine_runs import configuration
 from helpers.processes import TRAIN, run_processes

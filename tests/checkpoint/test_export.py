@@ -67,7 +67,7 @@ def test_the_folder_holds_what_save_pretrained_would_have_written(family, tmp_pa
 
 def test_a_run_leaves_a_folder_that_opens_and_generates(raw):
     from headway.config import parse_config
-    from headway.train.loop import train
+    from headway.train.run import train
 
     raw["checkpoint"] = {"every": 2, "export": "every", "keep": 2}
     config = parse_config(raw)
@@ -199,7 +199,7 @@ def test_what_cannot_be_exported_is_told(tmp_path):
 def test_the_command(raw, tmp_path, capsys):
     from headway.cli.app import app
     from headway.config import parse_config
-    from headway.train.loop import train
+    from headway.train.run import train
 
     raw["checkpoint"] = {"export": "never"}
     config = parse_config(raw)

@@ -19,7 +19,7 @@ from headway.answer.model_folder import find_model, open_model
 from headway.config import parse_config
 from headway.data import Chat, ImagePart, Media, Message, Origin, TextPart
 from headway.synthetic.small_model import write_small_model
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.vlm_family import SIDE
 from helpers.vlm_folders import VLM_FOLDERS, write_vlm
 

@@ -9,7 +9,7 @@ from headway.cli.train import train as command
 from headway.config import load_config, parse_config
 from headway.config.smoke import smoke_of
 from headway.errors import ConfigError, DataError, UsageError
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.run_records import read_metrics
 
 

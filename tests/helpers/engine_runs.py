@@ -13,7 +13,7 @@ from headway.config import load_config
 from headway.models import load_processor
 from headway.models.compiling import compile_blocks
 from headway.synthetic.processor import write_processor
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.tiny_models import PATCH, VISION_FAMILIES, tiny_config
 from helpers.whole_pipeline import write_sources
 

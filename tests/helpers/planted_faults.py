@@ -31,7 +31,7 @@ from headway.meter import Meter
 from headway.models.recompute import recompute_blocks
 from headway.synthetic.digits import write_digits, write_reader
 from headway.tracing import trace
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.processes import run_processes
 
 PEAK = Peak("test CPU", 100e9, "fp32", "made up for a test")

@@ -52,7 +52,7 @@ class Forked:
 
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["headway.quiet", "headway.train.loop", "headway.cli.app"])
+_SERVER.set_forkserver_preload(["headway.quiet", "headway.train.run", "headway.cli.app"])
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path, cwd: Path) -> None:

@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from headway.config import load_config
 from headway.meter import Meter
 from headway.optim import Optimizer
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.pretended import Device
 
 

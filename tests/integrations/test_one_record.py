@@ -56,7 +56,7 @@ def test_every_integration_writes_the_record_of_a_plain_loop(tmp_path, loop, pla
 
 def test_the_engine_writes_the_same_record_and_its_own_numbers(tmp_path, plain_names):
     from headway.config import parse_config
-    from headway.train.loop import train
+    from headway.train.run import train
     from helpers.engine_runs import configuration, write_model
 
     turns = [{"role": "user", "content": "Which picture is it?"}, {"role": "assistant", "content": "It is the one."}]

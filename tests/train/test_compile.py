@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from headway.config import parse_config
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.run_records import read_metrics
 
 

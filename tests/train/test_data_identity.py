@@ -11,7 +11,7 @@ from headway.checkpoint import latest_checkpoint
 from headway.config import parse_config, with_overrides
 from headway.errors import CheckpointError
 from headway.train import data as train_data
-from headway.train.loop import train
+from headway.train.run import train
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from headway.models.load import load_config, load_model, load_processor
 from headway.models.parallel.ranks import Ranks
 from headway.tracing import trace
 from headway.train.data import open_feed
-from headway.train.loop import train
 from headway.train.prepare import _check_drawing
+from headway.train.run import train
 from helpers.drawing_data import chat, image, write_data, write_model
 from helpers.engine_runs import configuration
 from helpers.processes import HELPERS, run_processes

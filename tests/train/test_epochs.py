@@ -10,7 +10,7 @@ from headway.checkpoint import latest_checkpoint
 from headway.config import parse_config, with_overrides
 from headway.errors import ConfigError, RunCompleteError
 from headway.train import loop
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.run_records import read_metrics
 
 

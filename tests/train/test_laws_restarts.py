@@ -15,7 +15,7 @@ import yaml
 from headway.config import parse_config
 from headway.meter.goodput_report import read_goodput
 from headway.train.check import check_run
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.interrupted import interrupt, recorded, trained
 from helpers.processes import TRAIN, start_processes
 

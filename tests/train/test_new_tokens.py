@@ -22,7 +22,7 @@ from headway.models.load import load_config as load_architecture
 from headway.models.load import load_model, load_processor
 from headway.models.new_rows import NEW_ROWS, embedding_rows
 from headway.predict.dry_run import learning_model
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
 from helpers.run_records import read_metrics
 

@@ -9,7 +9,7 @@ import pytest
 from headway.checkpoint import latest_checkpoint
 from headway.config import load_config
 from headway.meter.goodput_report import read_goodput
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.processes import start_processes
 from helpers.run_records import read_metrics
 

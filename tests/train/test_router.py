@@ -3,8 +3,8 @@
 import torch
 
 from headway.config import parse_config
-from headway.train.loop import train
 from headway.train.prepare import prepare
+from headway.train.run import train
 from headway.train.run_folder import RunFolder
 from headway.train.watch import LoopPhase
 from helpers.run_records import read_metrics

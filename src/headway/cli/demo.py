@@ -78,7 +78,7 @@ def demo(
         config = load_config(recipe, (*overrides, *(settings or ())))
 
     with needs_extra("training"):
-        from headway.train.loop import train
+        from headway.train.run import train
         from headway.train.run_folder import refuse_existing_run
 
     if not resume:

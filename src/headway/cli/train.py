@@ -129,7 +129,7 @@ def train(
     with needs_extra("training"):
         if not scale_down and find_spec("torch") is not None:
             find_inputs(resolved)
-        from headway.train.loop import train as run
+        from headway.train.run import train as run
 
     goes_on = None if resume_if_any else resume
     if scale_down:
