@@ -87,6 +87,21 @@ def test_no_file_is_longer_than_five_hundred_lines(files):
     assert {file.name: file.lines for file in files.values() if file.lines > 500} == {}
 
 
+def test_the_helpers_of_tests_are_a_file_for_each_subject():
+    helpers = [*(ROOT / "tests" / "helpers").glob("*.py")]
+    assert len(helpers) <= 14
+    assert {path.name: lines for path in helpers if (lines := len(path.read_text().splitlines())) > 700} == {}
+
+
+def test_no_helper_is_asked_for_what_it_keeps_to_itself():
+    private = []
+    for path in (path for folder in ("tests", "tools", "benchmarks") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "helpers":
+                private += [(path.name, alias.name) for alias in node.names if alias.name.startswith("_")]
+    assert private == []
+
+
 @pytest.mark.parametrize("room", [room for room in ORDER if room not in (*BASE, "headway", "__main__")])
 def test_the_page_on_architecture_names_every_room(room):
     assert f"| `{room}/`" in (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

@@ -17,11 +17,9 @@ from headway.families.bagel.generator import PackedGenerator
 from headway.models.load import load_model, load_processor
 from headway.models.parallel.ranks import Ranks
 from headway.train.loop import train
-from helpers.drawing_data import WORDS, chat, image, write_data, write_model
-from helpers.engine_runs import configuration
+from helpers.drawing import VAE, WORDS, chat, image, write_data, write_model
 from helpers.processes import TRAIN, run_processes
-from helpers.run_records import read_metrics
-from helpers.tiny_bagel import VAE
+from helpers.runs import configuration, read_metrics
 
 CPU = torch.device("cpu")
 NEW = 7

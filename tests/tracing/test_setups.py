@@ -17,7 +17,7 @@ from transformers import Qwen3ForSequenceClassification
 from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.errors import TraceError
 from headway.tracing import trace
-from helpers.pytorch_counter import (
+from helpers.counter import (
     LENGTH,
     build,
     check,
@@ -25,12 +25,11 @@ from helpers.pytorch_counter import (
     count_backward,
     count_forward,
     eager_attention,
-    enable_checkpointing,
     expect,
     inputs,
     workload,
 )
-from helpers.tiny_models import tiny_config
+from helpers.models import enable_checkpointing, tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks
 

@@ -19,7 +19,7 @@ from headway.train import loop, recorder
 from headway.train.loop import train
 from headway.train.record import MetricsLog
 from helpers.processes import run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 BAD_STEP = 4
 

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, SequentialLR
 
 from headway.compat.mfu_tracker import MFUOptimizerWrapper
 from headway.errors import UsageError
-from helpers.tiny_gpt2 import batch_of, gpt2, step_flops
+from helpers.counter import batch_of, gpt2, step_flops
 
 LENGTHS = [5, 9, 12, 3]
 

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 from headway.compat.mfu_tracker import param_bytes, profile_flops, track
 from headway.errors import UnknownDeviceError, UsageError, WorkloadError
-from helpers import checkpointing
-from helpers.tiny_gpt2 import SPEC, batch_of, forward_flops, gpt2, recomputed_flops, step_flops
+from helpers.counter import SPEC, batch_of, forward_flops, gpt2, recomputed_flops, step_flops
+from helpers.models import enable_checkpointing
 
 LENGTHS = [5, 9, 12, 3]
 pytestmark = pytest.mark.filterwarnings("default:result.mbu is a floor:UserWarning")
@@ -269,7 +269,7 @@ def test_the_mbu_of_the_weights_alone_says_that_it_is_a_floor():
 
 def test_what_checkpointing_runs_again_is_in_hfu_alone():
     model, batch = gpt2(), batch_of(LENGTHS)
-    checkpointing.enable(model)
+    enable_checkpointing(model, reentrant=None)
     with track(model, spec=SPEC) as result:
         run(model, batch)
     assert result.flops == step_flops(LENGTHS)

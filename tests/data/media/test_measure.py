@@ -18,8 +18,8 @@ from headway.data.samples import ImagePart
 from headway.errors import DataError
 from headway.models import load_model, load_processor, rope_index
 from headway.models.pixel_patches import normalised
-from helpers.effort import examples
-from helpers.tiny_models import tiny_config
+from helpers.cases import examples
+from helpers.models import tiny_config
 
 HERE = Origin("made", "made.jsonl", 0, "line 1")
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<|"), max_size=30)

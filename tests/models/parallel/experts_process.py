@@ -21,7 +21,7 @@ from headway.models.experts import experts_of, use_experts
 from headway.models.load import load_model
 from headway.models.materialise import read_weights
 from headway.models.parallel.experts import spread_experts
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 FAMILIES = ("qwen3_moe", "qwen3_vl_moe", "gpt_oss_sinks", "deepseek_v3")
 EXPERTS, TOKENS = 4, 23
