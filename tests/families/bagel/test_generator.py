@@ -19,7 +19,7 @@ from headway.models.parallel.ranks import Ranks
 from headway.train.loop import train
 from helpers.drawing import VAE, WORDS, chat, image, write_data, write_model
 from helpers.processes import TRAIN, run_processes
-from helpers.runs import configuration, read_metrics
+from helpers.runs import configuration, ledgers, one_thread, read_metrics  # noqa: F401 - two of them are fixtures
 
 CPU = torch.device("cpu")
 NEW = 7
