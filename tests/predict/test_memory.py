@@ -195,7 +195,7 @@ from headway.models.load import load_model
 from headway.packing.mesh import MeshShape
 from headway.models.parallel import build_mesh, shard_model
 from headway.models.parallel.ranks import join_ranks
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 join_ranks(torch.device("cpu"))
 config = tiny_config("qwen3")
 model = load_model(config, device="meta", random_init=True)

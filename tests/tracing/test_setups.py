@@ -1,6 +1,6 @@
 """Training set-ups: the ledger against PyTorch's own counter on real steps with the real losses.
 
-Forward is compared module by module, backward operation by operation. helpers/pytorch_counter.py derives the one
+Forward is compared module by module, backward operation by operation. helpers/counter.py derives the one
 difference: eager attention runs the whole square of scores where the ledger has the pairs of the mask.
 """
 

@@ -61,7 +61,7 @@ def check_model(family: str, mesh: DeviceMesh, *, folder: Path | None = None, co
     """Losses and every parameter's gradient are those of one process that has all packs, on its own experts' loop.
 
     Args:
-        family: as in `tiny_models`.
+        family: as in `helpers.models`.
         mesh: of processes.
         folder: where the weights are written and read, if the model is shared out before it has them.
         compiled: whether its layers are compiled, and recomputed in the backward pass.

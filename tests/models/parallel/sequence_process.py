@@ -46,7 +46,7 @@ class Case(NamedTuple):
     """A model and a pack.
 
     Attributes:
-        family: as in `tiny_models`.
+        family: as in `helpers.models`.
         layout: of the pack.
         language: changes to the language model's configuration.
         vision: changes to the vision tower's.
