@@ -38,7 +38,6 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from headway.count import CostModel, Workload, drivers
 from headway.count.recompute import run_again
 from headway.errors import TraceError
-from headway.models.attention import segments
 from headway.tracing import trace
 from helpers.models import PATCH, VISION_FAMILIES, tiny_model
 
@@ -354,6 +353,8 @@ def attention_calls(*, compiled):
     Uncompiled, what a checkpoint answers from what it kept does not come as far as the operations that are counted. The
     backward of compiled code must not see such a mode (torch 2.11 would not run it), and calls Headway's own operator.
     """
+    from headway.models.attention import segments
+
     calls = SimpleNamespace(count=0)
 
     def counted(*args, real=segments._kernel, **kwargs):

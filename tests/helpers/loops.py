@@ -11,7 +11,6 @@ import torch
 
 from headway import trace
 from headway.devices import Peak
-from headway.integrations import AccelerateMeter, FlopsAccumulator, HeadwayCallback, HeadwayMonitor
 from headway.meter import Meter
 from helpers.device import DEVICE_S, HOST_S
 from helpers.models import tiny_model
@@ -42,6 +41,8 @@ def loader(rows, batch_size):
 
 def run_accelerate(accelerator, batches):
     """Run a loop around `accelerator.accumulate`; returns the metered run."""
+    from headway.integrations import AccelerateMeter
+
     model = tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
@@ -88,6 +89,8 @@ def run_lightning(batches, accumulation, *, monitor=None, optimizer=torch.optim.
     """Run an epoch of Lightning's Trainer; returns the metered run."""
     import lightning.pytorch
 
+    from headway.integrations import HeadwayMonitor
+
     monitor = monitor or HeadwayMonitor(peak=PEAK)
     trainer = lightning.pytorch.Trainer(
         callbacks=[monitor], accumulate_grad_batches=accumulation, max_epochs=1, accelerator="cpu", logger=False,
@@ -132,8 +135,10 @@ def work_of_a_step(device, optimizer=torch.optim.SGD):
     return stack
 
 
-def hugging_face(folder, *, load_s=0.0, steps=STEPS, resume=None, callback=HeadwayCallback, **arguments):
+def hugging_face(folder, *, load_s=0.0, steps=STEPS, resume=None, callback=None, **arguments):
     from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from headway.integrations import HeadwayCallback
 
     class SlowTracker(TrainerCallback):
         def __init__(self, device):
@@ -143,8 +148,7 @@ def hugging_face(folder, *, load_s=0.0, steps=STEPS, resume=None, callback=Headw
             self._device.work(LOGGING_S)
 
     def run(device, **options):
-        given = {"cost_model": tiny_cost_model(), "peak": PEAK} if callback is HeadwayCallback else {}
-        measuring = callback(**given)
+        measuring = HeadwayCallback(cost_model=tiny_cost_model(), peak=PEAK) if callback is None else callback()
         measuring._options |= options
         settings = TrainingArguments(
             str(folder), per_device_train_batch_size=1, max_steps=steps, logging_steps=1, eval_strategy="steps",
@@ -164,6 +168,8 @@ def hugging_face(folder, *, load_s=0.0, steps=STEPS, resume=None, callback=Headw
 
 def in_accelerate(_folder, *, load_s=0.0, steps=STEPS):
     from accelerate import Accelerator
+
+    from headway.integrations import AccelerateMeter
 
     def run(device, **options):
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1)
@@ -199,6 +205,8 @@ def evaluate_and_save(device, meter, number):
 def in_lightning(folder, *, load_s=0.0, steps=STEPS, resume=None):
     import lightning.pytorch
     from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from headway.integrations import HeadwayMonitor
 
     def run(device, **options):
         monitor = HeadwayMonitor(cost_model=tiny_cost_model(), peak=PEAK, **options)
@@ -245,6 +253,8 @@ def compute(device):
 
 
 def in_megatron(_folder, *, load_s=0.0, steps=STEPS):
+    from headway.integrations import FlopsAccumulator
+
     def run(device, **options):
         accumulator = FlopsAccumulator(Meter(tiny_cost_model(), peak=PEAK, log_every=1, **options))
 

@@ -3,17 +3,21 @@
 The sizes differ from each other wherever they can, so that a test cannot pass by mistaking one for another.
 """
 
+from __future__ import annotations
+
 import copy
 import functools
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from headway.count import CostModel
 from headway.tracing import trace
 from headway.tracing.build import model_class
+
+if TYPE_CHECKING:
+    from headway.count import CostModel
 
 SPECIAL_TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
 PATCH = 8  # pixels along a patch's side in every tiny vision tower
@@ -648,7 +652,7 @@ def tiny_config(family: str, vocabulary: int = 160, special_tokens: dict[str, in
     )
 
 
-def tiny_model(family: str, *, seed: int = 0, **options: Any) -> PreTrainedModel:
+def tiny_model(family: str, *, seed: int = 0, **options: Any) -> transformers.PreTrainedModel:
     """Build a family's model with random weights, the same for one seed; options as of transformers' classes."""
     torch.manual_seed(seed)
     config = tiny_config(family)
@@ -667,15 +671,18 @@ def vision_tokens(tokenizer: Any) -> dict[str, int]:
     return {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
 
 
-# Activation checkpointing by the name that the installed transformers knows: it changed after 5.17, the oldest one.
-CHECKPOINTING = "activation_checkpointing"
-if not hasattr(PreTrainedModel, f"{CHECKPOINTING}_enable"):
-    CHECKPOINTING = "gradient_checkpointing"
+@functools.cache
+def checkpointing_name() -> str:
+    """Say what the installed transformers calls activation checkpointing: it changed after 5.17, the oldest one."""
+    name = "activation_checkpointing"
+    return name if hasattr(transformers.PreTrainedModel, f"{name}_enable") else "gradient_checkpointing"
 
 
-def enable_checkpointing(model: PreTrainedModel, *, reentrant: bool | None = False) -> PreTrainedModel:
+def enable_checkpointing(
+    model: transformers.PreTrainedModel, *, reentrant: bool | None = False
+) -> transformers.PreTrainedModel:
     """Switch a model's checkpointing on; with None, of the kind that transformers chooses."""
-    getattr(model, f"{CHECKPOINTING}_enable")(*(() if reentrant is None else ({"use_reentrant": reentrant},)))
+    getattr(model, f"{checkpointing_name()}_enable")(*(() if reentrant is None else ({"use_reentrant": reentrant},)))
     if reentrant is False:  # transformers asks for the embeddings' gradient, which only reentrant checkpoints need
         for part in model.modules():
             if hasattr(part, "disable_input_require_grads"):

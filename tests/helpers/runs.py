@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from headway.config import parse_config
-from headway.count import CostModel
-
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
@@ -76,6 +73,8 @@ def raw(digits, tmp_path):
 @pytest.fixture
 def config(raw):
     """The same, checked."""
+    from headway.config import parse_config
+
     return parse_config(raw)
 
 
@@ -168,7 +167,7 @@ def configuration(model, data, run, *, processes=1, overrides=None):
 LEDGER_FOLDER = "HEADWAY_TEST_LEDGERS"  # the environment variable that names the folder of the ledgers
 
 
-def ledger_of(model: Any) -> CostModel:
+def ledger_of(model: Any) -> Any:
     """What `trace` says of a model of transformers, read from the folder if it was traced before."""
     from headway.tracing import trace
 
@@ -181,8 +180,7 @@ def ledger_of(model: Any) -> CostModel:
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")
         unfinished.write_bytes(pickle.dumps(trace(model)))
         unfinished.replace(path)
-    found: CostModel = pickle.loads(path.read_bytes())
-    return found
+    return pickle.loads(path.read_bytes())
 
 
 def install_ledgers() -> None:

@@ -11,7 +11,7 @@ from headway.devices import Peak
 from headway.integrations import HeadwayCallback
 from headway.tracing.build import model_class
 from helpers.folders import tiny_tokenizer
-from helpers.models import CHECKPOINTING, tiny_config, tiny_model
+from helpers.models import checkpointing_name, tiny_config, tiny_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,7 +38,7 @@ def train(trainer_class, config_class, path, model, data, callback, *, given=Non
     """Run one epoch, with what else is given to the trainer and its arguments."""
     arguments = config_class(
         str(path), num_train_epochs=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", bf16=False,
-        dataloader_pin_memory=False, logging_steps=1, **{CHECKPOINTING: False} | options,
+        dataloader_pin_memory=False, logging_steps=1, **{checkpointing_name(): False} | options,
     )  # fmt: skip
     trainer = trainer_class(
         model,
@@ -160,7 +160,7 @@ def test_checkpointing_enters_hfu_and_leaves_the_reference_alone(tmp_path):
     cost = trace(model)
     callback = HeadwayCallback(peak=PEAK)
     given = {"ref_model": tiny()}
-    train(DPOTrainer, DPOConfig, tmp_path, model, pairs(), callback, given=given, **{CHECKPOINTING: True})
+    train(DPOTrainer, DPOConfig, tmp_path, model, pairs(), callback, given=given, **{checkpointing_name(): True})
     trained, reference = cost.count(Workload(PAIRS), recompute="full"), cost.count(Workload(PAIRS), forward_only=True)
     assert trained.recompute > 0
     assert callback.run.flops == trained + reference
