@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
