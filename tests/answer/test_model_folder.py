@@ -14,7 +14,7 @@ from headway.config import parse_config
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.models.load import load_model
 from headway.train.run import train
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by peft
 

@@ -14,8 +14,8 @@ from headway.models.attention import use_attention
 from headway.models.load import load_model, load_processor
 from headway.models.lora import add_adapters, initialise_adapters, write_adapter_config
 from headway.models.parallel.ranks import Ranks
-from helpers.effort import some
-from helpers.tiny_models import FAMILIES, tiny_config
+from helpers.cases import some
+from helpers.models import FAMILIES, tiny_config
 
 # Each stores weights its own way: transposed, tied, fused experts, latent attention, towers.
 OFTEN = {"gpt2", "qwen3_tied", "gpt_oss_sinks", "deepseek_v3", "qwen2_5_vl", "qwen3_vl_moe"}

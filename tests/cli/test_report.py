@@ -16,8 +16,8 @@ from headway.devices import Peak
 from headway.errors import ConfigError, UsageError
 from headway.meter import Meter
 from headway.report.page import CHART_STYLE, html_table, sentence
-from helpers.browser import Browser
-from helpers.one_linear import COST_MODEL, Clock
+from helpers.device import COST_MODEL, Clock
+from helpers.pages import Browser
 
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style>'
 

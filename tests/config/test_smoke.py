@@ -10,7 +10,7 @@ from headway.config import load_config, parse_config
 from headway.config.smoke import smoke_of
 from headway.errors import ConfigError, DataError, UsageError
 from headway.train.run import train
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from headway.count import Workload, load_cost_model
 from headway.count.recompute import as_choice, recomputed_blocks
 from headway.errors import UsageError
 from headway.tracing import trace
-from helpers.effort import some
-from helpers.pytorch_counter import build, check_recompute, enable_checkpointing
+from helpers.cases import some
+from helpers.counter import build, check_recompute
+from helpers.models import enable_checkpointing
 
 # the method has two names: the old one is all that transformers 5.17 has, the new one the only one without a warning
 pytestmark = [

@@ -5,7 +5,7 @@ from headway.explain.products import OTHERS, gemms_of
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, WrittenTrace, two_kernels_a_step
+from helpers.traces import US, WrittenTrace, two_kernels_a_step
 
 pytestmark = pytest.mark.own_peak
 

@@ -10,7 +10,7 @@ from headway.errors import ConfigError
 from headway.explain.records import explain_records
 from headway.explain.text import as_text
 from headway.meter import Meter
-from helpers.one_linear import COST_MODEL, Clock
+from helpers.device import COST_MODEL, Clock
 
 # 90 useful FLOPs per token, at 1e5 FLOP/s: a token needs 0.9 ms at peak, 1.125 ms at a ceiling of 0.8e5 FLOP/s
 PEAK, CEILING = (Peak(kind, rate, "fp32", "made up for a test") for kind, rate in (("device", 1e5), ("ceiling", 0.8e5)))

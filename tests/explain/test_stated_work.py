@@ -8,7 +8,7 @@ from headway.explain.stated_work import StatedWork
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, WrittenTrace, sidecar, two_kernels_a_step
+from helpers.traces import US, WrittenTrace, sidecar, two_kernels_a_step
 
 pytestmark = pytest.mark.own_peak
 

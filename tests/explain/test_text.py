@@ -5,7 +5,7 @@ from headway.explain.breakdown import break_down
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, WrittenTrace, sidecar, two_kernels_a_step
+from helpers.traces import US, WrittenTrace, sidecar, two_kernels_a_step
 
 
 def long_names(tmp_path, beside=None):

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from headway.errors import ConfigError
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import BACKWARD_THREAD, US, WrittenTrace, sidecar, two_kernels_a_step
+from helpers.traces import BACKWARD_THREAD, US, WrittenTrace, sidecar, two_kernels_a_step
 
 
 def explained(trace, tmp_path, beside=None, **options):

@@ -10,7 +10,7 @@ from headway.config import parse_config
 from headway.config.optim import EmaConfig
 from headway.optim import WeightAverage
 from headway.train.run import train
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 def model_of(*values, dtype=torch.float32):

@@ -5,7 +5,7 @@ import torch
 
 from headway.config import parse_config
 from headway.train.run import train
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 @pytest.mark.slow  # inductor's C++ compiler takes its time

@@ -12,7 +12,7 @@ from headway.data.media.sizes import MediaSizes
 from headway.errors import ConfigError
 from headway.train.data import open_stages, overlong_of
 from headway.train.run import train
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from headway.meter.goodput_report import read_goodput
 from headway.models.head import ModelWithLoss
 from headway.optim import Optimizer
 from headway.train.run import train
-from helpers.pretended import Device, HostMark, check_time
+from helpers.device import Device, HostMark, check_time
 
 HOST_S, DEVICE_S, EVALUATION_S, SAVING_S = 0.010, 0.050, 0.4, 0.2
 

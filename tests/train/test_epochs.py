@@ -11,7 +11,7 @@ from headway.config import parse_config, with_overrides
 from headway.errors import ConfigError, RunCompleteError
 from headway.train import loop
 from headway.train.run import train
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 def steps_of(config):

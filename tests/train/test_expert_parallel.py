@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from headway.config import load_config
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 STEPS = 4
 

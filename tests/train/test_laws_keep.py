@@ -21,10 +21,9 @@ from headway.meter.goodput_report import read_goodput
 from headway.models.parallel.ranks import Ranks
 from headway.train.check import check_run
 from headway.train.run import train
-from helpers.effort import IS_QUICK
-from helpers.ports import free_port
-from helpers.processes import ROOT, TRAIN, run_processes, start_processes
-from helpers.run_records import read_metrics
+from helpers.cases import IS_QUICK
+from helpers.processes import ROOT, TRAIN, free_port, run_processes, start_processes
+from helpers.runs import read_metrics
 
 STEPS, PACKS = 9 if IS_QUICK else 15, 4
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -19,7 +19,7 @@ from headway.models.pixel_patches import normalised
 from headway.tracing import trace
 from headway.train.data import open_feed
 from headway.train.run import train
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 def steps_of(config):

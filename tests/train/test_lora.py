@@ -17,7 +17,7 @@ from headway.errors import ConfigError
 from headway.models.load import load_model
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from headway.config import parse_config
 from headway.train.run import train
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 NAMES = ("lines", "packed", "array", "words")
 

@@ -16,7 +16,7 @@ from headway.errors import ConfigError, TrainingError
 from headway.optim import Optimizer
 from headway.optim.optimizer import take_step
 from headway.train import run as run_module
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 def optimizer_of(model, rule, held):

@@ -19,7 +19,7 @@ from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 def read(path):

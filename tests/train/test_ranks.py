@@ -13,7 +13,7 @@ from headway.models.parallel.ranks import Ranks, agree_on_meeting
 from headway.train.prepare import make_mesh
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 def test_one_process_sums_to_itself():

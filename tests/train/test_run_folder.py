@@ -17,7 +17,7 @@ from headway.log.run_files import METRICS, RUN
 from headway.train import loop
 from headway.train import run as run_module
 from headway.train.run_folder import LOCK, RunFolder
-from helpers.refusing_disk import a_full_disk
+from helpers.cases import a_full_disk
 
 
 def begin(config):

@@ -20,7 +20,7 @@ from headway.train import run as run_module
 from headway.train.record import MetricsLog
 from headway.train.run import train
 from helpers.processes import run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 BAD_STEP = 4
 

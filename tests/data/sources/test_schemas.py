@@ -13,7 +13,7 @@ from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import MediaRules
 from headway.data.sources.schemas import SCHEMAS, Normaliser
 from headway.errors import ConfigError, DataError
-from helpers.effort import examples
+from helpers.cases import examples
 
 ORIGIN = Origin("data", "data.jsonl", 0, "line 1")
 
