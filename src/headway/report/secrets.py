@@ -46,14 +46,19 @@ _SECRETS = (
     (re.compile(rf"(?i)(?<![\w-])((?:{_NAME})[\"']?\s*[:=]\s*){_VALUE}"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?i)(?<![\w-])(?!{_OF_TEXTS})(\w*token=)(?!\d+\b|null\b|none\b){_VALUE}"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)\b(bearer|basic) +[\w.~+/=-]{6,}"), rf"\1 {HIDDEN}"),
+    # words that nobody speaks, with digits within: after "token" alone, since a text has tokens too
+    (re.compile(r"(?i)\b((?:token|password|secret|key) +)(?=[\w-]{8})(?=[A-Z_-]*\d+[A-Z]+\d)[\w.~+/=-]+"), rf"\1{HIDDEN}"),
     # tokens that are known by how they begin
     (re.compile(r"\b(?:hf_|sk-|sk_live_|gh[opsur]_|github_pat_|glpat-|xox[abp]-|xapp-|npm_|nvapi-|AKIA|ASIA|AIza)[\w-]{8,}"),
      HIDDEN),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), HIDDEN),
 )  # fmt: skip
-_HOMES = (
-    (re.compile(r"(?:(?<![\w/.-])|(?<=file://))/(?:home|Users)/[^/\s\"']+|(?<![\w./-])/root(?=[/\s\"']|$)"), "~"),
+# Names of people: of their home folders, also below where a cluster mounts them (/data/home/me), and of their mail.
+_PEOPLE = (
+    (re.compile(r"(?:(?<![\w/.:-])|(?<=file://))(?:/[\w.-]+){0,3}?/(?:home|Users)/[^/\s\"']+"), "~"),
+    (re.compile(r"(?<![\w./-])/root(?=[/\s\"']|$)"), "~"),
     (re.compile(r"(?i)\b[a-z]:\\+users\\+[^\\\s\"']+"), "~"),
+    (re.compile(r"(?<![\w.+:/-])[\w.+-]+@(?=(?:[\w-]+\.)+[A-Za-z]{2,}\b(?![/:]))"), f"{HIDDEN}@"),
 )
 
 
@@ -152,7 +157,7 @@ class _Shown:
     @staticmethod
     def _text(value: Any) -> Any:
         if isinstance(value, str):
-            value = _replaced(hide_secrets(value), _HOMES)
+            value = _replaced(hide_secrets(value), _PEOPLE)
         return value if _is_plain(value) else str(value)
 
 
