@@ -173,7 +173,8 @@ def test_no_setting_of_a_processor_ends_in_an_error_of_its_own(tmp_path):
     ("key", "value"),
     [
         ("num_hidden_layers", 10**9), ("num_hidden_layers", 10**400), ("hidden_size", float("nan")),
-        ("hidden_size", float("inf")), ("hidden_size", "wide"), ("vocab_size", [1]), ("model_type", 5), ("hidden_size", -32), ("vocab_size", 10**20), ("intermediate_size", -1),
+        ("hidden_size", float("inf")), ("hidden_size", "wide"), ("vocab_size", [1]), ("model_type", 5),
+        ("hidden_size", -32), ("vocab_size", 10**20), ("intermediate_size", -1),
     ],
 )  # fmt: skip
 def test_a_configuration_with_numbers_that_no_model_has_is_one_error(key, value, folder):

@@ -112,7 +112,6 @@ def test_what_names_nobody_is_shown_in_settings(settings):
         "token ",
         "token 1a",
         "a-",
-        "a-",
         "://a",
         "://a:",
         "?a",

@@ -114,8 +114,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         super().end_headers()
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer with an error in the words of its code alone: nothing that was asked is repeated."""
+    def send_error(self, code: int, _message: str | None = None, explain: str | None = None) -> None:
+        """Answer with an error in the words of its code alone: http.server's own message repeats what was asked."""
         super().send_error(code, None, explain)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name that http.server gives it
