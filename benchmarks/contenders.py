@@ -267,10 +267,10 @@ def pad(samples: Sequence[EncodedSample]) -> dict[str, Any]:
     types = [sample.token_types_S for sample in samples if sample.token_types_S is not None]
     if types:
         batch[samples[0].types_name] = rows(types, 0)
-    pixels = [sample.pixels_PD for sample in samples if sample.pixels_PD is not None]
+    pixels = [sample.media["images"].features for sample in samples if "images" in sample.media]
     if pixels:
         batch["pixel_values"] = torch.cat(pixels)
-        batch["image_grid_thw"] = torch.cat([sample.grids_M3 for sample in samples])
+        batch["image_grid_thw"] = torch.cat([sample.media["images"].sizes for sample in samples])
     processed = [sample.processed for sample in samples if sample.processed]
     for name in processed[0] if processed else ():
         batch[name] = joined([each[name].tensor_X for each in processed], processed[0][name].rule)

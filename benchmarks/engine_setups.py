@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from headway.config import TrainConfig, load_config
 from headway.data.collate import Batch, Collator
 from headway.data.encode import EncodedSample
+from headway.data.media.tensors import MediaTensors
 from headway.data.samples import Origin
 from headway.models import load_model, rope_index
 from headway.models.load import RopeIndex
@@ -174,10 +175,8 @@ def _sample(
     positions = rule(input_ids=ids_S[None], mm_token_type_ids=types_S[None], **known)[0][:, 0]
     values = _frame_values(config.vision_config) * (config.vision_config.temporal_patch_size if is_video else 1)
     pixels_PD = torch.from_numpy(rng.integers(0, 256, (int(grids_M3.prod(1).sum()), values), dtype=np.uint8))
-    media: dict[str, Any] = {"pixels_PD": pixels_PD, "grids_M3": grids_M3}
-    if is_video:
-        media = {"video_pixels_PD": pixels_PD, "video_grids_M3": grids_M3}
-    return EncodedSample(position_ids_RS=positions, token_types_S=types_S, media_end=start, **text, **media)
+    media = {"videos" if is_video else "images": MediaTensors(grids_M3, pixels_PD)}
+    return EncodedSample(position_ids_RS=positions, token_types_S=types_S, media_end=start, media=media, **text)
 
 
 def _frame_values(vision: Any) -> int:

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig, Qwen3Config
 
 from headway.data import EncodedSample, Encoder, Origin, read_samples
+from headway.data.media.tensors import MediaTensors
 from headway.models import load_config, load_model, load_processor, rope_index
 from headway.models.pixel_patches import normalised
 from headway.models.vision import patch_size_of
@@ -35,7 +36,7 @@ class Mix:
     @property
     def is_text(self) -> bool:
         """Whether no sample has images or videos."""
-        return all(sample.pixels_PD is None and not sample.processed for sample in self.samples)
+        return all("images" not in sample.media and not sample.processed for sample in self.samples)
 
 
 def text_mix(num_samples: int, seed: int = 0) -> Mix:
@@ -137,10 +138,12 @@ def encoded(folder: Path, path: Path) -> tuple[PreTrainedConfig, list[EncodedSam
     scale = encoder.pixel_scale
     samples = []
     for sample in map(encoder.encode, read_samples(path)):
-        pixels_PD = sample.pixels_PD
+        grids_M3, pixels_PD = sample.media.get("images", (None, None))
         if pixels_PD is not None and scale is not None:
-            pixels_PD = normalised(pixels_PD, scale)
-        samples.append(replace(sample, pixels_PD=pixels_PD))
+            media = {"images": MediaTensors(grids_M3, normalised(pixels_PD, scale))}
+            samples.append(replace(sample, media=media))
+        else:
+            samples.append(sample)
     lengths = np.array([sample.tokens for sample in samples])
     facts = (
         f"mean {lengths.mean():.0f} tokens (from {lengths.min()} to {lengths.max():,}), mean "

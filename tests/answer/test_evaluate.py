@@ -51,8 +51,8 @@ def _is_exact_token_by_token(model, encoder, sample):
             input_ids=torch.cat([prompt.input_ids_S, words])[None],
             position_ids=torch.cat([prompt.position_ids_RS, places.expand(3, -1)], dim=1)[:, None],
             mm_token_type_ids=torch.cat([prompt.token_types_S, torch.zeros_like(words)])[None],
-            pixel_values=normalised(prompt.pixels_PD, encoder.pixel_scale),
-            image_grid_thw=prompt.grids_M3,
+            pixel_values=normalised(prompt.media["images"].features, encoder.pixel_scale),
+            image_grid_thw=prompt.media["images"].sizes,
         ).logits
         written.append(logits_1SV[0, -1].argmax().item())
     return written == gold
@@ -84,8 +84,8 @@ def test_the_loss_is_the_mean_over_supervised_tokens(digits, reader):
             input_ids=encoded.input_ids_S[None],
             position_ids=encoded.position_ids_RS[:, None],
             mm_token_type_ids=encoded.token_types_S[None],
-            pixel_values=normalised(encoded.pixels_PD, encoder.pixel_scale),
-            image_grid_thw=encoded.grids_M3,
+            pixel_values=normalised(encoded.media["images"].features, encoder.pixel_scale),
+            image_grid_thw=encoded.media["images"].sizes,
         ).logits[0]
         log_probs_SV = logits_SV.log_softmax(-1)
         summed -= sum(log_probs_SV[prompt - 1 + i, token].item() for i, token in enumerate(gold))

@@ -190,7 +190,7 @@ BAD = [
     (["--segments=-4"], "--segments '-4': '-4' is not a length"),
     (["--segments", "64", "--sources", "9"], "qwen3-vl-8b has no encoder beside its text"),
     (["--segments", "64,3", "--sources", "9"], "one length per segment: got 1 for 2 segments"),
-    (["--segments", "64", "--audio", "3000*2"], "qwen3-vl-8b has no audio tower, but the workload holds 2 clips"),
+    (["--segments", "64", "--audio", "3000*2"], "qwen3-vl-8b has no audio tower, but the workload holds 2 audio clips"),
     (["--segments", "64", "--audio", "3 s"], "--audio '3 s': '3 s' is not a length"),
     ([], "--segments is missing"),
     (["--segments", "64", "--slots", "63"], "--slots 63 cannot hold the 64 tokens"),

@@ -87,6 +87,7 @@ def test_the_flops_of_a_text_step_are_six_for_each_parameter_and_twelve_for_each
     assert 800 / 2 < pairs / tokens < 32_768 / 2
 
 
+@pytest.mark.slow
 def test_options_and_settings_change_the_plan(headway):
     name = "qwen3-vl-8b-image-61440"
     plan, fewer = (dry_run(headway, name, "--devices", n, "--device", "H200") for n in (32, 8))
@@ -247,7 +248,6 @@ def test_a_recipe_trains_when_scaled_down_and_its_model_generates(name, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_the_recipe_of_a_model_that_draws_trains_when_scaled_down(tmp_path):
     from headway.models.load import load_model
 

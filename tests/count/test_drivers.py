@@ -86,7 +86,7 @@ def test_images_and_videos_are_told_apart_and_one_alone_is_held_to_its_size():
 def test_towers_of_one_size_refuse_another():
     with pytest.raises(WorkloadError, match=r"grid 1x4x6 does not fit this model.*24 x 24 patches.*give 1x24x24"):
         parse("frames:24:24")(STEP)
-    with pytest.raises(WorkloadError, match=r"clip of 8 frames.*every clip up to 7 feature frames"):
+    with pytest.raises(WorkloadError, match=r"clip of 8 frames.*every one up to 7 frames"):
         parse("clips:7")(STEP)
 
 

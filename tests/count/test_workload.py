@@ -134,7 +134,7 @@ def test_sources_follow_their_segments_through_sums():
     assert Workload([5], sources=[0]) == Workload([5])
     assert pickle.loads(pickle.dumps(with_sources)) == with_sources
     assert "7 source tokens" in repr(with_sources)
-    assert "2 clips of 9 frames" in repr(Workload([9], audio=[4, 5]))
+    assert "2 audio clips of 9 frames" in repr(Workload([9], audio=[4, 5]))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_sources_follow_their_segments_through_sums():
     [
         ({"segments": [4], "sources": [1, 2]}, "one length per segment: got 2 for 1 segments"),
         ({"segments": [4], "sources": [-1]}, r"sources\[0\] is -1"),
-        ({"audio": [0]}, r"audio\[0\] is 0: a clip holds at least 1 frame"),
+        ({"audio": [0]}, r"audio\[0\] is 0: a length is at least 1 \[frames\]"),
     ],
 )
 def test_wrong_sources_and_clips_are_refused(arguments, message):

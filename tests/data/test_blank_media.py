@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headway.data.blank_media import Modalities, with_blanks
+from headway.data.blank_media import vision_kinds, with_blanks
 from headway.data.collate import Collator
 from headway.data.encode import EncodedSample
 from headway.data.samples import Origin
@@ -12,7 +12,7 @@ from headway.models.load import load_model
 from headway.models.vision import vision_geometry
 from helpers.tiny_models import tiny_config
 
-BOTH = Modalities(images=True, videos=True)
+BOTH = frozenset({"images", "videos"})
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
@@ -54,8 +54,8 @@ def test_a_blank_changes_slots_alone_and_the_tower_gets_zeros(model, buckets, sl
     collator = Collator(geometry=vision_geometry(model), position_rows=3, **buckets)
     plain = collator([text(13, 1), text(17, 2)])
     blank = with_blanks(plain, BOTH, collator)
-    assert Modalities.of(plain) == (False, False)
-    assert Modalities.of(blank) == BOTH
+    assert vision_kinds(plain) == frozenset()
+    assert vision_kinds(blank) == BOTH
     assert with_blanks(blank, BOTH, collator) is blank
     assert blank.slots == blank.workload.slots == int(blank.cu_seqlens_N[-1]) == slots
     assert blank.max_seqlen == int(blank.cu_seqlens_N.diff().max())
@@ -78,8 +78,8 @@ def test_a_blank_changes_slots_alone_and_the_tower_gets_zeros(model, buckets, sl
 
 def test_a_pack_of_padding_takes_a_blank(model):
     collator = Collator(geometry=vision_geometry(model), position_rows=3)
-    blank = with_blanks(collator([]), Modalities(images=True, videos=False), collator)
-    assert Modalities.of(blank) == (True, False)
+    blank = with_blanks(collator([]), frozenset({"images"}), collator)
+    assert vision_kinds(blank) == {"images"}
     _, grads = run(model, blank)
     assert all(not grad.any() for grad in grads.values())
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from headway.count import Workload
 from headway.data import EncodedSample, Encoder, Origin, read_samples
 from headway.data.collate import Collator
+from headway.data.media.tensors import MediaTensors
 from headway.errors import DataError
 from headway.models import rope_index
 
@@ -22,8 +23,7 @@ def made_up(number, length, supervised, grids, rows=1):
         input_ids_S=ids,
         labels_S=labels,
         position_ids_RS=torch.arange(length).repeat(rows, 1),
-        pixels_PD=torch.full((patches, 6), float(number)) if patches else None,
-        grids_M3=grids_M3,
+        media={"images": MediaTensors(grids_M3, torch.full((patches, 6), float(number)))} if patches else {},
         token_types_S=torch.zeros(length, dtype=torch.int32),
         origin=Origin("made up", "made up", number, f"line {number}"),
     )
@@ -57,9 +57,9 @@ def test_the_pack_holds_every_token_target_and_patch_once_and_in_order(samples):
     assert [label for label in batch.labels_1T[0].tolist() if label != -100] == targets
     assert batch.num_supervised == len(targets) == sum(s.num_supervised for s in samples)
     owners = [number for number, s in enumerate(samples) for _ in range(s.patches)]
-    assert (batch.pixels_PD is None) == (not owners)
-    if batch.pixels_PD is not None:
-        assert batch.pixels_PD[:, 0].tolist() == owners
+    assert ("images" not in batch.media) == (not owners)
+    if "images" in batch.media:
+        assert batch.media["images"].features[:, 0].tolist() == owners
 
 
 @given(packs())
@@ -70,7 +70,7 @@ def test_boundaries_positions_and_workload_restart_with_each_segment(samples):
     assert batch.cu_seqlens_N.dtype == torch.int32
     assert batch.max_seqlen == max(lengths)
     assert batch.position_ids_R1T[0, 0].tolist() == [place for length in lengths for place in range(length)]
-    grids = [grid for s in samples for grid in s.grids_M3.tolist()]
+    grids = [grid for s in samples if s.media for grid in s.media["images"].sizes.tolist()]
     assert batch.workload == Workload(lengths, images=grids)
     assert batch.workload.slots == batch.tokens == sum(lengths)
     assert batch.num_images == len(grids)
@@ -90,15 +90,19 @@ def test_model_inputs_hold_what_the_forward_takes_and_no_labels():
 
 def test_a_pack_of_text_alone_has_no_pixels():
     batch = collate([made_up(0, 4, [True] * 4, []), made_up(1, 3, [True] * 3, [])])
-    assert batch.pixels_PD is None
-    assert batch.grids_M3 is None
+    assert batch.media == {}
     assert "pixel_values" not in batch.model_inputs()
 
 
 def test_moving_a_pack_moves_its_tensors_and_keeps_its_workload():
     batch = collate([made_up(0, 4, [True] * 4, [[1, 2, 2]])])
     moved = batch.to("meta")
-    assert moved.input_ids_1T.device.type == moved.pixels_PD.device.type == moved.cu_seqlens_N.device.type == "meta"
+    assert (
+        moved.input_ids_1T.device.type
+        == moved.media["images"].features.device.type
+        == moved.cu_seqlens_N.device.type
+        == "meta"
+    )
     assert moved.workload is batch.workload
     assert moved.sources == ("made up, line 0",)
 
@@ -134,13 +138,13 @@ def test_multi_axis_positions_equal_the_models_own_for_each_sample_alone(write, 
     batch = Collator(pixel_scale=encoder.pixel_scale)(samples)
     places = batch.position_ids_R1T[:, 0].split([s.tokens for s in samples], dim=1)
     for sample, ours in zip(samples, places, strict=True):
-        if sample.pixels_PD is None:
+        if "images" not in sample.media:
             assert torch.equal(ours, torch.arange(sample.tokens).repeat(3, 1))
             continue
         # Written out: text advances all three rows by one; an image of h x w tokens spans a block from where it starts,
         # and the text after it goes on behind the longer side.
         expected, at = [], 0
-        grids = iter(sample.grids_M3.tolist())
+        grids = iter(sample.media["images"].sizes.tolist())
         ids = sample.input_ids_S.tolist()
         place = 0
         while place < len(ids):

@@ -74,7 +74,7 @@ def test_an_edit_without_conditions_is_what_bagels_trainer_lays_out(folder, enco
             tokens = torch.split(whole.input_ids_S, [reference, read, text, draw])
             expected = [one for one, on in zip(tokens, [*stays, True], strict=True) if on]
             assert torch.equal(batch.input_ids_1T[0], torch.cat(expected))
-            assert (batch.pixels_PD is None) == (not stays[1])
+            assert ("images" not in batch.media) == (not stays[1])
             patches = sum(part.rows * part.columns for part in left.parts if part.kind in ("reference", "draw"))
             assert len(batch.family_inputs.inputs["latents"]) == patches
     assert len(seen) == 8

@@ -128,9 +128,9 @@ def test_placeholders_patches_and_grids_agree(write, encoder, processor):
     (sample,) = read_samples(write(chat(("user", QUESTION), ("assistant", "Two.")), pictures={"a.png": (56, 24)}))
     encoded = encoder.encode(sample)
     # 56 x 24 pixels are 3.5 x 1.5 tokens of 16 x 16, rounded to 4 x 2 (halves to even): 8 x 4 patches in 8 tokens.
-    assert encoded.grids_M3.tolist() == [[1, 8, 4]]
+    assert encoded.media["images"].sizes.tolist() == [[1, 8, 4]]
     assert encoded.patches == 32
-    assert encoded.pixels_PD.shape == (32, 3 * 8 * 8)
+    assert encoded.media["images"].features.shape == (32, 3 * 8 * 8)
     placeholders = encoded.input_ids_S == processor.image_token_id
     assert int(placeholders.sum()) == 8
     assert torch.equal(placeholders, encoded.token_types_S.bool())
@@ -145,11 +145,11 @@ def test_token_ids_are_those_of_transformers_own_chat_encoding(write, encoder, p
     expected = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
     encoded = encoder.encode(sample)
     assert torch.equal(encoded.input_ids_S, expected["input_ids"][0])
-    assert encoded.pixels_PD.dtype == torch.uint8
+    assert encoded.media["images"].features.dtype == torch.uint8
     assert torch.allclose(
-        normalised(encoded.pixels_PD, encoder.pixel_scale), expected["pixel_values"], rtol=0, atol=1e-6
+        normalised(encoded.media["images"].features, encoder.pixel_scale), expected["pixel_values"], rtol=0, atol=1e-6
     )
-    assert torch.equal(encoded.grids_M3, expected["image_grid_thw"])
+    assert torch.equal(encoded.media["images"].sizes, expected["image_grid_thw"])
 
 
 def test_the_prompt_ends_where_the_last_answer_begins(write, encoder):
@@ -160,7 +160,7 @@ def test_the_prompt_ends_where_the_last_answer_begins(write, encoder):
         int((whole.labels_S == -100).nonzero()[-2]) + 1
     )  # the last unsupervised token is the line end after the answer
     assert torch.equal(prompt.input_ids_S, whole.input_ids_S[:last])
-    assert torch.equal(prompt.pixels_PD, whole.pixels_PD)
+    assert torch.equal(prompt.media["images"].features, whole.media["images"].features)
     assert encoder.tokenizer.decode(prompt.input_ids_S).endswith("<|im_start|>assistant\n")
 
 
@@ -255,6 +255,6 @@ def test_truncating_cuts_text_but_never_an_image(write, encoder):
     cut = encoded.truncated(first_answer + 2)
     assert cut.tokens == cut.position_ids_RS.shape[1] == cut.labels_S.shape[0] == first_answer + 2
     assert cut.num_supervised == 2
-    assert torch.equal(cut.pixels_PD, encoded.pixels_PD)
+    assert torch.equal(cut.media["images"].features, encoded.media["images"].features)
     assert encoded.truncated(first_answer) is None  # nothing left to learn
     assert encoded.truncated(last_image) is None  # cuts the image

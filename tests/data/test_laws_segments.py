@@ -79,14 +79,14 @@ def logits_alone(pipeline, whole, first, length):
     inputs = {"input_ids": whole.input_ids_S[None, first : first + length]}
     if whole.media_end:
         inputs["mm_token_type_ids"] = whole.token_types_S[None]
-        if whole.pixels_PD is not None:
+        if "images" in whole.media:
             inputs |= {
-                "pixel_values": normalised(whole.pixels_PD, pipeline.encoder.pixel_scale),
-                "image_grid_thw": whole.grids_M3,
+                "pixel_values": normalised(whole.media["images"].features, pipeline.encoder.pixel_scale),
+                "image_grid_thw": whole.media["images"].sizes,
             }
-        if whole.video_pixels_PD is not None:
-            inputs["pixel_values_videos"] = normalised(whole.video_pixels_PD, pipeline.encoder.pixel_scale)
-            inputs["video_grid_thw"] = whole.video_grids_M3
+        if "videos" in whole.media:
+            inputs["pixel_values_videos"] = normalised(whole.media["videos"].features, pipeline.encoder.pixel_scale)
+            inputs["video_grid_thw"] = whole.media["videos"].sizes
     return pipeline.alone(**inputs, use_cache=False).logits[0]
 
 
@@ -128,9 +128,10 @@ def check_outputs(pipeline, batch, segments, chosen):
     assert embeddings_TH[start:stop].any()
     assert not embeddings_TH[:start].any()
     assert not embeddings_TH[stop:].any()
-    places = {"pixel_values": "pixels_PD", "pixel_values_videos": "video_pixels_PD"}
+    places = {"pixel_values": "images", "pixel_values_videos": "videos"}
     for kind, gradient_PD in pixels.items():
-        counts = [0 if (own := getattr(w, places[kind])) is None else len(own) for _, _, w, _ in segments]
+        own = [w.media.get(places[kind]) for _, _, w, _ in segments]
+        counts = [0 if media is None else len(media.features) for media in own]
         before = sum(counts[: chosen % len(segments)])
         after = before + counts[chosen % len(segments)]
         assert bool(gradient_PD[before:after].any()) is (after > before)

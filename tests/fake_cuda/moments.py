@@ -24,6 +24,7 @@ from headway.count import CostModel
 from headway.count.activations import SavedByPrecision
 from headway.data.collate import Batch, Collator
 from headway.data.encode import EncodedSample
+from headway.data.media.tensors import MediaTensors
 from headway.data.samples import Origin
 from headway.families.bagel.encoding import DrawingCollator
 from headway.families.bagel.layout import lay_out
@@ -205,13 +206,13 @@ def _drawn(config: BagelConfig, number: int) -> EncodedSample:
     learnt = parts[0].rows * parts[0].columns + 2 + torch.arange(150)[-40:]
     labels_S = torch.full_like(ids_S, IGNORED).index_copy(0, learnt, ids_S[learnt])
     sides = [[part.rows, part.columns] for part in parts]
+    pixels_PD = torch.zeros(sides[0][0] * sides[0][1], 3 * config.read_pixels**2)
     return EncodedSample(
         input_ids_S=ids_S,
         labels_S=labels_S,
         position_ids_RS=lay_out([parts], config)[0]["position_ids"],
         origin=Origin("made", "memory", number, f"sample {number}"),
-        pixels_PD=torch.zeros(sides[0][0] * sides[0][1], 3 * config.read_pixels**2),
-        grids_M3=torch.tensor([[1, *sides[0]]]),
+        media={"images": MediaTensors(torch.tensor([[1, *sides[0]]]), pixels_PD)},
         parts=parts,
         drawn_images=(torch.zeros(3, *(side * config.latent_pixels for side in sides[2])),),
     )

@@ -29,6 +29,7 @@ from headway.count import CostModel
 from headway.count.models import shipped_name
 from headway.data import EncodedSample, Origin
 from headway.data.collate import Batch, Collator
+from headway.data.media.tensors import MediaTensors
 from headway.models.load import load_model, rope_index
 from headway.models.parallel.clip import clip_
 from headway.models.precision import choose_precision
@@ -281,9 +282,8 @@ def encoded(config: Any, rule: Any, length: int, grids: list[Any], *, is_video: 
         frames = vision.temporal_patch_size if is_video else 1  # images are bytes of one frame
         size = vision.in_channels * frames * vision.patch_size**2
         pixels_PD = torch.zeros(int(grids_M3.prod(1).sum()), size, dtype=torch.uint8)
-        media = {"pixels_PD": pixels_PD, "grids_M3": grids_M3, "media_end": start}
-        if is_video:
-            media = {"video_pixels_PD": pixels_PD, "video_grids_M3": grids_M3, "media_end": start}
+        kind = "videos" if is_video else "images"
+        media = {"media": {kind: MediaTensors(grids_M3, pixels_PD)}, "media_end": start}
     else:
         positions = positions.repeat(3, 1)
     return EncodedSample(

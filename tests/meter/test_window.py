@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from headway.cli.app import app
 from headway.count import FlopCount, FlopRow
+from headway.count.modalities import totals
 from headway.devices import Peak
 from headway.errors import HeadwayError
 from headway.log.jsonl import LineFile
@@ -24,7 +25,7 @@ from headway.report import format_rate, format_rounded, format_share
 from helpers.tracker_files import read_events
 
 PEAK = Peak("test device", 1e12, "fp32", "made up for a test")
-COUNTS = ("tokens", "slots", "segments", "images", "videos", "patches", "audio_frames", "num_batches", "bytes_moved")
+COUNTS = ("tokens", "slots", "segments", "num_batches", "bytes_moved")
 TIMES = st.sampled_from([0.0, 1.0, 5e-324, 1e308, math.nan, math.inf])
 NUMBERS = st.sampled_from([0, 1, 7, 4096, 10**15, 10**400])  # the last is larger than any float
 RATES = st.sampled_from([0.0, 1e12, math.nan, math.inf])
@@ -59,6 +60,7 @@ def windows(draw, smoothed=True):
         **{name: draw(TIMES) for name in ("wall_s", "data_wait_s", "left_out_s", "away_s", "energy_j")},
         **{name: draw(RATES) for name in ("ceiling_flops_per_s", "peak_bytes_per_s")},
         **{name: draw(NUMBERS) for name in COUNTS},
+        media={name: draw(NUMBERS) for name in totals({})},
     )
 
 
@@ -92,7 +94,7 @@ def test_what_reads_a_record_can_read_every_window(window):
         assert show(window.mfu) == "not known" or math.isfinite(window.mfu)
 
 
-EMPTY = {"wall_s": 0.0, "flops": flops_of(0)} | dict.fromkeys(COUNTS, 0)
+EMPTY = {"wall_s": 0.0, "flops": flops_of(0)} | dict.fromkeys(COUNTS, 0) | {"media": totals({})}
 WINDOWS = {
     "full": {},
     "no time": {"wall_s": 0.0},
@@ -109,7 +111,8 @@ WINDOWS = {
 def window_of(step, changes):
     full = {"flops": flops_of(300), "wall_s": 0.5, "data_wait_s": 0.1, "away_s": 0.0, "left_out_s": 0.0, "peak": PEAK,
             "rank_flops": (300, 300, 300), "rank_busy_s": (0.4, 0.4, 0.2), "rank_busy_flops": (100, 100, 100),
-            "energy_j": 5.0, "extra": {"loss": 2.0, "lr": 1e-3}} | dict.fromkeys(COUNTS, 64)  # fmt: skip
+            "energy_j": 5.0, "extra": {"loss": 2.0, "lr": 1e-3},
+            "media": dict.fromkeys(totals({}), 64)} | dict.fromkeys(COUNTS, 64)  # fmt: skip
     return Window(**{**full, **changes}, world_size=3, step=step, num_steps=1, num_left_out=0, num_skipped=0)
 
 
@@ -160,7 +163,7 @@ def test_a_window_is_printed_in_one_line(window):
 def test_the_line_of_a_window_reads():
     window = Window(
         flops=flops_of(10**12), peak=PEAK, world_size=1, step=20, num_steps=10, num_left_out=0, left_out_s=0.0,
-        num_skipped=0, segments=1, images=0, videos=0, patches=0, audio_frames=0, rank_flops=(10**12,),
+        num_skipped=0, segments=1, media=totals({}), rank_flops=(10**12,),
         rank_busy_s=(0.0,), rank_busy_flops=(0,), wall_s=8.0, data_wait_s=0.0, tokens=9_000, slots=12_000, extra={},
     )  # fmt: skip
     # forward and both gradients of 1 TFLOP each in 8 s, against 1 TFLOP/s

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from headway.data import Batch, Encoder
 from headway.data.collate import Collator
 from headway.data.encode import EncodedSample
+from headway.data.media.tensors import MediaTensors
 from headway.models import load_model, rope_index
 from headway.models.pixel_patches import normalised
 from helpers.effort import some
@@ -53,9 +54,13 @@ def alone(model: torch.nn.Module, samples: list[EncodedSample]) -> Result:
     losses, counts = [], []
     for sample in samples:
         inputs = {"input_ids": sample.input_ids_S[None], "labels": sample.labels_S[None]}
-        if sample.pixels_PD is not None:
+        if "images" in sample.media:
             types = (sample.input_ids_S == model.config.image_token_id).int()[None]
-            inputs |= {"pixel_values": sample.pixels_PD, "image_grid_thw": sample.grids_M3, "mm_token_type_ids": types}
+            inputs |= {
+                "pixel_values": sample.media["images"].features,
+                "image_grid_thw": sample.media["images"].sizes,
+                "mm_token_type_ids": types,
+            }
         losses.append(model(**inputs, use_cache=False).loss)
         counts.append(int((sample.labels_S[1:] != -100).sum()))
     loss = sum(n * each for n, each in zip(counts, losses, strict=True)) / sum(counts)
@@ -77,9 +82,10 @@ def difference(result: Result, reference: Result) -> float:
 
 def as_read(sample: EncodedSample, encoder: Encoder) -> EncodedSample:
     """The sample with patches as the model reads them."""
-    if sample.pixels_PD is None:
+    if "images" not in sample.media:
         return sample
-    return replace(sample, pixels_PD=normalised(sample.pixels_PD, encoder.pixel_scale))
+    grids_M3, pixels_PD = sample.media["images"]
+    return replace(sample, media={"images": MediaTensors(grids_M3, normalised(pixels_PD, encoder.pixel_scale))})
 
 
 class Pair:
@@ -141,8 +147,9 @@ def _positions_that_run_on(batch: Batch) -> Batch:
 
 
 def _images_swapped(batch: Batch) -> Batch:
-    assert batch.pixels_PD is not None
-    return replace(batch, pixels_PD=batch.pixels_PD.flip(0))
+    assert "images" in batch.media
+    grids_M3, pixels_PD = batch.media["images"]
+    return replace(batch, media={"images": MediaTensors(grids_M3, pixels_PD.flip(0))})
 
 
 @pytest.mark.parametrize("pair", some(FAMILIES, LEAKY.__contains__), indirect=True)
@@ -173,10 +180,10 @@ def test_a_window_one_key_too_wide_or_narrow_makes_the_comparison_fail(family, c
 
 @pytest.mark.parametrize("pair", VISION_FAMILIES, indirect=True)
 def test_a_pack_of_text_alone_trains_a_model_that_could_see(pair):
-    text_only = [sample for sample in pair.samples if sample.pixels_PD is None]
+    text_only = [sample for sample in pair.samples if "images" not in sample.media]
     batch = collate(text_only)
     assert text_only
-    assert batch.pixels_PD is None
+    assert "images" not in batch.media
     assert difference(packed(pair.model, batch), alone(pair.reference, text_only)) < TOLERANCE
 
 

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from headway.data import EncodedSample, Origin
 from headway.data.collate import Collator
+from headway.data.media.tensors import MediaTensors
 from headway.errors import ConfigError, DataError
 from headway.models import load_model, rope_index
 from headway.models.vision import vision_geometry
@@ -61,18 +62,15 @@ def sample(model, number, parts, dtype=torch.float32):
     def pixels(kind):
         patches = int(tensors[kind].prod(1).sum())
         bytes_PD = torch.randint(0, 256, (patches, PATCH_VALUES), generator=drawn, dtype=torch.uint8)
-        return (bytes_PD if dtype == torch.uint8 else bytes_PD / 127.5 - 1.0) if patches else None
+        return bytes_PD if dtype == torch.uint8 else bytes_PD / 127.5 - 1.0
 
     return EncodedSample(
         input_ids_S=ids_S,
         labels_S=torch.where(types_S == 0, ids_S, -100),
         position_ids_RS=positions_R1S[:, 0],
-        pixels_PD=pixels("image"),
-        grids_M3=tensors["image"],
+        media={f"{kind}s": MediaTensors(tensors[kind], pixels(kind)) for kind in tensors if len(tensors[kind])},
         token_types_S=types_S,
         origin=Origin("made up", "made up", number, f"line {number}"),
-        video_pixels_PD=pixels("video"),
-        video_grids_M3=tensors["video"],
     )
 
 
@@ -139,7 +137,7 @@ def test_padding_changes_nothing_and_is_counted_as_slots_alone(model):
     plain = Collator(geometry)(pack)
     padded = Collator(geometry, bucket_tokens=64, bucket_patches=1280)(pack)
     assert padded.slots % 64 == 0
-    assert len(padded.pixels_PD) == len(padded.video_pixels_PD) == 1280
+    assert len(padded.media["images"].features) == len(padded.media["videos"].features) == 1280
     assert (padded.tokens, padded.num_supervised) == (plain.tokens, plain.num_supervised)
     assert padded.workload.slots == padded.slots > plain.slots == plain.tokens
     assert padded.workload.patches == plain.workload.patches
@@ -147,7 +145,10 @@ def test_padding_changes_nothing_and_is_counted_as_slots_alone(model):
     assert padded.cu_seqlens_N.tolist() == [*plain.cu_seqlens_N.tolist(), padded.slots]
     assert (padded.labels_1T[0, plain.tokens :] == -100).all()
     # What is in the same place gives the same number; products over more rows may add in another order.
-    features = [model.get_image_features(b.pixels_PD, b.grids_M3, **b.vision).pooler_output for b in (plain, padded)]
+    features = [
+        model.get_image_features(b.media["images"].features, b.media["images"].sizes, **b.vision).pooler_output
+        for b in (plain, padded)
+    ]
     for ours, theirs in zip(features[1], features[0], strict=False):
         assert torch.equal(ours, theirs)
     found, expected = loss_and_gradients(model, padded), loss_and_gradients(model, plain)
@@ -170,7 +171,7 @@ def test_bytes_are_normalised_where_the_model_is(model):
     scale = (torch.full((PATCH_VALUES,), 1 / 127.5), torch.full((PATCH_VALUES,), -1.0))
     of_bytes = Collator(geometry, pixel_scale=scale)(samples(model, torch.uint8))
     of_floats = Collator(geometry)(samples(model))
-    assert of_bytes.pixels_PD.dtype == of_bytes.video_pixels_PD.dtype == torch.uint8
+    assert of_bytes.media["images"].features.dtype == of_bytes.media["videos"].features.dtype == torch.uint8
     for name in ("pixel_values", "pixel_values_videos"):
         torch.testing.assert_close(of_bytes.model_inputs()[name], of_floats.model_inputs()[name], rtol=0, atol=1e-6)
 
@@ -199,8 +200,8 @@ def test_padding_grids_fill_the_buffer(model, patches):
 
 def test_grids_stay_on_the_host_where_the_model_only_lists_them(model):
     geometry, pack = vision_geometry(model), samples(model)
-    assert Collator(geometry)(pack).to("meta").grids_M3.device.type == "cpu"
-    assert Collator()(pack).to("meta").grids_M3.device.type == "meta"
+    assert Collator(geometry)(pack).to("meta").media["images"].sizes.device.type == "cpu"
+    assert Collator()(pack).to("meta").media["images"].sizes.device.type == "meta"
     assert Collator(geometry)(pack).to("meta").vision["image_cu_seqlens"].device.type == "meta"
 
 

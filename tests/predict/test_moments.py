@@ -66,8 +66,8 @@ def test_one_of_several_processes_holds_what_the_plan_says(processes, overrides)
 @pytest.mark.parametrize(
     ("processes", "overrides"),
     [
-        (32, ()),  # 8 experts in slices for 32 processes
-        (8, ("parallel.expert=2", "speed.recompute=full")),
+        pytest.param(32, (), marks=pytest.mark.slow),  # 8 experts in slices for 32 processes
+        pytest.param(8, ("parallel.expert=2", "speed.recompute=full"), marks=pytest.mark.slow),
         (64, ("parallel.expert=4", "speed.recompute=full")),  # 2 experts of each in slices for 16
         (64, ("parallel.expert=4", "optim.accumulation=2", "parallel.reduce=step")),
     ],
@@ -85,7 +85,7 @@ def test_experts_in_slices_that_are_filled_up_hold_what_the_plan_says(processes,
     ("kind", "processes", "overrides"),
     [
         ("text", 1, ("speed.recompute=full",)),
-        ("experts", 4, ("speed.recompute=full",)),
+        pytest.param("experts", 4, ("speed.recompute=full",), marks=pytest.mark.slow),
     ],
 )
 def test_torch_counts_as_many_bytes(kind, processes, overrides):

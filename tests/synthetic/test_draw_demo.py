@@ -33,6 +33,7 @@ def test_the_recipe_in_the_repository_is_the_one_in_the_package():
     load_config(RECIPE)
 
 
+@pytest.mark.slow
 @pytest.mark.own_peak
 def test_the_demo_trains_draws_and_judges_itself(shown):
     folder, done = shown
@@ -50,6 +51,7 @@ def test_the_demo_trains_draws_and_judges_itself(shown):
         assert grid.size == (20 * 32, 10 * 32)
 
 
+@pytest.mark.slow
 @pytest.mark.own_peak
 def test_the_report_shows_what_was_drawn(shown):
     folder, _ = shown

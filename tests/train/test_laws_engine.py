@@ -73,9 +73,9 @@ CASES = (
     Case("experts x 2, fsdp2 x 2", 4, {"parallel": {"expert": 2}}, MIXTURES),
     Case("experts x 2, replicas x 2", 4, {"parallel": {"expert": 2, "replicate": 2}}, MIXTURES),
 )
-# What `make test` has time for: packs shared by processes, experts spread, weights sharded and blocks compiled, with a
+# What `make test` has time for: packs shared by processes, experts spread, weights sharded, with a
 # model that reads text, sees and has experts, so that one run of one process is enough.
-CORE = ("sequence x 2, experts x 2", "replicas, summed once a step", "fsdp2 x 2, compiled, attention kept")
+CORE = ("sequence x 2, experts x 2", "replicas, summed once a step", "fsdp2 x 2")
 # What `make test-all` has time for: each mechanism once, with the model that has most to lose by it.
 OFTEN = {
     "one process, compiled": SEEING,

@@ -52,8 +52,8 @@ def test_training_equals_a_plain_loop_over_single_samples(raw, digits):
                 input_ids=one.input_ids_S[None],
                 position_ids=one.position_ids_RS[:, None],
                 mm_token_type_ids=one.token_types_S[None],
-                pixel_values=normalised(one.pixels_PD, encoder.pixel_scale),
-                image_grid_thw=one.grids_M3,
+                pixel_values=normalised(one.media["images"].features, encoder.pixel_scale),
+                image_grid_thw=one.media["images"].sizes,
             ).logits[0]
             loss = torch.nn.functional.cross_entropy(logits_SV[:-1], one.labels_S[1:], reduction="sum") / tokens
             loss.backward()

@@ -126,6 +126,7 @@ def test_first_values_are_those_of_resize_token_embeddings(base):
     )
 
 
+@pytest.mark.slow
 def test_beside_adapters_the_new_rows_learn_and_no_other(adding, base, tmp_path):
     adding["model"]["lora"], adding["optim"]["lr"] = LORA, 0.1
     adding["optim"]["steps"] = 40

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from headway.data import Batch, Budget, Encoder, Sample
-from headway.data.blank_media import Modalities, with_blanks
+from headway.data.blank_media import vision_kinds, with_blanks
 from headway.data.collate import Collator
 from headway.data.encoders import collator_of
 from headway.errors import DataError
@@ -107,7 +107,7 @@ class EvalSet:
         self._packs = []
         for start in range(0, len(plan), ranks.num_data_ranks):
             together = [collator([encoded[i] for i in row]) for row in plan[start : start + ranks.num_data_ranks]]
-            needed = Modalities.union([Modalities.of(batch) for batch in together])
+            needed = frozenset[str]().union(*map(vision_kinds, together))
             batch = with_blanks(together[ranks.data_rank], needed, collator)
             self._packs.append(batch.noised(seed=0, step=0).dealt(group))  # the same at every evaluation
         self._ranks = ranks

@@ -114,7 +114,7 @@ class Generator:
         """
         torch.manual_seed(decoding.seed)
         for (media, _), group in groupby(prompts, lambda prompt: (_media_of(prompt), isinstance(prompt, Document))):
-            one_by_one = bool(media & {"video", "audio"})  # their features do not lie in rows
+            one_by_one = bool(media - {"image"})  # their features do not lie in rows
             waiting, size = list(group), 1 if one_by_one else batch
             for together in (waiting[start : start + size] for start in range(0, len(waiting), size)):
                 inputs = self._encoded(together[0]) if one_by_one else self._processed(together)
@@ -229,8 +229,7 @@ def question_of(chat: Chat) -> tuple[Chat, str | None]:
 def _media_of(prompt: Sample) -> frozenset[str]:
     if isinstance(prompt, Document):
         return frozenset()
-    kinds = (("image", prompt.images), ("video", prompt.videos), ("audio", prompt.audio))
-    return frozenset(kind for kind, media in kinds if media)
+    return frozenset(prompt.kinds)
 
 
 def _sampled(decoding: Decoding) -> dict[str, Any]:

@@ -127,10 +127,10 @@ class _Talk:
 
     def say(self, text: str) -> None:
         """Ask, print the answer as it comes, and keep both; a question that fails or is stopped is forgotten."""
-        from headway.data import AudioPart, ImagePart, Media, Message, TextPart, VideoPart
+        from headway.data import Media, Message, TextPart
+        from headway.data.samples import PARTS
 
-        parts: dict[str, Any] = {"image": ImagePart, "video": VideoPart, "audio": AudioPart}
-        shown = tuple(parts[kind](Media(path)) for kind, path in self._waiting)
+        shown = tuple(PARTS[kind](Media(path)) for kind, path in self._waiting)
         question = Message("user", (*shown, TextPart(text)))
         self._waiting = []
         asked = self._sample([*self._messages, question])
@@ -155,7 +155,7 @@ class _Talk:
             head = [Message("system", (TextPart(self._system),))] if self._system else []
             return Chat((*head, *messages), origin)
         chat: Chat = Chat((messages[-1],), origin)
-        if self._system or chat.images or chat.videos or chat.audio:
+        if self._system or chat.kinds:
             raise ConfigError("The model has no chat template, so it only continues text: no media, no system message.")
         return Document(chat.messages[0].text, origin)
 
@@ -322,7 +322,7 @@ def _as_document(sample: "Sample", model: str) -> "Sample":
 
     if isinstance(sample, Document):
         return sample
-    if len(sample.messages) > 1 or sample.images or sample.videos or sample.audio:
+    if len(sample.messages) > 1 or sample.kinds:
         raise ConfigError(
             f"{sample.where}: a conversation of several turns, or with media, needs a chat template. The tokenizer of "
             f"{model} has none, or --plain was given; put a chat_template.jinja into the model's folder."

@@ -16,6 +16,7 @@ from headway.cli.options import (
     sizes_of,
 )
 from headway.cli.output import needs_extra, print_json, warn
+from headway.count.modalities import MODALITIES
 from headway.errors import UsageError
 from headway.log.working import measuring_rows, working
 from headway.report import format_count, format_share, render_lines, render_pairs
@@ -168,10 +169,12 @@ def build_indices(
 
 
 def _record(path: str, index: "LengthIndex") -> dict[str, Any]:
+    summary = index.summary()
     return {
         "data": hide_secrets(path),
         "path": str(index.path),
-        **asdict(index.summary()),
+        **{name: value for name, value in asdict(summary).items() if name != "items"},
+        **{str(MODALITIES[name].items_key): number for name, number in summary.items.items()},
         "bad_rows": [asdict(error.origin) | {"reason": error.reason} for error in index.bad.values()],
     }
 
@@ -189,8 +192,7 @@ def _render(path: str, index: "LengthIndex") -> str:
         ("supervised", format_count(summary.supervised)),
         ("patches", format_count(summary.patches)),
     ]
-    media = [("images", summary.images), ("videos", summary.videos), ("clips", summary.clips)]
-    pairs += [(name, format_count(number)) for name, number in media if number]
+    pairs += [(f"{MODALITIES[name].noun}s", format_count(number)) for name, number in summary.items.items() if number]
     names = {0: "least", 50: "median", 100: "most"}
     lengths = [f"{names.get(p, f'{p} %')} {format_count(length)}" for p, length in summary.length_percentiles.items()]
     pairs += [("lengths", ", ".join(lengths)), ("index", str(index.path))]

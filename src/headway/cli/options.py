@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import field, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -22,7 +22,8 @@ def spread(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Spread each parameter of a command whose type is a dataclass of options over the command line.
 
-    The command is called with the object; `--help` shows an option for each field, at the parameter's place.
+    The command is called with the object; `--help` shows an option for each field, at the parameter's place. A field
+    that a table fills (`table_of_options`) has an option for each row, and is a dictionary of those that were typed.
 
     Args:
         only: fields that are options of this command; all if not given.
@@ -50,10 +51,7 @@ def spread(
 
         @functools.wraps(command)
         def called(*arguments: Any, **values: Any) -> None:
-            objects = {
-                name: group(**{f.name: values.pop(f.name) for f in fields(group) if f.name in values})
-                for name, group in groups.items()
-            }
+            objects = {name: _object_of(group, values) for name, group in groups.items()}
             command(*arguments, **values, **objects)
 
         # The parser reads the names, types and defaults here, and would look behind the wrapper otherwise.
@@ -65,10 +63,41 @@ def spread(
     return decorate
 
 
+_TABLE = "table"
+
+
+def table_of_options(rows: Callable[[], Mapping[str, Any]]) -> Any:
+    """Declare a field of a group of options that has an option for each row of a table.
+
+    Args:
+        rows: gives the type of each option, with its help, by name.
+    """
+    return field(default_factory=dict, metadata={_TABLE: rows})
+
+
 def _options_of(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
     kind = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]
+    options = []
+    for f in fields(group):
+        rows = f.metadata[_TABLE]() if _TABLE in f.metadata else None
+        if rows is None:
+            options.append(inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]))
+        else:
+            options += [inspect.Parameter(name, kind, default=None, annotation=hint) for name, hint in rows.items()]
+    return options
+
+
+def _object_of(group: Any, values: dict[str, Any]) -> Any:
+    """Make a group's object of the values of its options, which are taken out of all values."""
+    arguments: dict[str, Any] = {}
+    for f in fields(group):
+        if _TABLE in f.metadata:
+            typed = {name: values.pop(name, None) for name in f.metadata[_TABLE]()}
+            arguments[f.name] = {name: value for name, value in typed.items() if value is not None}
+        elif f.name in values:
+            arguments[f.name] = values.pop(f.name)
+    return group(**arguments)
 
 
 ModelArgument = Annotated[

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
+from headway.count.modalities import GRID, LATENT, LENGTH, MODALITIES
 from headway.errors import UsageError, WorkloadError
 from headway.report.quantity import MONEY, examples, parse_number
 
@@ -20,14 +21,10 @@ _MAX_RANK = 2**16  # as model.lora.rank
 _SEGMENT = re.compile(r"([0-9][^*]*)(?:\*([0-9]+))?")
 _EXAMPLES = {
     "--segments": "--segments 4096*3,512",
-    "--images": "--images 1x32x48*2",
-    "--videos": "--videos 8x32x48",
     "--sources": "--sources 512*3,64",
-    "--audio": "--audio 3000*2",
     "--past": "--past 4096*64",
     "--splits": '--splits "causal:102,noise:4098;full:4902,causal:302"',
-    "--latents": "--latents 64x64*2",
-    "--references": "--references 32x32",
+    **{f"--{name}": f"--{name} {row.example}" for name, row in MODALITIES.items()},
 }
 _SPLIT = re.compile(r"([a-z]+):([0-9]+)")
 _REPEATED = re.compile(r"\((.*)\)\*([0-9]+)")
@@ -56,7 +53,8 @@ def parse_segments(text: str, option: str = "--segments") -> list[int]:
     [4096, 4096, 4096, 512]
     """
     lengths: list[int] = []
-    unit = "frames" if option == "--audio" else "tokens"
+    modality = MODALITIES.get(option.removeprefix("--"))
+    unit = "tokens" if modality is None else modality.unit
     for item in _items(option, text):
         match = _SEGMENT.fullmatch(item)
         length = parse_number(match[1], unit, whole=True) if match else None
@@ -112,6 +110,22 @@ def parse_grids(text: str, option: str) -> list[tuple[int, int, int]]:
     return grids
 
 
+def parse_media(name: str, text: str) -> list[Any]:
+    """Read the sizes of one kind of input beside text, as its option is typed.
+
+    Args:
+        name: of the kind of input, such as "audio".
+        text: what was typed.
+
+    Raises:
+        WorkloadError: the text is something else, or a size or repetition is 0.
+
+    >>> parse_media("audio", "3000*2")
+    [3000, 3000]
+    """
+    return _PARSERS[MODALITIES[name].metavar](text, f"--{name}")
+
+
 def parse_latents(text: str, option: str) -> list[tuple[int, int, int]]:
     """Read grids of latent patches, as (1, height, width).
 
@@ -132,6 +146,13 @@ def parse_latents(text: str, option: str) -> list[tuple[int, int, int]]:
             f"of them, for example {_EXAMPLES[option]}."
         )
     return parse_grids(",".join(f"1x{item}" for item in items), option)
+
+
+_PARSERS: dict[str, Callable[[str, str], list[Any]]] = {
+    GRID: parse_grids,
+    LENGTH: parse_segments,
+    LATENT: parse_latents,
+}
 
 
 def parse_splits(text: str, option: str = "--splits") -> list[list[tuple[str, int]]]:

@@ -1,13 +1,16 @@
 """Options of several commands that describe a step's workload; the workload that they make, and its description."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from headway.cli.options import table_of_options
 from headway.cli.output import warn
-from headway.cli.parse import parse_grids, parse_latents, parse_lora, parse_segments, parse_splits
+from headway.cli.parse import parse_grids, parse_lora, parse_media, parse_segments, parse_splits
 from headway.cli.resolve import in_patches, resolve_cost_model
+from headway.count.modalities import MODALITIES, totals
 from headway.errors import WorkloadError
 from headway.report import format_count, format_share
 
@@ -16,12 +19,20 @@ if TYPE_CHECKING:
     from headway.packing.lengths import LengthTable
 
 
+def _media_options() -> dict[str, Any]:
+    """Declare an option for each kind of input beside text."""
+    return {
+        name: Annotated[str | None, typer.Option(metavar=row.metavar, help=row.help)]
+        for name, row in MODALITIES.items()
+    }
+
+
 @dataclass(frozen=True)
 class WorkloadOptions:
     """Options that describe what a step computes on, as they were typed: a row for each, in the order of `--help`.
 
     A row's type holds its help and, where text is typed, the function that reads it; `Workload` has an argument of the
-    same name.
+    same name. `media` holds what was typed for kinds of input beside text, by the names of `headway.count.modalities`.
     """
 
     segments: Annotated[
@@ -33,31 +44,12 @@ class WorkloadOptions:
         ),
         parse_segments,
     ] = None
-    images: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TxHxW*N,...",
-            help="Image grids [patches, before merging], or WxHpx in pixels, as 1024x768px; *N repeats one N times.",
-        ),
-        parse_grids,
-    ] = None
-    videos: Annotated[
-        str | None,
-        typer.Option(metavar="TxHxW*N,...", help="Video grids [patches, before merging]; *N repeats a grid N times."),
-        parse_grids,
-    ] = None
+    media: Mapping[str, str] = table_of_options(_media_options)
     sources: Annotated[
         str | None,
         typer.Option(
             metavar="L*N,L,...",
             help="What the encoder reads for each segment [tokens, or frames of speech]; models with cross attention.",
-        ),
-        parse_segments,
-    ] = None
-    audio: Annotated[
-        str | None,
-        typer.Option(
-            metavar="L*N,L,...", help="Audio clips that lie in the segments [feature frames]; *N repeats one."
         ),
         parse_segments,
     ] = None
@@ -85,18 +77,6 @@ class WorkloadOptions:
         ),
         parse_splits,
     ] = None
-    latents: Annotated[
-        str | None,
-        typer.Option(metavar="HxW*N,...", help="Grids of latent patches that are drawn, a token each; *N repeats one."),
-        parse_latents,
-    ] = None
-    references: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HxW*N,...", help="Grids of clean latent patches that are read, as edits do; *N repeats one."
-        ),
-        parse_latents,
-    ] = None
     supervised: Annotated[
         int | None,
         typer.Option(
@@ -108,12 +88,13 @@ class WorkloadOptions:
 
     def typed(self) -> dict[str, Any]:
         """Options that were typed, by their names on the command line."""
-        values = {f"--{field.name}": getattr(self, field.name) for field in fields(self)}
-        return {option: value for option, value in values.items() if value is not None}
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "media"}
+        return {f"--{name}": value for name, value in {**own, **self.media}.items() if value is not None}
 
     def in_patches(self, model: str) -> "WorkloadOptions":
         """Turn images whose size was typed in pixels into grids of the model's patches; errors of `in_patches`."""
-        return replace(self, images=in_patches(model, self.images))
+        images = in_patches(model, self.media.get("images"))
+        return self if images is None else replace(self, media={**self.media, "images": images})
 
     def build(self, lengths: list[int] | None = None) -> "Workload":
         """Build the step's workload.
@@ -132,10 +113,10 @@ class WorkloadOptions:
                 "tokens, those of images and videos included, for example --segments 4096*3,512."
             )
         # What was typed, read by the function that stands in the row's type; numbers need none.
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = {name: parse_media(name, text) for name, text in self.media.items()}
         for name, hint in get_type_hints(WorkloadOptions, include_extras=True).items():
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and name != "media":
                 parsers = [part for part in get_args(hint)[1:] if callable(part)]
                 values[name] = parsers[0](value, f"--{name}") if parsers else value
         if lengths is not None:
@@ -194,7 +175,7 @@ def samples_in_turn(cost_model: "CostModel", work: WorkloadOptions) -> "LengthTa
     from headway.packing.lengths import LengthTable
 
     segments = work.segments
-    kinds = {name: text for name, text in work.typed().items() if name in ("--images", "--videos")}
+    kinds = {f"--{name}": text for name, text in work.media.items() if MODALITIES[name].tower == "vision"}
     by_kind = {name: parse_grids(text, name) for name, text in kinds.items()}
     if segments is None:
         for name, grids in by_kind.items():
@@ -291,15 +272,10 @@ def workload_record(workload: "Workload") -> dict[str, Any]:
         "segments": workload.num_segments,
         "tokens": workload.tokens,
         "slots": workload.slots,
-        "images": workload.num_images,
-        "videos": workload.num_videos,
-        "patches": workload.patches,
+        **totals(workload.media),
         "source_tokens": int(workload.sources.sum()),
-        "audio_clips": len(workload.audio),
-        "audio_frames": int(workload.audio.sum()),
         "past_tokens": int(workload.past.sum()),
         "splits": by_mode(workload.splits),
-        "latent_patches": workload.latent_patches,
         "drawn_patches": workload.drawn,
         "supervised": workload.supervised,
     }
@@ -312,24 +288,22 @@ def describe(workload: "Workload") -> str:
         parts.append(
             f"{format_count(workload.slots)} slots (padding {format_share(1 - workload.tokens / workload.slots)})"
         )
-    if workload.num_images:
-        parts.append(_plural(workload.num_images, "image"))
-    if workload.num_videos:
-        parts.append(_plural(workload.num_videos, "video"))
-    if workload.patches:
-        parts.append(f"{format_count(workload.patches)} patches")
+    # items of each kind of input, then what they count together
+    rows = [(MODALITIES[name], sizes) for name, sizes in workload.media.items()]
+    units: dict[str, int] = {}
+    for row, sizes in rows:
+        units[row.unit] = units.get(row.unit, 0) + row.units(sizes)
+    for unit, number in units.items():
+        parts += [_plural(len(sizes), row.noun) for row, sizes in rows if row.unit == unit and row.items_key]
+        parts.append(f"{format_count(number)} {unit}")
     if len(workload.sources):
         parts.append(_plural(int(workload.sources.sum()), "source token"))
-    if len(workload.audio):
-        parts += [_plural(len(workload.audio), "audio clip"), f"{format_count(int(workload.audio.sum()))} frames"]
     if len(workload.past):
         parts.append(f"{format_count(int(workload.past.sum()))} cached tokens before them")
     if len(workload.splits):
         from headway.count.splits import by_mode
 
         parts += [f"{format_count(tokens)} {mode}" for mode, tokens in by_mode(workload.splits).items()]
-    if workload.latent_patches:
-        parts.append(f"{format_count(workload.latent_patches)} latent patches")
     return ", ".join(parts)
 
 

@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from headway.config.sections import Fraction, Positive, Section, Share, changed
-from headway.count.recompute import TOWERS, is_for_training
+from headway.count.recompute import is_for_training, towers
 from headway.packing.mesh import MeshShape
 from headway.packing.parts import Dropout
 from headway.report.quantity import SIZE_UNITS, bytes_in
@@ -201,7 +201,7 @@ class SpeedConfig(Section):
     def _recompute_is_understood(cls, recompute: str) -> str:
         if not is_for_training(recompute) and _size(recompute) is None:
             raise ValueError(
-                f"{recompute!r} is not none, full, every:N, one of these of a tower ({', '.join(TOWERS)}) as "
+                f"{recompute!r} is not none, full, every:N, one of these of a tower ({', '.join(towers())}) as "
                 f"vision:full, any with ,-attention behind it, or memory:SIZE with a size such as 40GiB; units are "
                 f"{', '.join(SIZE_UNITS)}"
             )

@@ -1,10 +1,13 @@
 """Conventions that read the cost model's own rows: useful work, what the hardware ran, what PyTorch's counter sees."""
 
+from typing import Any
+
 from headway.conventions.architecture import Architecture
 from headway.conventions.convention import PARTS, Number, Parts, Step
 from headway.count import drivers
 from headway.count.cost_model import CostModel
 from headway.count.masks import full_pairs
+from headway.count.modalities import media_towers
 from headway.count.rows import Row
 from headway.count.workload import Workload
 from headway.errors import NotExpressibleError
@@ -19,7 +22,7 @@ def part_of(component: str) -> str:
     ('experts', 'vision', 'linear')
     """
     tower, _, part = component.partition(".")
-    if tower in ("vision", "audio"):
+    if tower in media_towers() and tower in PARTS:
         return tower
     return {"router": "experts"}.get(part, part if part in PARTS else "linear")
 
@@ -49,15 +52,8 @@ def hardware(model: Architecture, step: Step) -> Parts:
     padded = workload
     if workload.slots:
         source_tokens = [workload.sources.sum()] if workload.sources.size else ()
-        padded = Workload(
-            [workload.slots],
-            workload.images,
-            workload.videos,
-            sources=source_tokens,
-            audio=workload.audio,
-            latents=workload.latents,
-            references=workload.references,
-        )
+        media: dict[str, Any] = dict(workload.media)
+        padded = Workload([workload.slots], sources=source_tokens, **media)
     real = _cost_model(model).count(workload, recompute=step.recompute)
     executed = {(row.name, row.driver): row for row in _cost_model(model).count(padded, recompute=step.recompute).rows}
     parts = dict.fromkeys(PARTS, 0)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from headway.count import drivers
 from headway.count.adapters import reaching, targets_of, with_adapters
 from headway.count.flop_count import FlopCount, FlopRow
+from headway.count.modalities import MODALITIES
 from headway.count.recompute import run_again, towers_of_blocks
 from headway.count.rows import ParamCount, Parameter, Row
 from headway.count.workload import Workload
@@ -215,12 +216,14 @@ class CostModel:
                 "them out, or name a model that draws."
             )
 
-        # audio, and the sources of an encoder, which the text reads
-        if len(workload.audio) and "audio" not in self.towers:
-            raise WorkloadError(
-                f"{self.name} has no audio tower, but the workload holds {len(workload.audio)} clips. Leave them out, "
-                "or name a model that takes audio."
-            )
+        # whatever comes in lengths, such as audio, and the sources of an encoder, which the text reads
+        for name, sizes in workload.media.items():
+            row = MODALITIES[name]
+            if row.shape == "lengths" and row.tower not in self.towers:
+                raise WorkloadError(
+                    f"{self.name} has no {row.tower} tower, but the workload holds {len(sizes)} {row.noun}s. Leave "
+                    f"them out, or name a model that takes {name}."
+                )
         reads = "source" in self.towers
         if len(workload.sources) and not reads:
             raise WorkloadError(

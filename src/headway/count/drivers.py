@@ -6,6 +6,8 @@ four into one), `text_tokens/4` (tokens that stand for no such patches), `pairs:
 Where a model draws images, `latents` counts latent patches, each a token; `drawn` those that come from noise;
 `understood` the tokens that are no latent patches; `supervised` the tokens whose next token is learnt.
 Where images and videos have towers of their own, `image_` or `video_` stands before a driver of patches or frames.
+A kind of input that comes in lengths, such as audio, has drivers that begin with its name: `audio` counts frames,
+`audio_pairs:full` pairs of a clip's frames, `clips` clips.
 
 What an encoder's convolutions make of its frames follows a slash, since they round: `audio/2` counts ceil(L / 2)
 positions of each clip of L frames, `audio/4:7` those of a stride of 4 whose first position needs 7 frames, and
@@ -16,12 +18,14 @@ the like count pairs of such positions.
 import math
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from headway.count import masks, splits
 from headway.count.integers import Ints
+from headway.count.modalities import MODALITIES, Modality
 from headway.count.workload import Workload
 from headway.errors import CostModelError, WorkloadError
 
@@ -108,16 +112,17 @@ def _lone_grids(workload: Workload, frames: int, height: int, width: int) -> int
     return len(other)
 
 
-def _fixed_clips(workload: Workload, frames: int) -> int:
-    """Count the clips of a tower that fills every clip up to one length, and computes all of that."""
-    longer = workload.audio > frames
+def _fixed_items(modality: Modality, workload: Workload, units: int) -> int:
+    """Count the items of a tower that fills every item up to one length, and computes all of that."""
+    lengths = workload.sizes(modality.name)
+    longer = lengths > units
     if longer.any():
         raise WorkloadError(
-            f"An audio clip of {int(workload.audio[np.argmax(longer)])} frames does not fit this model, which fills "
-            f"every clip up to {frames} feature frames and takes no longer one: give {frames} or fewer, with *N for N "
-            "clips."
+            f"An {modality.noun} of {int(lengths[np.argmax(longer)])} {modality.unit} does not fit this model, which "
+            f"fills every one up to {units} {modality.unit} and takes none that is longer: give {units} or fewer, with "
+            f"*N for N {modality.noun}s."
         )
-    return len(workload.audio)
+    return len(lengths)
 
 
 def _fixed_sources(workload: Workload, frames: int) -> int:
@@ -155,10 +160,14 @@ def shorten(lengths: Ints, stride: int, first: int = 1, piece: int = 0) -> Ints:
 
 
 def _shortened(workload: Workload, *steps: int) -> Workload:
-    """Put in place of each source and clip what convolutions make of it."""
-    audio = shorten(workload.audio, *steps)
+    """Put in place of each source and each item that comes in lengths what convolutions make of it."""
+    lengths_rows = [name for name, row in MODALITIES.items() if row.shape == "lengths"]
+    media: dict[str, Any] = {name: shorten(workload.sizes(name), *steps) for name in lengths_rows}
     return Workload(
-        workload.segments, sources=shorten(workload.sources, *steps), audio=audio[audio > 0], past=workload.past
+        workload.segments,
+        sources=shorten(workload.sources, *steps),
+        past=workload.past,
+        **{name: lengths[lengths > 0] for name, lengths in media.items()},
     )
 
 
@@ -204,8 +213,10 @@ def _read_sources(workload: Workload) -> Ints:
     )
 
 
-# name, with its separator before a parameter -> (number of parameters, evaluation)
-_DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
+_Driver: TypeAlias = tuple[int, Callable[..., int]]  # number of parameters, evaluation
+
+# by the name, with its separator before a parameter
+_DRIVERS: dict[str, _Driver] = {
     "tokens": (0, lambda w: w.tokens),
     "text_tokens/": (1, _text_tokens),
     "segments": (0, lambda w: w.num_segments),
@@ -239,28 +250,43 @@ _DRIVERS: dict[str, tuple[int, Callable[..., int]]] = {
     "patch_pairs:frame/": (1, _merging_pairs),
     "patch_pairs:grid": (0, _grid_pairs),
     "patch_pairs:window:": (1, _window_pairs),
-    "sources": (0, lambda w: int(_read_sources(w).sum())),
     "sources:": (1, _fixed_sources),
-    "source_offsets": (0, lambda w: int((2 * _read_sources(w) - 1).sum())),
-    "source_pairs:full": (0, lambda w: masks.full_pairs(_read_sources(w))),
-    "source_pairs:block:": (1, lambda w, block: masks.full_block_pairs(_read_sources(w), block)),
-    "source_pairs:staggered:": (1, lambda w, block: masks.staggered_block_pairs(_read_sources(w), block)),
-    "source_pairs:local:": (2, lambda w, before, after: masks.local_pairs(_read_sources(w), before, after)),
-    "source_pairs:relative": (0, lambda w: masks.relative_pairs(_read_sources(w))),
-    "audio": (0, lambda w: int(w.audio.sum())),
-    "audio_offsets": (0, lambda w: int((2 * w.audio - 1).sum())),
-    "audio_pairs:full": (0, lambda w: masks.full_pairs(w.audio)),
-    "audio_pairs:sliding:": (1, lambda w, window: masks.sliding_pairs(w.audio, window)),
-    "audio_pairs:block:": (1, lambda w, block: masks.full_block_pairs(w.audio, block)),
-    "audio_pairs:local:": (2, lambda w, before, after: masks.local_pairs(w.audio, before, after)),
-    "audio_pairs:relative": (0, lambda w: masks.relative_pairs(w.audio)),
-    "clips": (0, lambda w: len(w.audio)),
-    "clips:": (1, _fixed_clips),
 }
-_STRIDED = ("source", "pairs:cross", "audio")
+
+
+def _length_drivers(name: str, pairs: str, lengths: Callable[[Workload], Ints]) -> dict[str, _Driver]:
+    """Name the drivers of something that comes in lengths: of its units, and of pairs of units of one item."""
+    return {
+        name: (0, lambda w: int(lengths(w).sum())),
+        f"{pairs}_offsets": (0, lambda w: int((2 * lengths(w) - 1).sum())),
+        f"{pairs}_pairs:full": (0, lambda w: masks.full_pairs(lengths(w))),
+        f"{pairs}_pairs:sliding:": (1, lambda w, window: masks.sliding_pairs(lengths(w), window)),
+        f"{pairs}_pairs:block:": (1, lambda w, block: masks.full_block_pairs(lengths(w), block)),
+        f"{pairs}_pairs:staggered:": (1, lambda w, block: masks.staggered_block_pairs(lengths(w), block)),
+        f"{pairs}_pairs:local:": (2, lambda w, before, after: masks.local_pairs(lengths(w), before, after)),
+        f"{pairs}_pairs:relative": (0, lambda w: masks.relative_pairs(lengths(w))),
+    }
+
+
+def _item_drivers(row: Modality) -> dict[str, _Driver]:
+    """Name the drivers of a kind of input that comes in lengths."""
+    return _length_drivers(row.name, row.name, lambda w: w.sizes(row.name)) | {
+        row.items_driver: (0, lambda w: len(w.sizes(row.name))),
+        f"{row.items_driver}:": (1, partial(_fixed_items, row)),
+    }
+
+
+def _all_drivers() -> dict[str, _Driver]:
+    """Return the drivers of text, patches and sources, and those of every kind of input that comes in lengths."""
+    drivers = _DRIVERS | _length_drivers("sources", "source", _read_sources)
+    for row in MODALITIES.values():
+        if row.shape == "lengths":
+            drivers |= _item_drivers(row)
+    return drivers
+
+
 _TOWERS = {
     "vision": ("patches", "patch_pairs", "grids", "frames", "lone"),
-    "audio": ("audio", "clips"),
     "latents": ("latent", "drawn"),
     "source": ("source", "pairs:cross"),
 }
@@ -283,26 +309,48 @@ def parse(driver: str) -> Callable[[Workload], int]:
     >>> parse("audio_pairs:full/2")(Workload([9], audio=[7]))
     16
     """
-    for kind in ("image", "video"):
-        if driver.startswith(f"{kind}_"):
-            of_kind = parse(driver.removeprefix(f"{kind}_"))
-            return lambda workload: of_kind(Workload(workload.segments, **{f"{kind}s": getattr(workload, f"{kind}s")}))
+    grids = _of_one_kind(driver)
+    if grids is not None:  # images are what a driver of patches counts, and so stand in for any kind of grid
+        of_kind = parse(driver.removeprefix(f"{grids.kind}_"))
+        return lambda workload: of_kind(Workload(workload.segments, images=workload.sizes(grids.name)))
     base, _, steps = driver.partition("/")
-    if base.startswith(_STRIDED) and _STEPS.fullmatch(steps):
+    strided = ("source", "pairs:cross", *(name for name, row in MODALITIES.items() if row.shape == "lengths"))
+    if base.startswith(strided) and _STEPS.fullmatch(steps):
         evaluate, numbers = parse(base), [int(n) for n in steps.split(":")]
         return lambda workload: evaluate(_shortened(workload, *numbers))
     name, digits = _PARAMETERS.fullmatch(driver).groups()  # type: ignore[union-attr]  # anything matches
     parameters = [int(n) for n in digits.split(":")] if digits else []
-    number, function = _DRIVERS.get(name, (-1, None))
+    drivers = _all_drivers()
+    number, function = drivers.get(name, (-1, None))
     if function is None or number != len(parameters) or 0 in parameters:
         raise CostModelError(
-            f"unknown driver {driver!r}; known are {', '.join(_DRIVERS)} (a number follows each final / or :), "
+            f"unknown driver {driver!r}; known are {', '.join(drivers)} (a number follows each final / or :), "
             "and those of audio and sources with what follows a slash, such as audio_pairs:full/2."
         )
     return lambda workload: function(workload, *parameters)
 
 
+def _of_one_kind(driver: str) -> Modality | None:
+    """Find the kind of grids of which alone a driver counts, such as images in `image_patches`."""
+    rows = (row for row in MODALITIES.values() if row.shape == "grids" and row.tower != "latents")
+    return next((row for row in rows if driver.startswith(f"{row.kind}_")), None)
+
+
+def counts_pairs_of_lengths(driver: str) -> bool:
+    """Say whether a driver counts pairs within a source, or within an item of a kind that comes in lengths.
+
+    >>> counts_pairs_of_lengths("audio_pairs:block:10/2"), counts_pairs_of_lengths("patch_pairs:frame")
+    (True, False)
+    """
+    names = ["source", *(name for name, row in MODALITIES.items() if row.shape == "lengths")]
+    return driver.startswith(tuple(f"{name}_pairs:" for name in names))
+
+
 def tower(driver: str) -> str:
-    """Say whose work a driver counts: `vision`, `audio`, `latents`, `source` (an encoder's) or `language`."""
-    counted = driver.removeprefix("image_").removeprefix("video_")
-    return next((name for name, starts in _TOWERS.items() if counted.startswith(starts)), "language")
+    """Say whose work a driver counts: of a kind of input its tower, `source` (an encoder's) or `language`."""
+    grids = _of_one_kind(driver)
+    if grids is not None:
+        return grids.tower
+    lengths = [row for row in MODALITIES.values() if row.shape == "lengths"]
+    starts = _TOWERS | {row.tower: (row.name, row.items_driver) for row in lengths}
+    return next((name for name, names in starts.items() if driver.startswith(names)), "language")

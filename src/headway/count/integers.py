@@ -13,8 +13,8 @@ IntsLike: TypeAlias = Any  # a list, a numpy array or a CPU tensor of integers
 
 
 NONE = np.zeros(0, dtype=np.int64)
-_NO_GRIDS = np.zeros((0, 3), dtype=np.int64)
-for _empty in (NONE, _NO_GRIDS):
+NO_GRIDS = np.zeros((0, 3), dtype=np.int64)
+for _empty in (NONE, NO_GRIDS):
     _empty.flags.writeable = False  # every workload without images holds the same
 
 
@@ -56,7 +56,7 @@ def grids_of(values: IntsLike, what: str) -> Ints:
     """Check an (M, 3) array of t, h, w."""
     grids = as_ints(values, what)
     if grids.size == 0:
-        return _NO_GRIDS
+        return NO_GRIDS
     if grids.ndim != 2 or grids.shape[1] != 3:
         raise WorkloadError(f"{what} must be a list of grids (t, h, w) in patches, got shape {grids.shape}.")
     if grids.min() < 1:

@@ -6,7 +6,7 @@ A choice is written as terms joined by commas, each adding operations, or leavin
   tensor that backward needs, so that a block's closing projection usually is not run again.
 * `reentrant`: every block to its end, as `use_reentrant=True`, DeepSpeed and Megatron-LM's full granularity do it.
 * `every:N`: every N-th block of each stack, as torchtitan's layer-wise selective checkpointing.
-* `vision:full`, `language:every:2`: those blocks of one tower alone; `TOWERS` has the names.
+* `vision:full`, `language:every:2`: those blocks of one tower alone; `towers` has the names.
 * a pattern of block names (`model.layers.*[02468]`): those blocks.
 * a component (`language.attention`, `mlp`) or a pattern of module names (`*.up_proj`): those operations of all blocks,
   each to its end, as Megatron-LM's `recompute_modules`, whose `core_attn` is `attention`.
@@ -25,10 +25,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from headway.count.modalities import media_towers
 from headway.count.rows import Row
 from headway.errors import UsageError
 
-TOWERS = ("language", "vision", "audio")
 """Towers whose blocks can be chosen apart, as components begin."""
 
 _NO_TOWERS: Mapping[str, str] = MappingProxyType({})
@@ -78,11 +78,16 @@ def parse(choice: str) -> tuple[Term, ...]:
 def _term(text: str) -> Term:
     name = text.removeprefix("-").strip()
     tower, _, of_tower = name.partition(":")
-    blocks = of_tower if tower in TOWERS else name
+    blocks = of_tower if tower in towers() else name
     number = blocks.removeprefix("every:") if blocks.startswith("every:") else ""
     counts = number.isdecimal() and len(number) <= _MAX_DIGITS  # else a name that no block has
     every = int(number) if counts else int(blocks in ("full", "reentrant"))
-    return Term(name, text.startswith("-"), every, tower if every and tower in TOWERS else "")
+    return Term(name, text.startswith("-"), every, tower if every and tower in towers() else "")
+
+
+def towers() -> tuple[str, ...]:
+    """Return the names of towers that a choice may name: language, vision, audio."""
+    return ("language", *media_towers())
 
 
 def towers_of_blocks(rows: Sequence[Row]) -> dict[str, str]:

@@ -1,10 +1,12 @@
 """The work of one step: segment lengths, vision grids, clips and slots, independent of any model.
 
 A workload is built on the CPU, in the collator, from whatever the batch carries: lengths, `cu_seqlens`, an attention
-mask or restarting positions. Workloads add up, so micro-batches and ranks are summed with `+`.
+mask or restarting positions. What it holds beside text are rows of `headway.count.modalities`. Workloads add up, so
+micro-batches and ranks are summed with `+`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,20 +18,13 @@ from headway.count.integers import (
     IntsLike,
     as_ints,
     boundaries_of,
-    grids_of,
     joined,
     joined_per_segment,
     lengths_of,
     per_segment,
 )
+from headway.count.modalities import MODALITIES, media_towers
 from headway.errors import WorkloadError
-
-# what a workload of lengths and grids alone does not have
-_NOTHING = {
-    **dict.fromkeys(("_sources", "_audio", "_past"), NONE),
-    "_splits": runs.NO_RUNS,
-    **dict.fromkeys(("_latents", "_references"), grids_of((), "latents")),
-}
 
 
 class Workload:
@@ -42,7 +37,6 @@ class Workload:
         slots: token positions that the kernels compute, real and padding; the number of tokens when None.
         sources: what the encoder reads for each segment, where the model cross-attends: source tokens, or feature
             frames of speech; shape (N,), each >= 0.
-        audio: lengths of audio clips whose tokens lie in the segments [feature frames], shape (A,), each >= 1.
         past: tokens before each segment whose keys and values are cached, for inference; shape (N,), each >= 0. A
             decode step of one token after 4,096 is a segment of 1 with a past of 4,096.
         packs: forward passes that the segments make up; 1 when None. Work on weights alone, such as DoRA's norms, is
@@ -50,11 +44,14 @@ class Workload:
         splits: where a segment's tokens do not all see each other causally, its runs of (mode, tokens), one list per
             segment: `[[("causal", 102), ("noise", 4098)]]`. They may stand in place of `segments`. See
             `headway.count.splits`.
-        latents: grids t, h, w of the latent images that the model draws, from noise [latent patches], shape (D, 3).
-        references: grids t, h, w of the clean latent images that its tokens read [latent patches], shape (C, 3).
         supervised: tokens whose next token is learnt [tokens]; when None, those of causal runs.
+        media: sizes of other kinds of input, by their names in `headway.count.modalities`: `audio`, the lengths of
+            clips whose tokens lie in the segments [feature frames], shape (A,); `latents`, grids of the latent images
+            that the model draws from noise, and `references`, of the clean ones that its tokens read [latent patches],
+            shapes (D, 3) and (C, 3).
 
     Raises:
+        TypeError: a kind of input that there is not.
         WorkloadError: a length or grid below 1, fewer slots than tokens, sources or past that are not one per segment,
             splits that do not add up to their segments, more latent patches or supervised tokens than there are
             tokens, or values that are not whole numbers.
@@ -64,19 +61,12 @@ class Workload:
     (4708, 4736, 1536, 3)
     """
 
-    __slots__ = (
-        "_audio", "_images", "_latents", "_packs", "_past", "_references", "_segments", "_slots", "_sources",
-        "_splits", "_supervised", "_tokens", "_videos",
-    )  # fmt: skip
+    __slots__ = ("_media", "_packs", "_past", "_segments", "_slots", "_sources", "_splits", "_supervised", "_tokens")
     _segments: Ints
-    _images: Ints
-    _videos: Ints
+    _media: dict[str, Ints]  # by modality, in the order of the table; only those that there are
     _sources: Ints
-    _audio: Ints
     _past: Ints
     _splits: Ints
-    _latents: Ints
-    _references: Ints
     _tokens: int
     _slots: int
     _packs: int
@@ -88,14 +78,13 @@ class Workload:
         images: IntsLike = (),
         videos: IntsLike = (),
         slots: int | None = None,
+        *,
         sources: IntsLike = (),
-        audio: IntsLike = (),
         past: IntsLike = (),
         packs: int | None = None,
         splits: Any = (),
-        latents: IntsLike = (),
-        references: IntsLike = (),
         supervised: int | None = None,
+        **media: IntsLike,
     ) -> None:
         # segments, which splits may stand in place of
         lengths = lengths_of(segments, "segments", "a segment holds at least 1 token")
@@ -110,42 +99,47 @@ class Workload:
             raise WorkloadError(f"{packs} packs cannot hold {tokens} tokens: give the number of forward passes.")
 
         # each latent patch is a token, of a run that may hold it
-        drawn, clean = grids_of(latents, "latents"), grids_of(references, "references")
-        runs.check_kinds(tokens, split, int(drawn.prod(axis=1).sum()), int(clean.prod(axis=1).sum()), supervised)
+        sizes = _read(images=images, videos=videos, **media)
+        drawn, clean = (_num_units(sizes, name) for name in ("latents", "references"))
+        runs.check_kinds(tokens, split, drawn, clean, supervised)
         self._set(
             tokens,
             tokens if slots is None else slots,
             packs,
             supervised,
+            sizes,
             _segments=lengths,
-            _images=grids_of(images, "images"),
-            _videos=grids_of(videos, "videos"),
             _sources=per_segment(sources, "sources", "a segment reads 0 tokens or more", lengths),
-            _audio=lengths_of(audio, "audio", "a clip holds at least 1 frame"),
             _past=per_segment(past, "past", "a segment follows 0 tokens or more", lengths),
             _splits=split,
-            _latents=drawn,
-            _references=clean,
         )
 
     @classmethod
     def _of_lengths(cls, lengths: Ints, images: IntsLike, videos: IntsLike, slots: int) -> "Workload":
         """Build a workload of lengths that were counted here, each at least 1 and together within the slots."""
         workload = object.__new__(cls)
-        grids = {"_images": grids_of(images, "images"), "_videos": grids_of(videos, "videos")}
-        workload._set(int(lengths.sum()), slots, None, None, _segments=lengths, **grids, **_NOTHING)
+        nothing = {"_sources": NONE, "_past": NONE, "_splits": runs.NO_RUNS}
+        sizes = _read(images=images, videos=videos)
+        workload._set(int(lengths.sum()), slots, None, None, sizes, _segments=lengths, **nothing)
         return workload
 
-    def _set(self, tokens: int, slots: int, packs: int | None, supervised: int | None, **arrays: Ints) -> None:
+    def _set(
+        self,
+        tokens: int,
+        slots: int,
+        packs: int | None,
+        supervised: int | None,
+        media: dict[str, Ints],
+        **arrays: Ints,
+    ) -> None:
         for name, value in arrays.items():
-            if value.base is not None or value.flags.writeable:
-                value = value.copy()  # noqa: PLW2901  # nobody else's, from here on
-                value.flags.writeable = False
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, _frozen(value))
+        object.__setattr__(self, "_media", {name: _frozen(sizes) for name, sizes in media.items()})
         object.__setattr__(self, "_tokens", tokens)
         object.__setattr__(self, "_slots", int(slots))
         object.__setattr__(self, "_supervised", supervised)
-        object.__setattr__(self, "_packs", int(any(a.size for a in arrays.values())) if packs is None else packs)
+        holds_work = bool(media) or any(a.size for a in arrays.values())
+        object.__setattr__(self, "_packs", int(holds_work) if packs is None else packs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Workload is immutable; build a new one instead of setting {name!r}")
@@ -156,19 +150,29 @@ class Workload:
         return self._segments
 
     @property
+    def media(self) -> Mapping[str, Ints]:
+        """Sizes of the kinds of input that there are, by their names in `headway.count.modalities`."""
+        return MappingProxyType(self._media)
+
+    def sizes(self, modality: str) -> Ints:
+        """Sizes of one kind of input, by its name: grids t, h, w, shape (M, 3), or lengths, shape (M,)."""
+        sizes = self._media.get(modality)
+        return MODALITIES[modality].none if sizes is None else sizes
+
+    @property
     def images(self) -> Ints:
         """Image grids t, h, w [patches], shape (M, 3)."""
-        return self._images
+        return self.sizes("images")
 
     @property
     def videos(self) -> Ints:
         """Video grids t, h, w [patches], shape (V, 3)."""
-        return self._videos
+        return self.sizes("videos")
 
     @property
     def grids(self) -> Ints:
         """Image grids, then video grids [patches], shape (M + V, 3)."""
-        return self._images if not self._videos.size else np.concatenate([self._images, self._videos])
+        return joined([self.images, self.videos], 3)
 
     @property
     def sources(self) -> Ints:
@@ -178,7 +182,7 @@ class Workload:
     @property
     def audio(self) -> Ints:
         """Lengths of audio clips [feature frames], shape (A,)."""
-        return self._audio
+        return self.sizes("audio")
 
     @property
     def past(self) -> Ints:
@@ -193,22 +197,22 @@ class Workload:
     @property
     def latents(self) -> Ints:
         """Grids t, h, w of the latent images that are drawn [latent patches], shape (D, 3)."""
-        return self._latents
+        return self.sizes("latents")
 
     @property
     def references(self) -> Ints:
         """Grids t, h, w of the clean latent images that are read [latent patches], shape (C, 3)."""
-        return self._references
+        return self.sizes("references")
 
     @property
     def drawn(self) -> int:
         """Latent patches that are drawn."""
-        return int(self._latents.prod(axis=1).sum())
+        return _num_units(self._media, "latents")
 
     @property
     def latent_patches(self) -> int:
         """Latent patches, drawn and read."""
-        return self.drawn + int(self._references.prod(axis=1).sum())
+        return self.drawn + _num_units(self._media, "references")
 
     @property
     def supervised(self) -> int:
@@ -216,6 +220,11 @@ class Workload:
         if self._supervised is not None:
             return self._supervised
         return runs.tokens_of(self._splits, runs.CAUSAL) if self._splits.size else self._tokens
+
+    @property
+    def runs_towers(self) -> bool:
+        """Whether it holds anything that a tower beside the text reads: images, videos, audio."""
+        return any(MODALITIES[name].tower in media_towers() for name in self._media)
 
     @property
     def slots(self) -> int:
@@ -230,7 +239,7 @@ class Workload:
     @property
     def patches(self) -> int:
         """Vision patches before merging, images and videos together."""
-        return int(self.grids.prod(axis=1).sum())
+        return _num_units(self._media, "images") + _num_units(self._media, "videos")
 
     @property
     def num_segments(self) -> int:
@@ -245,12 +254,12 @@ class Workload:
     @property
     def num_images(self) -> int:
         """Number of images."""
-        return len(self._images)
+        return len(self.images)
 
     @property
     def num_videos(self) -> int:
         """Number of videos."""
-        return len(self._videos)
+        return len(self.videos)
 
     @classmethod
     def total(cls, workloads: Iterable["Workload"]) -> "Workload":
@@ -268,15 +277,11 @@ class Workload:
             sum(w._slots for w in parts),
             sum(w._packs for w in parts),
             None if all(w._supervised is None for w in parts) else sum(w.supervised for w in parts),
+            _joined_media(parts),
             _segments=joined([w._segments for w in parts]),
-            _images=joined([w._images for w in parts], 3),
-            _videos=joined([w._videos for w in parts], 3),
             _sources=joined_per_segment([w._segments for w in parts], [w._sources for w in parts]),
-            _audio=joined([w._audio for w in parts]),
             _past=joined_per_segment([w._segments for w in parts], [w._past for w in parts]),
             _splits=runs.joined_runs([w._segments for w in parts], [w._splits for w in parts]),
-            _latents=joined([w._latents for w in parts], 3),
-            _references=joined([w._references for w in parts], 3),
         )
         return total
 
@@ -289,12 +294,15 @@ class Workload:
         """Let `sum(workloads)` start from 0."""
         return self if other == 0 else NotImplemented
 
-    def _state(self) -> tuple[Any, ...]:
-        names = "segments images videos slots sources audio past packs splits latents references supervised"
-        return tuple(getattr(self, f"_{name}") for name in names.split())  # in the constructor's order
+    def _state(self) -> dict[str, Any]:
+        """Arguments that make the workload again."""
+        names = ("segments", "slots", "sources", "past", "packs", "splits", "supervised")
+        return {**{name: getattr(self, f"_{name}") for name in names}, **self._media}
 
     def _key(self) -> tuple[Any, ...]:
-        return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in self._state())
+        return tuple(
+            (name, part.tobytes() if isinstance(part, np.ndarray) else part) for name, part in self._state().items()
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Workload) and self._key() == other._key()
@@ -303,28 +311,24 @@ class Workload:
         return hash(self._key())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Workload, self._state()
+        return _rebuilt, (self._state(),)
 
     def to_dict(self) -> dict[str, Any]:
-        """Write the workload as plain lists by the names of its arguments, without latents, splits and references."""
-        lists = {
-            name: getattr(self, name).tolist() for name in ("segments", "images", "videos", "sources", "audio", "past")
-        }
+        """Write the workload as plain lists by the names of its arguments, without latents, references and splits."""
+        lists = {name: self.sizes(name).tolist() for name, row in MODALITIES.items() if row.tower != "latents"}
+        lists |= {name: getattr(self, name).tolist() for name in ("segments", "sources", "past")}
         return {**lists, "slots": self.slots, "packs": self.num_packs}
 
     def __repr__(self) -> str:
         parts = [f"{self.num_segments} segments", f"{self._tokens} tokens", f"{self._slots} slots"]
-        if self.num_images or self.num_videos:
-            parts += [f"{self.num_images} images", f"{self.num_videos} videos", f"{self.patches} patches"]
         if self._sources.size:
             parts.append(f"{int(self._sources.sum())} source tokens")
-        if self._audio.size:
-            parts.append(f"{len(self._audio)} clips of {int(self._audio.sum())} frames")
         if self._past.size:
             parts.append(f"{int(self._past.sum())} past tokens")
         parts += [f"{tokens} {mode}" for mode, tokens in runs.by_mode(self._splits).items()]
-        if self.latent_patches:
-            parts.append(f"{self.latent_patches} latent patches")
+        for name, sizes in self._media.items():
+            row = MODALITIES[name]
+            parts.append(f"{len(sizes)} {row.noun}s of {row.units(sizes)} {row.unit}")
         return f"Workload({', '.join(parts)})"
 
     @classmethod
@@ -409,6 +413,40 @@ class Workload:
         """
         lengths, slots = _segments_of_positions(position_ids, attention_mask)
         return cls._of_lengths(lengths, images, videos, slots)
+
+
+def _read(**media: IntsLike) -> dict[str, Ints]:
+    """Check the sizes of each kind of input, in the order of the table; without those that are empty."""
+    unknown = media.keys() - MODALITIES.keys()
+    if unknown:
+        raise TypeError(
+            f"Workload has no argument {min(unknown)!r}; kinds of input beside text are {', '.join(MODALITIES)}."
+        )
+    sizes = {name: row.read(media[name]) for name, row in MODALITIES.items() if name in media}
+    return {name: array for name, array in sizes.items() if array.size}
+
+
+def _num_units(media: Mapping[str, Ints], modality: str) -> int:
+    return MODALITIES[modality].units(media[modality]) if modality in media else 0
+
+
+def _joined_media(workloads: Sequence[Workload]) -> dict[str, Ints]:
+    """Lay the sizes of several workloads end to end, each kind by itself."""
+    there_are = [name for name in MODALITIES if any(name in w.media for w in workloads)]
+    return {name: joined([w.sizes(name) for w in workloads]) for name in there_are}
+
+
+def _frozen(array: Ints) -> Ints:
+    """Return the array, or a copy that nobody else holds, which cannot be written."""
+    if array.base is not None or array.flags.writeable:
+        array = array.copy()
+        array.flags.writeable = False
+    return array
+
+
+def _rebuilt(arguments: dict[str, Any]) -> Workload:
+    """Make a workload that was pickled."""
+    return Workload(**arguments)
 
 
 def _segments_of_mask(attention_mask: IntsLike) -> tuple[Ints, int]:

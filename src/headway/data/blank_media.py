@@ -7,41 +7,27 @@ are exactly zero. It is counted as slots, never as work.
 Tensor letters as in `collate`.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from headway.count import Workload
+from headway.count.modalities import MODALITIES
 from headway.data.collate import PADDING_TOKEN, Batch, Collator
+from headway.data.media.tensors import MediaTensors
 from headway.models.losses import IGNORED
 
-
-class Modalities(NamedTuple):
-    """Kinds of media in a pack, which tell the vision towers that it runs.
-
-    Attributes:
-        images: whether it has an image.
-        videos: whether it has a video.
-    """
-
-    images: bool
-    videos: bool
-
-    @classmethod
-    def of(cls, batch: Batch) -> "Modalities":
-        """Kinds of media in one pack, blanks included."""
-        return cls(batch.grids_M3 is not None, batch.video_grids_M3 is not None)
-
-    @classmethod
-    def union(cls, packs: Sequence["Modalities"]) -> "Modalities":
-        """Kinds of media that at least one of several packs has."""
-        return cls(any(pack.images for pack in packs), any(pack.videos for pack in packs))
+Kinds = frozenset[str]
+"""Kinds of media in a pack for which a vision tower runs, by the names of `headway.count.modalities`."""
 
 
-def with_blanks(batch: Batch, wanted: Modalities, collator: Collator) -> Batch:
+def vision_kinds(batch: Batch) -> Kinds:
+    """Kinds of media in one pack for which a vision tower runs, blanks included."""
+    return frozenset(name for name in batch.media if MODALITIES[name].tower == "vision")
+
+
+def with_blanks(batch: Batch, wanted: Kinds, collator: Collator) -> Batch:
     """Add a blank image or video to a pack that lacks one.
 
     Args:
@@ -50,47 +36,36 @@ def with_blanks(batch: Batch, wanted: Modalities, collator: Collator) -> Batch:
         collator: the pack's collator; one without a vision geometry or a blank image leaves the pack as it is.
     """
     # Every rank must run the same towers in a step, so a pack lacks what any other rank's pack has.
-    geometry, has = collator.geometry, Modalities.of(batch)
-    lacking = Modalities(wanted.images and not has.images, wanted.videos and not has.videos)
+    geometry, lacking = collator.geometry, wanted - vision_kinds(batch)
     # A family's own layout knows how to hold an image that nobody sees; its grid is one patch.
     if batch.family_inputs is not None:
-        if not lacking.images:
+        if "images" not in lacking:
             return batch
         pixels_PD, family_inputs = batch.family_inputs.with_blank_image()
-        grids_M3 = torch.ones(1, 3, dtype=torch.long)
-        return replace(batch, pixels_PD=pixels_PD, grids_M3=grids_M3, family_inputs=family_inputs)
+        blank_images = MediaTensors(torch.ones(1, 3, dtype=torch.long), pixels_PD)
+        return replace(batch, media={**batch.media, "images": blank_images}, family_inputs=family_inputs)
     # A tower that a processor feeds takes a whole encoded picture: its placeholders, grid and tensors.
-    if collator.blank is not None and lacking.images:
+    if collator.blank is not None and "images" in lacking:
         blank = collator.blank
         padded = _with_tokens(batch, blank.input_ids_S, collator)
         tensors = {name: joinable.tensor_X for name, joinable in blank.processed.items()}
-        return replace(padded, grids_M3=blank.grids_M3, processed=tensors)
-    if geometry is None or not any(lacking):
+        return replace(padded, media={**batch.media, **blank.media}, processed=tensors)
+    if geometry is None or not lacking:
         return batch
     # A tower of patches takes zeros: a bucket of them, so that shapes stay few, or those of one token.
     patches = collator.bucket_patches or geometry.merge_size**2
-    grids_M3 = geometry.padding_grids(patches)
-    pixels_PD = torch.zeros(patches, geometry.patch_values)
+    blanks = MediaTensors(geometry.padding_grids(patches), torch.zeros(patches, geometry.patch_values))
     # Positions and boundaries of the blank patches, by kind, and the kind's placeholder token.
-    vision, ids = dict(batch.vision), []
-    if lacking.images:
-        vision |= geometry.inputs(grids_M3, "image_")
-        ids.append(geometry.image_token)
-    if lacking.videos:
-        vision |= geometry.inputs(grids_M3, "video_")
-        ids.append(geometry.video_token)
+    media, vision, ids = dict(batch.media), dict(batch.vision), []
+    for name, row in MODALITIES.items():
+        if name in lacking:
+            media[name] = blanks
+            vision |= geometry.inputs(blanks.sizes, f"{row.kind}_")
+            ids.append(getattr(geometry, f"{row.kind}_token"))
     # One placeholder per merged square of merge_size**2 patches, in the pack's padding.
     tokens_S = torch.tensor(ids).repeat_interleave(patches // geometry.merge_size**2)
     padded = _with_tokens(batch, tokens_S, collator)
-    return replace(
-        padded,
-        pixels_PD=pixels_PD if lacking.images else batch.pixels_PD,
-        grids_M3=grids_M3 if lacking.images else batch.grids_M3,
-        video_pixels_PD=pixels_PD if lacking.videos else batch.video_pixels_PD,
-        video_grids_M3=grids_M3 if lacking.videos else batch.video_grids_M3,
-        vision=vision,
-        placeholders=collator.placeholders(padded.input_ids_1T),
-    )
+    return replace(padded, media=media, vision=vision, placeholders=collator.placeholders(padded.input_ids_1T))
 
 
 def _with_tokens(batch: Batch, tokens_S: torch.Tensor, collator: Collator) -> Batch:

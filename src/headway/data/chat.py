@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from headway.data.samples import AudioPart, Chat, ImagePart, Message, Origin, Part, TextPart, VideoPart
+from headway.data.samples import Chat, Message, Origin, Part, TextPart
 from headway.data.stops import SpecialTokens, Stops, find_stops
 from headway.data.template_bounds import MAX_SOURCE, TemplateFailure, render_template
 from headway.errors import CheckpointError, ConfigError, DataError
@@ -24,7 +24,6 @@ Span = tuple[int, int]
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THINKING = re.compile(r"\s*<([^\s<>/]+)>\s*</\1>\s*")
 _OPEN_THINKING = re.compile(r"<([^\s<>/]+)>\s*$")
-_KINDS: dict[type[Part], str] = {ImagePart: "image", VideoPart: "video", AudioPart: "audio"}
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # by which templates read what was thought
 _Turns = list[dict[str, Any]]
 
@@ -395,4 +394,4 @@ def _check_nothing_is_left_out(text: str, messages: Sequence[Message], sample: C
 
 
 def _part(part: Part) -> dict[str, str]:
-    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": _KINDS[type(part)]}
+    return {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.kind}

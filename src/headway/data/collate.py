@@ -1,26 +1,26 @@
 """Encoded samples laid end to end: one pack, with its segment boundaries, targets and workload.
 
-Tensor letters: T slots of the pack, N segments, R rows of positions, P patches, D values per patch, M images or videos,
-A audio clips, B mel bins, F feature frames.
+Tensor letters: T slots of the pack, N segments, R rows of positions, P patches, D values per patch, M images or videos.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from headway.count import Workload
+from headway.count.modalities import MODALITIES
 from headway.data.encode import EncodedSample
-from headway.data.media.joining import Joinable, joined, joined_sounds
+from headway.data.media.joining import Joinable, joined
+from headway.data.media.tensors import MediaTensors, joined_media, model_arguments
 from headway.data.samples import Origin
 from headway.errors import ConfigError, DataError
 from headway.models.losses import IGNORED
 from headway.models.parallel.sequence import local_slots
-from headway.models.pixel_patches import normalised
 from headway.models.vision import VisionGeometry
 from headway.models.waits import Placeholders
 
@@ -68,13 +68,9 @@ class Batch:
         position_ids_R1T: positions, restarting with each segment; one row, or three for M-RoPE.
         cu_seqlens_N: segment boundaries [tokens], int32; the padding's segment, if there is one, comes last.
         max_seqlen: the longest segment [tokens].
-        pixels_PD: vision patches of all images, end to end, uint8 of one frame or float32; None without images.
-        grids_M3: (t, h, w) of each image, or of each of its tiles [patches]; None without images.
+        media: tensors of each kind of media that there is, by the names of `headway.count.modalities`; patches are
+            uint8 of one frame or float32.
         processed: tensors of all images, by the model's own names, where they are as its processor gives them.
-        video_pixels_PD: vision patches of all videos; None without videos.
-        video_grids_M3: (t, h, w) of each video [patches]; None without videos.
-        audio_ABF: features of all audio clips; None without audio.
-        audio_mask_AF: which of their frames are real; None without audio.
         token_types_1T: 1 on image and 2 on video placeholders (PaliGemma: on answers); None for models without.
         types_name: the model's argument that takes them.
         pixel_scale_2D: factor and summand that turn uint8 patches into the model's; None where they are so already.
@@ -93,13 +89,8 @@ class Batch:
     position_ids_R1T: torch.Tensor
     cu_seqlens_N: torch.Tensor
     max_seqlen: int
-    pixels_PD: torch.Tensor | None
-    grids_M3: torch.Tensor | None
+    media: dict[str, MediaTensors]
     processed: dict[str, torch.Tensor]
-    video_pixels_PD: torch.Tensor | None
-    video_grids_M3: torch.Tensor | None
-    audio_ABF: torch.Tensor | None
-    audio_mask_AF: torch.Tensor | None
     token_types_1T: torch.Tensor | None
     types_name: str
     pixel_scale_2D: torch.Tensor | None
@@ -158,7 +149,11 @@ class Batch:
         if not self.vision:
             return moved
         # With everything ready-made, the model only lists the grids: on the host, so that it need not wait for them.
-        return replace(moved, grids_M3=self.grids_M3, video_grids_M3=self.video_grids_M3)
+        media = dict(moved.media)
+        for name, tensors in self.media.items():
+            if MODALITIES[name].shape == "grids":
+                media[name] = media[name]._replace(sizes=tensors.sizes)
+        return replace(moved, media=media)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory of the tensors on a device from being used again before a stream is done with them."""
@@ -181,9 +176,8 @@ class Batch:
         if self.family_inputs is None or group is None:
             return self
         inputs = {"input_ids": self.input_ids_1T, "position_ids": self.position_ids_R1T[0]}
-        if self.pixels_PD is not None:
-            inputs["pixel_values"] = self.pixels_PD
-        return replace(self, pixels_PD=None, family_inputs=self.family_inputs.dealt(inputs, group))
+        inputs |= self._pixels()
+        return replace(self, media={}, family_inputs=self.family_inputs.dealt(inputs, group))
 
     def local_slots(self, group: ProcessGroup | None) -> slice | torch.Tensor:
         """The slots that this process computes, by which labels and source ids are cut; all slots of an unshared pack.
@@ -202,19 +196,20 @@ class Batch:
     def _map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         changed = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        media = {name: tensors.map_tensors(change) for name, tensors in self.media.items()}
         processed = {name: change(tensor) for name, tensor in self.processed.items()}
         vision = {k: change(v) if isinstance(v, torch.Tensor) else v for k, v in self.vision.items()}
         placeholders = None if self.placeholders is None else self.placeholders.moved(change)
         family_inputs = None if self.family_inputs is None else self.family_inputs.map_tensors(change)
-        parts = {"processed": processed, "vision": vision, "placeholders": placeholders, "family_inputs": family_inputs}
-        return replace(self, **{**values, **changed, **parts})
+        parts = {"media": media, "processed": processed, "vision": vision, "placeholders": placeholders}
+        return replace(self, **{**values, **changed, **parts, "family_inputs": family_inputs})
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward, labels left out; uint8 patches are normalised here."""
         positions = self.position_ids_R1T if self.position_ids_R1T.shape[0] > 1 else self.position_ids_R1T[0]
         if self.family_inputs is not None:
-            arguments = {"input_ids": self.input_ids_1T, "position_ids": positions, "pixel_values": self.pixels_PD}
-            return arguments | self.family_inputs.inputs | {"attention_mask": self.family_inputs.mask}
+            arguments = {"input_ids": self.input_ids_1T, "position_ids": positions, "pixel_values": None}
+            return arguments | self._pixels() | self.family_inputs.inputs | {"attention_mask": self.family_inputs.mask}
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids_1T,
             "position_ids": positions,
@@ -226,21 +221,13 @@ class Batch:
             inputs["pack_placeholders"] = self.placeholders
         if self.token_types_1T is not None:
             inputs[self.types_name] = self.token_types_1T
-        if self.pixels_PD is not None:
-            inputs |= {"pixel_values": self._normalised(self.pixels_PD), "image_grid_thw": self.grids_M3}
-        if self.video_pixels_PD is not None:
-            inputs["pixel_values_videos"] = self._normalised(self.video_pixels_PD)
-            inputs["video_grid_thw"] = self.video_grids_M3
-        if self.audio_ABF is not None:
-            inputs |= {"input_features": self.audio_ABF, "feature_attention_mask": self.audio_mask_AF}
-        return inputs | self.processed | self.vision
+        scale = None if self.pixel_scale_2D is None else (self.pixel_scale_2D[0], self.pixel_scale_2D[1])
+        return inputs | model_arguments(self.media, scale) | self.processed | self.vision
 
-    def _normalised(self, pixels_PD: torch.Tensor) -> torch.Tensor:
-        if pixels_PD.dtype != torch.uint8:
-            return pixels_PD
-        assert self.pixel_scale_2D is not None
-        scale_D, shift_D = self.pixel_scale_2D
-        return normalised(pixels_PD, (scale_D, shift_D))
+    def _pixels(self) -> dict[str, torch.Tensor]:
+        """Patches of images, which a family's own model takes without their grids."""
+        features_PD = self.media["images"].features if "images" in self.media else None
+        return {} if features_PD is None else {"pixel_values": features_PD}
 
 
 @dataclass(frozen=True)
@@ -303,9 +290,8 @@ class Collator:
         views = [sample.segments or (sample.tokens,) for sample in samples]
         lengths = [length for segments in views for length in segments]
         # Media end to end, in the order of their samples.
-        images = _joined([sample.pixels_PD for sample in samples], [sample.grids_M3 for sample in samples])
-        videos = _joined([sample.video_pixels_PD for sample in samples], [sample.video_grids_M3 for sample in samples])
-        audio_ABF, audio_mask_AF = _audio(samples)
+        samples_media = joined_media([sample.media for sample in samples])
+        sizes: dict[str, Any] = {name: tensors.sizes for name, tensors in samples_media.items()}
         ids = [sample.input_ids_S for sample in samples]
         # Labels are shifted here: slot t holds token t + 1, and a segment's last slot learns nothing.
         labels = [pad(sample.labels_S[1:], (0, 1), value=IGNORED) for sample in samples]
@@ -314,7 +300,7 @@ class Collator:
         like = samples[0] if samples else self.blank  # all of a model take types, or none
 
         # Padding up to the next bucket is one more segment, so that no sample sees it.
-        padding_S, (pixels_PD, grids_M3), (video_pixels_PD, video_grids_M3) = self._pad(sum(lengths), images, videos)
+        padding_S, media = self._pad(sum(lengths), samples_media)
         if len(padding_S):
             ids.append(padding_S)
             labels.append(torch.full_like(padding_S, IGNORED))
@@ -325,8 +311,9 @@ class Collator:
         # Positions and boundaries of patches are made here, on the CPU, so that the tower need not wait.
         vision: dict[str, Any] = {}
         if self.geometry is not None:
-            vision |= self.geometry.inputs(grids_M3, "image_") if len(grids_M3) else {}
-            vision |= self.geometry.inputs(video_grids_M3, "video_") if len(video_grids_M3) else {}
+            for name, tensors in media.items():
+                if MODALITIES[name].tower == "vision":
+                    vision |= self.geometry.inputs(tensors.sizes, f"{MODALITIES[name].kind}_")
         input_ids_1T = torch.cat(ids)[None]
         # Source of each segment, by which losses are reported; padding counts to the first, with no label.
         numbers = [self.sources.index(sample.origin.source) if self.sources else 0 for sample in samples]
@@ -337,54 +324,49 @@ class Collator:
             position_ids_R1T=torch.cat(positions, dim=1)[:, None],
             cu_seqlens_N=pad(segments_N.cumsum(0), (1, 0)).to(torch.int32),
             max_seqlen=int(segments_N.max()),
-            pixels_PD=pixels_PD,
-            grids_M3=grids_M3 if len(grids_M3) else None,
+            media=media,
             processed=_processed(samples),
-            video_pixels_PD=video_pixels_PD,
-            video_grids_M3=video_grids_M3 if len(video_grids_M3) else None,
-            audio_ABF=audio_ABF,
-            audio_mask_AF=audio_mask_AF,
             token_types_1T=torch.cat(types)[None] if len(types) == len(ids) else None,
             types_name="mm_token_type_ids" if like is None else like.types_name,
-            pixel_scale_2D=self._scale(pixels_PD, video_pixels_PD),
+            pixel_scale_2D=self._scale(media),
             vision=vision,
             placeholders=self.placeholders(input_ids_1T),
             source_ids_N=torch.tensor(source_ids + [0] * (len(segments_N) - len(source_ids))),
             # Work is counted of the samples' own media, without the padding that fills buckets.
             workload=Workload(
                 lengths,
-                images=images[1],
-                videos=videos[1],
-                audio=[] if audio_mask_AF is None else audio_mask_AF.sum(1),
                 slots=int(segments_N.sum()),
                 packs=1,
+                **sizes,
             ),
             supervised=tuple(sample.num_supervised for sample in samples),
             origins=tuple(sample.origin for sample in samples),
             sample_tokens=tuple(sample.tokens for sample in samples),
         )
 
-    def _pad(self, tokens: int, images: "_Patches", videos: "_Patches") -> "tuple[torch.Tensor, _Patches, _Patches]":
-        """The padding segment's token ids, and the patch buffers filled up to the next bucket."""
-        ids, filled = [], []
-        for patches, token in ((images, "image_token"), (videos, "video_token")):
-            pixels_PD, grids_M3 = patches
-            if pixels_PD is None or self.bucket_patches is None or len(pixels_PD) % self.bucket_patches == 0:
-                filled.append(patches)
+    def _pad(self, tokens: int, media: Mapping[str, MediaTensors]) -> tuple[torch.Tensor, dict[str, MediaTensors]]:
+        """The padding segment's token ids, and the media with patch buffers filled up to the next bucket."""
+        ids, filled = [], dict(media)
+        for name, (grids_M3, pixels_PD) in media.items():
+            if self.bucket_patches is None or MODALITIES[name].tower != "vision" or pixels_PD is None:
                 continue
-            assert self.geometry is not None
+            assert self.geometry is not None  # whoever has a bucket has it
             missing = -len(pixels_PD) % self.bucket_patches
+            if not missing:
+                continue
             blank_PD = pixels_PD.new_zeros(missing, pixels_PD.shape[1])
             blank_grids_M3 = self.geometry.padding_grids(missing)
-            filled.append(_Patches(torch.cat([pixels_PD, blank_PD]), torch.cat([grids_M3, blank_grids_M3])))
-            ids.append(torch.full((missing // self.geometry.merge_size**2,), getattr(self.geometry, token)))
+            filled[name] = MediaTensors(torch.cat([grids_M3, blank_grids_M3]), torch.cat([pixels_PD, blank_PD]))
+            placeholder = getattr(self.geometry, f"{MODALITIES[name].kind}_token")
+            ids.append(torch.full((missing // self.geometry.merge_size**2,), placeholder))
         used = tokens + sum(len(part) for part in ids)
         bucket = self.bucket_tokens or 1
         ids.append(torch.full((-used % bucket if used else bucket,), PADDING_TOKEN))
-        return torch.cat(ids), filled[0], filled[1]
+        return torch.cat(ids), filled
 
-    def _scale(self, *pixels: torch.Tensor | None) -> torch.Tensor | None:
-        if not any(part is not None and part.dtype == torch.uint8 for part in pixels):
+    def _scale(self, media: Mapping[str, MediaTensors]) -> torch.Tensor | None:
+        features = [tensors.features for tensors in media.values() if tensors.features is not None]
+        if not any(part.dtype == torch.uint8 for part in features):
             return None
         if self.pixel_scale is None:
             raise DataError("The patches are bytes, but how they are normalised was not given; pass pixel_scale.")
@@ -402,17 +384,6 @@ class Collator:
         return (ids_S == self.geometry.image_token).int() + 2 * (ids_S == self.geometry.video_token).int()
 
 
-class _Patches(NamedTuple):
-    pixels_PD: torch.Tensor | None
-    grids_M3: torch.Tensor
-
-
-def _joined(pixels: Sequence[torch.Tensor | None], grids: Sequence[torch.Tensor]) -> _Patches:
-    present = [tensor for tensor in pixels if tensor is not None]
-    none_03 = torch.zeros(0, 3, dtype=torch.long)
-    return _Patches(torch.cat(present) if present else None, torch.cat([none_03, *grids]))
-
-
 def _processed(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
     """The tensors of all samples' images, each joined as the model's processor joins them."""
     by_name: dict[str, list[Joinable]] = {}
@@ -420,12 +391,3 @@ def _processed(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:
         for name, joinable in sample.processed.items():
             by_name.setdefault(name, []).append(joinable)
     return {name: joined([joinable.tensor_X for joinable in parts], parts[0].rule) for name, parts in by_name.items()}
-
-
-def _audio(samples: Sequence[EncodedSample]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Features of all clips, filled up to the longest, and which of their frames are real."""
-    features_AMF = joined_sounds([sample.audio_features_AMF for sample in samples])
-    if features_AMF is None:
-        return None, None
-    lengths_A = torch.cat([sample.audio_lengths_A for sample in samples])
-    return features_AMF, (torch.arange(features_AMF.shape[2]) < lengths_A[:, None]).long()

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from headway.data.encode import EncodedSample
+from headway.data.media.tensors import MediaTensors
 from headway.data.samples import Origin, SampleLengths
 from headway.packing.parts import KINDS, Dropout, Numbers, PartTable, SamplePart
 
@@ -29,13 +30,14 @@ def lengths_without(lengths: SampleLengths, origin: Origin, dropout: Dropout | N
     gone, ends = int(sizes[~part_mask].sum()), sizes.cumsum()
     before = int(sizes[~part_mask & (ends <= lengths.first_target)].sum())
     reads = part_mask[[part[0] == KINDS.index("read") for part in lengths.parts]]
+    grids = tuple(grid for grid, stays in zip(lengths.media.get("images", ()), reads, strict=True) if stays)
     return replace(
         lengths,
         parts=parts,
         tokens=lengths.tokens - gone,
         first_target=lengths.first_target - before,
         media_end=lengths.tokens - gone,  # a sample that draws is never cut
-        image_grids=tuple(grid for grid, stays in zip(lengths.image_grids, reads, strict=True) if stays),
+        media={"images": grids} if grids else {},
     )
 
 
@@ -66,21 +68,22 @@ def sample_without(sample: EncodedSample, dropout: Dropout | None, epoch: int) -
             skipped += 1
     # Tokens of parts that stay, and the patches of the images among them that are read.
     stays_S = torch.from_numpy(np.repeat(part_mask, [part.length for part in sample.parts]))
-    pixels = None
-    if sample.pixels_PD is not None:
+    media = {}
+    grids_M3, pixels_PD = sample.media.get("images", (None, None))
+    if grids_M3 is not None and pixels_PD is not None:
         patches = [(part.rows * part.columns, stays) for part, stays in _of(sample, part_mask, "read")]
         sizes, which = zip(*patches, strict=True)
-        pixels = sample.pixels_PD[torch.from_numpy(np.repeat(which, sizes))]
-    # Images to draw, and grids of those that are read, lose the same parts.
+        if any(which):
+            patch_mask_P = torch.from_numpy(np.repeat(which, sizes))
+            media["images"] = MediaTensors(grids_M3[torch.tensor(which)], pixels_PD[patch_mask_P])
+    # Images to draw lose the same parts.
     images = zip(sample.drawn_images, _of(sample, part_mask, "reference", "draw"), strict=True)
-    reads = torch.tensor([bool(stays) for _, stays in _of(sample, part_mask, "read")], dtype=torch.bool)
     return replace(
         sample,
         input_ids_S=sample.input_ids_S[stays_S],
         labels_S=sample.labels_S[stays_S],
         position_ids_RS=(sample.position_ids_RS - torch.tensor(shifts))[:, stays_S],
-        pixels_PD=pixels if pixels is not None and len(pixels) else None,
-        grids_M3=sample.grids_M3[reads],
+        media=media,
         media_end=int(stays_S.sum()),
         parts=tuple(parts),
         drawn_images=tuple(image for image, (_, stays) in images if stays),

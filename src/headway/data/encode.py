@@ -1,7 +1,6 @@
 """Samples as tensors, or their lengths alone, by the model's own tokenizer, chat template and processor.
 
-Tensor letters: S tokens of one sample, R rows of positions (1, or 3 for M-RoPE), P patches, D values per patch, M
-images or videos, A sounds, F feature frames; the M of AMF is mel bands.
+Tensor letters: S tokens of one sample, R rows of positions (1, or 3 for M-RoPE).
 """
 
 import hashlib
@@ -18,15 +17,17 @@ import transformers
 from PIL import Image as Pillow
 from transformers import PreTrainedTokenizerBase
 
+from headway.count.modalities import MODALITIES
 from headway.data.chat import ChatTemplate, Span, View
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
-from headway.data.media.joining import Joinable, joined, joined_sounds
-from headway.data.media.media_reader import MediaReader, OpenedMedia, refused
+from headway.data.media.joining import Joinable, joined
+from headway.data.media.media_reader import MediaReader, OpenedKind, OpenedMedia, refused
 from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
 from headway.data.media.processor_images import SMALLEST_TRIED
 from headway.data.media.sizes import MediaSizes
+from headway.data.media.tensors import MediaTensors, joined_media
 from headway.data.pack_times import charged_to
-from headway.data.samples import NOTHING, Chat, Document, Grid, Origin, Sample, SampleLengths
+from headway.data.samples import NOTHING, Chat, Document, Origin, Sample, SampleLengths
 from headway.errors import DataError
 from headway.models.foreign import foreign
 from headway.models.load import Processor, RopeIndex
@@ -40,10 +41,6 @@ _VERSION = 3  # of what encoding does with a sample; raised when the same settin
 _BLANK = Document((), Origin("", "", 0, ""))  # where a blank image comes from
 
 
-def _no_grids() -> torch.Tensor:
-    return torch.zeros(0, 3, dtype=torch.long)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedSample:
     """One chat or document as tensors on the CPU.
@@ -55,14 +52,9 @@ class EncodedSample:
         origin: where the sample came from.
         token_types_S: 0 for text, 1 for images, 2 for videos, 3 for sounds; None for models that do not read it.
         types_name: the model's argument that takes them; in PaliGemma's, 1 begins with the first answer instead.
-        pixels_PD: patches of all images, end to end; bytes of one frame where the encoder has a `pixel_scale`, else
-            what the model reads; None without images, and where `processed` holds them.
-        grids_M3: (t, h, w) of each image, or of each of its tiles [patches].
+        media: tensors of each kind of media that there is, by the names of `headway.count.modalities`. Patches of
+            images are bytes of one frame where the encoder has a `pixel_scale`, else what the model reads.
         processed: tensors of all images, by the model's own names, where they are as its processor gives them.
-        video_pixels_PD: patches of all videos, likewise, with all their frames.
-        video_grids_M3: (t, h, w) of each video [patches].
-        audio_features_AMF: features of each sound, as the model reads them; None without sounds.
-        audio_lengths_A: feature frames that are sound and not padding [frames].
         media_end: one past the last placeholder of an image, video or sound; 0 without any [tokens].
         segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
         parts: of what the sample is made, for a model that draws; empty for others.
@@ -75,13 +67,8 @@ class EncodedSample:
     origin: Origin
     token_types_S: torch.Tensor | None = None
     types_name: str = "mm_token_type_ids"
-    pixels_PD: torch.Tensor | None = None
-    grids_M3: torch.Tensor = field(default_factory=_no_grids)
+    media: dict[str, MediaTensors] = field(default_factory=dict)
     processed: dict[str, Joinable] = field(default_factory=dict)
-    video_pixels_PD: torch.Tensor | None = None
-    video_grids_M3: torch.Tensor = field(default_factory=_no_grids)
-    audio_features_AMF: torch.Tensor | None = None
-    audio_lengths_A: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     media_end: int = 0
     segments: tuple[int, ...] = ()
     parts: tuple[SamplePart, ...] = ()
@@ -100,7 +87,7 @@ class EncodedSample:
     @property
     def patches(self) -> int:
         """Vision patches of images and videos, before merging [patches]."""
-        return int(sum(grids_M3.prod(1).sum() for grids_M3 in (self.grids_M3, self.video_grids_M3)))
+        return self.lengths.patches
 
     @property
     def size(self) -> Size:
@@ -117,6 +104,7 @@ class EncodedSample:
         """Memory held [bytes]."""
         values = [getattr(self, part.name) for part in fields(self)]
         values += [joinable.tensor_X for joinable in self.processed.values()]
+        values += [tensor for media in self.media.values() for tensor in media]
         values += self.drawn_images
         return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
 
@@ -130,9 +118,7 @@ class EncodedSample:
             first_target=int(targets[0]) + 1 if len(targets) else 0,
             media_end=self.media_end,
             targets=runs_of((self.labels_S != IGNORED).numpy()),
-            image_grids=tuple((t, h, w) for t, h, w in self.grids_M3.tolist()),
-            video_grids=tuple((t, h, w) for t, h, w in self.video_grids_M3.tolist()),
-            audio_lengths=tuple(self.audio_lengths_A.tolist()),
+            media={name: _listed(media.sizes) for name, media in self.media.items()},
             segments=self.segments,
             parts=tuple(part.numbers for part in self.parts),
             key=self.origin.key if self.parts else 0,
@@ -278,9 +264,7 @@ class Encoder:
                     first_target=int(targets[0]),
                     media_end=tokens.media_end,
                     targets=runs_of(tokens.supervised_S),
-                    image_grids=planned.media.image_grids,
-                    video_grids=planned.media.video_grids,
-                    audio_lengths=planned.media.audio_lengths,
+                    media=planned.media.sizes,
                 )
             views.append(lengths)
         return SampleLengths.joined(views)
@@ -306,9 +290,8 @@ class Encoder:
         if self.media.processed is None:
             return None
         lengths, tensors = self.media.processed.read([Pillow.new("RGB", SMALLEST_TRIED)])
-        media = OpenedMedia(image_grids=lengths.grids, processed=tensors)
-        written = {"image": list(lengths.written)}
-        tokens = self.tokeniser.chat(self.tokeniser.words["image"], [], written, "a blank image")
+        media = OpenedMedia({"images": OpenedKind(lengths.grids, lengths.written, processed=tensors)})
+        tokens = self.tokeniser.chat(self.tokeniser.words["image"], [], media.written, "a blank image")
         return self._tensors(_BLANK, _Planned(tokens, media, self.media))
 
     def fingerprint(self) -> str:
@@ -407,8 +390,7 @@ class Encoder:
             if self.media.processed.types_answers:
                 types_S = (torch.from_numpy(tokens.supervised_S).cumsum(0) > 0).int()
         with charged_to("decode"), foreign(partial(refused, sample.where, "its media")):
-            pixels_PD, video_pixels_PD = planned.reader.pixels(media)
-            features_AMF = planned.reader.features(media)
+            tensors = media.tensors()
         return EncodedSample(
             input_ids_S=ids_S,
             labels_S=torch.from_numpy(np.where(tokens.supervised_S, tokens.ids_S, IGNORED)),
@@ -416,13 +398,8 @@ class Encoder:
             origin=sample.origin,
             token_types_S=types_S if reads_types else None,
             types_name=types_name,
-            pixels_PD=pixels_PD,
-            grids_M3=_grids(media.image_grids),
+            media=tensors,
             processed=media.processed,
-            video_pixels_PD=video_pixels_PD,
-            video_grids_M3=_grids(media.video_grids),
-            audio_features_AMF=features_AMF,
-            audio_lengths_A=torch.tensor(media.audio_lengths, dtype=torch.long),
             media_end=tokens.media_end,
         )
 
@@ -430,17 +407,9 @@ class Encoder:
         plain = torch.arange(ids.shape[0])[None]
         if self.rope_index is None:
             return plain
-        arguments: dict[str, Any] = {}
-        if media.image_grids:
-            arguments["image_grid_thw"] = _grids(media.image_grids)
-        if media.video_grids:
-            arguments["video_grid_thw"] = _grids(media.video_grids)
-        if not arguments:
+        if not any(MODALITIES[name].shape == "grids" for name in media.sizes):
             return plain.repeat(3, 1)  # M-RoPE of text and sounds: the three rows agree
-        if media.audio_lengths:
-            arguments["audio_seqlens"] = torch.tensor(media.audio_lengths)
-        if media.seconds_per_patch is not None:
-            arguments["second_per_grid_ts"] = media.seconds_per_patch
+        arguments = media.rope_arguments()
         positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **arguments)
         return positions[:, 0].cpu()
 
@@ -464,28 +433,18 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
         labels_S=torch.cat([view.labels_S for view in views]),
         position_ids_RS=torch.cat([view.position_ids_RS for view in views], dim=1),
         token_types_S=torch.cat(types) if types else None,
-        pixels_PD=_end_to_end([view.pixels_PD for view in views]),
-        grids_M3=torch.cat([view.grids_M3 for view in views]),
+        media=joined_media([view.media for view in views]),
         processed={
             name: Joinable(joined([joinable.tensor_X for joinable in parts], parts[0].rule), parts[0].rule)
             for name, parts in processed.items()
         },
-        video_pixels_PD=_end_to_end([view.video_pixels_PD for view in views]),
-        video_grids_M3=torch.cat([view.video_grids_M3 for view in views]),
-        audio_features_AMF=joined_sounds([view.audio_features_AMF for view in views]),
-        audio_lengths_A=torch.cat([view.audio_lengths_A for view in views]),
         media_end=lengths.media_end,
         segments=lengths.segments,
     )
 
 
-def _end_to_end(pixels: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    tensors = [part for part in pixels if part is not None]
-    return torch.cat(tensors) if tensors else None
-
-
-def _grids(grids: Sequence[Grid]) -> torch.Tensor:
-    return torch.tensor(grids, dtype=torch.long).reshape(-1, 3)
+def _listed(sizes: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tuple(size) if isinstance(size, list) else size for size in sizes.tolist())
 
 
 def _settings(part: Any) -> Any:

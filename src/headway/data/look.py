@@ -4,13 +4,13 @@ Everything is taken from what training uses: the encoder's tensors, the length i
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
 
+from headway.count.modalities import MODALITIES
 from headway.data.encode import EncodedSample, Encoder
 from headway.data.media.images import Picture
 from headway.data.samples import Chat, Media, Sample, SampleLengths
@@ -45,7 +45,7 @@ class ShownMedia:
     """An image, video or sound of a sample.
 
     Attributes:
-        kind: "image", "video" or "audio".
+        kind: as `headway.count.modalities` names one item: "image", "video" or "audio".
         media: the file or its bytes.
         size: (width, height) of an image in its file [pixels]; None of others.
         grid: (t, h, w) as the model reads it [patches]; None where the model has none.
@@ -249,15 +249,18 @@ def _words(ids: Sequence[int], tokenizer: Any) -> list[str]:
 
 
 def _media(sample: Chat, encoded: EncodedSample) -> Iterator[ShownMedia]:
-    lengths = encoded.lengths
-    grids = lengths.image_grids if len(lengths.image_grids) == len(sample.images) else (None,) * len(sample.images)
-    with ExitStack() as stack:
-        for media, grid in zip(sample.images, grids, strict=True):
-            height, width = stack.enter_context(Picture(media, sample.where)).size
-            yield ShownMedia("image", media, (width, height), grid)
-    video_grids = (
-        lengths.video_grids if len(lengths.video_grids) == len(sample.videos) else (None,) * len(sample.videos)
-    )
-    yield from (ShownMedia("video", media, grid=grid) for media, grid in zip(sample.videos, video_grids, strict=True))
-    frames = lengths.audio_lengths if len(lengths.audio_lengths) == len(sample.audio) else (None,) * len(sample.audio)
-    yield from (ShownMedia("audio", media, frames=frame) for media, frame in zip(sample.audio, frames, strict=True))
+    sizes_by_kind = encoded.lengths.media
+    for name, row in MODALITIES.items():
+        items = sample.media(row.kind)
+        # a picture in several tiles has a size for each, of which none is its own
+        sizes = sizes_by_kind.get(name, ())
+        own_sizes = sizes if len(sizes) == len(items) else (None,) * len(items)
+        for media, size in zip(items, own_sizes, strict=True):
+            pixels = None
+            if row.kind == "image":
+                with Picture(media, sample.where) as picture:
+                    pixels = (picture.size[1], picture.size[0])
+            if row.shape == "grids":
+                yield ShownMedia(row.kind, media, pixels, size)
+            else:
+                yield ShownMedia(row.kind, media, frames=size)

@@ -6,10 +6,11 @@ from hashlib import blake2b
 from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, ClassVar, cast
 
 import fsspec
 
+from headway.count import Workload
 from headway.data.media.sizes import MediaSizes
 from headway.data.pack_times import charged_to
 from headway.errors import DataError
@@ -102,27 +103,46 @@ class TextPart:
 
 
 @dataclass(frozen=True, slots=True)
-class ImagePart:
+class MediaPart:
+    """An item of one kind of media inside a message; a class for each kind.
+
+    Attributes:
+        media: the file or its bytes.
+    """
+
+    kind: ClassVar[str]  # as `headway.count.modalities` names one item
+    media: Media
+
+    def __init_subclass__(cls) -> None:
+        PARTS[cls.kind] = cls
+
+
+PARTS: dict[str, type[MediaPart]] = {}
+"""Classes of parts by their kinds."""
+
+
+class ImagePart(MediaPart):
     """A picture inside a message."""
 
-    media: Media
+    __slots__ = ()
+    kind = "image"
 
 
-@dataclass(frozen=True, slots=True)
-class VideoPart:
+class VideoPart(MediaPart):
     """A video inside a message."""
 
-    media: Media
+    __slots__ = ()
+    kind = "video"
 
 
-@dataclass(frozen=True, slots=True)
-class AudioPart:
+class AudioPart(MediaPart):
     """A sound inside a message."""
 
-    media: Media
+    __slots__ = ()
+    kind = "audio"
 
 
-Part = TextPart | ImagePart | VideoPart | AudioPart
+Part = TextPart | MediaPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,20 +200,19 @@ class Chat:
         """The parts of all messages, in order."""
         return tuple(part for message in self.messages for part in message.parts)
 
+    def media(self, kind: str) -> tuple[Media, ...]:
+        """The chat's media of one kind, such as "image", in order."""
+        return tuple(part.media for part in self.parts if isinstance(part, MediaPart) and part.kind == kind)
+
     @property
     def images(self) -> tuple[Media, ...]:
         """The chat's pictures, in order."""
-        return tuple(part.media for part in self.parts if isinstance(part, ImagePart))
+        return self.media("image")
 
     @property
-    def videos(self) -> tuple[Media, ...]:
-        """The chat's videos, in order."""
-        return tuple(part.media for part in self.parts if isinstance(part, VideoPart))
-
-    @property
-    def audio(self) -> tuple[Media, ...]:
-        """The chat's sounds, in order."""
-        return tuple(part.media for part in self.parts if isinstance(part, AudioPart))
+    def kinds(self) -> set[str]:
+        """Kinds of media in the chat."""
+        return {part.kind for part in self.parts if isinstance(part, MediaPart)}
 
     @property
     def answer(self) -> str:
@@ -242,9 +261,8 @@ class SampleLengths:
         supervised: targets that the loss counts [tokens].
         first_target: place of the first supervised token that another one predicts, so at least 1 [tokens].
         media_end: one past the last placeholder of an image, video or sound; 0 without any [tokens].
-        image_grids: (t, h, w) of each image [patches].
-        video_grids: (t, h, w) of each video [patches].
-        audio_lengths: feature frames of each sound [frames].
+        media: sizes of the items of each kind that there is, by the names of `headway.count.modalities`: (t, h, w) of
+            each image or video [patches], feature frames of each sound [frames].
         segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
         parts: of what the sample is made, by the columns of `headway.packing.parts`, for a model that draws.
         key: `Origin.key`, for a model that draws; 0 for others.
@@ -255,9 +273,7 @@ class SampleLengths:
     supervised: int
     first_target: int
     media_end: int = 0
-    image_grids: tuple[Grid, ...] = ()
-    video_grids: tuple[Grid, ...] = ()
-    audio_lengths: tuple[int, ...] = ()
+    media: Mapping[str, Any] = field(default_factory=dict)
     segments: tuple[int, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
     key: int = 0
@@ -266,7 +282,7 @@ class SampleLengths:
     @property
     def patches(self) -> int:
         """Vision patches of images and videos, before merging [patches]."""
-        return sum(t * h * w for t, h, w in self.image_grids + self.video_grids)
+        return Workload(**self.media).patches
 
     @property
     def size(self) -> Size:
@@ -287,9 +303,10 @@ class SampleLengths:
             media_end=max(
                 (end + view.media_end for end, view in zip(ends, views, strict=False) if view.media_end), default=0
             ),
-            image_grids=tuple(grid for view in views for grid in view.image_grids),
-            video_grids=tuple(grid for view in views for grid in view.video_grids),
-            audio_lengths=tuple(frames for view in views for frames in view.audio_lengths),
+            media={
+                name: tuple(size for view in views for size in view.media.get(name, ()))
+                for name in dict.fromkeys(name for view in views for name in view.media)
+            },
             segments=segments,
             targets=tuple(
                 (end + first, end + last)

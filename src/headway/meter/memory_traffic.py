@@ -90,7 +90,7 @@ class Traffic:
                 "skipped than there are. Give the numbers of one rank."
             )
         if num_with_towers is None:
-            num_with_towers = int(len(workload.grids) > 0 or len(workload.audio) > 0)
+            num_with_towers = int(workload.runs_towers)
         weights = gradients = optimizer = 0
         for part, batches in ((self.always, num_batches), (self.towers, min(num_with_towers, num_batches))):
             steps = -(-batches * num_steps // num_batches) if batches else 0  # as few steps as hold these micro-batches

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from headway.count import CostModel
 from headway.count.drivers import tower
+from headway.count.modalities import media_towers
 from headway.count.recompute import run_again
 from headway.count.rows import Parameter, Row
 from headway.errors import UsageError
@@ -161,7 +162,7 @@ def _of_towers(cost: CostModel, phases: tuple[int, int, int]) -> int:
     of_media, of_text, text_components = 0, 0, set()
     for row in cost.rows:
         weights = _weights(row)
-        if tower(row.driver) in ("vision", "audio"):
+        if tower(row.driver) in media_towers():
             of_media |= weights
         else:
             of_text |= weights
@@ -169,7 +170,7 @@ def _of_towers(cost: CostModel, phases: tuple[int, int, int]) -> int:
     if not of_text:  # a model of pictures alone
         return 0
     for i, p in enumerate(cost.parameters):
-        if not phases[0] >> i & 1 and p.component.partition(".")[0] in {"vision", "audio"} - text_components:
+        if not phases[0] >> i & 1 and p.component.partition(".")[0] in {*media_towers()} - text_components:
             of_media |= 1 << i
     return of_media & ~of_text
 

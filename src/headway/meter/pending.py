@@ -201,7 +201,7 @@ class PendingSteps:
         return traffic.bytes_of(
             Workload.total(trained),
             num_batches=max(len(trained), steps),
-            num_with_towers=sum(bool(len(w.grids) or len(w.audio)) for w in trained),
+            num_with_towers=sum(w.runs_towers for w in trained),
             num_steps=steps,
             num_skipped=skipped,
             num_forward_only=len(self._workloads[Billing(forward_only=True)]),

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headway.count import FlopCount, FlopRow, Workload
+from headway.count import FlopCount, FlopRow, Workload, modalities
 from headway.devices import Peak
 from headway.meter.window import Window
 
 NS = 1_000_000_000
-COUNTED = ("tokens", "slots", "segments", "images", "videos", "patches", "audio_frames")
+_QUANTITIES = ("tokens", "slots", "segments")
 _TOTALS = (
     "num_steps",
     "num_left_out",
@@ -26,7 +26,7 @@ _TOTALS = (
     "energy_mj",
     "num_without_energy",  # windows of ranks that cannot tell their energy
     "bytes_moved",
-    *COUNTED,
+    *_QUANTITIES,
 )
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
 
@@ -42,9 +42,10 @@ class Sums:
 
     def __init__(self, keys: tuple[tuple[str, str], ...], numbers: Sequence[int] | None = None) -> None:
         self.keys = keys
-        numbers = [0] * (len(_TOTALS) + len(_PHASES) * len(keys)) if numbers is None else numbers
-        self.totals = dict(zip(_TOTALS, numbers, strict=False))
-        of_phases = numbers[len(_TOTALS) :]
+        names = (*_TOTALS, *modalities.totals({}))
+        numbers = [0] * (len(names) + len(_PHASES) * len(keys)) if numbers is None else numbers
+        self.totals = dict(zip(names, numbers, strict=False))
+        of_phases = numbers[len(names) :]
         self.flops = [list(of_phases[i :: len(_PHASES)]) for i in range(len(_PHASES))]
 
     def numbers(self) -> list[int]:
@@ -73,10 +74,8 @@ class Sums:
         self.totals["tokens"] += workload.tokens
         self.totals["slots"] += workload.slots
         self.totals["segments"] += workload.num_segments
-        self.totals["images"] += workload.num_images
-        self.totals["videos"] += workload.num_videos
-        self.totals["patches"] += workload.patches
-        self.totals["audio_frames"] += int(workload.audio.sum())
+        for name, number in modalities.totals(workload.media).items():
+            self.totals[name] += number
 
     @property
     def useful(self) -> int:
@@ -160,7 +159,7 @@ class Tally:
         total, first, yardstick = sum(ranks[1:], ranks[0]), ranks[0].totals, self._yardstick
         # ranks that work on each batch together know it whole on the first of them; each is billed its share
         billed = [ranks[place - place % yardstick.batch_ranks] for place in range(len(ranks))]
-        counted: dict[str, Any] = {name: total.totals[name] for name in COUNTED}
+        quantities: dict[str, Any] = {name: total.totals[name] for name in _QUANTITIES}
         return Window(
             flops=total.count(),
             wall_s=first["wall_ns"] / NS,
@@ -185,7 +184,8 @@ class Tally:
             num_batches=total.totals["num_batches"],
             ceiling_flops_per_s=yardstick.ceiling_flops_per_s,
             extra=extra,
-            **counted,
+            media={name: total.totals[name] for name in modalities.totals({})},
+            **quantities,
         )
 
 

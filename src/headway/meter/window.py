@@ -1,6 +1,7 @@
 """Use that steps made of the hardware: MFU, HFU, rates and waste, of one device's step or of a window of all ranks."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -164,10 +165,8 @@ class Window(Utilisation):
         num_skipped: counted steps whose update the loop skipped (a gradient scaler that found inf); computed all the
             same.
         segments: segments.
-        images: images.
-        videos: videos.
-        patches: vision patches, before merging.
-        audio_frames: feature frames of audio.
+        media: items and units of each kind of input beside text, named as by `headway.count.modalities.totals`: images,
+            vision patches before merging, feature frames of audio.
         rank_flops: useful FLOPs of each rank.
         rank_busy_s: time that each rank's forwards took, without waiting for other ranks [s]; 0 where nobody looked.
         rank_busy_flops: useful FLOPs of these forwards.
@@ -188,10 +187,7 @@ class Window(Utilisation):
     left_out_s: float
     num_skipped: int
     segments: int
-    images: int
-    videos: int
-    patches: int
-    audio_frames: int
+    media: Mapping[str, int]
     rank_flops: tuple[int, ...]
     rank_busy_s: tuple[float, ...]
     rank_busy_flops: tuple[int, ...]
@@ -310,12 +306,9 @@ class Window(Utilisation):
             "slots_per_s_per_device": ratio(self.slots, per_device),
             # what the tokens belonged to, and media
             "segments": self.segments,
-            "images": self.images,
-            "videos": self.videos,
-            "patches": self.patches,
-            "audio_frames": self.audio_frames,
-            "images_per_s": ratio(self.images, self.wall_s),
-            "patches_per_s": ratio(self.patches, self.wall_s),
+            **self.media,
+            "images_per_s": ratio(self.media["images"], self.wall_s),
+            "patches_per_s": ratio(self.media["patches"], self.wall_s),
             "flops_share_by_component": self._shares(),
             "mfu_of_ceiling": self.mfu_of_ceiling,
             "mbu": self.mbu,

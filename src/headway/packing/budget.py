@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,15 +112,13 @@ def segment_costs(cost_model: CostModel, lengths: NDArray[Any]) -> Floats:
     return costs
 
 
-def grid_costs(
-    cost_model: CostModel, grids: NDArray[Any], kind: Literal["images", "videos", "audio"] = "images"
-) -> Floats:
+def grid_costs(cost_model: CostModel, grids: NDArray[Any], kind: str = "images") -> Floats:
     """Count training on images, videos or sounds, their tokens in the text left out.
 
     Args:
         cost_model: the trained model's costs.
         grids: (t, h, w) of each image or video [patches], shape (M, 3); of sounds the lengths [feature frames], (M,).
-        kind: the kind of media.
+        kind: the kind of media, by its name in `headway.count.modalities`.
 
     Returns:
         FLOPs of each, shape (M,).

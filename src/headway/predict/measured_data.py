@@ -70,7 +70,7 @@ def joined(indices: Mapping[str, LengthIndex], overlong: Policies) -> LengthTabl
         place = np.cumsum(ok) - 1 + start  # of each usable row in the table
         for name, column in columns.items():
             column.append(getattr(index, name)[ok])
-        for ragged in (index.image_grids, index.video_grids):
+        for ragged in (index.media["images"], index.media["videos"]):
             of_row = ragged.rows
             grids.append(ragged.values[ok[of_row]].reshape(-1, 3))
             grid_rows.append(place[of_row[ok[of_row]]])

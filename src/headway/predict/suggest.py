@@ -68,7 +68,7 @@ class MeasuredLengths:
             first = reasons[0] if reasons else "it holds no words"
             raise DataError(f"No sample of the data can be used. The first: {first}")
         supervised = sum(int(index.supervised.sum(dtype=np.int64)) for index in indices)
-        images = sum(len(index.image_grids.values) + len(index.video_grids.values) for index in indices)
+        images = sum(len(index.media[name].values) for index in indices for name in ("images", "videos"))
         bad, empty = sum(len(index.bad) for index in indices), sum(int(index.empty.sum()) for index in indices)
         return cls(tokens, bad, images, supervised == int((tokens - 1).sum()), empty)
 

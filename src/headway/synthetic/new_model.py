@@ -127,8 +127,8 @@ def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
             count += 1
             if isinstance(sample, Chat):
                 own_texts = [message.text for message in sample.messages] + [f"{m.role}\n" for m in sample.messages]
-                has_media = has_media or bool(sample.images or sample.videos)
-                if sample.audio:
+                has_media = has_media or bool(sample.kinds & {"image", "video"})
+                if "audio" in sample.kinds:
                     raise ConfigError(
                         f"{sample.where} holds a sound, and small models with an audio tower are not made. Train from "
                         "a checkpoint that listens, such as one of Qwen2-Audio, or leave the rows with sounds out."

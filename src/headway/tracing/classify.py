@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from headway.count import drivers
+from headway.count.modalities import media_towers
 from headway.errors import UsageError
 from headway.tracing.fit import DriverFit
 from headway.tracing.operation import Operation
@@ -109,7 +110,7 @@ def _towers(operations: Sequence[Operation], fitted: Sequence[DriverFit]) -> dic
     for op, fit in zip(operations, fitted, strict=True):
         tower = "language" if fit.driver.startswith("pairs:") else drivers.tower(fit.driver)
         by_module.setdefault(op.module, set()).add(tower)
-    order = ("language", "vision", "audio", "latents")
+    order = ("language", *media_towers(), "latents")
     encoder = _encoder(operations, fitted)
     if encoder is not None:
         by_module |= {path: {"audio"} for path in by_module if inside(path, [encoder])}

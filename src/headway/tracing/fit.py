@@ -13,16 +13,16 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
 from headway.count import drivers
 from headway.count.drivers import shorten
+from headway.count.modalities import MODALITIES
 from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing.operation import ConvolutionWindow, Operation
-
-_PAIRS = ("pairs:", "source_pairs", "audio_pairs")  # what attention is named after where lengths would do as well
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,13 @@ def fit(
         # one that counts these very units, or pairs for attention, or whole FLOPs, where there is one
         attends = first.kind == "attention"
 
+        def names_pairs(driver: str) -> bool:
+            return driver.startswith("pairs:") or drivers.counts_pairs_of_lengths(driver)
+
         def rank(match: tuple[str, Fraction]) -> tuple[bool, bool, int, int]:
             share = (unit_flops * match[1]).denominator  # 1 where a unit of the driver costs whole FLOPs
             rows = match[1].denominator if first.kind == "experts" else 1  # a router picks whole experts
-            return match[1] != 1, not (attends and match[0].startswith(_PAIRS) and share == 1), rows, share
+            return match[1] != 1, not (attends and names_pairs(match[0]) and share == 1), rows, share
 
         driver, ratio = min(matches, key=rank)
         # every run is one segment in one pack: weights know of packs only, one row of zeros is a segment's first state
@@ -124,10 +127,11 @@ def _without_padding(
     tower, _, piece = driver.partition("/")
     windows = runs[0].windows
     alike = all(run.windows == windows for run in runs)  # clips of other lengths are more pieces, not longer ones
-    if len(windows) != 1 or not alike or tower not in ("audio", "sources") or not piece.isdecimal():
+    comes_in_lengths = tower == "sources" or (tower in MODALITIES and MODALITIES[tower].shape == "lengths")
+    if len(windows) != 1 or not alike or not comes_in_lengths or not piece.isdecimal():
         return driver, ratio  # of time and frequency it is not known which is time
-    length = [int(piece)]
-    one_piece = Workload([1], audio=length) if tower == "audio" else Workload([1], sources=length)
+    lengths: dict[str, Any] = {tower: [int(piece)]}
+    one_piece = Workload([1], **lengths)
     for name in names:
         if name.startswith(f"{tower}/") and name.endswith(f":{piece}"):
             positions = drivers.parse(name)(one_piece)
@@ -271,7 +275,8 @@ def shortened(runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload]
 
 def _strides(runs: Sequence[Sequence[Operation]], workloads: Sequence[Workload]) -> list[str]:
     """List what may follow the slash of a driver of sources or audio, likeliest first."""
-    frames = [{*w.audio.tolist(), *w.sources.tolist()} for w in workloads]
+    rows = [name for name, row in MODALITIES.items() if row.shape == "lengths"]
+    frames = [{*w.sources.tolist(), *(length for name in rows for length in w.sizes(name).tolist())} for w in workloads]
     if any(len(lengths) != 1 for lengths in frames):
         return []
     start = tuple(lengths.pop() for lengths in frames)

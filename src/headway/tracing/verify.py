@@ -25,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 
 from headway.count import drivers
 from headway.count.cost_model import CostModel
+from headway.count.modalities import MODALITIES
 from headway.count.rows import Row
 from headway.count.workload import Workload
 from headway.tracing import trace
@@ -366,8 +367,10 @@ def filled_up(workload: Workload, driver: str) -> Workload:
     """
     steps = driver.partition("/")[2].split(":")
     piece = int(steps[2]) if steps[2:] else 1
-    sources, audio = (-(-lengths // piece) * piece for lengths in (workload.sources, workload.audio))
-    return Workload(workload.segments, sources=sources, audio=audio)
+    filled: dict[str, Any] = {
+        name: -(-workload.sizes(name) // piece) * piece for name, row in MODALITIES.items() if row.shape == "lengths"
+    }
+    return Workload(workload.segments, sources=-(-workload.sources // piece) * piece, **filled)
 
 
 def _padded(bill: ModuleBill, counted: tuple[int, int], model: nn.Module) -> str | None:
@@ -432,4 +435,4 @@ def _all_pairs(driver: str) -> str:
     """
     pairs, slash, steps = driver.partition("/")
     kind = pairs.partition(":")[0]
-    return f"{kind}:full{slash}{steps}" if kind in ("audio_pairs", "source_pairs") else ""
+    return f"{kind}:full{slash}{steps}" if drivers.counts_pairs_of_lengths(driver) else ""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from headway.count import Workload
 from headway.data import Batch
-from headway.data.blank_media import Modalities
+from headway.data.blank_media import Kinds, vision_kinds
 from headway.data.feed import Feed
 from headway.models.parallel.ranks import Ranks
 
@@ -48,7 +48,7 @@ class StepShare(NamedTuple):
         supervised: targets of each source [tokens], shape (S,).
         lost: tokens of each source that were cut off or left out [tokens], shape (S,).
         digest: of the samples' origins, `digest_of`.
-        modalities: which towers each of the packs needs.
+        kinds: of each pack the kinds of media for which a vision tower runs.
         flags: what may end the run.
     """
 
@@ -57,7 +57,7 @@ class StepShare(NamedTuple):
     supervised: tuple[int, ...]
     lost: tuple[int, ...]
     digest: int
-    modalities: tuple[Modalities, ...]
+    kinds: tuple[Kinds, ...]
     flags: Flags
 
     @property
@@ -81,7 +81,7 @@ class StepShare(NamedTuple):
                 supervised[origin.source] += targets
         workload = Workload.total(batch.workload for batch in batches)
         counts = tuple(tokens.values()), tuple(supervised.values()), feed.lost_tokens
-        return cls(workload, *counts, digest_of(batches), tuple(map(Modalities.of, batches)), flags)
+        return cls(workload, *counts, digest_of(batches), tuple(map(vision_kinds, batches)), flags)
 
     @classmethod
     def total(cls, shares: Sequence["StepShare"]) -> "StepShare":
@@ -94,7 +94,7 @@ class StepShare(NamedTuple):
             supervised,
             lost,
             sum(share.digest for share in shares) % DIGESTS,
-            tuple(Modalities.union(packs) for packs in zip(*(share.modalities for share in shares), strict=True)),
+            tuple(frozenset[str]().union(*packs) for packs in zip(*(share.kinds for share in shares), strict=True)),
             Flags.total([share.flags for share in shares]),
         )
 
@@ -135,7 +135,7 @@ def exchange_step(
     flags = Flags.total([share.flags for share in everyone])  # a signal may reach any process
     shares = everyone[:: ranks.sequence]
     total = StepShare.total(shares)._replace(flags=flags)
-    if all(share.modalities == total.modalities for share in shares):
+    if all(share.kinds == total.kinds for share in shares):
         return batches, total, done
-    batches = [feed.with_blanks(batch, wanted) for batch, wanted in zip(batches, total.modalities, strict=True)]
+    batches = [feed.with_blanks(batch, wanted) for batch, wanted in zip(batches, total.kinds, strict=True)]
     return batches, StepShare.total(ranks.gather(StepShare.of(batches, feed, flags))), done

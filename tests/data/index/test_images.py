@@ -59,10 +59,10 @@ def test_damaged_images_are_counted_and_named_and_the_rest_indexed(pictures, enc
     for row in np.flatnonzero(index.ok).tolist():
         encoded = encoder.encode(source[row])
         assert (index.tokens[row], index.patches[row]) == encoded.size
-        assert index.image_grids[row].tolist() == encoded.grids_M3.tolist()
+        assert index.media["images"][row].tolist() == encoded.media["images"].sizes.tolist()
         assert index.media_end[row] == encoded.media_end
     summary = index.summary()
-    assert (summary.samples, summary.bad, summary.images) == (400, 20, 380)
+    assert (summary.samples, summary.bad, summary.items["images"]) == (400, 20, 380)
 
 
 def test_more_damage_than_allowed_stops_early_and_counts(pictures, encoder, tmp_path):

@@ -18,12 +18,14 @@ from headway.packing import Budget, Items
 DESCRIPTION = {METADATA: b'{"layout": %d, "source": "chats"}' % LAYOUT}
 ROWS = [
     SampleLengths(tokens=20, supervised=5, first_target=3, targets=((3, 6), (8, 10))),
-    SampleLengths(tokens=300, supervised=40, first_target=250, media_end=200, image_grids=((1, 8, 12), (1, 4, 4))),
+    SampleLengths(
+        tokens=300, supervised=40, first_target=250, media_end=200, media={"images": ((1, 8, 12), (1, 4, 4))}
+    ),
     SampleError(Origin("chats", "chats.jsonl", 2, "line 3"), "the image is cut short"),
     SampleLengths(
-        tokens=900, supervised=2, first_target=898, media_end=800, video_grids=((4, 8, 8),), audio_lengths=(300,)
+        tokens=900, supervised=2, first_target=898, media_end=800, media={"videos": ((4, 8, 8),), "audio": (300,)}
     ),
-    SampleLengths(tokens=20, supervised=7, first_target=1, media_end=9, image_grids=((1, 4, 4),)),
+    SampleLengths(tokens=20, supervised=7, first_target=1, media_end=9, media={"images": ((1, 4, 4),)}),
 ]
 
 
@@ -47,9 +49,9 @@ def test_what_was_measured_is_what_is_read(file):
     assert index.media_end.tolist() == [0, 200, 0, 800, 9]
     assert [runs.tolist() for runs in index.targets] == [[[3, 6], [8, 10]], [], [], [], []]
     assert index.patches.tolist() == [0, 8 * 12 + 16, 0, 4 * 64, 16]
-    assert [grids.tolist() for grids in index.image_grids] == [[], [[1, 8, 12], [1, 4, 4]], [], [], [[1, 4, 4]]]
-    assert [grids.tolist() for grids in index.video_grids] == [[], [], [], [[4, 8, 8]], []]
-    assert [clips.tolist() for clips in index.audio_lengths] == [[], [], [], [300], []]
+    assert [grids.tolist() for grids in index.media["images"]] == [[], [[1, 8, 12], [1, 4, 4]], [], [], [[1, 4, 4]]]
+    assert [grids.tolist() for grids in index.media["videos"]] == [[], [], [], [[4, 8, 8]], []]
+    assert [clips.tolist() for clips in index.media["audio"]] == [[], [], [], [300], []]
     assert index.ok.tolist() == [True, True, False, True, True]
     assert list(index.bad) == [2]
     assert str(index.bad[2]) == "chats.jsonl, line 3: the image is cut short"
@@ -63,7 +65,7 @@ def test_the_summary_counts_usable_rows_alone(file):
 
     assert (summary.samples, summary.bad) == (5, 1)
     assert (summary.tokens, summary.supervised, summary.patches) == (1240, 54, 384)
-    assert (summary.images, summary.videos, summary.clips) == (3, 1, 1)
+    assert summary.items == {"images": 3, "videos": 1, "audio": 1}
     assert summary.length_percentiles[0] == 20
     assert summary.length_percentiles[50] == 20  # two of four rows do not exceed it
     assert summary.length_percentiles[90] == 900
@@ -102,12 +104,12 @@ def test_costs_are_those_of_the_whole_row(tmp_path):
         videos = tuple((int(t), 8, 12) for t in rng.integers(1, 5, rng.integers(0, 2)))
         patches = sum(t * h * w for t, h, w in images + videos)
         tokens = patches // 4 + int(rng.integers(10, 500))
-        rows.append(SampleLengths(tokens, 3, 7, tokens - 5 if patches else 0, images, videos))
+        rows.append(SampleLengths(tokens, 3, 7, tokens - 5 if patches else 0, {"images": images, "videos": videos}))
 
     costs = _index_of(rows, tmp_path).costs(model)
 
     for row, cost in zip(rows, costs, strict=True):
-        step = Workload([row.tokens], images=row.image_grids, videos=row.video_grids)
+        step = Workload([row.tokens], images=row.media["images"], videos=row.media["videos"])
         assert cost == pytest.approx(model.count(step).total, rel=1e-12)
 
 

@@ -71,14 +71,14 @@ def test_tokens_and_features_are_those_of_the_real_processor(hearing, seconds):
     encoded = hearing.encode(sample)
     assert hearing.measure(sample) == encoded.lengths
     text = hearing.template.views(sample)[0].text
-    waveforms = [Sound(media, "here", 16000).decode() for media in sample.audio]
+    waveforms = [Sound(media, "here", 16000).decode() for media in sample.media("audio")]
     out = hearing.processor(text=[text], audio=waveforms, sampling_rate=16000, return_tensors="pt")
     assert torch.equal(encoded.input_ids_S, out["input_ids"][0])
-    assert torch.equal(encoded.audio_features_AMF, out["input_features"])
-    assert encoded.audio_lengths_A.tolist() == out["feature_attention_mask"].sum(1).tolist()
+    assert torch.equal(encoded.media["audio"].features, out["input_features"])
+    assert encoded.media["audio"].sizes.tolist() == out["feature_attention_mask"].sum(1).tolist()
     # Whisper makes a frame of every 10 ms; Qwen2-Audio a token of four of them, by two strides of 2.
     frames = [round(seconds * 100), 30]
-    assert encoded.audio_lengths_A.tolist() == frames
+    assert encoded.media["audio"].sizes.tolist() == frames
     heard = encoded.input_ids_S == hearing.processor.audio_token_id
     assert int(heard.sum()) == sum((((n - 1) // 2 + 1) - 2) // 2 + 1 for n in frames)
     assert encoded.media_end == int(heard.nonzero()[-1]) + 1
@@ -130,6 +130,6 @@ def test_families_that_hear_get_what_their_own_processors_make(tmp_path, family)
         return_tensors="pt",
     )
     assert torch.equal(encoded.input_ids_S, theirs["input_ids"][0])
-    assert torch.equal(encoded.audio_features_AMF, theirs["input_features"])
-    assert encoded.audio_lengths_A.tolist() == theirs["feature_attention_mask"].sum(1).tolist()
+    assert torch.equal(encoded.media["audio"].features, theirs["input_features"])
+    assert encoded.media["audio"].sizes.tolist() == theirs["feature_attention_mask"].sum(1).tolist()
     assert encoder.measure(sample) == encoded.lengths

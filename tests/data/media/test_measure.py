@@ -66,7 +66,7 @@ def test_sizes_from_headers_are_those_of_the_encoded_sample(mrope_encoder, sampl
     lengths = mrope_encoder.measure(sample)
     assert lengths == encoded.lengths
     assert lengths.size == encoded.size
-    assert lengths.patches == sum(h * w for _, h, w in lengths.image_grids)
+    assert lengths.patches == sum(h * w for _, h, w in lengths.media.get("images", ()))
     targets = (encoded.labels_S[1:] != -100).nonzero().flatten() + 1
     assert (lengths.first_target, lengths.supervised) == (int(targets[0]), len(targets))
     assert lengths.media_end == max((encoded.token_types_S.nonzero().flatten() + 1).tolist(), default=0)
@@ -85,9 +85,12 @@ def test_tokens_and_grids_are_those_of_transformers_own_processor(mrope_encoder,
     assert torch.equal(encoded.input_ids_S, expected["input_ids"][0])
     assert torch.equal(encoded.token_types_S.long(), expected["mm_token_type_ids"][0])
     if images:
-        assert torch.equal(encoded.grids_M3, expected["image_grid_thw"])
+        assert torch.equal(encoded.media["images"].sizes, expected["image_grid_thw"])
         assert torch.allclose(
-            normalised(encoded.pixels_PD, mrope_encoder.pixel_scale), expected["pixel_values"], rtol=0, atol=1e-6
+            normalised(encoded.media["images"].features, mrope_encoder.pixel_scale),
+            expected["pixel_values"],
+            rtol=0,
+            atol=1e-6,
         )
 
 
@@ -123,7 +126,7 @@ def test_a_copy_of_the_encoder_from_another_process_encodes_the_same(mrope_encod
     sample = chat(("user", [ImagePart(picture(40, 72))]), ("assistant", [TextPart("Two.")]))
     ours, theirs = mrope_encoder.encode(sample), copied.encode(sample)
     assert torch.equal(ours.position_ids_RS, theirs.position_ids_RS)
-    assert torch.equal(ours.pixels_PD, theirs.pixels_PD)
+    assert torch.equal(ours.media["images"].features, theirs.media["images"].features)
     assert len(pickle.dumps(mrope_encoder)) < 1_000_000  # no weights
     assert copied.fingerprint() == mrope_encoder.fingerprint()
 

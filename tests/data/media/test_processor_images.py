@@ -16,7 +16,7 @@ from transformers import ProcessorMixin
 from headway.cli.index import build_indices
 from headway.data import Encoder, read_samples
 from headway.data.bad_rows import BadSamples
-from headway.data.blank_media import Modalities, with_blanks
+from headway.data.blank_media import vision_kinds, with_blanks
 from headway.data.collate import Collator
 from headway.data.index import index_folder
 from headway.data.samples import TextPart
@@ -227,8 +227,8 @@ def test_a_pack_without_an_image_gets_a_blank_one(encoder_of, chats):
     encoder = encoder_of("gemma3")
     collator = Collator(blank=encoder.blank_image(), bucket_tokens=16)
     batch = collator([encoder.encode(chats["none"])])
-    filled = with_blanks(batch, Modalities(images=True, videos=False), collator)
-    assert Modalities.of(filled).images
+    filled = with_blanks(batch, frozenset({"images"}), collator)
+    assert "images" in vision_kinds(filled)
     assert filled.model_inputs()["pixel_values"].shape[0] == 1
     assert filled.workload.tokens == batch.workload.tokens
     assert filled.workload.patches == 0

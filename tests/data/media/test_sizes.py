@@ -78,8 +78,8 @@ def test_what_is_indexed_and_fed_is_what_the_plain_processor_makes_by_the_same_b
             # the folder's own processor, its size given with the call
             given = plain(text=[text], images=[pictures], size=bounds[source.name], return_tensors="pt")
             assert torch.equal(encoded.input_ids_S, given["input_ids"][0])
-            assert torch.equal(encoded.grids_M3, given["image_grid_thw"])
-            pixels_PD = encoded.pixels_PD
+            assert torch.equal(encoded.media["images"].sizes, given["image_grid_thw"])
+            pixels_PD = encoded.media["images"].features
             if encoder.pixel_scale is not None:
                 scale_D, shift_D = encoder.pixel_scale
                 frames = given["pixel_values"].shape[1] // pixels_PD.shape[1]
@@ -92,7 +92,7 @@ def test_what_is_indexed_and_fed_is_what_the_plain_processor_makes_by_the_same_b
         fed = {}
         for batch in (batch for step in together.steps() for batches in step for batch in batches):
             (origin,) = batch.origins
-            fed[origin.source, origin.row] = (batch.tokens, int(batch.grids_M3.prod(1).sum()))
+            fed[origin.source, origin.row] = (batch.tokens, int(batch.media["images"].sizes.prod(1).sum()))
         expected = [encoder.encode(source[row]) for source in sources for row in range(len(source))]
         assert fed == {(each.origin.source, each.origin.row): (each.tokens, each.patches) for each in expected}
 
@@ -187,7 +187,7 @@ def test_frames_of_a_source_with_its_own_rate_differ_from_those_of_the_run(proce
         sample = Chat((shown, said), Origin(name, name, 0, name), sizes=sizes)
         encoded = encoder.encode(sample)
         assert encoder.measure(sample) == encoded.lengths
-        rows[name] = int(encoded.video_grids_M3[0, 0])
+        rows[name] = int(encoded.media["videos"].sizes[0, 0])
     assert rows == {"run": 3, "own": 10}  # 5 s at 8 frames/s: 5 and 20 frames, two to a patch
 
 

@@ -225,7 +225,7 @@ def test_tokens_and_patches_are_those_of_the_real_processor(seeing, num_frames):
     # The real processor's own call, given whole videos: placeholders and timestamps are its.
     text = encoder.template.views(sample)[0].text
     videos, known = [], []
-    for video in sample.videos:
+    for video in sample.media("video"):
         clip = Clip(video, "here", LIMIT)
         videos.append(np.stack(list(clip.frames(range(clip.num_frames)))))
         known.append(VideoMetadata(total_num_frames=clip.num_frames, fps=clip.fps))
@@ -233,13 +233,15 @@ def test_tokens_and_patches_are_those_of_the_real_processor(seeing, num_frames):
     out = processor(text=[text], images=images, videos=videos, video_metadata=known, return_tensors="pt")
     assert torch.equal(encoded.input_ids_S, out["input_ids"][0])
     assert torch.equal(encoded.token_types_S.long(), out["mm_token_type_ids"][0])
-    assert torch.equal(encoded.video_grids_M3, out["video_grid_thw"])
-    pixels_PD = encoded.video_pixels_PD
+    assert torch.equal(encoded.media["videos"].sizes, out["video_grid_thw"])
+    pixels_PD = encoded.media["videos"].features
     if pixels_PD.dtype == torch.uint8:  # else videos are normalised otherwise than images, and cannot share their scale
         pixels_PD = pixels_PD * encoder.pixel_scale[0] + encoder.pixel_scale[1]
-    assert (encoded.video_pixels_PD.dtype == torch.uint8) == (type(processor).__name__ == "Qwen3VLProcessor")
+    assert (encoded.media["videos"].features.dtype == torch.uint8) == (type(processor).__name__ == "Qwen3VLProcessor")
     assert torch.allclose(pixels_PD, out["pixel_values_videos"], rtol=0, atol=1e-6)
-    assert encoded.patches == int(encoded.grids_M3.prod(1).sum() + encoded.video_grids_M3.prod(1).sum())
+    assert encoded.patches == int(
+        encoded.media["images"].sizes.prod(1).sum() + encoded.media["videos"].sizes.prod(1).sum()
+    )
     assert encoded.media_end == int((encoded.token_types_S > 0).nonzero()[-1]) + 1
 
 
@@ -262,8 +264,8 @@ def test_pictures_of_frames_are_read_as_the_real_processor_reads_frames_that_are
         text=[text], videos=[frames_FHWC], video_metadata=known, do_sample_frames=False, return_tensors="pt"
     )
     assert torch.equal(encoded.input_ids_S, out["input_ids"][0])  # with the times of frames that Qwen3-VL writes
-    assert torch.equal(encoded.video_grids_M3, out["video_grid_thw"])
-    pixels_PD = encoded.video_pixels_PD
+    assert torch.equal(encoded.media["videos"].sizes, out["video_grid_thw"])
+    pixels_PD = encoded.media["videos"].features
     if pixels_PD.dtype == torch.uint8:
         pixels_PD = pixels_PD * encoder.pixel_scale[0] + encoder.pixel_scale[1]
     assert torch.allclose(pixels_PD, out["pixel_values_videos"], rtol=0, atol=1e-6)
@@ -287,11 +289,11 @@ def test_positions_of_videos_are_the_models_own(seeing):
     if model is None:
         assert torch.equal(encoded.position_ids_RS, torch.arange(encoded.tokens)[None])
         return
-    arguments = {"image_grid_thw": encoded.grids_M3, "video_grid_thw": encoded.video_grids_M3}
+    arguments = {"image_grid_thw": encoded.media["images"].sizes, "video_grid_thw": encoded.media["videos"].sizes}
     if model.config.model_type == "qwen2_5_vl":
         # 20 frames at 8 per second are 2.5 s; at 2 frames per second 5 are asked for, 4 read; a patch spans two of
         # them, so 2.5 / 4 * 2 seconds.
-        assert encoded.video_grids_M3[0, 0] == 2
+        assert encoded.media["videos"].sizes[0, 0] == 2
         arguments["second_per_grid_ts"] = [1.25]
     expected, _ = model.model.get_rope_index(
         input_ids=encoded.input_ids_S[None], mm_token_type_ids=encoded.token_types_S[None], **arguments

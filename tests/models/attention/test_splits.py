@@ -140,6 +140,7 @@ def test_flex_attention_sees_the_same_blocks_and_cells(workload):
     torch.testing.assert_close(out[0].transpose(0, 1), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_flex_attention_is_compiled_once_for_all_packs_of_a_length():
     packs = [
         Workload(splits=[[("causal", 30), ("noise", 100)], [("full", 80), ("causal", 20)]], slots=256),

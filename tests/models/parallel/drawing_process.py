@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from headway.answer.evaluate import judge
 from headway.data import read_samples
-from headway.data.blank_media import Modalities, with_blanks
+from headway.data.blank_media import with_blanks
 from headway.data.encoders import collator_of
 from headway.families.bagel.encoding import DrawingEncoder
 from headway.models import load_model
@@ -63,7 +63,7 @@ def build(folder, rows, model, text=None, vision=None, slots=None, recompute=Fal
     collator = collator_of(encoder, bucket_tokens=slots)
     batch = collator([encoder.encode(samples[row]) for row in rows])
     if blank:
-        batch = with_blanks(batch, Modalities(images=True, videos=False), collator)
+        batch = with_blanks(batch, frozenset({"images"}), collator)
     return made.train(), batch.noised(0, 1)
 
 

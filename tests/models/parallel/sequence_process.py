@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from headway.answer.evaluate import judge
 from headway.data import EncodedSample
 from headway.data.collate import Collator
+from headway.data.media.tensors import MediaTensors
 from headway.data.samples import Origin
 from headway.models import load_model
 from headway.models.head import model_with_loss
@@ -91,10 +92,11 @@ def sample(segment, number, sees):
             ids += [VIDEO if part[0] > 1 else IMAGE] * (part[0] * part[1] * part[2] // 4)
             (film_grids if part[0] > 1 else grids).append(part)
     ids_S, places_S = torch.tensor(ids), torch.arange(len(ids))
-    grids_M3, film_grids_M3 = (torch.tensor(each, dtype=torch.long).reshape(-1, 3) for each in (grids, film_grids))
+    sizes = {"images": grids, "videos": film_grids}
+    by_kind = {name: torch.tensor(each, dtype=torch.long).reshape(-1, 3) for name, each in sizes.items()}
 
     def pixels(each_M3):
-        return torch.randn(int(each_M3.prod(1).sum()), VALUES_PER_PATCH) if len(each_M3) else None
+        return torch.randn(int(each_M3.prod(1).sum()), VALUES_PER_PATCH)
 
     return EncodedSample(
         input_ids_S=ids_S,
@@ -102,10 +104,7 @@ def sample(segment, number, sees):
         position_ids_RS=torch.stack([places_S, places_S // 2, places_S % 5]) if sees else places_S[None],
         origin=Origin("made", "memory", number, f"segment {number}"),
         token_types_S=((ids_S == IMAGE).int() + 2 * (ids_S == VIDEO).int()) if sees else None,
-        pixels_PD=pixels(grids_M3),
-        grids_M3=grids_M3,
-        video_pixels_PD=pixels(film_grids_M3),
-        video_grids_M3=film_grids_M3,
+        media={name: MediaTensors(each_M3, pixels(each_M3)) for name, each_M3 in by_kind.items() if len(each_M3)},
     )
 
 

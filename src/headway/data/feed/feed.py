@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from headway.data.bad_rows import BadSamples, SampleCounts
-from headway.data.blank_media import Modalities, with_blanks
+from headway.data.blank_media import Kinds, with_blanks
 from headway.data.collate import Batch
 from headway.data.feed.make import FinishedPack, PackMaker
 from headway.data.pool import Pool
@@ -214,7 +214,7 @@ class Feed(ABC):
         """A pack without a sample, for a rank whose data have ended before the others'."""
         return self._maker([]).batch
 
-    def with_blanks(self, batch: Batch, wanted: Modalities) -> Batch:
+    def with_blanks(self, batch: Batch, wanted: Kinds) -> Batch:
         """A pack of this feed with a blank image or video where other ranks' packs have one and it has none."""
         padded = with_blanks(batch, wanted, self._maker.collator)
         return padded.pin_memory() if self.share.pin_memory else padded

@@ -88,9 +88,7 @@ class Streaming:
             return float(self.cost_model.count(workload_of(lengths.parts)).total)
         workload = Workload(
             segments_within(lengths.segments, start, stop) or [tokens],
-            images=lengths.image_grids,
-            videos=lengths.video_grids,
-            audio=lengths.audio_lengths,
+            **lengths.media,
         )
         return float(self.cost_model.count(workload).total)
 

@@ -1,18 +1,18 @@
 """The length index: tokens, patches and grids of every row of a source, in a few bytes a row."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.count import CostModel, Workload
-from headway.data.index.table import BAD, CLIPS, GRIDS, KEY, LAYOUT, NUMBERS, PARTS, SEGMENTS, TARGETS, bad_rows
+from headway.data.index.table import BAD, KEY, LAYOUT, MEDIA, NUMBERS, PARTS, SEGMENTS, TARGETS, bad_rows
 from headway.data.samples import SampleError
 from headway.errors import CostModelError, DataError
 from headway.packing.budget import grid_costs, segment_costs
@@ -80,9 +80,8 @@ class LengthIndex:
         first_target: place of the first target [tokens], int32, shape (N,).
         media_end: one past the last placeholder of an image, video or clip [tokens], int32, shape (N,); 0 without.
         patches: vision patches of images and videos, before merging [patches], int32, shape (N,).
-        image_grids: (t, h, w) of each row's images [patches].
-        video_grids: (t, h, w) of each row's videos [patches].
-        audio_lengths: lengths of each row's clips [feature frames].
+        media: sizes of each row's items of each kind, by the names of `headway.count.modalities`: (t, h, w) of images
+            and videos [patches], lengths of sounds [feature frames].
         segments: lengths of each row's views [tokens], of chats that have several; nothing for other rows.
         targets: runs of each row's targets, from the first place to one past the last [tokens].
         part_lists: of what each row is made, by the columns of `headway.packing.parts`, for a model that draws.
@@ -97,9 +96,7 @@ class LengthIndex:
     first_target: Ints
     media_end: Ints
     patches: Ints
-    image_grids: RaggedArray
-    video_grids: RaggedArray
-    audio_lengths: RaggedArray
+    media: Mapping[str, RaggedArray]
     segments: RaggedArray = field(default_factory=lambda: RaggedArray.empty(0))
     targets: RaggedArray = field(default_factory=lambda: RaggedArray.empty(0, 2))
     part_lists: RaggedArray = field(default_factory=lambda: RaggedArray.empty(0, len(COLUMNS)))
@@ -177,12 +174,7 @@ class LengthIndex:
             rows += np.bincount(
                 self.segments.rows, segment_costs(cost_model, self.segments.values), minlength=len(self)
             )
-        parts: list[tuple[Literal["images", "videos", "audio"], RaggedArray]] = [
-            ("images", self.image_grids),
-            ("videos", self.video_grids),
-            ("audio", self.audio_lengths),
-        ]
-        for kind, ragged in parts:
+        for kind, ragged in self.media.items():
             if len(ragged.values):
                 rows += np.bincount(ragged.rows, grid_costs(cost_model, ragged.values, kind), minlength=len(self))
         _check_additive(self, rows, cost_model)
@@ -199,9 +191,7 @@ class LengthIndex:
             tokens=int(tokens.sum(dtype=np.int64)),
             supervised=int(self.supervised.sum(dtype=np.int64)),
             patches=int(self.patches.sum(dtype=np.int64)),
-            images=len(self.image_grids.values),
-            videos=len(self.video_grids.values),
-            clips=len(self.audio_lengths.values),
+            items={name: len(ragged.values) for name, ragged in self.media.items()},
             length_percentiles={p: int(length) for p, length in zip(PERCENTILES, places, strict=False)},
         )
 
@@ -217,9 +207,7 @@ class IndexSummary:
         tokens: tokens of all usable rows [tokens].
         supervised: targets that the loss counts [tokens].
         patches: vision patches [patches].
-        images: pictures.
-        videos: videos.
-        clips: sounds.
+        items: images, videos and other items, by the names of `headway.count.modalities`.
         length_percentiles: length [tokens] that so many percent of the usable rows do not exceed; empty without any.
     """
 
@@ -229,9 +217,7 @@ class IndexSummary:
     tokens: int
     supervised: int
     patches: int
-    images: int
-    videos: int
-    clips: int
+    items: dict[str, int]
     length_percentiles: dict[int, int]
 
 
@@ -248,7 +234,7 @@ def _description(file: pq.ParquetFile, path: Path) -> dict[str, Any]:
 
 def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, Any]:
     numbers = {name: np.empty(rows, np.int32) for name in NUMBERS} | {KEY: np.empty(rows, np.int64)}
-    ragged: dict[str, list[RaggedArray]] = {name: [] for name in (*GRIDS, TARGETS, CLIPS, SEGMENTS, PARTS)}
+    ragged: dict[str, list[RaggedArray]] = {name: [] for name in (*MEDIA, TARGETS, SEGMENTS, PARTS)}
     bad: dict[int, SampleError] = {}
     start = 0
     for table in tables:
@@ -259,7 +245,8 @@ def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, An
         bad |= {start + row: error for row, error in bad_rows(table[BAD], source).items()}
         start += len(table)
     columns = numbers | {name: RaggedArray.join(parts) for name, parts in ragged.items()} | {"bad": bad}
-    return columns | {"keys": columns.pop(KEY), "part_lists": columns.pop(PARTS)}
+    media = {row.name: columns.pop(column) for column, row in MEDIA.items()}
+    return columns | {"media": media, "keys": columns.pop(KEY), "part_lists": columns.pop(PARTS)}
 
 
 def _ragged(chunk: pa.ListArray) -> RaggedArray:
@@ -289,12 +276,8 @@ def _check_additive(index: LengthIndex, rows: Ints, cost_model: CostModel) -> No
     if not index.patches.any():
         return
     row = int(index.patches.argmax())
-    workload = Workload(
-        index.segments_of(row) or [int(index.tokens[row])],
-        images=index.image_grids[row],
-        videos=index.video_grids[row],
-        audio=index.audio_lengths[row],
-    )
+    media: dict[str, Any] = {name: ragged[row] for name, ragged in index.media.items()}
+    workload = Workload(index.segments_of(row) or [int(index.tokens[row])], **media)
     flops = cost_model.count(workload).total
     if not np.isclose(rows[row], flops, rtol=1e-9):
         raise CostModelError(

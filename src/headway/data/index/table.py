@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.cache import write_whole
+from headway.count.modalities import in_chats
 from headway.data.samples import Origin, SampleError, SampleLengths
 from headway.packing.parts import COLUMNS
 
@@ -16,9 +17,8 @@ LAYOUT = 5
 """Version of the columns' names and meaning; part of every index's key."""
 
 NUMBERS = ("tokens", "supervised", "first_target", "media_end", "patches")
-GRIDS = ("image_grids", "video_grids")
+MEDIA = {row.column: row for row in in_chats().values()}  # kinds of media by their columns
 TARGETS = "targets"
-CLIPS = "audio_lengths"
 SEGMENTS = "segments"
 PARTS = "parts"
 KEY = "key"
@@ -32,16 +32,16 @@ _GRID = pa.struct([pa.field(side, _INT, nullable=False) for side in "thw"])
 _RUN = pa.struct([pa.field(end, _INT, nullable=False) for end in ("start", "stop")])
 _PART = pa.struct([pa.field(name, _INT, nullable=False) for name in COLUMNS])
 
+_SIZES = {"grids": pa.field("grid", _GRID, nullable=False), "lengths": pa.field("frames", _INT, nullable=False)}
 _NOTHING: dict[str, Any] = (
-    dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*GRIDS, TARGETS, CLIPS, SEGMENTS, PARTS), ()) | {KEY: 0}
+    dict.fromkeys(NUMBERS, 0) | dict.fromkeys((*MEDIA, TARGETS, SEGMENTS, PARTS), ()) | {KEY: 0}
 )  # a bad row's lengths
 
 SCHEMA = pa.schema(
     [
         *(pa.field(name, _INT, nullable=False) for name in NUMBERS),
-        *(pa.field(name, pa.list_(pa.field("grid", _GRID, nullable=False)), nullable=False) for name in GRIDS),
+        *(pa.field(name, pa.list_(_SIZES[row.shape]), nullable=False) for name, row in MEDIA.items()),
         pa.field(TARGETS, pa.list_(pa.field("run", _RUN, nullable=False)), nullable=False),
-        pa.field(CLIPS, pa.list_(pa.field("frames", _INT, nullable=False)), nullable=False),
         pa.field(SEGMENTS, pa.list_(pa.field("tokens", _INT, nullable=False)), nullable=False),
         pa.field(PARTS, pa.list_(pa.field("part", _PART, nullable=False)), nullable=False),
         pa.field(KEY, pa.int64(), nullable=False),
@@ -56,13 +56,18 @@ def table_of(rows: Sequence[SampleLengths | SampleError]) -> pa.Table:
     for row in rows:
         fault = _fault(row) if isinstance(row, SampleError) else None
         for name, nothing in _NOTHING.items():
-            columns[name].append(nothing if fault else getattr(row, name))
+            columns[name].append(nothing if isinstance(row, SampleError) else _value(row, name))
         columns[BAD].append(fault)
-    for name in GRIDS:
-        columns[name] = [[dict(zip("thw", grid, strict=True)) for grid in grids] for grids in columns[name]]
+    for name, kind in MEDIA.items():
+        if kind.shape == "grids":
+            columns[name] = [[dict(zip("thw", grid, strict=True)) for grid in grids] for grids in columns[name]]
     columns[TARGETS] = [[{"start": start, "stop": stop} for start, stop in runs] for runs in columns[TARGETS]]
     columns[PARTS] = [[dict(zip(COLUMNS, part, strict=True)) for part in parts] for parts in columns[PARTS]]
     return pa.table(columns, schema=SCHEMA)
+
+
+def _value(row: SampleLengths, column: str) -> Any:
+    return row.media.get(MEDIA[column].name, ()) if column in MEDIA else getattr(row, column)
 
 
 def _fault(error: SampleError) -> dict[str, Any]:

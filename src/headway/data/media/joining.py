@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from headway.errors import DataError
 
@@ -103,10 +102,3 @@ def _placed(parts: Sequence[torch.Tensor], axis: int, fill: float | None) -> tor
         full_tensor[tuple(place)] = part
         start = place[axis].stop
     return full_tensor
-
-
-def joined_sounds(features: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Features of the sounds of several samples, filled up to the longest, shape (A, M, F); None without sounds."""
-    sounds = [sound for sound in features if sound is not None]
-    longest = max((sound.shape[2] for sound in sounds), default=0)
-    return torch.cat([pad(sound, (0, longest - sound.shape[2])) for sound in sounds]) if sounds else None

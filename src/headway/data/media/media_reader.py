@@ -1,7 +1,7 @@
 """A chat's media, opened for one model: sizes and placeholders from headers, pixels and features when asked for."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,47 +11,163 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from headway.data.media.audio import Sound, SoundFeatures
+from headway.count.modalities import MODALITIES, Modality
+from headway.data.media.audio import SoundFeatures
 from headway.data.media.image_patches import ImagePatches
 from headway.data.media.images import Picture, decode_all
 from headway.data.media.joining import Joinable
 from headway.data.media.processor_images import ProcessedImages, reads_processed_images
 from headway.data.media.sizes import MediaSizes
-from headway.data.media.videos import SampledClip, VideoPatches, clip_of
-from headway.data.samples import Chat, Grid, Media
+from headway.data.media.tensors import LAYOUTS, MediaTensors
+from headway.data.media.videos import VideoPatches, clip_of
+from headway.data.samples import Chat, Media
 from headway.errors import ConfigError, DataError
 from headway.models.foreign import foreign
 from headway.models.video import VideoProcessor, metadata_of
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedMedia:
-    """A chat's media, opened: sizes from their headers.
+class OpenedKind:
+    """A chat's items of one kind, opened: sizes from their headers.
 
     Attributes:
-        pictures: its images.
-        image_grids: (t, h, w) of each, or of each of its tiles [patches].
-        processed: tensors of its images, where these are as the model's processor gives them.
-        clips: its videos.
-        sounds: its sounds.
-        audio_lengths: feature frames of each [frames].
-        written: for each kind, what stands in the text for each.
-        seconds_per_patch: time that a patch of each video spans, for models whose positions are times [s].
+        sizes: of each item, or of each of its tiles: (t, h, w) [patches], or feature frames [frames].
+        written: text that stands for each.
+        features: decodes them into what the model reads; None where `processed` holds that.
+        processed: tensors by the model's own names, where they are as its processor gives them.
+        positions: what the model's rule of positions takes beside the sizes.
     """
 
-    pictures: tuple[Picture, ...] = ()
-    image_grids: tuple[Grid, ...] = ()
-    processed: dict[str, Joinable] = field(default_factory=dict)
-    clips: tuple[SampledClip, ...] = ()
-    sounds: tuple[Sound, ...] = ()
-    audio_lengths: tuple[int, ...] = ()
-    written: dict[str, list[str]] = field(default_factory=dict)
-    seconds_per_patch: tuple[float, ...] | None = None
+    sizes: tuple[Any, ...]
+    written: Sequence[str]
+    features: Callable[[], torch.Tensor] | None = None
+    processed: Mapping[str, Joinable] = field(default_factory=dict)
+    positions: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedMedia:
+    """A chat's media, opened.
+
+    Attributes:
+        kinds: of each kind that there is, by the names of `headway.count.modalities`.
+    """
+
+    kinds: Mapping[str, OpenedKind] = field(default_factory=dict)
 
     @property
-    def video_grids(self) -> tuple[Grid, ...]:
-        """(t, h, w) of each video [patches]."""
-        return tuple(clip.grid for clip in self.clips)
+    def sizes(self) -> dict[str, tuple[Any, ...]]:
+        """Sizes of the items of each kind, of those that have any: a picture's tokens may need none."""
+        return {name: opened.sizes for name, opened in self.kinds.items() if opened.sizes}
+
+    @property
+    def written(self) -> dict[str, list[str]]:
+        """Text that stands for each item, by the names of placeholders."""
+        return {MODALITIES[name].kind: list(opened.written) for name, opened in self.kinds.items()}
+
+    @property
+    def processed(self) -> dict[str, Joinable]:
+        """Tensors of all media that are as the model's processor gives them."""
+        return {name: joinable for opened in self.kinds.values() for name, joinable in opened.processed.items()}
+
+    def tensors(self) -> dict[str, MediaTensors]:
+        """Decode all media.
+
+        Raises:
+            DataError: one is damaged.
+        """
+        return {
+            name: MediaTensors(torch.tensor(opened.sizes), None if opened.features is None else opened.features())
+            for name, opened in self.kinds.items()
+            if opened.sizes
+        }
+
+    def rope_arguments(self) -> dict[str, Any]:
+        """The sizes, and what goes with them, as the model's rule of positions takes them."""
+        arguments: dict[str, Any] = {}
+        for name, opened in self.kinds.items():
+            if opened.sizes:
+                arguments |= {LAYOUTS[name].rope_argument: torch.tensor(opened.sizes), **opened.positions}
+        return arguments
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Where the media of a chat are opened, and for what.
+
+    Attributes:
+        where: the chat's place, for messages.
+        files: closes the files.
+        decodes: whether images that the model's processor reads are decoded at once, which gives their tensors too.
+        max_pixels: larger images and frames are refused [pixels].
+        processor: the model's.
+    """
+
+    where: str
+    files: ExitStack
+    decodes: bool
+    max_pixels: int
+    processor: Any
+
+
+Opener = Callable[[Sequence[Media], Opening], OpenedKind]
+"""Opens items of one kind of a chat."""
+
+
+def _open_patches(images: ImagePatches, media: Sequence[Media], at: Opening) -> OpenedKind:
+    """Open images that the model reads as patches with their grids."""
+    pictures = tuple(at.files.enter_context(Picture(item, at.where, at.max_pixels)) for item in media)
+    with foreign(partial(refused, at.where, "an image")):  # as one too narrow to resize
+        grids = tuple(images.grid(*picture.size) for picture in pictures)
+        inputs = {"image_grid_thw": np.asarray(grids)}
+        words = [at.processor.replace_image_token(inputs, image_idx=i) for i in range(len(grids))]
+    return OpenedKind(grids, words, partial(images.patches, pictures))
+
+
+def _open_processed(processed: ProcessedImages, media: Sequence[Media], at: Opening) -> OpenedKind:
+    """Open images whose tensors are as the model's processor gives them."""
+    pictures = tuple(at.files.enter_context(Picture(item, at.where, at.max_pixels)) for item in media)
+    tensors: Mapping[str, Joinable] = {}
+    with foreign(partial(refused, at.where, "an image")):
+        if at.decodes:
+            lengths, tensors = processed.read(decode_all(pictures))
+        else:
+            lengths = processed.lengths([picture.size for picture in pictures])
+    return OpenedKind(lengths.grids, lengths.written, processed=tensors)
+
+
+def _open_videos(videos: VideoPatches, media: Sequence[Media], at: Opening) -> OpenedKind:
+    """Open videos, which the model reads as patches with their grids."""
+    opened = [clip_of(item, at.where, at.max_pixels) for item in media]
+    with foreign(partial(refused, at.where, "a video")):  # as frames too narrow to resize
+        clips = tuple(videos.sample(clip) for clip in opened)
+        grids = tuple(clip.grid for clip in clips)
+        clip_metadata = [metadata_of(own.clip.num_frames, own.clip.fps, own.places) for own in clips]
+        seconds = {}
+        if "second_per_grid_ts" in at.processor.model_input_names:  # time that a patch spans [s]
+            spans = tuple(videos.rules.temporal_patch_size / own.sampled_fps for own in clip_metadata)
+            seconds = {"second_per_grid_ts": spans}
+        inputs = {"video_grid_thw": np.asarray(grids), "video_metadata": clip_metadata}
+        words = [at.processor.replace_video_token(inputs, video_idx=i) for i in range(len(clips))]
+    return OpenedKind(grids, words, partial(videos.patches, clips), positions=seconds)
+
+
+def _open_sounds(sounds: SoundFeatures, media: Sequence[Media], at: Opening) -> OpenedKind:
+    """Open sounds, which the model reads as features of frames."""
+    with foreign(partial(refused, at.where, "a sound")):
+        opened = tuple(sounds.open(item, at.where) for item in media)
+        frames = tuple(sounds.frames(sound) for sound in opened)
+        return OpenedKind(frames, sounds.written(opened), partial(sounds.features, opened))
+
+
+def _sounds_of(processor: Any) -> Opener | None:
+    return partial(_open_sounds, SoundFeatures(processor)) if SoundFeatures.can_read(processor) else None
+
+
+OPENERS: dict[str, Callable[[Any], Opener | None]] = {"audio": _sounds_of}
+"""For kinds of media but images and videos, what makes of a model's processor that which opens them; None where the
+model does not read such."""
+_NOUNS = {"audio": "sounds"}  # kinds of media whose name is no plural
 
 
 class MediaReader:
@@ -65,7 +181,7 @@ class MediaReader:
     Attributes:
         images: how the model reads images as patches with their grids; None where it does not.
         processed: how the model reads images otherwise, by its own processor; None where it does not.
-        videos, sounds: how the model reads each; None where it does not.
+        videos: how the model reads videos; None where it does not.
     """
 
     def __init__(self, processor: Any, max_image_pixels: int, patch: int | None = None) -> None:
@@ -74,7 +190,7 @@ class MediaReader:
         self.images: ImagePatches | None = None
         self.processed: ProcessedImages | None = None
         self.videos: VideoPatches | None = None
-        self.sounds: SoundFeatures | None = None
+        self._others: dict[str, Opener] = {}
         if isinstance(processor, PreTrainedTokenizerBase):
             return
         if reads_processed_images(processor):
@@ -88,8 +204,8 @@ class MediaReader:
         rules = getattr(processor, "video_processor", None)
         if isinstance(rules, VideoProcessor):
             self.videos = VideoPatches(rules, None if self.images is None else self.images.scale)
-        if SoundFeatures.can_read(processor):
-            self.sounds = SoundFeatures(processor)
+        opened = {name: opener_of(processor) for name, opener_of in OPENERS.items()}
+        self._others = {name: opener for name, opener in opened.items() if opener is not None}
 
     def resized(self, sizes: MediaSizes) -> "MediaReader":
         """The reader of samples that have bounds of their own on what is read of their media.
@@ -118,94 +234,34 @@ class MediaReader:
             DataError: media that cannot be read, or that the model does not take.
             ConfigError: images that nothing here can hand to the model.
         """
-        where = sample.where
-        if not (sample.images or sample.videos or sample.audio):
-            return OpenedMedia()
-        pictures, image_grids, image_words, processed = self._open_images(sample.images, where, stack, decodes)
-        clips, video_words, seconds = self._open_videos(sample.videos, where)
-        sounds, frames, audio_words = self._open_sounds(sample.audio, where)
-        written = {"image": image_words, "video": video_words, "audio": audio_words}
-        return OpenedMedia(pictures, image_grids, processed, clips, sounds, frames, written, seconds)
+        at = Opening(sample.where, stack, decodes, self._max_pixels, self._processor)
+        openers = self._openers()
+        kinds: dict[str, OpenedKind] = {}
+        for name, row in MODALITIES.items():
+            media = sample.media(row.kind)
+            if not media:
+                continue
+            if name == "images" and self._image_error is not None:
+                raise self._image_error
+            if name not in openers:
+                raise self._refusal(sample.where, row, len(media))
+            kinds[name] = openers[name](media, at)
+        return OpenedMedia(kinds)
 
-    def _open_images(
-        self, images: Sequence[Media], where: str, stack: ExitStack, decodes: bool
-    ) -> tuple[tuple[Picture, ...], tuple[Grid, ...], list[str], dict[str, Joinable]]:
-        if not images:
-            return (), (), [], {}
-        if self._image_error is not None:
-            raise self._image_error
-        if self.images is None and self.processed is None:
-            raise self._refusal(where, "images", len(images))
-        pictures = tuple(stack.enter_context(Picture(media, where, self._max_pixels)) for media in images)
+    def _openers(self) -> "dict[str, Opener]":
+        """What opens each kind of media that the model reads, by the names of `headway.count.modalities`."""
+        openers: dict[str, Opener] = {}
         if self.processed is not None:
-            with foreign(partial(refused, where, "an image")):
-                if decodes:
-                    lengths, tensors = self.processed.read(decode_all(pictures))
-                else:
-                    lengths, tensors = self.processed.lengths([picture.size for picture in pictures]), {}
-            return pictures, lengths.grids, list(lengths.written), tensors
-        assert self.images is not None
-        with foreign(partial(refused, where, "an image")):  # as one too narrow to resize
-            grids = tuple(self.images.grid(*picture.size) for picture in pictures)
-            inputs = {"image_grid_thw": np.asarray(grids)}
-            words = [self._processor.replace_image_token(inputs, image_idx=i) for i in range(len(grids))]
-        return pictures, grids, words, {}
+            openers["images"] = partial(_open_processed, self.processed)
+        elif self.images is not None:
+            openers["images"] = partial(_open_patches, self.images)
+        if self.videos is not None:
+            openers["videos"] = partial(_open_videos, self.videos)
+        return openers | self._others
 
-    def _open_videos(
-        self, videos: Sequence[Media], where: str
-    ) -> tuple[tuple[SampledClip, ...], list[str], tuple[float, ...] | None]:
-        if not videos:
-            return (), [], None
-        if self.videos is None:
-            raise self._refusal(where, "videos", len(videos))
-        opened = [clip_of(media, where, self._max_pixels) for media in videos]
-        with foreign(partial(refused, where, "a video")):  # as frames too narrow to resize
-            clips = tuple(self.videos.sample(clip) for clip in opened)
-            clip_metadata = [metadata_of(own.clip.num_frames, own.clip.fps, own.places) for own in clips]
-            seconds = None
-            if "second_per_grid_ts" in self._processor.model_input_names:
-                seconds = tuple(self.videos.rules.temporal_patch_size / own.sampled_fps for own in clip_metadata)
-            inputs = {"video_grid_thw": np.asarray([own.grid for own in clips]), "video_metadata": clip_metadata}
-            words = [self._processor.replace_video_token(inputs, video_idx=i) for i in range(len(clips))]
-        return clips, words, seconds
-
-    def _open_sounds(self, audio: Sequence[Media], where: str) -> tuple[tuple[Sound, ...], tuple[int, ...], list[str]]:
-        if not audio:
-            return (), (), []
-        if self.sounds is None:
-            raise self._refusal(where, "sounds", len(audio))
-        with foreign(partial(refused, where, "a sound")):
-            opened = tuple(self.sounds.open(media, where) for media in audio)
-            return opened, tuple(self.sounds.frames(sound) for sound in opened), self.sounds.written(opened)
-
-    def pixels(self, opened: OpenedMedia) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Patches of all images, and of all videos, (P, D) each; None without any.
-
-        Raises:
-            DataError: one is damaged.
-        """
-        images = self.images.patches(opened.pictures) if self.images is not None and opened.pictures else None
-        videos = self.videos.patches(opened.clips) if self.videos is not None and opened.clips else None
-        return images, videos
-
-    def features(self, opened: OpenedMedia) -> torch.Tensor | None:
-        """(A, M, F) features of all sounds; None without any.
-
-        Raises:
-            DataError: one is damaged.
-        """
-        return self.sounds.features(opened.sounds) if self.sounds is not None and opened.sounds else None
-
-    def _refusal(self, where: str, kind: str, number: int) -> DataError:
-        reads = [
-            name
-            for name, part in (
-                ("images", self.images or self.processed),
-                ("videos", self.videos),
-                ("sounds", self.sounds),
-            )
-            if part
-        ]
+    def _refusal(self, where: str, row: Modality, number: int) -> DataError:
+        reads = [_NOUNS.get(name, name) for name in self._openers()]
+        kind = _NOUNS.get(row.name, row.name)
         model = f"the model reads {', '.join(['text', *reads])}" if reads else "the model reads text alone"
         return DataError(
             f"{where}: the chat holds {number} {kind}, but {model} here. Choose another model, or a dataset without "

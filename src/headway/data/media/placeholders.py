@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from headway.count.modalities import in_chats
 from headway.data.chat import Span
 from headway.data.media.processor_images import ProcessedImages
 from headway.errors import DataError
@@ -22,7 +23,7 @@ from headway.models.foreign import foreign
 MAX_CHARACTERS = 5_000_000
 """Default bound on a text [characters]: tokenizers take up to 400 bytes of memory for each, 2 GB for so many."""
 
-KINDS = ("image", "video", "audio")
+KINDS = tuple(in_chats())
 """Kinds of placeholders; a token of the n-th has type n, counted from 1, as in transformers' `mm_token_type_ids`."""
 
 

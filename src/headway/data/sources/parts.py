@@ -23,7 +23,7 @@ _TYPES = {
     "input_text": "text", "output_text": "text",
 }  # fmt: skip
 """Types of parts and the kinds that they are of. Source: OpenAI's chat completions and responses."""
-_MARKER = re.compile(r"<(image|video|audio)>")
+_MARKER = re.compile(f"<({'|'.join(KINDS)})>")
 
 
 def split_markers(words: str, kinds: set[str], media: RowMedia) -> tuple[Part, ...]:

@@ -13,20 +13,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
-from headway.data.samples import AudioPart, ImagePart, Media, Part, VideoPart
+from headway.count.modalities import in_chats
+from headway.data.samples import PARTS, Media, Part
 from headway.data.sources.json_rows import shortened
 from headway.errors import DataError
 
-KINDS: dict[str, type[ImagePart] | type[VideoPart] | type[AudioPart]] = {
-    "image": ImagePart,
-    "video": VideoPart,
-    "audio": AudioPart,
-}
-EXTENSIONS = {
-    "image": ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm"),
-    "video": ("mp4", "mkv", "webm", "avi", "mov", "m4v", "mpg", "mpeg"),
-    "audio": ("wav", "mp3", "flac", "ogg", "opus", "m4a"),
-}
+KINDS = tuple(in_chats())
+"""Kinds of media that rows may name."""
+EXTENSIONS = {kind: row.extensions for kind, row in in_chats().items()}
 REMOTE = ("http", "https", "s3", "gs", "gcs", "az", "abfs", "abfss", "hf", "oss")
 """Protocols that `allow_remote` allows. None of them reaches a file of this machine."""
 
@@ -42,7 +36,7 @@ FRAMES_PER_S = 2.0
 _FILE_URI = "file://"
 _DIGITS = re.compile(r"(\d+)")
 _OTHER_ROOT_HINT = "open the dataset with another root"
-_COLUMNS = {"image": ("images", "image"), "video": ("videos", "video"), "audio": ("audios", "audio")}
+_COLUMNS = {kind: (f"{kind}s", kind) for kind in KINDS}
 _TYPE = {extension: kind for kind, extensions in EXTENSIONS.items() for extension in extensions}
 
 MAX_INLINE_BYTES = 256 * 2**20  # of media within a row, decoded
@@ -112,7 +106,7 @@ class RowMedia:
                 'literally, choose the schema "sharegpt".'
             )
         self._num_placed[kind] += 1
-        return KINDS[kind](self._waiting[kind].pop(0))
+        return PARTS[kind](self._waiting[kind].pop(0))
 
     def named(self, kind: str, value: Any, frames_per_s: float = FRAMES_PER_S) -> Part:
         """Media that a message names itself.
@@ -131,7 +125,7 @@ class RowMedia:
         waiting[:] = [
             other for other in waiting if all(other is not medium for medium in own_media)
         ]  # a member of the sample
-        return KINDS[kind](media)
+        return PARTS[kind](media)
 
     def finish(self) -> None:
         """Make sure that no media is left over.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.data.media.sizes import MediaSizes
-from headway.data.samples import Chat, Document, Message, Origin, Part, Sample, TextPart
+from headway.data.samples import Chat, Document, MediaPart, Message, Origin, Part, Sample, TextPart
 from headway.data.sources.json_rows import shortened, words_of
 from headway.data.sources.marks import check_columns_of, check_words
 from headway.data.sources.messages import json_value, read_tools, read_turns
@@ -196,8 +196,8 @@ def _with_leading_media(turns: tuple[Message, ...], media: RowMedia) -> tuple[Me
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
     if first is None:
         return turns
-    placed = {type(part) for turn in turns for part in turn.parts}
-    leading = (part for kind in KINDS if KINDS[kind] not in placed for part in _all_waiting(media, kind))
+    placed = {part.kind for turn in turns for part in turn.parts if isinstance(part, MediaPart)}
+    leading = (part for kind in KINDS if kind not in placed for part in _all_waiting(media, kind))
     question = replace(turns[first], parts=(*leading, *turns[first].parts))
     return (*turns[:first], question, *turns[first + 1 :])
 

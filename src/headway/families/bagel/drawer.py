@@ -97,7 +97,7 @@ class BagelDrawer:
         return Request(
             encoded.parts,
             tuple(encoded.input_ids_S.tolist()),
-            encoded.pixels_PD,
+            encoded.media["images"].features if "images" in encoded.media else None,
             torch.cat(latents) if latents else None,
         )
 

@@ -25,6 +25,7 @@ from headway.data.encode import EncodedSample, Encoder, tokenizer_settings
 from headway.data.media.images import MAX_IMAGE_PIXELS, Picture, check_limit
 from headway.data.media.media_reader import MediaReader
 from headway.data.media.placeholders import MAX_CHARACTERS
+from headway.data.media.tensors import MediaTensors, joined_media
 from headway.data.pack_times import charged_to
 from headway.data.samples import NOTHING, Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart
 from headway.errors import ConfigError, DataError
@@ -139,13 +140,14 @@ class DrawingEncoder(Encoder):
             return NOTHING
         planned = self._plan(sample, decodes=False)
         targets = [i for i, label in enumerate(planned.labels) if label != IGNORED]
+        grids = tuple((1, part.rows, part.columns) for part in planned.parts if part.kind == "read")
         return SampleLengths(
             tokens=len(planned.ids),
             supervised=len(targets),
             first_target=targets[0] if targets else 0,
             media_end=_media_end(planned),
             targets=runs_of(np.array(planned.labels) != IGNORED),
-            image_grids=tuple((1, part.rows, part.columns) for part in planned.parts if part.kind == "read"),
+            media={"images": grids} if grids else {},
             parts=tuple(part.numbers for part in planned.parts),
             key=sample.origin.key,
         )
@@ -274,13 +276,13 @@ class DrawingEncoder(Encoder):
     def _encoded(self, sample: Sample, planned: _Planned) -> EncodedSample:
         arguments, workload = lay_out([planned.parts], self.config)
         pixels = [patches(image, self.config.read_pixels) for image in planned.read_images]
+        grids_M3 = torch.from_numpy(workload.images.copy())
         return EncodedSample(
             input_ids_S=torch.tensor(planned.ids),
             labels_S=torch.tensor(planned.labels),
             position_ids_RS=arguments["position_ids"],
             origin=sample.origin,
-            pixels_PD=torch.cat(pixels) if pixels else None,
-            grids_M3=torch.from_numpy(workload.images.copy()),
+            media={"images": MediaTensors(grids_M3, torch.cat(pixels))} if pixels else {},
             media_end=_media_end(planned),
             parts=tuple(planned.parts),
             drawn_images=tuple(planned.latents),
@@ -336,7 +338,6 @@ class DrawingCollator(Collator):
         lengths = [sample.tokens for sample in samples] + ([slots - tokens] if slots > tokens else [])
         # padding counts as the first source's
         source_ids = [self.sources.index(sample.origin.source) if self.sources else 0 for sample in samples]
-        pixels = [sample.pixels_PD for sample in samples if sample.pixels_PD is not None]
         positions_1T = arguments.pop("position_ids")
         return Batch(
             input_ids_1T=torch.cat([*(sample.input_ids_S for sample in samples), filling])[None],
@@ -344,13 +345,8 @@ class DrawingCollator(Collator):
             position_ids_R1T=positions_1T[None],
             cu_seqlens_N=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
             max_seqlen=max(lengths),
-            pixels_PD=torch.cat(pixels) if pixels else None,
-            grids_M3=torch.from_numpy(workload.images.copy()) if pixels else None,
+            media=joined_media([sample.media for sample in samples]),
             processed={},
-            video_pixels_PD=None,
-            video_grids_M3=None,
-            audio_ABF=None,
-            audio_mask_AF=None,
             token_types_1T=None,
             types_name="",
             pixel_scale_2D=None,

@@ -29,8 +29,9 @@ from headway.tracing.inputs.form import WINDOW_SIDES, InputForm, plain_token
 from headway.tracing.inputs.images import Images, has_tower
 from headway.tracing.phantom import phantom_floats
 
-# the forms in which models take images, sound or sources: a model takes the first that fits each argument
-FORMS: tuple[type[InputForm], ...] = (
+# the forms in which models take images, sound or sources: a model takes the first that fits each argument; a further
+# kind of input appends its own
+FORMS: list[type[InputForm]] = [
     sources.SourceIds,
     sources.SourceFeatures,
     sources.SourceWaves,
@@ -50,7 +51,7 @@ FORMS: tuple[type[InputForm], ...] = (
     audio.AddedAudio,
     audio.AudioFeatures,
     audio.AudioWaves,
-)
+]
 
 _LENGTHS = (131, 197, 263, 331)  # primes: no product of a model's sizes equals a multiple of two of them
 _SHORT_LENGTHS = (17, 29, 41, 59)  # where a text has few positions, as beside a picture in CLIP
