@@ -39,6 +39,8 @@ FILES = {
     "digits": b'{"step": ' + b"9" * 5000 + b"}\n", "infinite": b'{"step": 1e999, "wall_s": Infinity, "kind": "step"}\n',
     "cut": b'{"traceEvents": [{"ph": "X", "cat": "kernel"', "gzip": b"\x1f\x8b\x08\x00" + b"x" * 100,
     "utf-16": '{"step": 1}'.encode("utf-16"), "yaml": b"model: !!python/object:os.system [x]\n",
+    "layers": b'{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 1000000000}',
+    "widths": b'{"model_type": "qwen3", "hidden_size": -64, "vocab_size": 100000000000000000000}',
     "anchors": b"a: &a [*a]\n", "list": b"[1, 2]", "text": "a line of text \u202e\n".encode(),
 }  # fmt: skip
 

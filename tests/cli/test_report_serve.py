@@ -152,6 +152,17 @@ def test_nothing_can_be_sent(port, method):
     assert (status, headers["Allow"]) == (405, "GET, HEAD")
 
 
+@pytest.mark.parametrize(
+    "words", ["<b>x</b> / HTTP/1.0", "GET /<b>x</b> HTTP/1.0", "GET / HTTP/<b>x</b>", "GET / <b>x</b> y z"]
+)
+def test_an_error_repeats_nothing_that_was_asked(port, words):
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as reader:
+        reader.sendall(f"{words}\r\nHost: localhost\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: reader.recv(65536), b""))
+    assert answer
+    assert b"<b>" not in answer
+
+
 def test_it_listens_on_the_loopback_address_alone(port):
     with socket.socket() as other, pytest.raises(ConnectionRefusedError):
         other.connect(("127.0.0.2", port))  # this machine too, by another address

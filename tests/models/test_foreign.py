@@ -88,7 +88,7 @@ def test_a_hostile_tokenizer_is_one_error_of_the_folder_or_of_the_row(change, at
 @pytest.mark.parametrize("file", ["tokenizer.json", "config.json"])
 def test_a_file_that_is_no_object_is_one_error(text, file, folder):
     (folder / file).write_text(text)
-    with pytest.raises(HeadwayError):
+    with pytest.raises(CheckpointError, match=rf"{file} (is no JSON|holds no object)"):
         load_processor(folder) if file == "tokenizer.json" else load_config(folder)
 
 
@@ -173,13 +173,15 @@ def test_no_setting_of_a_processor_ends_in_an_error_of_its_own(tmp_path):
     [
         ("num_hidden_layers", 10**9), ("num_hidden_layers", 10**400), ("hidden_size", float("nan")),
         ("hidden_size", float("inf")), ("hidden_size", "wide"), ("vocab_size", [1]), ("model_type", 5),
+        ("hidden_size", -32), ("vocab_size", 10**20), ("intermediate_size", -1),
     ],
 )  # fmt: skip
 def test_a_configuration_with_numbers_that_no_model_has_is_one_error(key, value, folder):
     config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, key: value}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"cannot be read|without running"):
-        load_config(folder)
+    for load in (load_config, load_processor) if key not in ("model_type",) else (load_config,):
+        with pytest.raises(CheckpointError, match=r"configuration in .*model cannot be read|without running"):
+            load(folder)
 
 
 @pytest.mark.slow

@@ -34,6 +34,8 @@ TEXTS = (
     f"Authorization: Bearer {S}",
     f"'Authorization': 'token {S}'",
     f"headway train --hub-token {S} --password={S}",
+    f"the token {S} was refused",
+    f"password {S}, then",
     f"hf_{S}",
     f"eyJhbGciOiJIUzI1NiJ9.{S}.abc",
     f"-----BEGIN RSA PRIVATE KEY-----\n{S}\n-----END RSA PRIVATE KEY-----",
@@ -49,6 +51,9 @@ SETTINGS = (
     f"env_vars: [{{name: API_KEY, value: {S}}}]",
     f"client_kwargs: {{aws_session: {S}}}",
     f"path: file:///home/{S}/x",
+    f"path: /data/home/{S}/x",
+    f"path: file:///mnt/users/Users/{S}",
+    f"note: ask {S}@corp.example.com",
 )
 
 
@@ -76,13 +81,45 @@ def test_a_secret_is_hidden_under_every_name_that_tells_one(settings):
         "https://host:8484/a@b",
         "the token is not in the vocabulary; one pass: of the data",
         "/home/me/data.jsonl, line 3",
+        "token 151645 and token Qwen2Tokenizer; the key projection",
     ],
 )
 def test_what_is_no_secret_is_shown_in_errors(text):
     assert str(HeadwayError(text)) == text
 
 
-@pytest.mark.parametrize("piece", ["a", "a-", "://a", "://a:", "?a", "&sig=", "token=", "password"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "path: https://host/home/x.jsonl",
+        "path: git@github.com:me/rows",
+        "path: hf://datasets/me/rows@v1.com/a",
+        "a: b@v1.0",
+    ],
+)
+def test_what_names_nobody_is_shown_in_settings(settings):
+    assert without_secrets(settings, longest=99) == settings
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "/a",
+        " /a",
+        "/a/home",
+        "a@",
+        "a.",
+        "token ",
+        "token 1a",
+        "a-",
+        "://a",
+        "://a:",
+        "?a",
+        "&sig=",
+        "token=",
+        "password",
+    ],
+)
 def test_a_text_of_megabytes_is_shown_cut_before_it_is_searched(piece):
     """The patterns would take hours: some are tried from each place on."""
     text = "line 3: got " + piece * (3_000_000 // len(piece))

@@ -114,6 +114,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         super().end_headers()
 
+    def send_error(self, code: int, _message: str | None = None, explain: str | None = None) -> None:
+        """Answer with an error in the words of its code alone: http.server's own message repeats what was asked."""
+        super().send_error(code, None, explain)
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name that http.server gives it
         """Say nothing: a line every few seconds would hide what else the terminal shows."""
 

@@ -20,6 +20,7 @@ from headway.files import open_plain
 from headway.report import printable
 
 MAX_LAYERS = 10_000  # by each number of layers in a config.json; the deepest models have some hundreds
+MAX_WIDTH = 2**31  # of a vector, or entries of a vocabulary; the largest are below 2**20
 MAX_GROWTH = 64  # letters that a normaliser or decoder may make of each one; honest ones make 1 to 18
 
 MAX_EDGE = 2**15  # pixels of an edge to which a processor resizes; honest ones are below 2,000
@@ -30,6 +31,7 @@ _LEAST_PIXELS = ("shortest_edge", "min_pixels")  # pixels in all for the one, an
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")  # a library's own; a stranger's change nothing but colours
 _LAYERS = ("layer", "depth", "block")  # in the names of numbers of layers
 _SIZED = ("size", "dim", "length", "len", "tokens", "width", "window", "offset", "index", "id")  # no number of them
+_WIDTHS = ("hidden_size", "intermediate_size", "vocab_size", "embed_dim")  # which no model leaves open by -1
 _OURS = (HeadwayError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
@@ -94,10 +96,10 @@ def print_names_safely() -> None:
 
 
 def check_config(path: Path) -> None:
-    """Refuse a config.json that would be built without end.
+    """Refuse a config.json that would be built without end, or not at all.
 
     Raises:
-        ValueError: it is no JSON, or a number of layers is not one that a model has.
+        ValueError: it is no JSON, or a number of layers or a width is not one that a model has.
         OSError: it cannot be read, or is a pipe.
     """
     for name, value in _numbers(_content(path)):
@@ -105,6 +107,8 @@ def check_config(path: Path) -> None:
         counts = any(word.rstrip("s") in _LAYERS for word in words) and not any(word in _SIZED for word in words)
         if counts and value > MAX_LAYERS:
             raise ValueError(f"{name} is {str(value)[:20]}; a model has at most {MAX_LAYERS:,} layers")
+        if name in _WIDTHS and not 0 <= value <= MAX_WIDTH:  # also of a value that is no number
+            raise ValueError(f"{name} is {str(value)[:20]}; a model has 0 to {MAX_WIDTH:,}")
 
 
 def check_tokenizer(path: Path) -> None:
@@ -138,7 +142,10 @@ def check_processor(path: Path) -> None:
 
 def _content(path: Path) -> Mapping[str, Any]:
     with open_plain(path) as file:
-        content = json.load(file)
+        try:
+            content = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path.name} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds no object")
     return content

@@ -188,6 +188,8 @@ def load_processor(name_or_path: str | Path) -> Processor:
         name = str(Path(name).parent)
     try:
         check_plain_files(Path(name))
+        if (file := _file(name, CONFIG)) is not None:
+            check_config(file)  # which transformers reads for a tokenizer too
         if (file := _file(name, _TOKENIZER)) is not None:
             check_tokenizer(file)
         for file_name in (*_PROCESSOR_FILES, "video_preprocessor_config.json"):
@@ -205,6 +207,8 @@ def load_processor(name_or_path: str | Path) -> Processor:
         reraise_own(error)
         _refuse_code(name, error)
         if Path(name).exists():
+            if (Path(name) / CONFIG).is_file():
+                load_config(name)  # which says so if its configuration is what cannot be read
             raise CheckpointError(
                 f"The folder {name} holds no tokenizer or processor that can be opened: {first_line(error)} It holds "
                 f"{_listing(Path(name))}. Copy the tokenizer and processor files of the base model into it."

@@ -32,6 +32,7 @@ _NAME = (
 _QUERY = r"token|secret|passw|credential|sig|signature|key|policy|auth|session|jwt|x-amz-|x-goog-|googleaccessid"
 _OF_TEXTS = r"(?:\w*_)?(?:pad|bos|eos|unk|end|mask|sep|cls|image|video|audio|per)_token"  # tokens that are no secrets
 _VALUE = r"(?:\"[^\"]*\"|'[^']*'|\[[^\]]*\]|(?!\(hidden\))[^\s,;&\"'}\])]+)"
+_RANDOM = r"(?=[\w-]{8})(?=[a-z_-]*\d+[a-z]+\d)[\w.~+/=-]+"
 _SECRETS = (
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), HIDDEN),
     # who asks, in an address: up to the last @ before its path, or of a password that holds a slash
@@ -46,14 +47,19 @@ _SECRETS = (
     (re.compile(rf"(?i)(?<![\w-])((?:{_NAME})[\"']?\s*[:=]\s*){_VALUE}"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?i)(?<![\w-])(?!{_OF_TEXTS})(\w*token=)(?!\d+\b|null\b|none\b){_VALUE}"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)\b(bearer|basic) +[\w.~+/=-]{6,}"), rf"\1 {HIDDEN}"),
+    # behind a bare "token" words with letters between digits alone, which nobody speaks: a text has tokens too
+    (re.compile(rf"(?i)\b((?:token|password|secret|key) +){_RANDOM}"), rf"\1{HIDDEN}"),
     # tokens that are known by how they begin
     (re.compile(r"\b(?:hf_|sk-|sk_live_|gh[opsur]_|github_pat_|glpat-|xox[abp]-|xapp-|npm_|nvapi-|AKIA|ASIA|AIza)[\w-]{8,}"),
      HIDDEN),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), HIDDEN),
 )  # fmt: skip
-_HOMES = (
-    (re.compile(r"(?:(?<![\w/.-])|(?<=file://))/(?:home|Users)/[^/\s\"']+|(?<![\w./-])/root(?=[/\s\"']|$)"), "~"),
+# Names of people: of their home folders, also below where a cluster mounts them (/data/home/me), and of their mail.
+_PEOPLE = (
+    (re.compile(r"(?:(?<![\w/.:-])|(?<=file://))(?:/[\w.-]+){0,3}?/(?:home|Users)/[^/\s\"']+"), "~"),
+    (re.compile(r"(?<![\w./-])/root(?=[/\s\"']|$)"), "~"),
     (re.compile(r"(?i)\b[a-z]:\\+users\\+[^\\\s\"']+"), "~"),
+    (re.compile(r"(?<![\w.+:/-])[\w.+-]+@(?=(?:[\w-]+\.)+[A-Za-z]{2,}\b(?![/:]))"), f"{HIDDEN}@"),
 )
 
 
@@ -154,7 +160,7 @@ class _Shown:
     @staticmethod
     def _text(value: Any) -> Any:
         if isinstance(value, str):
-            value = _replaced(hide_secrets(value), _HOMES)
+            value = _replaced(hide_secrets(value), _PEOPLE)
         return value if _is_plain(value) else str(value)
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 from headway.data import Message, TextPart
 from headway.data.samples import Origin
 from headway.data.sources import open_source
-from headway.data.sources.marks import unread_keys
+from headway.data.sources.marks import ANSWER_KEYS, QUESTION_KEYS, unread_keys
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import MediaRules
 from headway.data.sources.schemas import COLUMNS, Normaliser
@@ -148,6 +148,13 @@ def test_keys_that_nobody_knows_are_named():
     row = CHAT | {"id": 1, "mood": "good", "empty": None}
     turns = [ASKED | {"timestamp": 1}, GOOD | {"is_good": False, "weight": 1}]
     assert unread_keys(row | {"messages": turns}, COLUMNS) == {"mood", "messages: is_good"}
+
+
+@pytest.mark.parametrize(("question", "answer"), [(a, b) for a in QUESTION_KEYS for b in ANSWER_KEYS])
+def test_keys_of_a_round_are_read_and_not_named(question, answer):
+    rounds = [{question: "Hi", answer: "Ho", "mood": 1}]
+    assert unread_keys({"conversations": rounds}, COLUMNS) == {"conversations: mood"}
+    assert unread_keys({"messages": [ASKED | {question: 1}]}, COLUMNS) == {f"messages: {question}"}
 
 
 def test_each_file_is_told_of_once_with_the_keys_that_nobody_looks_at(tmp_path):

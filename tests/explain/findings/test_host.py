@@ -4,7 +4,7 @@ import pytest
 
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.traces import US, paced_steps, products_in_a_row, sidecar
+from helpers.traces import US, paced_steps, products_in_a_row, shapes, sidecar
 
 
 def findings_of(tmp_path, trace, **beside):
@@ -126,6 +126,21 @@ def test_products_that_take_less_than_their_launch_are_found(tmp_path):
     found = findings_of(tmp_path, products_in_a_row([[1, 8], [8, 8]], count=20, us=2))["small-gemms"]
     assert found.ns == 40 * US
     assert "20 matrix products a step, 100% of them aten::addmm" in found.seen
+
+
+@pytest.mark.parametrize("gap", [0, 2])
+def test_large_products_are_not_small_where_the_step_ends_before_they_do(tmp_path, gap):
+    """The device waits for the first product of the next step, of which nothing is within this one."""
+
+    def step(trace, at, number):
+        for i in range(4):
+            launch = at + (1 + i) * US
+            trace.operator("aten::mm", launch, US, **shapes([[512, 512], [512, 512]]))
+            trace.launched("gemm", launch, at + (2 + gap + 20 * i) * US, 20 * US, number + i + 1)
+
+    found = findings_of(tmp_path, paced_steps(step))
+    assert "small-gemms" not in found
+    assert found["host-bound"].share == pytest.approx(0.2, abs=0.03)
 
 
 def test_products_are_judged_by_their_flops_where_a_peak_is_known(tmp_path):

@@ -61,6 +61,7 @@ HARMLESS_KEYS = (
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a turn that hold what the assistant thinks before it answers."""
 
+QUESTION_KEYS, ANSWER_KEYS = ("user", "human"), ("assistant", "gpt", "bot")  # of a round, which is two turns in one
 _READ_KEYS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", *REASONING)
 _BOXES = ("<bbox>", "<ref-object>")
 
@@ -172,5 +173,14 @@ def unread_keys(fields: Mapping[str, Any], read_columns: Iterable[str]) -> set[s
         turns = fields.get(column)
         for turn in turns if isinstance(turns, list) else ():
             keys = turn.items() if isinstance(turn, dict) else ()
-            unread |= {f"{column}: {key}" for key, value in keys if value is not None and key not in known_keys}
+            known = known_keys | {key for key in round_keys(turn) if key is not None}
+            unread |= {f"{column}: {key}" for key, value in keys if value is not None and key not in known}
     return unread
+
+
+def round_keys(turn: Any) -> tuple[str, str] | tuple[None, None]:
+    """Keys of a round's question and answer; None twice for a turn that is no round."""
+    keys = turn if isinstance(turn, dict) else ()
+    question = next((key for key in QUESTION_KEYS if key in keys), None)
+    answer = next((key for key in ANSWER_KEYS if key in keys), None)
+    return (None, None) if question is None or answer is None else (question, answer)

@@ -6,7 +6,7 @@ from typing import Any
 
 from headway.data.samples import Message
 from headway.data.sources.json_rows import shortened, words_of
-from headway.data.sources.marks import REASONING, is_learnt
+from headway.data.sources.marks import REASONING, is_learnt, round_keys
 from headway.data.sources.parts import kind_of_part, parts_of, read_part, split_markers
 from headway.data.sources.references import KINDS, RowMedia
 from headway.errors import DataError
@@ -33,7 +33,6 @@ Capitals do not matter.
 """
 
 _CALLERS = ("function_call", "tool_call")  # whose words are the JSON of a call
-_QUESTION_KEYS, _ANSWER_KEYS = ("user", "human"), ("assistant", "gpt", "bot")  # keys of a round
 _MEANINGFUL = ("function_call", "refusal", "audio")
 
 
@@ -144,8 +143,7 @@ def _turns_of_round(turn: Any) -> list[Any]:
 
     Source: the_cauldron's and FineVision's `texts`; ms-swift's `conversation`, whose user is called human.
     """
-    question_key = next((key for key in _QUESTION_KEYS if key in turn), None) if isinstance(turn, dict) else None
-    answer_key = next((key for key in _ANSWER_KEYS if key in turn), None) if isinstance(turn, dict) else None
+    question_key, answer_key = round_keys(turn)
     if question_key is None or answer_key is None:
         return [turn]
     marks = {key: value for key, value in turn.items() if key not in (question_key, answer_key)}

@@ -128,8 +128,9 @@ def _refuse_cuts(part: dict[str, Any]) -> None:
     cut = next((key for key in _CUTS if settings.get(key) is not None), None)
     if cut is not None:
         raise DataError(
-            f'"{cut}" is {shortened(settings[cut])}, but media are read whole, in the sizes of the model\'s '
-            "folder. Cut the file beforehand, or remove the key."
+            f'"{cut}" is {shortened(settings[cut])}, but media are read whole, in the sizes and at the rate that the '
+            "model's folder, the run or a source sets (data.max_pixels and others, docs/media.md). Cut the file "
+            "beforehand, or remove the key."
         )
 
 

@@ -142,7 +142,11 @@ def _is_small(event: EventTime) -> bool:
         return False
     headway = event.trace.trace.headway or {}
     peak = as_number(headway.get("ceiling_flops_per_s") or headway.get("peak_flops_per_s"))
-    at_best_s = product.flops / peak if peak else event.ns / 1e9
+    if peak:
+        return product.flops / peak < _LAUNCH_S
+    # Measured, the whole of it: of a product that begins with the step's end little is this step's, but all its wait.
+    events = event.trace.events
+    at_best_s = int(events.end_ns[event.event] - events.start_ns[event.event]) / 1e9
     return at_best_s < _LAUNCH_S
 
 
