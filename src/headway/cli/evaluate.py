@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from headway.config import TrainConfig
     from headway.data import Budget, Encoder, Sample
 
-_OPTIONS = {"eval.generate": "--generate", "eval.max_new_tokens": "--max-new-tokens"}
-_OPTIONS |= {"data.tokens_per_pack": "--packing-length", "data.eval": "DATA"}
 _ROOMY = 8192  # tokens of a pack where nothing says how many; more if a sample is longer
 
 
@@ -100,7 +98,7 @@ def evaluate(
         if generate is not None:
             collator = eval_collator(encoder, geometry, ranks)
             asked_for: dict[str, Any] = {"count": generate, "max_new_tokens": max_new_tokens}
-            with opened.in_words_of_options(_OPTIONS), working(f"answering {generate:,} samples of {path}"):
+            with working(f"answering {generate:,} samples of {path}"):
                 asked = GenerationEval(rows, encoder, budget, collator, ranks, **asked_for)
             answers[path] = asked.answer(loaded.model, where, precision.autocast)
     if not ranks.is_first:

@@ -83,7 +83,6 @@ def index(
         from headway.data.processor_settings import ProcessorSettings
         from headway.data.sources import open_source
         from headway.data.sources.opening import own_names
-        from headway.data.wording import errors_in_words_of
     if on_bad not in ("error", "skip"):
         raise UsageError(f"--on-bad {on_bad!r} is neither error nor skip.")
     if workers is not None and workers < 0:
@@ -96,9 +95,8 @@ def index(
     names = own_names(data)  # a typo in a path is told before anything is measured
     sources = [open_source(path, name=name, **options) for path, name in zip(data, names, strict=True)]
     measuring: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
-    with errors_in_words_of("options"):
-        settings = ProcessorSettings(ChatSettings.of(chat_template), sizes_of(media))
-        index_ = build_indices(sources, model, max_characters, policy, settings=settings, **measuring)
+    settings = ProcessorSettings(ChatSettings.of(chat_template), sizes_of(media))
+    index_ = build_indices(sources, model, max_characters, policy, settings=settings, **measuring)
     indices = dict(zip(data, index_, strict=True))
     if as_json:
         records = [_record(path, index_) for path, index_ in indices.items()]

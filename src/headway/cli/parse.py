@@ -11,8 +11,9 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from headway.errors import UsageError, WorkloadError
+from headway.errors import UsageError, WorkloadError, errors_in
 from headway.report.quantity import MONEY, examples, parse_number
+from headway.words import RUN_KEYS, Options, Words
 
 _MAX_ITEMS = 10_000_000
 _MAX_DIGITS = 18  # what any number of 64 bits has room for
@@ -228,8 +229,41 @@ class _Kind(NamedTuple):
     whole: bool
 
 
-class NumberCommand(TyperCommand):
-    """A command that reads the numbers among its options before the parser sees them."""
+_OPTION_OF = {
+    "step_s": "step_time",
+    "num_ranks": "ranks",
+    "num_chips": "chips",
+    "peak_flops_per_s": "device",
+    "mfu": "mfu_fraction",
+    "time_s": "within",
+    "rank": "lora",
+    "as_one_step": "whole",
+    "merge_adapters": "merge_lora",
+    "overrides": "settings",
+    "to_dict": "as_json",
+    "resume=None": "resume_if_any",
+}
+"""Options of commands that are named otherwise than the arguments of the rooms below, by Python's names of those."""
+_OPTION_OF_KEY = {
+    "model.chat_template": "chat_template",
+    "model.path": "model",
+    "data.train": "data",
+    "data.eval": "data",
+    "data.tokens_per_pack": "packing_length",
+    "optim.steps": "steps",
+    "eval.generate": "generate",
+    "eval.max_new_tokens": "max_new_tokens",
+    "run.device": "device",
+}
+"""Options that stand for a run's keys, in commands that take no keys themselves."""
+
+
+class HeadwayCommand(TyperCommand):
+    """A command that reads the numbers among its options before the parser sees them, and speaks of its options."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: D102 - as the class above says
+        with errors_in(*_words_of(self)):
+            return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: D102 - as the class above says
         if ctx.resilient_parsing:  # a shell asks how half a line goes on
@@ -237,6 +271,22 @@ class NumberCommand(TyperCommand):
         kinds = _numeric(self.callback) if self.callback else {}
         options = {name: kinds[param.name] for param in self.params if param.name in kinds for name in param.opts}
         return super().parse_args(ctx, _plain(args, options))
+
+
+def _words_of(command: TyperCommand) -> tuple[Words, ...]:
+    """The options of a command, by the names of the arguments that they become in the rooms below."""
+    own = {}
+    for param in command.params:
+        # an option by its long name, an argument as the usage line has it: DATA of [DATA]...
+        place = re.search(r"\w+", getattr(param, "metavar", None) or "")
+        own[str(param.name)] = place[0] if place and param.param_type_name == "argument" else max(param.opts, key=len)
+    assigns = own.get("settings", "")
+    stands_for = _OPTION_OF if assigns else _OPTION_OF | _OPTION_OF_KEY
+    names = {name: own[option] for name, option in stands_for.items() if option in own}
+    if "lora" in own:
+        names["targets"] = f"{own['lora']} target"
+    options = Options(names | own, assigns)
+    return (options, RUN_KEYS) if assigns else (options,)
 
 
 def _numeric(function: Callable[..., Any]) -> dict[str, _Kind]:

@@ -24,8 +24,7 @@ from headway.checkpoint.export import find_checkpoint_in
 from headway.config import TrainConfig
 from headway.data import Batch
 from headway.data.feed import FeedReport, on_device
-from headway.data.wording import errors_in_words_of
-from headway.errors import RunCompleteError, TrainingError
+from headway.errors import RunCompleteError, TrainingError, errors_in
 from headway.log.run_files import METRICS, RESUMES, SAMPLES, SUMMARY, write_json
 from headway.log.working import working
 from headway.meter import Goodput, clock
@@ -48,6 +47,7 @@ from headway.train.share import Flags, exchange_step
 from headway.train.step_numbers import StepSums
 from headway.train.summary import RunSummary, billed_by_conventions
 from headway.train.watch import STOPPING, LoopPhase, Watchdog, explain_errors, stop_requests
+from headway.words import RUN_KEYS, Argument
 
 _SHOWN_ANSWERS = 3  # on the screen; samples.jsonl has all
 _SMALLER = "Fewer data workers or a smaller data.prefetch_bytes need less memory, and more processes share the model."
@@ -79,7 +79,7 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
     with (
         Watchdog(phase, config.run.watchdog_s, config.run.folder / f"hung-rank-{rank}.txt", rank),
         explain_errors(phase, lambda error: f"out of memory (rank {rank}) in {phase}: {error}. {_SMALLER}"),
-        errors_in_words_of("yaml"),
+        errors_in(RUN_KEYS),
         RunFolder(config.run.folder, is_smoke=is_smoke) as folder,
     ):
         try:
@@ -210,7 +210,9 @@ def _loop(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> Run
         saved = saver.wait()
         utilisation = meter.close()
         if stopped_by and step < run.steps:
-            out.progress.note(f"stopped by {STOPPING[stopped_by]} after step {step}; continue with --resume")
+            out.progress.note(
+                f"stopped by {STOPPING[stopped_by]} after step {step}; continue with {Argument('resume', True)}"
+            )
         for warning in utilisation.warnings:
             out.progress.note(f"warning: {warning}")
 
