@@ -351,7 +351,7 @@ def test_keys_that_lmms_engine_passes_over_itself_are_not_needed(write):
     [
         (
             {"dataset_format": "yaml", "dataset_path": "gone.yaml"},
-            "is not here; run this where it is, or give data.train",
+            "is not here; run this where it is, or give data",
         ),
         ({"datasets": [{"path": "a", "sampling": 3}]}, "sampling of a dataset is not known"),
     ],

@@ -274,7 +274,7 @@ class HeadwayCommand(TyperCommand):
 
 
 def _words_of(command: TyperCommand) -> tuple[Words, ...]:
-    """The options of a command, by the names of the arguments that they become in the rooms below."""
+    """The options of a command, by the names of arguments of the rooms below, and a run's keys where it has none."""
     own = {}
     for param in command.params:
         # an option by its long name, an argument as the usage line has it: DATA of [DATA]...
@@ -285,8 +285,7 @@ def _words_of(command: TyperCommand) -> tuple[Words, ...]:
     names = {name: own[option] for name, option in stands_for.items() if option in own}
     if "lora" in own:
         names["targets"] = f"{own['lora']} target"
-    options = Options(names | own, assigns)
-    return (options, RUN_KEYS) if assigns else (options,)
+    return Options(names | own, assigns), RUN_KEYS
 
 
 def _numeric(function: Callable[..., Any]) -> dict[str, _Kind]:
