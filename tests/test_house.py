@@ -64,8 +64,8 @@ def test_a_public_class_name_means_one_thing(files):
 
 # Names that are written to files or that users call, and rooms whose names are still to be gone through: how many there
 # may be, so that there are only ever fewer.
-OPAQUE_ON_PURPOSE = {"explain.explanation": 1, "packing.items": 1, "packing.parts": 1}
-OPAQUE_STILL = {"cli": 71, "report": 22, "count": 3, "hub": 3, "cache": 1}
+OPAQUE_ON_PURPOSE = {"cli.demo": 1, "cli.explain": 1, "explain.explanation": 1, "packing.items": 1, "packing.parts": 1}
+OPAQUE_STILL = {"report": 22, "count": 3, "hub": 3, "cache": 1}
 
 
 def test_names_say_what_they_hold(files):

@@ -139,10 +139,10 @@ def build_indices(
         warn(note)
     policy = policy or BadSamples("skip", limit=None, fraction=None)
     settings = settings or ProcessorSettings()
-    known = KnownEncoder(path, {"max_characters": max_characters, "settings": settings}, cache)
+    measuring = KnownEncoder(path, {"max_characters": max_characters, "settings": settings}, cache)
     counts, indices = SampleCounts(), []
-    if known.fingerprint is not None and not refresh:
-        stored = [stored_index(source, known.fingerprint, cache) for source in sources]
+    if measuring.fingerprint is not None and not refresh:
+        stored = [stored_index(source, measuring.fingerprint, cache) for source in sources]
         indices = [index for index in stored if index is not None]
         if len(indices) == len(sources):
             for index, source in zip(indices, sources, strict=True):
@@ -156,7 +156,7 @@ def build_indices(
 
     with working(f"opening the processor of {model}"):
         encoder = open_encoder(path, max_characters=max_characters or MAX_CHARACTERS, settings=settings)
-    known.remember(encoder.fingerprint())
+    measuring.remember(encoder.fingerprint())
     chosen: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     indices = []
     for source in sources:

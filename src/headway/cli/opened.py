@@ -80,8 +80,8 @@ def open_generator(model: str, opening: OpenOptions, *, chat_template: str | Non
     with working(f"opening {model}"):
         from headway.answer.generate import generator_of
 
-        found, where = open_where(model, opening, for_generation=True, chat_template=chat_template)
-        return generator_of(found, where)
+        model_opened, where = open_where(model, opening, for_generation=True, chat_template=chat_template)
+        return generator_of(model_opened, where)
 
 
 def open_where(
@@ -99,10 +99,10 @@ def open_where(
         from headway.config import RunConfig
 
         chats = read_template(chat_template)
-        found = find_model(model, opening.base)
+        location = find_model(model, opening.base)
         where, precision = chosen_device(RunConfig(folder=Path(), device=opening.device))
         chosen = precision.compute if opening.dtype is WeightDtype.auto else getattr(torch, opening.dtype.value)
-        return open_model(found, dtype=chosen, device=where, for_generation=for_generation, chats=chats), where
+        return open_model(location, dtype=chosen, device=where, for_generation=for_generation, chats=chats), where
 
 
 def read_template(file: str | None) -> "ChatSettings | None":

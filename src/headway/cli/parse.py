@@ -226,7 +226,7 @@ class _Kind(NamedTuple):
     """What a numeric option counts: its unit, "" for none, and whether it is whole."""
 
     unit: str
-    whole: bool
+    is_whole: bool
 
 
 _OPTION_OF = {
@@ -292,13 +292,13 @@ def _numeric(function: Callable[..., Any]) -> dict[str, _Kind]:
     """The numeric options of a command's function, by the names of its arguments."""
     kinds = {}
     for name, annotation in get_type_hints(inspect.unwrap(function), include_extras=True).items():
-        option = next((each for each in get_args(annotation) if isinstance(each, OptionInfo)), None)
+        option = next((argument for argument in get_args(annotation) if isinstance(argument, OptionInfo)), None)
         types = _types(annotation)
         if option is not None and types & {int, float} and str not in types:
             written = option.help or ""
             match = _UNIT.search(written)
             unit = match[1] if match else MONEY if MONEY in written else ""
-            kinds[name] = _Kind(unit, whole=float not in types)
+            kinds[name] = _Kind(unit, is_whole=float not in types)
     return kinds
 
 
@@ -329,10 +329,10 @@ def _plain(arguments: list[str], options: dict[str, _Kind]) -> list[str]:
 
 
 def _number(option: str, text: str, kind: _Kind) -> str:
-    number = parse_number(text, kind.unit, whole=kind.whole)
-    if number is None and not kind.whole and text.strip().lower() in _NOT_FINITE:
+    number = parse_number(text, kind.unit, whole=kind.is_whole)
+    if number is None and not kind.is_whole and text.strip().lower() in _NOT_FINITE:
         return text  # which the commands themselves refuse, each with what it needs
-    if number is None or (kind.whole and not isinstance(number, int)):
-        what = "a whole number" if kind.whole else "a number"
-        raise UsageError(f"{option} {text[:40]!r} is not {what}. Write {examples(kind.unit, whole=kind.whole)}.")
+    if number is None or (kind.is_whole and not isinstance(number, int)):
+        what = "a whole number" if kind.is_whole else "a number"
+        raise UsageError(f"{option} {text[:40]!r} is not {what}. Write {examples(kind.unit, whole=kind.is_whole)}.")
     return repr(number)
