@@ -5,6 +5,7 @@ The model keeps its class, its forward and its names, but for the modules that t
 """
 
 import math
+import re
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,12 +23,14 @@ from transformers.pytorch_utils import Conv1D
 from headway.count import CostModel
 from headway.count.adapters import NEW_ROWS, is_adapter, targets_of
 from headway.errors import CheckpointError, ConfigError, UsageError, errors_in
+from headway.models.foreign import check_adapters, foreign, matching_names
 from headway.models.new_rows import add_new_rows, initialise_new_rows, new_rows, resize, without_new_rows
 from headway.models.parallel import fill
 from headway.words import RUN_KEYS, Argument
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # peft's name for an adapter that is alone
+_ALL = "all-linear"  # peft's word for all linear modules, where names or a regular expression may stand
 _BASE = ".base_layer."
 _PEFT_ROWS = ".token_adapter.trainable_tokens_delta"  # peft's name for rows of tokens, which are values and no changes
 
@@ -108,9 +111,27 @@ def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
 
     Raises:
         ConfigError: peft is not installed.
-        CheckpointError: rows of tokens that are not at the end of a vocabulary, one after the other.
+        CheckpointError: adapters that cannot be put into the model, or rows of tokens that are not at the end of a
+            vocabulary, one after the other.
     """
-    config = _peft().LoraConfig.from_pretrained(str(folder))
+    peft = _peft()
+    with foreign(
+        lambda reason: CheckpointError(
+            f"The adapters in {folder} cannot be used: {reason} Look into its {ADAPTER_CONFIG}, or save the adapters "
+            "anew."
+        )
+    ):
+        check_adapters(folder / ADAPTER_CONFIG)
+        config = peft.LoraConfig.from_pretrained(str(folder))
+        for setting in ("target_modules", "exclude_modules"):
+            pattern = getattr(config, setting)
+            if isinstance(pattern, str) and pattern != _ALL:
+                names = matching_names(pattern, (name for name, _ in model.named_modules()))
+                setattr(config, setting, "|".join(map(re.escape, names)))
+        _put_in(model, config, folder)
+
+
+def _put_in(model: PreTrainedModel, config: Any, folder: Path) -> None:
     if config.trainable_token_indices is not None:
         ids = _saved_ids(model, config.trainable_token_indices, folder)
         resize(model, ids[-1] + 1)

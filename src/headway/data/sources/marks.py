@@ -173,8 +173,8 @@ def unread_keys(fields: Mapping[str, Any], read_columns: Iterable[str]) -> set[s
         turns = fields.get(column)
         for turn in turns if isinstance(turns, list) else ():
             keys = turn.items() if isinstance(turn, dict) else ()
-            row_keys = known_keys | {key for key in round_keys(turn) if key is not None}
-            unread |= {f"{column}: {key}" for key, value in keys if value is not None and key not in row_keys}
+            read_keys = known_keys | {key for key in round_keys(turn) if key is not None}
+            unread |= {f"{column}: {key}" for key, value in keys if value is not None and key not in read_keys}
     return unread
 
 
