@@ -70,8 +70,10 @@ def _refuse_run(folder: Path) -> None:
     if models:
         advice = f"Its newest model is {models[-1]}: give that folder."
     elif exports:
-        advice = f"{exports[-1]} holds adapters alone. Add them into the weights with `headway export {folder} MODEL"
-        advice += " --merge-lora`, and give the folder MODEL."
+        advice = (
+            f"{exports[-1]} holds adapters alone. Add them into the weights with "
+            f"`headway export {folder} MODEL --merge-lora`, and give the folder MODEL."
+        )
     else:
         advice = f"It has no model yet: `headway export {folder} MODEL` makes the folder MODEL of its last checkpoint."
     raise UnknownModelError(f"{folder} is a training run and no model. {advice}")

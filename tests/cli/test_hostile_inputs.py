@@ -29,6 +29,7 @@ COMMANDS = {
 NAMES = (
     "metrics.jsonl", "goodput.jsonl", "run.json", "summary.json", "config.yaml", "config.json", "tokenizer.json",
     "tokenizer_config.json", "model.safetensors", "resumes.jsonl", "llm_config.json", "vit_config.json",
+    "adapter_config.json",
 )  # fmt: skip
 WITHOUT_INPUT = {"ceiling", "config", "demo", "devices", "mfu", "models"}
 

@@ -77,7 +77,7 @@ def test_errors_of_the_data_name_the_keys_of_the_configuration(raw, tmp_path):
     turns = [{"role": "user", "content": [{"type": "image", "image": "https://x.example/a.png"}]}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [*turns, {"role": "assistant", "content": "7"}]}))
     raw["data"]["train"] = str(tmp_path / "rows.jsonl")
-    with pytest.raises(DataError, match="or set allow_remote: true beside its path in the data section"):
+    with pytest.raises(DataError, match="open the dataset with allow_remote: true beside its path in the data section"):
         train(parse_config(raw))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "word " * 30}))
     raw["data"]["max_characters"] = 100

@@ -193,7 +193,7 @@ def test_a_rank_or_a_step_that_records_do_not_have_is_an_error(tmp_path):
     path = write(tmp_path / "metrics.jsonl", step_record(4), step_record(5))
     with pytest.raises(ConfigError, match=r"records are of all ranks together.*run\.profile\.ranks"):
         explain_records(path, rank=1)
-    with pytest.raises(ConfigError, match=r"--step 3: .*it has 2 records, 4 to 5"):
+    with pytest.raises(ConfigError, match=r"step=3: .*it has 2 records, 4 to 5"):
         explain_records(path, step=3)
 
 

@@ -1,13 +1,16 @@
 """Files of models that strangers wrote: refused in one error, whatever the libraries that read them raise."""
 
+import copy
 import io
 import json
 import logging
 import os
 import random
+import re
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
@@ -17,9 +20,11 @@ from headway.data.sources import open_source
 from headway.errors import CheckpointError, DataError, HeadwayError
 from headway.models.foreign import check_config, check_tokenizer
 from headway.models.load import load_config, load_model, load_processor
+from headway.models.lora import add_saved_adapters
 from headway.synthetic.digits import write_reader
 from helpers.cases import ODD
 from helpers.folders import QUESTIONS, picture, text_model, tiny_tokenizer
+from helpers.models import tiny_config
 
 REGEX = {"type": "Split", "behavior": "Isolated", "invert": False}
 
@@ -126,6 +131,60 @@ def test_adapters_in_a_models_folder_are_not_laid_over_it(tmp_path):
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"holds the weights of a model and adapters \(adapter_config.json\)"):
         load_model(str(folder))
+
+
+@pytest.fixture(scope="module")
+def adapters():
+    """The settings of honest adapters, and a model without memory to put them into."""
+    config = LoraConfig(r=2, target_modules=r".*layers\.\d+\.(self_attn|mlp)\..*_proj", task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        return config.to_dict(), load_model(tiny_config("qwen3"), random_init=True, device="meta")
+
+
+def _put_in(settings, model, folder):
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps(settings, default=list))
+    model = copy.deepcopy(model)
+    add_saved_adapters(model, folder)
+    return sum(".lora_A." in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's own, of settings that it does not know
+def test_no_setting_of_adapters_ends_in_an_error_of_its_own(adapters, tmp_path):
+    honest, model = adapters
+    number = _put_in(honest, model, tmp_path)
+    assert number == 7 * model.config.num_hidden_layers
+    honest, refused = honest | {"target_modules": ["q_proj"]}, []  # names need no process
+    spoilt = [honest | {key: value} for key in honest for value in ODD]
+    for settings in random.Random(1).sample(spoilt, 80):
+        try:
+            _put_in(settings, model, tmp_path)
+        except HeadwayError as error:
+            refused.append(str(error))
+    assert 20 < len(refused) < 80
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"megatron_config": {}, "megatron_core": "antigravity"}, "megatron_config is '{}'; it must be null"),
+        ({"layer_replication": [[0, 10**9]]}, "layer_replication is"),
+        ({"r": 10**9}, "a rank is '1000000000'"),
+        ({"rank_pattern": {"(a+)+$": 2}}, "is an expression with repetitions"),
+        ({"target_modules": "nothing"}, "no module of the model has such a name"),
+        ({"target_modules": "("}, "is no regular expression"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+    ],
+)
+def test_settings_of_adapters_that_are_not_a_strangers_are_refused(change, reason, adapters, tmp_path):
+    with pytest.raises(CheckpointError, match=re.escape(reason)):
+        _put_in(adapters[0] | change, adapters[1], tmp_path)
+
+
+def test_an_expression_of_adapters_that_takes_for_ever_is_stopped(adapters, tmp_path, monkeypatch):
+    monkeypatch.setattr("headway.models.foreign._MATCH_S", 0.5)
+    with pytest.raises(CheckpointError, match=r"takes more than 0\.5 s"):
+        _put_in(adapters[0] | {"target_modules": "((((((.*)*)*)*)*)*)*x$"}, adapters[1], tmp_path)
 
 
 @pytest.mark.parametrize("error", [ValueError("no such rank"), KeyError("r"), RuntimeError("shapes differ")])

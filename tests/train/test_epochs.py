@@ -169,7 +169,7 @@ def test_another_run_begins_with_the_weights_as_a_refusal_says(raw):
     raw["optim"] |= {"lr": 1e-4, "warmup_steps": 0}
     with pytest.raises(ConfigError) as refused:
         train(parse_config(raw), resume=True)
-    settings = re.findall(r"--set (\S+)=(\S+?)\.?(?= |$)", str(refused.value))
+    settings = re.findall(r"(\w+\.\w+)=(\S+?)\.?(?= |$)", str(refused.value))
     said = dict(settings) | {"run.folder": raw["run"]["folder"] + "-next"}
     assert said["model.path"] == str(summary.model)
     config = with_overrides(raw, tuple(f"{name}={value}" for name, value in said.items()))

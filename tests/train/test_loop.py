@@ -163,7 +163,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(raw):
 
 def test_an_existing_run_is_not_overwritten(config):
     train(config)
-    with pytest.raises(ConfigError, match=r"already holds a run\. Continue it with --resume"):
+    with pytest.raises(ConfigError, match=r"already holds a run\. Continue it with resume=True"):
         train(config)
 
 

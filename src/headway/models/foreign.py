@@ -1,4 +1,4 @@
-"""The boundary to files of models that anybody may have written: config.json and tokenizer.json.
+"""The boundary to files of models that anybody may have written: config.json, tokenizer.json, adapter_config.json.
 
 The libraries that read them raise whatever they like, and tokenizers' Rust code panics with what is no `Exception`.
 What would take all memory or time is looked for before they read.
@@ -10,7 +10,9 @@ import logging
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 from headway.errors import HeadwayError
 from headway.files import open_plain
 from headway.report import printable
+from headway.safe_path import current_folder_kept_out
 
 MAX_LAYERS = 10_000  # by each number of layers in a config.json; the deepest models have some hundreds
 MAX_WIDTH = 2**31  # of a vector, or entries of a vocabulary; the largest are below 2**20
@@ -28,9 +31,22 @@ MAX_PIXELS = 2**28  # to which a processor enlarges; the same as edges
 
 _EDGES = ("height", "width")
 _LEAST_PIXELS = ("shortest_edge", "min_pixels")  # pixels in all for the one, an edge or pixels for the other
+_REPEATS = re.compile(r"[*+{?]")
 _COLOURS = re.compile(r"\x1b\[[\d;]*m")  # a library's own; a stranger's change nothing but colours
 _LAYERS = ("layer", "depth", "block")  # in the names of numbers of layers
 _SIZED = ("size", "dim", "length", "len", "tokens", "width", "window", "offset", "index", "id")  # no number of them
+_MOST_RANK = 2**16  # honest ones are below 1,024
+_MATCH_S = 10  # for all names of a model [s]
+_MATCH = """
+import json, re, sys
+pattern, names = json.load(sys.stdin)
+json.dump([name for name in names if re.fullmatch(pattern, name)], sys.stdout)
+"""
+# Settings of adapters by which peft imports a module of the file's choice, builds as many layers as it says, or
+# computes something else than x A B.
+_NOT_OF_STRANGERS = (
+    "megatron_config", "layer_replication", "auto_mapping", "monteclora_config", "arrow_config", "velora_config",
+)  # fmt: skip
 _WIDTHS = ("hidden_size", "intermediate_size", "vocab_size", "embed_dim")  # which no model leaves open by -1
 _OURS = (HeadwayError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
@@ -138,6 +154,52 @@ def check_processor(path: Path) -> None:
         most = MAX_EDGE if name in _EDGES else MAX_PIXELS if name in _LEAST_PIXELS else math.inf
         if value > most:
             raise ValueError(f"{name} is {str(value)[:20]}; at most {most:,} are allowed")
+
+
+def check_adapters(path: Path) -> None:
+    """Refuse an adapter_config.json by which peft would import a module, or build without end.
+
+    Raises:
+        ValueError: it is no JSON, no LoRA, or has a setting or a rank that is not one of a stranger's.
+        OSError: it cannot be read, or is a pipe.
+    """
+    content = _content(path)
+    if content.get("peft_type") != "LORA":
+        raise ValueError(f"peft_type is {str(content.get('peft_type'))[:40]!r}, and adapters are LORA here")
+    if name := next((name for name in _NOT_OF_STRANGERS if content.get(name) is not None), None):
+        raise ValueError(f"{name} is {str(content[name])[:40]!r}; it must be null")
+    patterns = [content.get(name) for name in ("rank_pattern", "alpha_pattern")]
+    names = [name for pattern in patterns if isinstance(pattern, dict) for name in pattern]
+    names += [name for name in (content.get("layers_pattern"),) if isinstance(name, str)]
+    if name := next((name for name in names if _REPEATS.search(name)), None):  # peft takes it for an expression
+        raise ValueError(f"{name[:40]!r} is an expression with repetitions; name modules in full")
+    ranks = [content.get("r"), *(patterns[0].values() if isinstance(patterns[0], dict) else ())]
+    if rank := next((rank for rank in ranks if type(rank) is not int or not 0 < rank <= _MOST_RANK), None):
+        raise ValueError(f"a rank is {str(rank)[:20]!r}; it is a whole number from 1 to {_MOST_RANK:,}")
+
+
+def matching_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Names that a stranger's regular expression matches, found in a process that can be stopped.
+
+    Raises:
+        ValueError: it is no expression, matches nothing, or takes longer than some seconds.
+    """
+    try:
+        with current_folder_kept_out():
+            process = subprocess.run(
+                [sys.executable, "-I", "-c", _MATCH],
+                input=json.dumps([pattern, [*names]]),
+                capture_output=True,
+                text=True,
+                timeout=_MATCH_S,
+                check=False,
+            )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"to match names with {pattern[:80]!r} takes more than {_MATCH_S} s") from error
+    matches: list[str] = json.loads(process.stdout) if process.returncode == 0 else []
+    if not matches:
+        raise ValueError(f"{pattern[:80]!r} is no regular expression, or no module of the model has such a name")
+    return matches
 
 
 def _content(path: Path) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ The model keeps its class, its forward and its names, but for the modules that t
 """
 
 import math
+import re
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +22,15 @@ from transformers.pytorch_utils import Conv1D
 
 from headway.count import CostModel
 from headway.count.adapters import NEW_ROWS, is_adapter, targets_of
-from headway.errors import CheckpointError, ConfigError, UsageError
+from headway.errors import CheckpointError, ConfigError, UsageError, errors_in
+from headway.models.foreign import check_adapters, foreign, matching_names
 from headway.models.new_rows import add_new_rows, initialise_new_rows, new_rows, resize, without_new_rows
 from headway.models.parallel import fill
+from headway.words import RUN_KEYS, Argument
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # peft's name for an adapter that is alone
+_ALL = "all-linear"  # peft's word for all linear modules, where names or a regular expression may stand
 _BASE = ".base_layer."
 _PEFT_ROWS = ".token_adapter.trainable_tokens_delta"  # peft's name for rows of tokens, which are values and no changes
 
@@ -45,10 +49,11 @@ def adapter_modules(cost_model: CostModel, targets: Sequence[str] | None) -> lis
     learning = {entry.name for entry in cost_model.parameters if entry.trainable}
     matches: set[str] = set()
     for target in [None] if targets is None else targets:
-        try:
-            modules = targets_of(cost_model.rows, None if target is None else [target], cost_model.name)
-        except UsageError as error:
-            raise ConfigError(f"model.lora.targets: {str(error).removeprefix('--lora ')}") from error
+        with errors_in(RUN_KEYS):
+            try:
+                modules = targets_of(cost_model.rows, None if target is None else [target], cost_model.name)
+            except UsageError as error:
+                raise error.as_kind(ConfigError) from error
         hits = {name for name in modules if f"{name}.weight" in learning}
         if not hits:
             raise ConfigError(
@@ -106,9 +111,27 @@ def add_saved_adapters(model: PreTrainedModel, folder: Path) -> None:
 
     Raises:
         ConfigError: peft is not installed.
-        CheckpointError: rows of tokens that are not at the end of a vocabulary, one after the other.
+        CheckpointError: adapters that cannot be put into the model, or rows of tokens that are not at the end of a
+            vocabulary, one after the other.
     """
-    config = _peft().LoraConfig.from_pretrained(str(folder))
+    peft = _peft()
+    with foreign(
+        lambda reason: CheckpointError(
+            f"The adapters in {folder} cannot be used: {reason} Look into its {ADAPTER_CONFIG}, or save the adapters "
+            "anew."
+        )
+    ):
+        check_adapters(folder / ADAPTER_CONFIG)
+        config = peft.LoraConfig.from_pretrained(str(folder))
+        for setting in ("target_modules", "exclude_modules"):
+            pattern = getattr(config, setting)
+            if isinstance(pattern, str) and pattern != _ALL:
+                names = matching_names(pattern, (name for name, _ in model.named_modules()))
+                setattr(config, setting, "|".join(map(re.escape, names)))
+        _put_in(model, config, folder)
+
+
+def _put_in(model: PreTrainedModel, config: Any, folder: Path) -> None:
     if config.trainable_token_indices is not None:
         ids = _saved_ids(model, config.trainable_token_indices, folder)
         resize(model, ids[-1] + 1)
@@ -244,7 +267,8 @@ def read_adapters(model: PreTrainedModel, folder: Path) -> None:
         raise CheckpointError(
             f"The adapters in {path} are not those that {ADAPTER_CONFIG} beside it describes for this model: "
             f"{len(differing)} tensors are missing, too many or of another shape, such as {differing[0]}. Give the "
-            "model that they were trained on with --base MODEL; only low-rank adapters of linear layers are read."
+            f"model that they were trained on with {Argument('base', example='MODEL')}; only low-rank adapters of "
+            "linear layers are read."
         )
     for name, tensor in theirs.items():
         by_name[name].copy_(tensor)
@@ -287,7 +311,7 @@ def _saved_ids(model: PreTrainedModel, saved: Any, folder: Path) -> list[int]:
         raise CheckpointError(
             f"The {ADAPTER_CONFIG} in {folder} has rows of tokens from {ids[0]} on, and the model ends at "
             f"{len(hf_model.get_input_embeddings().weight)}. Give the model that they were trained on with "
-            "--base MODEL."
+            f"{Argument('base', example='MODEL')}."
         )
     return ids
 

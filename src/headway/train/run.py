@@ -11,8 +11,7 @@ from headway.checkpoint.export import find_checkpoint_in
 from headway.config import TrainConfig
 from headway.data import Batch
 from headway.data.feed import FeedReport
-from headway.data.wording import errors_in_words_of
-from headway.errors import RunCompleteError
+from headway.errors import RunCompleteError, errors_in
 from headway.log.run_files import METRICS, RESUMES, SAMPLES, SUMMARY, write_json
 from headway.log.working import working
 from headway.meter import Goodput, clock
@@ -30,6 +29,7 @@ from headway.train.run_folder import RunFolder
 from headway.train.salvage import LastStep
 from headway.train.summary import RunSummary, billed_by_conventions
 from headway.train.watch import STOPPING, LoopPhase, Watchdog, explain_errors, stop_requests
+from headway.words import RUN_KEYS, Argument
 
 _SMALLER = "Fewer data workers or a smaller data.prefetch_bytes need less memory, and more processes share the model."
 
@@ -60,7 +60,7 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
     with (
         Watchdog(phase, config.run.watchdog_s, config.run.folder / f"hung-rank-{rank}.txt", rank),
         explain_errors(phase, lambda error: f"out of memory (rank {rank}) in {phase}: {error}. {_SMALLER}"),
-        errors_in_words_of("yaml"),
+        errors_in(RUN_KEYS),
         RunFolder(config.run.folder, is_smoke=is_smoke) as folder,
     ):
         try:
@@ -97,7 +97,8 @@ def _run(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunS
         saved = run.saver.wait()
         utilisation = run.meter.close()
         if end.stopped_by and end.step < run.steps:
-            out.progress.note(f"stopped by {STOPPING[end.stopped_by]} after step {end.step}; continue with --resume")
+            signal, resume = STOPPING[end.stopped_by], Argument("resume", True)
+            out.progress.note(f"stopped by {signal} after step {end.step}; continue with {resume}")
         for warning in utilisation.warnings:
             out.progress.note(f"warning: {warning}")
 

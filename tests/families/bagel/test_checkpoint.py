@@ -1,6 +1,7 @@
 """A checkpoint in BAGEL's layout becomes a model folder that trains; a damaged one is named."""
 
 import json
+import random
 import re
 import shutil
 
@@ -10,11 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from headway.data import read_samples
 from headway.data.encoders import collator_of
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.families.bagel.checkpoint import import_bagel
 from headway.families.bagel.encoding import DrawingEncoder
 from headway.models.load import load_model, load_processor
 from headway.synthetic.processor import write_tokenizer
+from helpers.cases import ODD
 from helpers.drawing import TEXT, TOWER, VAE, WORDS, tiny_bagel, write_data
 
 WIDE = VAE | {"block_out_channels": [32, 64], "norm_num_groups": 32, "scaling_factor": 0.3611, "shift_factor": 0.1159}
@@ -91,6 +93,22 @@ def test_what_is_missing_is_named(folder, tmp_path, file):
     with pytest.raises(CheckpointError, match=f"lacks {file}"):
         import_bagel(folder, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_no_value_of_its_configurations_ends_in_an_error_of_its_own(folder, tmp_path):
+    refused = []
+    for file in ("llm_config.json", "vit_config.json"):
+        honest = json.loads((folder / file).read_text())
+        spoilt = [honest | {key: value} for key in honest for value in ODD]
+        for settings in [honest | {"num_hidden_layers": 10**9}, *random.Random(0).sample(spoilt, 40)]:
+            (folder / file).write_text(json.dumps(settings))
+            try:
+                import_bagel(folder, tmp_path / f"model {len(refused)}")
+            except HeadwayError as error:
+                refused.append(str(error))
+            shutil.rmtree(tmp_path / f"model {len(refused)}", ignore_errors=True)
+        (folder / file).write_text(json.dumps(honest))
+    assert 30 < len(refused) < 82
 
 
 def test_weights_of_another_model_are_refused(folder, tmp_path):

@@ -23,6 +23,7 @@ from headway.errors import CheckpointError, ConfigError
 from headway.families.bagel.configuration import BagelConfig
 from headway.families.bagel.encoding import AROUND
 from headway.families.bagel.model import BagelModel
+from headway.models.foreign import check_config, foreign
 from headway.models.load import load_processor
 
 _WEIGHTS, _AUTOENCODER = "ema.safetensors", "ae.safetensors"
@@ -65,10 +66,13 @@ def import_bagel(folder: Path, target: Path) -> BagelConfig:
     # weights are linked as they are, so that their names and shapes must be those of the model here
     text, vision = (_read_json(folder / name) for name in _CONFIGS)
     shapes, autoencoder = _shapes(folder / _WEIGHTS), _read_tensors(folder / _AUTOENCODER)
-    config = _configuration(text, vision, shapes, autoencoder)
-    # the model without memory, for the names and shapes that it expects
-    with torch.device("meta"):
-        model = BagelModel(config)
+    with foreign(lambda reason: CheckpointError(f"{' or '.join(_CONFIGS)} in {folder} is damaged: {reason} Fetch it.")):
+        for name in _CONFIGS:
+            check_config(folder / name)
+        config = _configuration(text, vision, shapes, autoencoder)
+        # the model without memory, for the names and shapes that it expects
+        with torch.device("meta"):
+            model = BagelModel(config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     ours = {name: shape for name, shape in expected.items() if not name.startswith("vae_model.")}
     _compare(shapes, ours, folder / _WEIGHTS)
