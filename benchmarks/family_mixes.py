@@ -28,7 +28,7 @@ SHAPES = (1.0, 4 / 3, 3 / 4, 16 / 9, 9 / 16)  # width over height
 
 def gemma3() -> tuple[Any, str]:
     """Gemma 3 4B: every image is one square of 256 tokens, here 36, that see each other both ways."""
-    from helpers.vlm_folders import FAMILIES
+    from helpers.families import FAMILIES
 
     side = 24 * PATCH
     text = {
@@ -54,7 +54,7 @@ def gemma3() -> tuple[Any, str]:
 
 def internvl() -> tuple[Any, str]:
     """InternVL 3 8B: an image is cut into 1 to 12 tiles of 256 tokens, here 36, and a small copy of the whole."""
-    from helpers.vlm_folders import FAMILIES
+    from helpers.families import FAMILIES
 
     side = 12 * PATCH
     text = {
@@ -88,7 +88,7 @@ def family_mix(name: str, num_samples: int, seed: int = 0) -> Mix:
         num_samples: how many [samples].
         seed: of everything random.
     """
-    from helpers.vlm_folders import write_vlm
+    from helpers.folders import write_vlm
 
     family, taken = FAMILY_MIXES[name]()
     with tempfile.TemporaryDirectory() as place:

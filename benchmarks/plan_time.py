@@ -45,7 +45,7 @@ from headway.predict.measured_data import joined
 from headway.predict.speeds import Speeds
 from headway.predict.step_time import StepForecast, shapes_of
 from headway.synthetic.digits import write_digits, write_reader
-from headway.train.loop import train
+from headway.train.run import train
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 WARM, STEPS = 3, 8

@@ -26,7 +26,7 @@ from headway.data.sources import open_source
 from headway.packing.lengths import LengthTable
 from headway.predict.tune.space import Space, changed_config
 from headway.synthetic.new_model import write_new_model
-from headway.train.loop import train
+from headway.train.run import train
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 STEP_TOKENS, TOLERANCE = 4096, 0.1

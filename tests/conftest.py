@@ -25,7 +25,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.strategies import none
 
-from helpers.browser import CHROMIUM
+from helpers.pages import CHROMIUM
 
 # A slow machine is no failure, and the same examples everywhere make a failure reproducible.
 settings.register_profile("headway", deadline=None, derandomize=True, max_examples=30)

@@ -20,7 +20,7 @@ from headway.count import Workload
 from headway.count.models import load_cost_model
 from headway.devices import Peak
 from headway.tracing import trace
-from helpers.bare import bare_environment
+from helpers.processes import bare_environment
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))

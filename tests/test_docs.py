@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from helpers.markdown_links import broken_links
+from helpers.pages import broken_links
 
 DOCS = Path(__file__).parent.parent / "docs"
 NOT_RUN = {"tutorial.md", "architectures.md"}  # tests/test_tutorial.py runs that one

@@ -116,7 +116,7 @@ import row
 import read_and_encode
 import trace_sensors
 import torch
-from helpers.tiny_tokenizer import tiny_tokenizer
+from helpers.folders import tiny_tokenizer
 
 from headway import Workload, trace
 from headway.cli.app import main

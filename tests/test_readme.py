@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.markdown_links import broken_links
+from helpers.pages import broken_links
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headway.cli.app import app
-from helpers.browser import Browser
-from helpers.markdown_links import broken_links
+from helpers.pages import Browser, broken_links
 from tools.site.built import requests_elsewhere
 from tools.site.commands import command_pages
 from tools.site.pages import copied_pages, indexed, pages_in_navigation, pages_that_show_commands, relinked

@@ -188,14 +188,14 @@ DEFECTS = (
         "tracing/results.py",
         "    if not losses:\n        return tensors\n",
         "    if not losses:\n        return tensors[:1]\n",
-        ("tests/tracing/test_foreign_models.py",),
+        ("tests/tracing/test_results.py",),
     ),
     Defect(
         "folded heads are billed again",
         "tracing/record.py",
         "return int(pairs[..., 0].sum()), rows[-1],",
         "return int(pairs[..., 0].sum()) * math.prod(rows[:-1]), rows[-1],",
-        ("tests/tracing/test_foreign_models.py",),
+        ("tests/tracing/test_own_modules.py",),
     ),
     Defect(
         "a float mask of ones has no data",

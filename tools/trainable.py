@@ -1,4 +1,4 @@
-"""Write docs/models.md: which families Headway trains, by the laws of tests/helpers/family_laws.py, run here.
+"""Write docs/models.md: which families Headway trains, by the laws of tests/helpers/folders.py, run here.
 
     python -m tools.trainable docs/models.md        # some minutes; families whose packages are missing are refused
 
@@ -27,8 +27,8 @@ from headway.models.lora import adapter_modules, add_adapters, initialise_adapte
 from headway.models.parallel.sequence import local_slots, share_packs
 from headway.models.video import VideoProcessor
 from headway.tracing import trace
-from helpers.family_laws import CLOSE, COUNTED_OTHERWISE, TOLERANCES, FamilyPair
-from helpers.vlm_folders import FAMILIES, VLM_FOLDERS
+from helpers.families import FAMILIES
+from helpers.folders import CLOSE, COUNTED_OTHERWISE, TOLERANCES, VLM_FOLDERS, FamilyPair
 
 PAGE = Path(__file__).parent / "trainable.md"  # the page's words; the table stands in place of {families}
 NAMES = json.loads((Path(__file__).parent / "trainable.json").read_text(encoding="utf-8"))

@@ -12,9 +12,9 @@ CACHE_VARIABLE = "HEADWAY_CACHE"
 
 def cache_root() -> Path:
     """Name the cache's folder, there or not: $HEADWAY_CACHE, $XDG_CACHE_HOME/headway or ~/.cache/headway."""
-    given = os.environ.get(CACHE_VARIABLE)
-    if given:
-        return Path(given).expanduser()
+    folder = os.environ.get(CACHE_VARIABLE)
+    if folder:
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"
 
 

@@ -1,19 +1,84 @@
 """Errors that a user can act on.
 
-Each message says what was wrong, the value got, what is allowed and what to do next. The command line prints the
-message as one paragraph and exits with `exit_code`: 2 for a wrong use, 1 for everything else.
+Each message says what was wrong, the value got, what is allowed and what to do next. It names arguments by
+`headway.words.Argument`, so that a Python call, a command and a configuration each read their own words. The command
+line prints the message as one paragraph and exits with `exit_code`: 2 for a wrong use, 1 for everything else.
 """
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
 from headway.report.secrets import presentable
+from headway.words import Argument, Words, speaking
+
+Kind = TypeVar("Kind", bound="HeadwayError")
 
 
 class HeadwayError(Exception):
-    """Base of every error that Headway raises on purpose; its text is safe to show, whatever it names."""
+    """Base of every error that Headway raises on purpose; its text is safe to show, whatever it names.
+
+    Args:
+        pieces: texts of the message and the arguments that it names, in their order.
+        value: what was wrong, where no argument among the pieces carries it.
+        choices: what there is in place of something that there is not: names of parameters, steps, conventions.
+
+    >>> error = UsageError(Argument("freeze", "nope"), " matches no parameter.", choices=["vision"])
+    >>> str(error), error.parameter, error.value, error.choices
+    ("freeze='nope' matches no parameter.", 'freeze', 'nope', ('vision',))
+    """
 
     exit_code = 1
 
+    def __init__(self, *pieces: object, value: object = None, choices: Collection[str] = ()) -> None:
+        super().__init__(*pieces)
+        self.choices = tuple(choices)
+        argument = next((piece for piece in pieces if isinstance(piece, Argument)), None)
+        self.parameter = None if argument is None else argument.name
+        """Python's name of the argument that is wrong, or that mends it; None where there is none."""
+        self.value = value if argument is None or argument.value is None else argument.value
+        """The value that is wrong; None where there is none."""
+
+    @property
+    def pieces(self) -> tuple[object, ...]:
+        """Texts of the message and the arguments that it names: what another error takes to say the same."""
+        return self.args
+
+    @property
+    def text(self) -> str:
+        """The message in the words of whoever asks now."""
+        return "".join(map(str, self.pieces))
+
+    def as_kind(self, kind: "type[Kind]", *more: object) -> "Kind":
+        """Make an error of another class that says the same.
+
+        Args:
+            kind: the class.
+            more: pieces that the message goes on with.
+        """
+        return kind(*self.pieces, *more, value=self.value, choices=self.choices)
+
+    def settle(self) -> None:
+        """Keep the message as it reads now, whoever asks later."""
+        self.args = (self.text,)
+
     def __str__(self) -> str:
-        return presentable(super().__str__())
+        return presentable(self.text)
+
+
+@contextmanager
+def errors_in(*words: Words) -> Iterator[None]:
+    """Put messages into words as `headway.words.speaking`, those of errors that leave as well.
+
+    Raises:
+        HeadwayError: whatever was raised within, the same object.
+    """
+    with speaking(*words):
+        try:
+            yield
+        except HeadwayError as error:
+            error.settle()
+            raise
 
 
 class UsageError(HeadwayError):
@@ -67,7 +132,20 @@ class CostModelError(HeadwayError):
 
 
 class DataError(HeadwayError):
-    """A sample, image or dataset file cannot be used; the message names file and line."""
+    """A sample, image or dataset file cannot be used; the message names file and line.
+
+    Args:
+        pieces: as `HeadwayError` takes them.
+        where: place of the sample, which the message begins with.
+        choices: as `HeadwayError` takes them.
+    """
+
+    def __init__(self, *pieces: object, where: str = "", choices: Collection[str] = ()) -> None:
+        super().__init__(*pieces, choices=choices)
+        self.where = where
+
+    def __str__(self) -> str:
+        return presentable(f"{self.where}: {self.text}" if self.where else self.text)
 
 
 class CheckpointError(HeadwayError):

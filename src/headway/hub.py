@@ -39,25 +39,25 @@ def located(name: str | Path) -> str:
         UnknownModelError: no such path, and no name on the Hub, or one that neither the cache nor the network has; or
             the folder of a training run, which may come to hold other models later.
     """
-    given = str(name)
-    _refuse_run(Path(given).expanduser())
-    if Path(given).expanduser().exists():
-        return str(Path(given).expanduser()) if given.startswith("~") else given
-    parts = given.split("/")
-    if given.startswith((".", "/", "~")) or len(parts) > 2 or not all(parts):
+    text = str(name)
+    _refuse_run(Path(text).expanduser())
+    if Path(text).expanduser().exists():
+        return str(Path(text).expanduser()) if text.startswith("~") else text
+    parts = text.split("/")
+    if text.startswith((".", "/", "~")) or len(parts) > 2 or not all(parts):
         raise UnknownModelError(
-            f"There is no model folder or config.json at {given!r}. Check the path, or give a name on the Hugging Face "
+            f"There is no model folder or config.json at {text!r}. Check the path, or give a name on the Hugging Face "
             "Hub such as Qwen/Qwen3-VL-2B-Instruct."
         )
     obstacle = obstacle_to_hub()
     if obstacle is None:
-        return given
-    copy = cached_folder(given)
+        return text
+    copy = cached_folder(text)
     if copy is None:
         raise UnknownModelError(
-            f"The model {given!r} is no folder on this machine and not in the Hub's cache ({_cache()}), and could not "
+            f"The model {text!r} is no folder on this machine and not in the Hub's cache ({_cache()}), and could not "
             f"be had from the Hugging Face Hub: {obstacle}. Check the name, or download it where there is a network "
-            f"with `hf download {given}` and give the folder."
+            f"with `hf download {text}` and give the folder."
         )
     return str(copy)
 
@@ -66,12 +66,14 @@ def _refuse_run(folder: Path) -> None:
     if not (folder / EXPORTS).is_dir() or (folder / CONFIG).exists():
         return
     exports = sorted((folder / EXPORTS).glob("step-*"))
-    models = [each for each in exports if (each / CONFIG).is_file()]
+    models = [export for export in exports if (export / CONFIG).is_file()]
     if models:
         advice = f"Its newest model is {models[-1]}: give that folder."
     elif exports:
-        advice = f"{exports[-1]} holds adapters alone. Add them into the weights with `headway export {folder} MODEL"
-        advice += " --merge-lora`, and give the folder MODEL."
+        advice = (
+            f"{exports[-1]} holds adapters alone. Add them into the weights with "
+            f"`headway export {folder} MODEL --merge-lora`, and give the folder MODEL."
+        )
     else:
         advice = f"It has no model yet: `headway export {folder} MODEL` makes the folder MODEL of its last checkpoint."
     raise UnknownModelError(f"{folder} is a training run and no model. {advice}")
@@ -83,10 +85,10 @@ def cached_folder(name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, CONFIG)
+        copy = try_to_load_from_cache(name, CONFIG)
     except HFValidationError:  # no name that the Hub could have
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(copy).parent if isinstance(copy, str) else None
 
 
 @cache

@@ -23,9 +23,9 @@ from headway.models.head import model_with_loss
 from headway.models.load import load_model, load_processor, rope_index
 from headway.models.parallel.ranks import Ranks
 from headway.packing.budget import Budget
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 CPU, BUDGET, ALONE = torch.device("cpu"), Budget(160, None), Ranks(0, 1)
 

@@ -9,7 +9,7 @@ from headway.models.head import model_with_loss
 from headway.models.load import load_model, load_processor, rope_index
 from headway.models.parallel.ranks import Ranks
 from headway.models.pixel_patches import normalised
-from headway.train.loop import train
+from headway.train.run import train
 
 ALONE = Ranks(0, 1)
 CPU = torch.device("cpu")

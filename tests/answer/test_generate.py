@@ -23,8 +23,8 @@ from headway.errors import DataError
 from headway.models.load import load_model, load_processor, rope_index
 from headway.models.parallel.ranks import Ranks
 from headway.packing.budget import Budget
-from helpers.media_files import video
-from helpers.talking import QUESTIONS, picture, picture_reader, text_model
+from helpers.data import video
+from helpers.folders import QUESTIONS, picture, picture_reader, text_model
 
 CPU = torch.device("cpu")
 TEMPLATE = (

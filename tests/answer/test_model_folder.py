@@ -13,8 +13,8 @@ from headway.cli.app import app
 from headway.config import parse_config
 from headway.errors import CheckpointError, ConfigError, HeadwayError
 from headway.models.load import load_model
-from headway.train.loop import train
-from helpers.run_records import read_metrics
+from headway.train.run import train
+from helpers.runs import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # by peft
 
@@ -97,10 +97,10 @@ def test_adapters_are_put_on_the_model_that_they_name_from_any_folder(evaluated,
     assert {(one["where"], one["answer"]) for one in said} == {(where, answer) for where, answer, _ in answers}
 
     (tmp_path / "base").rename(tmp_path / "away")
-    with pytest.raises(CheckpointError, match=r"belong to the model .*/base, which is not there any more.*--base"):
+    with pytest.raises(CheckpointError, match=r"belong to the model .*/base, which is not there any more.*base=MODEL"):
         find_model(str(summary.model))
     assert find_model(str(summary.model), base=str(tmp_path / "away")).base == str(tmp_path / "away")
-    with pytest.raises(ConfigError, match=r"--base away has no effect: .* is a whole model"):
+    with pytest.raises(ConfigError, match=r"base='away' has no effect: .* is a whole model"):
         find_model(str(tmp_path / "away"), base="away")
     weights = summary.model / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])

@@ -10,7 +10,7 @@ from headway.audit.rows import Interval, common, hull, printed
 from headway.conventions import PARTS, Step, architecture, conventions, get_convention
 from headway.count import Workload, load_cost_model
 from headway.count.models import presets
-from helpers.effort import examples
+from helpers.cases import examples
 from tools.their_rules.cases import Case
 
 MODELS = {

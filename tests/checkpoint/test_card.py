@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from headway.checkpoint.export import export, find_checkpoint_in
 from headway.config import parse_config
 from headway.models.load import load_model
-from headway.train.loop import train
+from headway.train.run import train
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from headway.checkpoint import (
 from headway.checkpoint.folder import clear_unfinished
 from headway.errors import CheckpointError, RankLostError
 from headway.models.parallel.ranks import Ranks
-from helpers.refusing_disk import a_full_disk
+from helpers.cases import a_full_disk
 
 ALONE = Ranks(0, 1)
 

@@ -14,8 +14,8 @@ from headway.models.attention import use_attention
 from headway.models.load import load_model, load_processor
 from headway.models.lora import add_adapters, initialise_adapters, write_adapter_config
 from headway.models.parallel.ranks import Ranks
-from helpers.effort import some
-from helpers.tiny_models import FAMILIES, tiny_config
+from helpers.cases import some
+from helpers.models import FAMILIES, tiny_config
 
 # Each stores weights its own way: transposed, tied, fused experts, latent attention, towers.
 OFTEN = {"gpt2", "qwen3_tied", "gpt_oss_sinks", "deepseek_v3", "qwen2_5_vl", "qwen3_vl_moe"}
@@ -67,7 +67,7 @@ def test_the_folder_holds_what_save_pretrained_would_have_written(family, tmp_pa
 
 def test_a_run_leaves_a_folder_that_opens_and_generates(raw):
     from headway.config import parse_config
-    from headway.train.loop import train
+    from headway.train.run import train
 
     raw["checkpoint"] = {"every": 2, "export": "every", "keep": 2}
     config = parse_config(raw)
@@ -199,7 +199,7 @@ def test_what_cannot_be_exported_is_told(tmp_path):
 def test_the_command(raw, tmp_path, capsys):
     from headway.cli.app import app
     from headway.config import parse_config
-    from headway.train.loop import train
+    from headway.train.run import train
 
     raw["checkpoint"] = {"export": "never"}
     config = parse_config(raw)

@@ -19,9 +19,9 @@ from headway.answer.model_folder import find_model, open_model
 from headway.config import parse_config
 from headway.data import Chat, ImagePart, Media, Message, Origin, TextPart
 from headway.synthetic.small_model import write_small_model
-from headway.train.loop import train
-from helpers.vlm_family import SIDE
-from helpers.vlm_folders import VLM_FOLDERS, write_vlm
+from headway.train.run import train
+from helpers.families import SIDE
+from helpers.folders import VLM_FOLDERS, write_vlm
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 # Of processors that give lists where numpy wants arrays, as transformers saves them.

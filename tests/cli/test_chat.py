@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from helpers.talking import QUESTIONS, picture, picture_reader, text_model
+from helpers.folders import QUESTIONS, picture, picture_reader, text_model
 
 CPU = ("--device", "cpu", "--max-new-tokens", 6)
 

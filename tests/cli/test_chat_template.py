@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from headway.data.template_bounds import MAX_SOURCE
-from helpers.talking import QUESTIONS, picture_reader
+from helpers.folders import QUESTIONS, picture_reader
 
 WORDY = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\nIn words: {{ m.content[0].text }}<|im_end|>\n{% endfor %}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headway.cli.app import app
-from helpers.bare import bare_environment
+from helpers.processes import bare_environment
 
 ROOT = Path(__file__).parents[2]
 TUNED = "recipes/qwen3-vl-8b-image-61440.yaml"

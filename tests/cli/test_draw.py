@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 from headway.models.load import load_model
-from helpers.drawing_data import WORDS, write_data, write_model
+from helpers.drawing import WORDS, write_data, write_model
 
 CPU = ("--device", "cpu")
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from helpers.written_traces import US, shapes, sidecar, two_kernels_a_step
+from helpers.traces import US, shapes, sidecar, two_kernels_a_step
 
 
 @pytest.fixture

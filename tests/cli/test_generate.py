@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from headway.models.load import load_processor
-from helpers.talking import QUESTIONS, picture, picture_reader, text_model
+from helpers.folders import QUESTIONS, picture, picture_reader, text_model
 
 CPU = ("--device", "cpu", "--max-new-tokens", 6)
 

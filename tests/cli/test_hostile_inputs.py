@@ -8,8 +8,8 @@ import shutil
 import pytest
 import yaml
 
-from helpers.hostile import FILES, damaged, mutated, write_files
-from helpers.written_traces import sidecar, two_kernels_a_step
+from helpers.cases import damaged, mutated
+from helpers.traces import sidecar, two_kernels_a_step
 
 # Every command that reads something of a stranger's: FILE is a file of theirs, FOLDER has files of those names.
 COMMANDS = {
@@ -32,6 +32,29 @@ NAMES = (
     "adapter_config.json",
 )  # fmt: skip
 WITHOUT_INPUT = {"ceiling", "config", "demo", "devices", "mfu", "models"}
+
+
+# What may stand under any name that a command takes.
+FILES = {
+    "empty": b"", "zeros": b"\0" * 5000, "noise": bytes(range(256)) * 20, "deep": b'{"a":' * 50_000, "null": b"null",
+    "digits": b'{"step": ' + b"9" * 5000 + b"}\n", "infinite": b'{"step": 1e999, "wall_s": Infinity, "kind": "step"}\n',
+    "cut": b'{"traceEvents": [{"ph": "X", "cat": "kernel"', "gzip": b"\x1f\x8b\x08\x00" + b"x" * 100,
+    "utf-16": '{"step": 1}'.encode("utf-16"), "yaml": b"model: !!python/object:os.system [x]\n",
+    "layers": b'{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 1000000000}',
+    "widths": b'{"model_type": "qwen3", "hidden_size": -64, "vocab_size": 100000000000000000000}',
+    "anchors": b"a: &a [*a]\n", "list": b"[1, 2]", "text": "a line of text \u202e\n".encode(),
+}  # fmt: skip
+
+
+def write_files(folder):
+    """Write each of FILES, a folder, a pipe and a link to itself; gives them by name."""
+    paths = {name: folder / name for name in FILES}
+    for name, path in paths.items():
+        path.write_bytes(FILES[name])
+    (folder / "folder").mkdir()
+    os.mkfifo(folder / "pipe")
+    (folder / "link").symlink_to("link")
+    return paths | {name: folder / name for name in ("folder", "pipe", "link", "missing")}
 
 
 def _walk(run, tmp_path, kinds):

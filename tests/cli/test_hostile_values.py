@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from helpers.hostile import ODD, damaged, mutated
-from helpers.talking import QUESTIONS, picture, picture_reader
+from helpers.cases import ODD, damaged, mutated
+from helpers.folders import QUESTIONS, picture, picture_reader
 
 QUESTION = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": QUESTIONS[0]}]}
 ANSWER = {"role": "assistant", "content": "two"}

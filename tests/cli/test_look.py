@@ -11,7 +11,7 @@ import yaml
 from headway.data import Encoder, read_samples
 from headway.models.load import load_processor
 from headway.synthetic.digits import write_reader
-from helpers.talking import QUESTIONS, picture
+from helpers.folders import QUESTIONS, picture
 
 EVIL = "<script>alert(1)</script>"
 

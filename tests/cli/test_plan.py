@@ -16,8 +16,8 @@ from headway.devices.measure import TimeBudget
 from headway.devices.model_rates import ModelRates
 from headway.predict.speeds import Speeds
 from headway.synthetic.digits import write_reader
+from helpers.folders import QUESTIONS
 from helpers.processes import ROOT
-from helpers.talking import QUESTIONS
 
 RECIPE = ROOT / "recipes/qwen2.5-7b-text-81920.yaml"
 MODEL = ("plan", "qwen3-0.6b", "--device", "H100", "--devices", 8)

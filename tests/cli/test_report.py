@@ -16,8 +16,8 @@ from headway.devices import Peak
 from headway.errors import ConfigError, UsageError
 from headway.meter import Meter
 from headway.report.page import CHART_STYLE, html_table, sentence
-from helpers.browser import Browser
-from helpers.one_linear import COST_MODEL, Clock
+from helpers.device import COST_MODEL, Clock
+from helpers.pages import Browser
 
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style>'
 
@@ -496,7 +496,7 @@ def test_settings_that_refer_to_themselves_end(tmp_path):
     a, b = write_run(tmp_path / "a", 5), write_run(tmp_path / "b", 5)
     bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
     (b / "config.yaml").write_text(bomb)
-    assert "Not shown" in read_run(b).beside["config.yaml"]
+    assert "Not shown" in read_run(b).files["config.yaml"]
     assert compared_markdown(read_run(a), read_run(b))
 
 

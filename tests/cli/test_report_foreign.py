@@ -12,7 +12,7 @@ from headway.cli.explain import explain
 from headway.cli.report import report
 from headway.cli.report_compare import compared_markdown
 from headway.cli.report_page import read_run, report_markdown
-from helpers.hostile_strings import PAYLOADS
+from helpers.cases import PAYLOADS
 
 OURS = {"p", "strong", "em", "code", "h1", "h2", "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td", "pre"}
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")

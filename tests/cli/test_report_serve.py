@@ -15,7 +15,7 @@ import pytest
 
 from headway.cli.report_page import read_run, report_page
 from headway.cli.report_serve import REFRESH_S, LivePage
-from helpers.browser import Browser
+from helpers.pages import Browser
 from helpers.processes import PYTHONPATH
 
 LIMIT_S = 60  # a test that waits so long has failed

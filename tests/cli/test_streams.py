@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headway.cli.app import main
-from helpers.tiny_tokenizer import tiny_tokenizer
+from helpers.folders import tiny_tokenizer
 
 HEADWAY = f"{sys.executable} -P -m headway"
 TABLE, RECORD = f"{HEADWAY} models", f"{HEADWAY} flops qwen3-8b --segments 4096 --json"

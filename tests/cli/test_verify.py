@@ -3,8 +3,7 @@ import json
 import pytest
 import transformers
 
-from helpers.tiny_models import tiny_config
-from helpers.tiny_speech import tiny_speech_model
+from helpers.models import tiny_config, tiny_model
 
 _T5 = {
     "vocab_size": 160, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
@@ -45,7 +44,7 @@ def test_json_holds_both_sides_of_every_module(headway, folder):
 
 @pytest.mark.slow
 def test_a_saved_model_that_hears_is_verified_from_its_folder(headway, tmp_path):
-    tiny_speech_model("granite_speech").save_pretrained(tmp_path)
+    tiny_model("granite_speech").save_pretrained(tmp_path)
     done = headway("verify", str(tmp_path), "--json")
     record = json.loads(done.out)
     assert (done.code, record["unexplained"], record["unseen"]) == (0, 0, [])

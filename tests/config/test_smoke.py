@@ -9,8 +9,8 @@ from headway.cli.train import train as command
 from headway.config import load_config, parse_config
 from headway.config.smoke import smoke_of
 from headway.errors import ConfigError, DataError, UsageError
-from headway.train.loop import train
-from helpers.run_records import read_metrics
+from headway.train.run import train
+from helpers.runs import read_metrics
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_errors_of_the_data_name_the_keys_of_the_configuration(raw, tmp_path):
     turns = [{"role": "user", "content": [{"type": "image", "image": "https://x.example/a.png"}]}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [*turns, {"role": "assistant", "content": "7"}]}))
     raw["data"]["train"] = str(tmp_path / "rows.jsonl")
-    with pytest.raises(DataError, match="or set allow_remote: true beside its path in the data section"):
+    with pytest.raises(DataError, match="open the dataset with allow_remote: true beside its path in the data section"):
         train(parse_config(raw))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "word " * 30}))
     raw["data"]["max_characters"] = 100

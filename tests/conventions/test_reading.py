@@ -4,7 +4,9 @@ The numbers marked as a witness were computed once by calling the function of th
 commit that the convention's docstring names, on an object with these sizes; none of its code is here.
 """
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,10 @@ from headway.conventions.ledger import decoder
 from headway.count import Workload, load_cost_model
 from headway.count.models import presets, shipped_models
 from headway.errors import UnknownModelError
-from helpers.published_models import GEMMA2_9B, LLAMA4_SCOUT, MINITRON_4B, QWEN2_VL_7B
+
+_PUBLISHED = json.loads((Path(__file__).parents[1] / "count" / "published_models.json").read_text(encoding="utf-8"))
+GEMMA2_9B, LLAMA4_SCOUT = _PUBLISHED["gemma-2-9b"], _PUBLISHED["llama-4-scout (text)"]
+MINITRON_4B, QWEN2_VL_7B = _PUBLISHED["minitron-4b"], _PUBLISHED["qwen2-vl-7b"]
 
 
 def bill(model, convention, workload, seq_len):

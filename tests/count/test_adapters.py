@@ -6,10 +6,9 @@ from peft import LoraConfig, get_peft_model
 
 from headway.count import Workload
 from headway.tracing import trace
-from headway.tracing.build import model_class
-from helpers.effort import some
-from helpers.pytorch_counter import build, check
-from helpers.tiny_models import VISION_FAMILIES, tiny_config, tiny_ledger
+from helpers.cases import some
+from helpers.counter import build, check
+from helpers.models import VISION_FAMILIES, tiny_ledger, tiny_model
 
 # Without targets both adapt all linear modules but the head. (On text mixtures of experts peft's all-linear also adapts
 # the router and the experts' tensors, which are no linear modules; ours does not.)
@@ -32,8 +31,7 @@ def is_often(case):
 
 
 def adapted(family, targets):
-    config = tiny_config(family)
-    model = model_class(config)._from_config(config, dtype=torch.float32)
+    model = tiny_model(family, dtype=torch.float32)
     adapters = LoraConfig(r=4, lora_dropout=0.0, target_modules=targets or "all-linear")
     return get_peft_model(model, adapters).base_model.model
 

@@ -151,7 +151,7 @@ def test_rows_merge_by_name_and_driver_when_counts_add():
     [
         (lambda: TEXT.count(Workload([9], images=[(1, 2, 2)])), WorkloadError, "qwen3-8b has no vision tower"),
         (lambda: VISION.count(Workload([9], images=[(1, 3, 4)])), WorkloadError, "1x3x4 cannot be merged"),
-        (lambda: TEXT.freeze(["visoin"]), UsageError, "--freeze visoin matches no parameter"),
+        (lambda: TEXT.freeze(["visoin"]), UsageError, "freeze='visoin' matches no parameter"),
         (lambda: TEXT.lora(0), UsageError, "rank must be at least 1"),
         (lambda: TEXT.lora(4, ["qproj"]), UsageError, "it has .*q_proj"),
         (lambda: TEXT.count(Workload([9]), recompute="layers.1"), UsageError, "matches nothing of qwen3-8b"),

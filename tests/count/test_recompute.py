@@ -15,8 +15,9 @@ from headway.count import Workload, load_cost_model
 from headway.count.recompute import as_choice, recomputed_blocks
 from headway.errors import UsageError
 from headway.tracing import trace
-from helpers.effort import some
-from helpers.pytorch_counter import build, check_recompute, enable_checkpointing
+from helpers.cases import some
+from helpers.counter import build, check_recompute
+from helpers.models import enable_checkpointing
 
 # the method has two names: the old one is all that transformers 5.17 has, the new one the only one without a warning
 pytestmark = [
@@ -138,7 +139,7 @@ def test_choices_add_up_and_leave_out():
 @pytest.mark.parametrize("choice", ["fool", "every:0", "every:x", "every:99", "language.vision", "full,-*.q_prj", ""])
 def test_a_choice_that_matches_nothing_is_refused(choice):
     term = choice.rpartition(",-")[2]
-    with pytest.raises(UsageError, match=rf"--recompute {term.replace('*', '.')} matches nothing of qwen3-8b"):
+    with pytest.raises(UsageError, match=rf"recompute='{term.replace('*', '.')}' matches nothing of qwen3-8b"):
         load_cost_model("qwen3-8b").count(Workload([9]), recompute=choice)
 
 

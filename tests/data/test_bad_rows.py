@@ -146,7 +146,7 @@ def test_damaged_counts_are_refused(content):
 
 def test_an_error_gets_its_origin_once_and_survives_pickling():
     origin = Origin("chats", "chats.jsonl", 3, "line 4")
-    error = sample_error(DataError("chats.jsonl, line 4: too short."), origin)
+    error = sample_error(DataError("too short.", where="chats.jsonl, line 4"), origin)
     assert (error.origin, error.reason) == (origin, "too short.")
     again = pickle.loads(pickle.dumps(sample_error(error, Origin("other", "x", 0, "line 1"))))
     assert (again.origin, str(again)) == (origin, "chats.jsonl, line 4: too short.")

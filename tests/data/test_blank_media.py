@@ -10,7 +10,7 @@ from headway.data.encode import EncodedSample
 from headway.data.samples import Origin
 from headway.models.load import load_model
 from headway.models.vision import vision_geometry
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 BOTH = frozenset({"images", "videos"})
 

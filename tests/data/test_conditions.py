@@ -13,8 +13,8 @@ from headway.models.parallel.ranks import Ranks
 from headway.packing.parts import Dropout
 from headway.tracing import trace
 from headway.train.data import open_feed
-from helpers.drawing_data import write_data, write_model
-from helpers.engine_runs import configuration
+from helpers.drawing import write_data, write_model
+from helpers.runs import configuration
 
 HALF = Dropout(0.5, 0.5, 0.5, seed=3)
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from helpers.whole_pipeline import Pipeline, pieces_of
+from helpers.data import Pipeline, pieces_of
 
 TOKENS = 200
 STREAM = {"lanes": 2, "shuffle": 5, "open_packs": 2}
@@ -39,7 +39,7 @@ def test_shares_are_as_configured_and_counts_are_of_what_was_read(pipeline, stre
         for batch in step:
             for (name, *_), ids in pieces_of(batch):
                 tokens[name] += len(ids)
-    report = players.report()
+    report = players.counts()
     for name in WEIGHTS:
         assert report.samples[name]["read"] == report.samples[name]["used"] == (found[name], tokens[name])
     assert report.tokens == tokens.total() == sum(batch.tokens for step in steps for batch in step)

@@ -7,12 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.packing import STRATEGIES
-from helpers.effort import IS_QUICK, examples
-from helpers.whole_pipeline import Pipeline, packs_of, pieces_of
+from helpers.cases import IS_QUICK, examples
+from helpers.data import Pipeline, pieces_of
 
 NAMES = ("pictures", "saved", "shard", "text", "ids")
 STREAM = {"lanes": 8, "shuffle": 5, "open_packs": 2}
 TOKENS = 200
+
+
+def packs_of(step):
+    """What the packs of a step hold; packs of padding alone are left out."""
+    return sorted(pieces_of(batch) for batch in step if batch.num_segments)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,7 @@ def test_every_token_is_trained_on_once_an_epoch_however_often_it_is_interrupted
     seen += trained(players.steps())
     expected = pipeline.expected(NAMES, TOKENS, epochs)
     assert seen == expected
-    report = players.report()
+    report = players.counts()
     assert report.tokens == sum(len(ids) * times for (_, ids), times in expected.items())
     for name in NAMES:
         wholes = [whole.tokens for key, (_, whole) in pipeline.wholes.items() if key[0] == name]

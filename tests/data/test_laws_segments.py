@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from headway.models.attention import use_attention
 from headway.models.pixel_patches import normalised
 from headway.packing import STRATEGIES
-from helpers.effort import examples
-from helpers.whole_pipeline import Pipeline, key_of
+from helpers.cases import examples
+from helpers.data import Pipeline, key_of
 
 NAMES = ("pictures", "table", "shard", "saved", "films", "text", "ids")
 STREAM = {"lanes": 2, "shuffle": 4, "open_packs": 3}

@@ -4,7 +4,7 @@ from headway.explain.attribution import Phase, attribute
 from headway.explain.events import NONE
 from headway.explain.kernels import Work
 from headway.explain.trace import read_trace
-from helpers.written_traces import BACKWARD_THREAD, MAIN, US, WrittenTrace
+from helpers.traces import BACKWARD_THREAD, MAIN, US, WrittenTrace
 
 
 def attributed(trace, tmp_path):

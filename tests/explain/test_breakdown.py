@@ -16,9 +16,9 @@ from headway.meter import Meter
 from headway.models.attention import use_attention
 from headway.models.recompute import recompute_blocks
 from headway.tracing.build import model_class
-from helpers.one_step import PEAK
-from helpers.tiny_models import tiny_config, tiny_ledger
-from helpers.written_traces import sidecar, two_kernels_a_step
+from helpers.loops import PEAK
+from helpers.models import tiny_config, tiny_ledger
+from helpers.traces import sidecar, two_kernels_a_step
 
 WINDOW = 16  # keys that the first of two layers sees; the second one sees all before
 PER_PAIR = 128  # FLOPs of a pair in forward: 4 heads of 8 channels, two products of 2 FLOPs each

@@ -6,7 +6,7 @@ from headway.explain.comparison import compare, comparison_text
 from headway.explain.explanation import JobExplanation, unprofiled_waterfall
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, sidecar, two_kernels_a_step
+from helpers.traces import US, sidecar, two_kernels_a_step
 
 MS = 10**6
 

@@ -2,7 +2,7 @@ import pytest
 
 from headway.explain.events import Operands, Product
 from headway.explain.trace import read_trace
-from helpers.written_traces import WrittenTrace, shapes
+from helpers.traces import WrittenTrace, shapes
 
 
 def operands(*tensors, strides=None):

@@ -2,7 +2,7 @@ from headway.explain.explanation import num_first_steps
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, WrittenTrace
+from helpers.traces import US, WrittenTrace
 
 
 def memory_bound(tmp_path, *, device="NVIDIA H200"):

@@ -45,7 +45,7 @@ def test_without_an_mfu_nothing_is_known_of_the_needed_work():
 
 
 def test_a_step_that_the_log_does_not_have_is_an_error():
-    with pytest.raises(ConfigError, match=r"--step 9: train\.log has no line .* its steps are 7 to 7"):
+    with pytest.raises(ConfigError, match=r"step=9: train\.log has no line .* its steps are 7 to 7"):
         logged([LoggedStep(7, duration_s=1.5)], step=9)
-    with pytest.raises(ConfigError, match=r"--rank 1: a line of train\.log stands for the whole job"):
+    with pytest.raises(ConfigError, match=r"rank=1: a line of train\.log stands for the whole job"):
         logged([LoggedStep(7, duration_s=1.5)], rank=1)

@@ -7,7 +7,7 @@ from headway.explain.breakdown import attributed_share, break_down
 from headway.explain.budget import NO_COMPONENT
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import BACKWARD_THREAD, US, WrittenTrace, sidecar
+from helpers.traces import BACKWARD_THREAD, US, WrittenTrace, sidecar
 
 COMPONENTS = {
     "model.layers.0.attn": "language.attention",

@@ -5,7 +5,7 @@ from headway.explain.products import OTHERS, gemms_of
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, WrittenTrace, two_kernels_a_step
+from helpers.traces import US, WrittenTrace, two_kernels_a_step
 
 pytestmark = pytest.mark.own_peak
 
@@ -52,5 +52,5 @@ def test_products_are_a_table_of_their_own(tmp_path, markdown, monkeypatch):
 
 def test_a_trace_without_shapes_is_an_error_with_a_way_out(tmp_path):
     found = explain([read_trace(two_kernels_a_step(3).write(tmp_path / "t.json"))])
-    with pytest.raises(ConfigError, match=r"t\.json has no shapes.*record_shapes=True.*--by kernel"):
+    with pytest.raises(ConfigError, match=r"t\.json has no shapes.*record_shapes=True.*by='kernel'"):
         gemms_of(found.steps[0])

@@ -1,4 +1,5 @@
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -6,11 +7,11 @@ from headway.explain.ranks import RankStep, waited_for
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers import awaited_ranks
 from helpers.processes import run_processes
-from helpers.written_traces import US, WrittenTrace, sidecar
+from helpers.traces import US, WrittenTrace, sidecar
 
 MS = 1_000_000
+SCRIPT = Path(__file__).with_name("awaited_ranks.py")
 
 
 def rank_step(rank, busy_ms, *, flops=None, waits=None, **lines_ms):
@@ -80,9 +81,9 @@ def test_ranks_tell_more_work_from_a_slower_device(tmp_path, flops, said):
 
 @pytest.mark.long  # whether the sleep is the dearest depends on what else runs
 def test_a_rank_that_sleeps_in_a_real_job_is_found_beside_the_work_that_it_had(tmp_path):
-    run_processes([sys.executable, awaited_ranks.__file__, tmp_path, "0.5"], 2)
+    run_processes([sys.executable, SCRIPT, tmp_path, "0.5"], 2)
     found = explain([read_trace(path) for path in sorted(tmp_path.iterdir())])
-    assert {one.step for one in found.waited_for} == {*awaited_ranks.STEPS}
+    assert {one.step for one in found.waited_for} == {2, 3, 4}
     asleep = [one for one in found.waited_for if (one.rank, one.cause) == (1, "idle.launch")]
     assert asleep  # in all steps, but that another process may have taken the processor from rank 0 for half a second
-    assert (asleep[0].flops, asleep[0].flops_of_others) == tuple(90 * tokens for tokens in awaited_ranks.TOKENS[::-1])
+    assert (asleep[0].flops, asleep[0].flops_of_others) == tuple(90 * tokens for tokens in (12, 4))

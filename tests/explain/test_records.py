@@ -10,7 +10,7 @@ from headway.errors import ConfigError
 from headway.explain.records import explain_records
 from headway.explain.text import as_text
 from headway.meter import Meter
-from helpers.one_linear import COST_MODEL, Clock
+from helpers.device import COST_MODEL, Clock
 
 # 90 useful FLOPs per token, at 1e5 FLOP/s: a token needs 0.9 ms at peak, 1.125 ms at a ceiling of 0.8e5 FLOP/s
 PEAK, CEILING = (Peak(kind, rate, "fp32", "made up for a test") for kind, rate in (("device", 1e5), ("ceiling", 0.8e5)))
@@ -193,7 +193,7 @@ def test_a_rank_or_a_step_that_records_do_not_have_is_an_error(tmp_path):
     path = write(tmp_path / "metrics.jsonl", step_record(4), step_record(5))
     with pytest.raises(ConfigError, match=r"records are of all ranks together.*run\.profile\.ranks"):
         explain_records(path, rank=1)
-    with pytest.raises(ConfigError, match=r"--step 3: .*it has 2 records, 4 to 5"):
+    with pytest.raises(ConfigError, match=r"step=3: .*it has 2 records, 4 to 5"):
         explain_records(path, step=3)
 
 

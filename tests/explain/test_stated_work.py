@@ -8,7 +8,7 @@ from headway.explain.stated_work import StatedWork
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, WrittenTrace, sidecar, two_kernels_a_step
+from helpers.traces import US, WrittenTrace, sidecar, two_kernels_a_step
 
 pytestmark = pytest.mark.own_peak
 
@@ -90,7 +90,7 @@ def test_a_device_gives_headways_own_trace_the_peak_that_it_lacks(tmp_path):
     ],
 )
 def test_a_model_that_is_not_the_traces_is_seen_by_its_modules(tmp_path, modules, num_layers, said):
-    with pytest.raises(ConfigError, match=rf"t\.json is no trace of my model.*{said}.*Give --model the model"):
+    with pytest.raises(ConfigError, match=rf"t\.json is no trace of my model.*{said}.*Give model the model"):
         explain([traced(tmp_path, modules)], work=given(num_layers), device="1e9")
 
 
@@ -121,16 +121,14 @@ def test_a_stated_peak_holds_for_a_device_that_is_elsewhere(tmp_path, monkeypatc
 def test_a_workload_that_leaves_out_products_that_ran_is_a_note(tmp_path):
     trace = traced(tmp_path)  # two products of 8 x 8 x 4 in a step, 1,024 FLOPs
     notes = explain([trace], work=given(tokens=5), device="1e9").notes  # 750
-    words = (
-        "products of 1.0 kFLOP ran in step 2, and my model with this workload has 750 FLOP of them: --model or --seg"
-    )
+    words = "products of 1.0 kFLOP ran in step 2, and my model with this workload has 750 FLOP of them: model or segm"
     assert any(words in note for note in notes)
     assert not any("ran in step" in note for note in explain([trace], work=given(tokens=6), device="1e9").notes)
 
 
 def test_no_peak_is_an_error_that_says_how_to_name_one(tmp_path):
     mine = {"deviceProperties": [{"name": "a device of mine"}]}
-    with pytest.raises(ConfigError, match=r"no peak in bf16 is known of 'a device of mine'.*--device 312e12"):
+    with pytest.raises(ConfigError, match=r"no peak in bf16 is known of 'a device of mine'.*device=312e12"):
         explain([traced(tmp_path, beside=mine)], work=given())
     path = two_kernels_a_step(3).write(tmp_path / "plain.json", deviceProperties=[{"name": "NVIDIA H200"}])
     with pytest.raises(ConfigError, match="does not say in which precision its products ran"):
@@ -139,5 +137,5 @@ def test_no_peak_is_an_error_that_says_how_to_name_one(tmp_path):
 
 @pytest.mark.parametrize("device", ["H1000", "-3", "nan"])
 def test_a_device_that_is_none_is_an_error(tmp_path, device):
-    with pytest.raises(UsageError, match="--device"):
+    with pytest.raises(UsageError, match="device"):
         explain([traced(tmp_path)], device=device)

@@ -5,7 +5,7 @@ from headway.explain.breakdown import break_down
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, WrittenTrace, sidecar, two_kernels_a_step
+from helpers.traces import US, WrittenTrace, sidecar, two_kernels_a_step
 
 
 def long_names(tmp_path, beside=None):
@@ -37,7 +37,7 @@ def test_a_waterfall_shows_all_lines_that_took_time_and_the_sum(tmp_path):
         "   2     0  0.10  memory-bound kernels  32.0 %\n"
     )
     assert (
-        "Step 3 of rank 0 on unknown device: 0.10 ms (the median of 3; --step and --rank show another)\n"
+        "Step 3 of rank 0 on unknown device: 0.10 ms (the median of 3; step and rank show another)\n"
         "\n"
         "where the time went     ms    share\n"
         "--------------------  ----  -------  --------------------\n"
@@ -96,7 +96,7 @@ def test_a_module_takes_the_component_of_its_siblings_where_they_have_but_one(tm
 
 
 def test_components_of_a_trace_that_has_none_are_an_error_with_a_way_out(tmp_path):
-    with pytest.raises(ConfigError, match=r"--by component: .*t\.json does not say.*--by module"):
+    with pytest.raises(ConfigError, match=r"by='component': .*t\.json does not say.*by='module'"):
         break_down(long_names(tmp_path).steps[0], "component")
 
 

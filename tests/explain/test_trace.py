@@ -9,7 +9,7 @@ from headway.errors import ConfigError
 from headway.explain import trace as trace_module
 from headway.explain.events import NONE, Kind
 from headway.explain.trace import nanoseconds, read_trace
-from helpers.written_traces import MAIN, WrittenTrace
+from helpers.traces import MAIN, WrittenTrace
 
 EPOCH_NS = 1712195495519689204  # more digits than a float has
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from headway.errors import ConfigError
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import BACKWARD_THREAD, US, WrittenTrace, sidecar, two_kernels_a_step
+from helpers.traces import BACKWARD_THREAD, US, WrittenTrace, sidecar, two_kernels_a_step
 
 
 def explained(trace, tmp_path, beside=None, **options):
@@ -205,8 +205,8 @@ def test_a_damaged_sidecar_is_an_error(tmp_path, changes, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"step": 9}, "--step 9: .* has the steps 1, 2, 3, 4"),
-        ({"rank": 3}, "--rank 3: the traces are of ranks 0"),
+        ({"step": 9}, "step=9: .* has the steps 1, 2, 3, 4"),
+        ({"rank": 3}, "rank=3: the traces are of ranks 0"),
     ],
 )
 def test_a_step_or_rank_that_is_not_there_is_an_error(tmp_path, options, said):
@@ -217,7 +217,7 @@ def test_a_step_or_rank_that_is_not_there_is_an_error(tmp_path, options, said):
 def test_a_trace_without_steps_is_an_error_with_a_way_out(tmp_path):
     trace = WrittenTrace()
     trace.launched("gemm", 0, 10, 10, 1)
-    with pytest.raises(ConfigError, match=r"has no steps.*profiler.step.*--whole"):
+    with pytest.raises(ConfigError, match=r"has no steps.*profiler.step.*as_one_step=True"):
         explained(trace, tmp_path)
     idle = two_kernels_a_step(0)
     idle.steps(0, 10, 20)

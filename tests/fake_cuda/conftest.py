@@ -1,3 +1,3 @@
 """Steps of one recipe share its ledger."""
 
-from helpers.traced_once import ledgers  # noqa: F401 - a fixture of all tests here
+from helpers.runs import ledgers  # noqa: F401 - a fixture of all tests here

@@ -19,8 +19,7 @@ from headway.families.bagel.encoding import DrawingEncoder
 from headway.models.load import load_processor
 from headway.models.precision import choose_precision
 from headway.tracing.build import preset_config, with_layers
-from helpers.drawing_data import chat, image, write_model
-from helpers.tiny_bagel import VAE
+from helpers.drawing import VAE, chat, image, write_model
 
 SIDES = [(64, 48), (32, 80), (96, 96)]
 

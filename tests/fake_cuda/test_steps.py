@@ -3,7 +3,7 @@
 import pytest
 
 from fake_cuda.steps import RECIPES, recipe, run_step
-from helpers.effort import some
+from helpers.cases import some
 
 LAYERS = 4  # three of Qwen3-VL's layers take features of the tower; what further layers do is the same again
 # A step of each kind; the rest differ in size, which a slow test goes through. What sets the experiments of one recipe

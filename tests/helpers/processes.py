@@ -1,20 +1,33 @@
-"""Several real processes that train together, as torchrun would start them: over gloo, one thread each."""
+"""Processes that tests start: several that train together over gloo, some held at a moment, some with few packages."""
 
 import atexit
 import multiprocessing
 import os
+import random
+import re
 import runpy
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
-from helpers.ports import free_port
+
+def free_port() -> int:
+    """A port that nobody has, below those that the system gives to whoever asks for any."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+
 
 ROOT = Path(__file__).parents[2]
-HELPERS = Path(__file__).parent
 PYTHONPATH = f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"  # of processes that tests start
 TRAIN = (sys.executable, "-m", "headway", "train")
 
@@ -52,7 +65,7 @@ class Forked:
 
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["headway.quiet", "headway.train.loop", "headway.cli.app"])
+_SERVER.set_forkserver_preload(["headway.quiet", "headway.train.run", "headway.cli.app"])
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str], out: Path, err: Path, cwd: Path) -> None:
@@ -66,9 +79,9 @@ def _become(command: Sequence[str], environment: Mapping[str, str], out: Path, e
     _, how, *arguments = command
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     if "HEADWAY_TEST_LEDGERS" in environment:  # as tests/train has it
-        from helpers import traced_once
+        from helpers.runs import install_ledgers
 
-        traced_once.install()
+        install_ledgers()
     try:
         if how == "-m":
             sys.argv = arguments
@@ -163,3 +176,92 @@ def run_processes(
         assert not failed, said
     assert not hung or (check and failed), f"ranks {hung} did not end within {timeout_s} s\n{said}"
     return ended
+
+
+_LIMIT_S = 300.0  # until a run comes to a moment [s]
+
+
+def _stop(pid):
+    """Hold a process, and wait until it stands."""
+    os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZX":
+        time.sleep(0.0005)
+
+
+def interrupt(processes, is_moment, number, targets=None):
+    """Send a signal at a moment of a run: all processes are held, looked at, and let go again until it is there.
+
+    Args:
+        processes: of the run, by rank; with `pid` and `poll`.
+        is_moment: whether the run's files show the moment.
+        number: the signal.
+        targets: process ids that get it; those of all processes, if not given.
+    """
+    pids = [process.pid for process in processes]
+    deadline_s = time.monotonic() + _LIMIT_S
+    while True:
+        assert time.monotonic() < deadline_s, "the run never came to this moment"
+        assert all(process.poll() is None for process in processes), "the run ended before this moment"
+        if is_moment():
+            try:
+                for pid in pids:
+                    _stop(pid)
+                if is_moment():
+                    for target in pids if targets is None else targets:
+                        os.kill(target, number)
+                    return
+            finally:
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+        time.sleep(0.001)
+
+
+SOURCES = Path(__file__).parents[2] / "src"
+# Before anything else is imported, in a process and in those that it starts.
+_ONLY_THESE = """
+import importlib.metadata
+import sys
+from importlib.machinery import PathFinder
+
+class Bare:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, path=None, target=None):
+        makers = {maker.lower().replace("_", "-") for maker in DISTRIBUTIONS.get(name.partition(".")[0], ())}
+        return self.finder.find_spec(name, path, target) if not makers or makers & ALLOWED else None
+
+DISTRIBUTIONS, ALLOWED = importlib.metadata.packages_distributions(), set(%r)
+sys.meta_path[:] = [Bare(finder) if finder is PathFinder else finder for finder in sys.meta_path]
+"""
+
+
+def bare_environment(folder, packages):
+    """An environment whose processes find Headway, packages by name, what those require, and no others."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(_ONLY_THESE % sorted(_with_requirements(packages)))
+    return os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(SOURCES)))}
+
+
+def _with_requirements(names):
+    """Close a set of packages under what they require, extras left out."""
+    reached = set()
+    while names := {_plain(name) for name in names} - reached:
+        reached |= names
+        names = {requirement for name in names for requirement in _requirements(name)}
+    return reached
+
+
+def _requirements(name):
+    try:
+        lines = requires(name) or []
+    except PackageNotFoundError:  # such as triton, on a machine without a GPU
+        return []
+    return [re.match(r"[\w.-]+", line).group() for line in lines if "extra ==" not in line]
+
+
+def _plain(name):
+    return name.lower().replace("_", "-")

@@ -10,6 +10,7 @@ from headway.config import parse_config
 from headway.errors import ConfigError
 from headway.importing import import_config
 from headway.importing.keys import RULES
+from headway.words import Options, speaking
 
 # The key settings of its MFU reference, as printed there.
 TEXT_PAGE = """
@@ -310,7 +311,10 @@ def test_all_refusals_are_told_at_once(write):
         ("trainer_args: " + "[" * 5000, "is not YAML"),
         (f"trainer_args: {{max_steps: {'9' * 5000}}}", "is not YAML"),
         ("trainer_args: {max_steps: many}", "max_steps = 'many' .it, or what it goes with, has a value of another"),
-        (TEXT_PAGE, r"lacks model_config.load_from_pretrained_path \(or give --model\); dataset_config.dataset_path"),
+        (
+            TEXT_PAGE,
+            r"lacks model_config.load_from_pretrained_path \(or give model.path\); dataset_config.",
+        ),
     ],
 )
 def test_another_file_is_refused(text, message, write):
@@ -322,12 +326,14 @@ def test_one_command_line_leaves_out_keys_of_a_whole_folder(write):
     kept = {"trainer_args": {"tp_degree": 2, "deepspeed": "a.json"}}
     with pytest.raises(ConfigError) as error:
         import_config(write(kept), GIVEN)
-    options = str(error.value).partition("knowingly with ")[2].removesuffix(".").split()
-    assert options[0::2] == ["--leave-out"] * 2
-    assert set(options[1::2]) == {"trainer_args.tp_degree", "trainer_args.deepspeed"}
-    assert import_config(write(kept), GIVEN, leave_out=tuple(options[1::2])).absent == ()
+    keys = error.value.value
+    assert error.value.parameter == "leave_out"
+    assert set(keys) == {"trainer_args.tp_degree", "trainer_args.deepspeed"}
+    with speaking(Options({"leave_out": "--leave-out"})):
+        assert str(error.value).endswith(f"knowingly with --leave-out {keys[0]} --leave-out {keys[1]}.")
+    assert import_config(write(kept), GIVEN, leave_out=keys).absent == ()
     # another file of the folder has one of them alone
-    other = import_config(write({"trainer_args": {"tp_degree": 2}}), GIVEN, leave_out=tuple(options[1::2]))
+    other = import_config(write({"trainer_args": {"tp_degree": 2}}), GIVEN, leave_out=keys)
     assert other.absent == ("trainer_args.deepspeed",)
     # what is spelt wrong leaves nothing out, so the key is refused as before
     with pytest.raises(ConfigError, match="tp_degree = 2"):
@@ -343,7 +349,10 @@ def test_keys_that_lmms_engine_passes_over_itself_are_not_needed(write):
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"dataset_format": "yaml", "dataset_path": "gone.yaml"}, "is not here; run this where it is, or give --data"),
+        (
+            {"dataset_format": "yaml", "dataset_path": "gone.yaml"},
+            "is not here; run this where it is, or give data",
+        ),
         ({"datasets": [{"path": "a", "sampling": 3}]}, "sampling of a dataset is not known"),
     ],
 )

@@ -8,17 +8,15 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from headway import Workload, trace
 from headway.devices import Peak
 from headway.integrations import AccelerateMeter
-from headway.tracing.build import model_class
-from helpers.effort import some
-from helpers.tiny_models import tiny_config
+from helpers.cases import some
+from helpers.models import tiny_model
 
 PEAK = Peak("test", 1e12, "fp32", "made up for a test")
 LENGTHS = [12, 12, 12, 12, 7, 7, 7, 7]  # four micro-batches of two rows
 
 
 def tiny():
-    config = tiny_config("qwen3")
-    return model_class(config)._from_config(config, dtype=torch.float32)
+    return tiny_model("qwen3", dtype=torch.float32)
 
 
 def prepared(accelerator, lengths=LENGTHS):

@@ -3,20 +3,21 @@
 import pytest
 
 from headway.compat.mfu_tracker import track
-from helpers.lagging_loops import (
+from headway.compat.mfu_tracker.integrations.hf_trainer import MFUCallback
+from helpers.counter import SPEC
+from helpers.device import DEVICE_S, HOST_S, Device, HostMark, measured
+from helpers.loops import (
     LOGGING_S,
     SAVING_S,
     STEPS,
+    collate,
     hugging_face,
     in_accelerate,
     in_lightning,
     in_megatron,
-    mfu_callback,
+    tiny,
     work_of_a_step,
 )
-from helpers.one_step import collate, tiny
-from helpers.pretended import DEVICE_S, HOST_S, Device, HostMark, measured
-from helpers.tiny_gpt2 import SPEC
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -35,6 +36,10 @@ LOOPS = {
 loops = pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 # launches that the queue holds, and the time that each row takes to load
 lags = pytest.mark.parametrize(("depth", "load_s"), [(1, 0.0), (5, 0.2), (1_000, 0.0)])
+
+
+def mfu_callback(folder, **options):
+    return hugging_face(folder, callback=MFUCallback, **options)
 
 
 @loops

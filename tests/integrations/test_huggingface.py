@@ -17,10 +17,9 @@ from headway.devices import Peak
 from headway.errors import UsageError
 from headway.integrations import HeadwayCallback
 from headway.meter import Goodput
-from headway.tracing.build import model_class
-from helpers.one_linear import Clock
-from helpers.tiny_models import tiny_config
-from helpers.tracker_files import leave_settings_out, read_events, read_mlflow, wandb_history
+from helpers.device import Clock
+from helpers.models import tiny_model
+from helpers.runs import leave_settings_out, read_events, read_mlflow, wandb_history
 
 LENGTHS = [5, 9] * 16
 PEAK = Peak("test", 1e12, "fp32", "made up for a test")
@@ -46,8 +45,7 @@ class Reported(TrainerCallback):
 
 
 def tiny():
-    config = tiny_config("qwen3")
-    return model_class(config)._from_config(config)
+    return tiny_model("qwen3")
 
 
 def train(path, callbacks, *, resume=None, samples=list, **options):

@@ -16,9 +16,8 @@ from headway import Workload, trace
 from headway.devices import Peak
 from headway.errors import UsageError
 from headway.integrations import HeadwayMonitor
-from headway.tracing.build import model_class
-from helpers.effort import some
-from helpers.tiny_models import tiny_config
+from helpers.cases import some
+from helpers.models import tiny_model
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers:UserWarning",
@@ -30,8 +29,7 @@ LENGTHS = [12, 12, 12, 12, 7, 7, 7, 7]  # four batches of two rows
 
 
 def tiny():
-    config = tiny_config("qwen3")
-    return model_class(config)._from_config(config, dtype=torch.float32)
+    return tiny_model("qwen3", dtype=torch.float32)
 
 
 def loader():

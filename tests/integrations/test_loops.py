@@ -8,7 +8,7 @@ from headway import Workload, trace
 from headway.errors import WorkloadError
 from headway.integrations.loops import ForwardCalls
 from headway.meter import Meter
-from helpers.one_step import PEAK, ROWS, collate, tiny
+from helpers.loops import PEAK, ROWS, collate, tiny
 
 IDS = torch.full((2, 9), 7)
 

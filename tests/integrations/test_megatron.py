@@ -22,8 +22,8 @@ from headway.devices import Peak
 from headway.errors import UsageError, WorkloadError
 from headway.integrations import FlopsAccumulator
 from headway.meter import Meter
-from helpers.one_linear import Clock
-from helpers.ports import free_port
+from helpers.device import Clock
+from helpers.processes import free_port
 
 PEAK = Peak("test device", 1e30, "fp32", "made up for a test")
 # FLOPs of forward and both gradients: 18 per token, 12 per causal pair, 30 per patch, 6 per pair of patches of a frame

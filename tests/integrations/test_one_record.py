@@ -8,9 +8,18 @@ import torch
 from headway.log.jsonl import read_jsonl
 from headway.meter import Meter
 from headway.meter.window import SCHEMA_VERSION
-from helpers.lagging_loops import COST_MODEL, hugging_face, in_accelerate, in_lightning, in_megatron
-from helpers.one_step import PEAK, ROWS, loader, tiny
-from helpers.pretended import Device
+from helpers.device import Device
+from helpers.loops import (
+    PEAK,
+    ROWS,
+    hugging_face,
+    in_accelerate,
+    in_lightning,
+    in_megatron,
+    loader,
+    tiny,
+    tiny_cost_model,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings(
@@ -24,7 +33,7 @@ OF_THE_ENGINE = {"epoch", "loss", "lr", "grad_norm", "compiled", "recompiles", "
 def in_a_plain_loop(_folder):
     def run(_device, **options):
         model = tiny()
-        with Meter(model, cost_model=COST_MODEL, peak=PEAK, log_every=1, **options) as meter:
+        with Meter(model, cost_model=tiny_cost_model(), peak=PEAK, log_every=1, **options) as meter:
             for batch in meter.batches(loader(ROWS[:2], 1)):
                 meter.count(batch)
                 model(**batch).loss.backward()
@@ -56,8 +65,8 @@ def test_every_integration_writes_the_record_of_a_plain_loop(tmp_path, loop, pla
 
 def test_the_engine_writes_the_same_record_and_its_own_numbers(tmp_path, plain_names):
     from headway.config import parse_config
-    from headway.train.loop import train
-    from helpers.engine_runs import configuration, write_model
+    from headway.train.run import train
+    from helpers.runs import configuration, write_model
 
     turns = [{"role": "user", "content": "Which picture is it?"}, {"role": "assistant", "content": "It is the one."}]
     (tmp_path / "text.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 16))

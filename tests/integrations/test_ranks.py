@@ -4,14 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from headway import Workload, trace
-from helpers.one_step import LENGTHS, tiny
-from helpers.processes import HELPERS, PYTHONPATH
+from helpers.loops import LENGTHS, tiny
+from helpers.processes import PYTHONPATH
 
-SCRIPT = HELPERS / "metered_ranks.py"
+SCRIPT = Path(__file__).with_name("metered_ranks.py")
 WAYS = ["ddp", "fsdp2", "accelerate", "transformers_trainer", "lightning_trainer"]
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -18,20 +18,10 @@ from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from headway.integrations import FlopsAccumulator, HeadwayCallback, HeadwayMonitor
 from headway.meter import Meter
-from helpers import checkpointing
-from helpers.effort import some
-from helpers.one_step import (
-    LENGTHS,
-    PEAK,
-    ROWS,
-    collate,
-    loader,
-    run_accelerate,
-    run_lightning,
-    tiny,
-    trainer_arguments,
-)
-from helpers.tiny_tokenizer import tiny_tokenizer
+from helpers.cases import some
+from helpers.folders import tiny_tokenizer
+from helpers.loops import LENGTHS, PEAK, ROWS, collate, loader, run_accelerate, run_lightning, tiny, trainer_arguments
+from helpers.models import checkpointing_name
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
@@ -83,7 +73,7 @@ def transformers_trainer(path, accumulation):
 
 def trl_sft(path, accumulation, **packing):
     callback = HeadwayCallback(peak=PEAK)
-    given = SFTConfig(**arguments(path, accumulation), bf16=False, **{checkpointing.NAME: False}, **packing)
+    given = SFTConfig(**arguments(path, accumulation), bf16=False, **{checkpointing_name(): False}, **packing)
     data, tokenizer = Dataset.from_list(ROWS), tiny_tokenizer()
     SFTTrainer(tiny(), given, train_dataset=data, processing_class=tokenizer, callbacks=[callback]).train()
     return callback.run

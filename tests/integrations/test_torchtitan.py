@@ -16,7 +16,7 @@ import pytest
 from headway.explain.budget import NeededWork
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.ports import free_port
+from helpers.processes import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,8 @@ from headway import Workload, trace
 from headway.devices import Peak
 from headway.integrations import HeadwayCallback
 from headway.tracing.build import model_class
-from helpers import checkpointing
-from helpers.tiny_models import tiny_config
-from helpers.tiny_tokenizer import tiny_tokenizer
+from helpers.folders import tiny_tokenizer
+from helpers.models import checkpointing_name, tiny_config, tiny_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,8 +27,7 @@ PAIRS += [p + r + END for p, r in zip(PROMPT, REJECTED, strict=True)]
 
 
 def tiny():
-    config = tiny_config("qwen3")
-    return model_class(config)._from_config(config, dtype=torch.float32)
+    return tiny_model("qwen3", dtype=torch.float32)
 
 
 def words(number):
@@ -40,7 +38,7 @@ def train(trainer_class, config_class, path, model, data, callback, *, given=Non
     """Run one epoch, with what else is given to the trainer and its arguments."""
     arguments = config_class(
         str(path), num_train_epochs=1, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", bf16=False,
-        dataloader_pin_memory=False, logging_steps=1, **{checkpointing.NAME: False} | options,
+        dataloader_pin_memory=False, logging_steps=1, **{checkpointing_name(): False} | options,
     )  # fmt: skip
     trainer = trainer_class(
         model,
@@ -162,7 +160,7 @@ def test_checkpointing_enters_hfu_and_leaves_the_reference_alone(tmp_path):
     cost = trace(model)
     callback = HeadwayCallback(peak=PEAK)
     given = {"ref_model": tiny()}
-    train(DPOTrainer, DPOConfig, tmp_path, model, pairs(), callback, given=given, **{checkpointing.NAME: True})
+    train(DPOTrainer, DPOConfig, tmp_path, model, pairs(), callback, given=given, **{checkpointing_name(): True})
     trained, reference = cost.count(Workload(PAIRS), recompute="full"), cost.count(Workload(PAIRS), forward_only=True)
     assert trained.recompute > 0
     assert callback.run.flops == trained + reference

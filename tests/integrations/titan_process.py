@@ -188,7 +188,7 @@ def pretend(settings):
 
     from headway.devices import Peak
     from headway.integrations import with_headway
-    from helpers.pretended import DEVICE_S, HOST_S, HostMark, measured
+    from helpers.device import DEVICE_S, HOST_S, HostMark, measured
 
     def run(device, **options):
         windows = []
@@ -249,7 +249,7 @@ if __name__ == "__main__":
         "torchtitan.models.llama3",
         "torchtitan.train",
         "headway.integrations.torchtitan",
-        "helpers.pretended",
+        "helpers.device",
     ):
         importlib.import_module(name)
     for line in sys.stdin:

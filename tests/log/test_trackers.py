@@ -17,7 +17,7 @@ from headway.log.jsonl import read_jsonl
 from headway.log.sinks import Sinks, open_sink
 from headway.log.tensorboard import grouped
 from headway.log.trackers import tracked
-from helpers.tracker_files import leave_settings_out, read_events, read_mlflow, read_wandb, wandb_history
+from helpers.runs import leave_settings_out, read_events, read_mlflow, read_wandb, wandb_history
 
 # MLflow's models use a loader that SQLAlchemy 2.1 announces the end of; nothing that its user can change.
 mlflow_warning = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")

@@ -11,8 +11,7 @@ from headway.count import Workload
 from headway.devices import Peak
 from headway.log.jsonl import read_jsonl
 from headway.meter import Goodput, Meter
-from helpers.one_linear import COST_MODEL
-from helpers.pretended import Device, HostMark, check_time
+from helpers.device import COST_MODEL, Device, HostMark, check_time
 
 PEAK = Peak("test device", 1e6, "fp32", "made up for a test")
 durations = st.floats(0.001, 0.2)

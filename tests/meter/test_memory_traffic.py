@@ -22,8 +22,8 @@ from headway.meter.memory_traffic import mbu
 from headway.meter.model_traffic import state_bytes, traffic_of
 from headway.tracing import trace
 from headway.tracing.build import model_class, preset_config, with_layers
-from helpers.tiny_bagel import PICTURE, QUESTION, tiny_bagel
-from helpers.tiny_models import tiny_config
+from helpers.drawing import PICTURE, QUESTION, tiny_bagel
+from helpers.models import tiny_model
 
 TOKENS = 67
 # of the tiny language models: hidden size, heads x head size, key-value heads x head size, MLP size, vocabulary, layers
@@ -31,9 +31,7 @@ H, Q, KV, INNER, V, LAYERS = 32, 32, 16, 48, 160, 2
 
 
 def tiny(family, dtype=torch.bfloat16, attention="sdpa"):
-    torch.manual_seed(0)
-    config = tiny_config(family)
-    return model_class(config)._from_config(config, attn_implementation=attention, dtype=dtype).train()
+    return tiny_model(family, attn_implementation=attention, dtype=dtype).train()
 
 
 def llama_parameters():

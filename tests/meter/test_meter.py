@@ -21,10 +21,9 @@ from headway.log.jsonl import read_jsonl
 from headway.meter import Goodput, Meter
 from headway.meter.model_traffic import traffic_of
 from headway.tracing import trace
-from headway.tracing.build import model_class
-from helpers.one_linear import COST_MODEL, Clock
-from helpers.ports import free_port
-from helpers.tiny_models import tiny_config
+from helpers.device import COST_MODEL, Clock
+from helpers.models import tiny_model
+from helpers.processes import free_port
 
 # one linear layer of 3 x 5: 30 FLOPs per token and phase, the forward run again under checkpointing
 PER_TOKEN = 90
@@ -131,8 +130,7 @@ def test_recomputed_flops_enter_hfu_alone():
 
 
 def test_a_real_model_is_traced_once_and_its_batches_are_read():
-    config = tiny_config("qwen3")
-    model = model_class(config)._from_config(config)
+    model = tiny_model("qwen3")
     meter = Meter(model, peak=PEAK, log_every=1)
     ids = torch.randint(7, 20, (2, 12))
     mask = torch.ones_like(ids)

@@ -25,8 +25,8 @@ from headway.meter.annotations import _compiled_around
 from headway.meter.trace_file import digest_of
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.recompute import recompute_blocks
-from helpers.one_linear import COST_MODEL
-from helpers.one_step import PEAK, tiny
+from helpers.device import COST_MODEL
+from helpers.loops import PEAK, tiny
 
 LENGTHS = [5, 9, 14, 8, 8]
 

@@ -22,7 +22,7 @@ from headway.log.live import LiveSink, shown_fields
 from headway.log.sinks import Sinks
 from headway.meter import Window
 from headway.report import format_rate, format_rounded, format_share
-from helpers.tracker_files import read_events
+from helpers.runs import read_events
 
 PEAK = Peak("test device", 1e12, "fp32", "made up for a test")
 COUNTS = ("tokens", "slots", "segments", "num_batches", "bytes_moved")

@@ -15,7 +15,7 @@ from headway.data import Chat, read_samples
 from headway.models import load_processor
 from headway.models.load import Processor
 from headway.synthetic.processor import write_processor
-from helpers import tiny_models
+from helpers import models
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _one_thread_and_seed() -> None:
 @pytest.fixture(scope="session")
 def processor_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["Which digits do you see? One, two, three.", "How many pictures are there?"]
-    return write_processor(tmp_path_factory.mktemp("processor"), texts, patch_size=tiny_models.PATCH)
+    return write_processor(tmp_path_factory.mktemp("processor"), texts, patch_size=models.PATCH)
 
 
 @pytest.fixture(scope="session")
@@ -38,11 +38,8 @@ def processor(processor_folder: Path) -> Processor:
 @pytest.fixture(scope="session")
 def tiny_config(processor: Any) -> Callable[[str], PreTrainedConfig]:
     """Build a fresh configuration of a family, its special tokens those of the tiny processor."""
-    names = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
-    names |= {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
-    tokens = {f"{name}_token_id": processor.tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
-
-    return lambda family: tiny_models.tiny_config(family, len(processor.tokenizer), tokens)
+    tokens = models.vision_tokens(processor.tokenizer)
+    return lambda family: models.tiny_config(family, len(processor.tokenizer), tokens)
 
 
 @pytest.fixture(scope="session")

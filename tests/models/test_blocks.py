@@ -5,7 +5,7 @@ import pytest
 from headway.errors import ConfigError
 from headway.models.blocks import blocks
 from headway.models.load import load_model
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 
 @pytest.mark.parametrize(

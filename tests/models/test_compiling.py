@@ -12,8 +12,8 @@ from headway.errors import TrainingError
 from headway.models.attention import use_attention
 from headway.models.compiling import CompileWatch, WarmUp, compile_blocks
 from headway.models.recompute import recompute_blocks
-from helpers import tiny_models
-from helpers.kept_attention import attention_calls
+from helpers import models
+from helpers.counter import attention_calls
 from helpers.processes import run_processes
 
 PACKS = ([31], [20, 13, 7], [5, 5], [2, 40, 3, 9, 16])
@@ -26,8 +26,8 @@ def _compile_afresh():
 
 
 def model_of(family):
-    config = tiny_models.tiny_config(family)
-    kind = AutoModelForImageTextToText if family in tiny_models.VISION_FAMILIES else AutoModelForCausalLM
+    config = models.tiny_config(family)
+    kind = AutoModelForImageTextToText if family in models.VISION_FAMILIES else AutoModelForCausalLM
     torch.manual_seed(0)
     model = kind.from_config(config).train()
     use_attention(model)
@@ -47,10 +47,10 @@ def pack(lengths, grids=()):
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     if grids:
         num_patches = sum(h * w for h, w in grids)
-        ids[0, : num_patches // 4] = tiny_models.SPECIAL_TOKENS["image_token_id"]
-        inputs["pixel_values"] = torch.randn(num_patches, 3 * 2 * tiny_models.PATCH**2, generator=generator)
+        ids[0, : num_patches // 4] = models.SPECIAL_TOKENS["image_token_id"]
+        inputs["pixel_values"] = torch.randn(num_patches, 3 * 2 * models.PATCH**2, generator=generator)
         inputs["image_grid_thw"] = torch.tensor([(1, h, w) for h, w in grids])
-        inputs["mm_token_type_ids"] = (ids == tiny_models.SPECIAL_TOKENS["image_token_id"]).int()
+        inputs["mm_token_type_ids"] = (ids == models.SPECIAL_TOKENS["image_token_id"]).int()
         positions = positions.expand(3, 1, -1)
     return {"input_ids": ids, "position_ids": positions, **inputs}
 

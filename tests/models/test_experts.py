@@ -9,7 +9,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from headway.errors import ConfigError
 from headway.models.experts import NAME, experts_of, register, use_experts
 from headway.models.grouped import grouped_linear
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 FAMILIES = (
     "qwen3_moe", "qwen3_vl_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss_sinks", "qwen3_next", "kimi_linear",

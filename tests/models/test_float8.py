@@ -13,7 +13,7 @@ from headway.models.head import model_with_loss
 from headway.models.load import load_model
 from headway.models.precision import choose_precision
 from headway.tracing import trace
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 
 def build(family, **sizes):

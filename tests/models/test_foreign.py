@@ -22,10 +22,9 @@ from headway.models.foreign import check_config, check_tokenizer
 from headway.models.load import load_config, load_model, load_processor
 from headway.models.lora import add_saved_adapters
 from headway.synthetic.digits import write_reader
-from helpers.hostile import ODD
-from helpers.talking import QUESTIONS, picture, text_model
-from helpers.tiny_models import tiny_config
-from helpers.tiny_tokenizer import tiny_tokenizer
+from helpers.cases import ODD
+from helpers.folders import QUESTIONS, picture, text_model, tiny_tokenizer
+from helpers.models import tiny_config
 
 REGEX = {"type": "Split", "behavior": "Isolated", "invert": False}
 

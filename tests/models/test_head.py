@@ -12,7 +12,7 @@ from torch import nn
 from headway.errors import ConfigError, TrainingError
 from headway.models.head import ChunkedLoss, model_with_loss, what_follows
 from headway.models.losses import AfterHead
-from helpers.tiny_models import RECURRENT_FAMILIES, TEXT_FAMILIES, tiny_config
+from helpers.models import RECURRENT_FAMILIES, TEXT_FAMILIES, tiny_config
 
 LENGTH = 23
 

@@ -20,7 +20,7 @@ from headway.models.attention.segments import segment_attention
 from headway.models.attention.varlen import varlen_attention
 from headway.models.head import model_with_loss
 from headway.models.kernels import gated_mlps, rms_norms, rotary_functions, use_kernels
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -17,8 +17,7 @@ from headway.models.lora import (
     without_adapters,
 )
 from headway.tracing import trace
-from helpers.tiny_models import VISION_FAMILIES, tiny_config
-from helpers.traced_once import tiny_ledger
+from helpers.models import VISION_FAMILIES, tiny_config, tiny_ledger
 
 # peft asks transformers for a name that is going away
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

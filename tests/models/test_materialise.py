@@ -5,7 +5,7 @@ import torch
 
 from headway.models.load import load_model
 from headway.models.materialise import allocate
-from helpers.tiny_models import FAMILIES, RECURRENT_FAMILIES, tiny_config
+from helpers.models import FAMILIES, RECURRENT_FAMILIES, tiny_config
 
 
 @pytest.mark.parametrize("family", FAMILIES + RECURRENT_FAMILIES)

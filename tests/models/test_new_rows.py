@@ -18,7 +18,7 @@ from headway.models.new_rows import (
     initialise_new_rows,
     resize,
 )
-from helpers.vlm_folders import VLM_FOLDERS, write_vlm
+from helpers.folders import VLM_FOLDERS, write_vlm
 
 
 def built(kind, tmp_path):

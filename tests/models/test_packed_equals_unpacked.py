@@ -18,8 +18,8 @@ from headway.data.encode import EncodedSample
 from headway.data.media.tensors import MediaTensors
 from headway.models import load_model, rope_index
 from headway.models.pixel_patches import normalised
-from helpers.effort import some
-from helpers.tiny_models import FAMILIES, VISION_FAMILIES
+from helpers.cases import some
+from helpers.models import FAMILIES, VISION_FAMILIES
 
 TOLERANCE = 1e-5  # largest difference allowed, relative to the gradient's own norm; float32
 LEAK = 1e-3  # a leak must show at least this much

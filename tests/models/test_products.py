@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.models.kernels import gated_mlps, use_kernels
 from headway.models.load import load_model
 from headway.models.products import align_widths, project_patches
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 
 class Seen(TorchDispatchMode):

@@ -13,16 +13,16 @@ from headway.models.attention.varlen import varlen_attention
 from headway.models.blocks import blocks
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.recompute import _ATTENTION, checkpointed, checkpointed_but_attention, recompute_blocks
-from helpers import tiny_models
-from helpers.kept_attention import attention_calls
-from helpers.traced_once import tiny_ledger
+from helpers import models
+from helpers.counter import attention_calls
+from helpers.models import tiny_ledger
 
 
 def model_of(family, **changes):
-    config = tiny_models.tiny_config(family)
+    config = models.tiny_config(family)
     for name, value in changes.items():
         setattr(config, name, value)
-    kind = AutoModelForImageTextToText if family in tiny_models.VISION_FAMILIES else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if family in models.VISION_FAMILIES else AutoModelForCausalLM
     torch.manual_seed(0)
     model = kind.from_config(config).train()
     use_attention(model)
@@ -135,10 +135,10 @@ def test_blocks_are_found_where_the_ledger_has_them():
 def with_images(inputs, grids, generator):
     """A pack with images in its first segment."""
     patches = sum(h * w for h, w in grids)
-    inputs["input_ids"][0, : patches // 4] = tiny_models.SPECIAL_TOKENS["image_token_id"]
-    inputs["pixel_values"] = torch.randn(patches, 3 * 2 * tiny_models.PATCH**2, generator=generator)
+    inputs["input_ids"][0, : patches // 4] = models.SPECIAL_TOKENS["image_token_id"]
+    inputs["pixel_values"] = torch.randn(patches, 3 * 2 * models.PATCH**2, generator=generator)
     inputs["image_grid_thw"] = torch.tensor([(1, h, w) for h, w in grids])
-    inputs["mm_token_type_ids"] = (inputs["input_ids"] == tiny_models.SPECIAL_TOKENS["image_token_id"]).int()
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == models.SPECIAL_TOKENS["image_token_id"]).int()
     inputs["position_ids"] = inputs["position_ids"].expand(3, 1, -1)
     return inputs
 
@@ -159,7 +159,7 @@ def backward_under(family, choice, batch, *, compiled):
 def batch_of(family):
     torch.manual_seed(1)
     batch = pack([40, 13, 7])
-    if family in tiny_models.VISION_FAMILIES:
+    if family in models.VISION_FAMILIES:
         batch = with_images(batch, [(4, 6), (8, 8)], torch.Generator().manual_seed(2))
     return batch
 

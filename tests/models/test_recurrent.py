@@ -5,7 +5,7 @@ import torch
 
 from headway.errors import ConfigError
 from headway.models import load_model
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 LENGTHS = (9, 70, 1, 5)  # the rule of Qwen3.5 works in chunks of 64
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from headway.models.experts import use_experts
 from headway.models.router import RouterLoad
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from headway.data.media.tensors import MediaTensors
 from headway.errors import ConfigError, DataError
 from headway.models import load_model, rope_index
 from headway.models.vision import vision_geometry
-from helpers.tiny_models import SPECIAL_TOKENS, VISION_FAMILIES, tiny_config
+from helpers.models import SPECIAL_TOKENS, VISION_FAMILIES, tiny_config
 
 PATCH_VALUES = 3 * 2 * 8 * 8
 FAMILIES = (*VISION_FAMILIES, "qwen2_vl")

@@ -9,7 +9,7 @@ from headway.models import load_model
 from headway.models.losses import AfterHead, Task, liger_losses
 from headway.models.vision import vision_geometry
 from headway.models.waits import PlacedMask, Placeholders, Places, answer_ahead, keep_on_host
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 T, H = 12, 3
 IMAGES, VIDEOS = [1, 2, 3, 8], [5, 6]

@@ -24,7 +24,7 @@ from headway.config.optim import EmaConfig, MuonConfig
 from headway.models.load import load_model
 from headway.optim import Optimizer, WeightAverage, make_optimizer, set_learning_rate
 from headway.tracing import trace
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 STEPS_BEFORE, STEPS_AFTER, LR = 3, 3, 0.01
 # shape and cut of parameters: tall, wide, fewer rows than processes, columns, stacks cut along each dimension

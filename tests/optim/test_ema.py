@@ -9,8 +9,8 @@ from torch import nn
 from headway.config import parse_config
 from headway.config.optim import EmaConfig
 from headway.optim import WeightAverage
-from headway.train.loop import train
-from helpers.run_records import read_metrics
+from headway.train.run import train
+from helpers.runs import read_metrics
 
 
 def model_of(*values, dtype=torch.float32):

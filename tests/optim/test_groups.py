@@ -11,7 +11,7 @@ from headway.models.load import load_model
 from headway.optim import freeze, learning_rate, make_optimizer, parameter_groups, set_learning_rate
 from headway.predict.memory import Sharing, State, plan_memory
 from headway.tracing import trace
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 
 @pytest.fixture(scope="module")

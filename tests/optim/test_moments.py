@@ -13,8 +13,8 @@ from headway.optim import Optimizer, make_optimizer
 from headway.optim.moments import block_size, code_table
 from headway.optim.parts import round_stochastically_
 from headway.tracing import trace
-from helpers.effort import some
-from helpers.tiny_models import tiny_config
+from helpers.cases import some
+from helpers.models import tiny_config
 
 CPU = torch.device("cpu")
 

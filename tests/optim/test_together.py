@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headway.config.optim import EmaConfig, MuonConfig
 from headway.optim import Optimizer, WeightAverage, parts
 from headway.optim.optimizer import take_step
-from helpers.effort import some
+from helpers.cases import some
 
 SHAPES = [(64, 256), (33, 192), (7,), (3, 24, 128), (64, 256), (256, 64), (300, 61), (3, 24, 128)]
 KINDS = [  # dtype of the parameters, how moments are held

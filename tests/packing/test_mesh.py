@@ -33,7 +33,7 @@ def test_shard_takes_what_the_others_leave(world_size, given, shape):
         (
             8,
             {"replicate": 4, "expert": 4},
-            r"the 2 processes .*one of 1, 2, or start a multiple of 16 .*--devices in a dry",
+            r"the 2 processes .*one of 1, 2, or start a multiple of 16 .*; devices in a dry",
         ),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.packing import STRATEGIES, Budget, Items, Order, Plan, Stage, StageSource
 from headway.packing.steps import balance_of
-from helpers.effort import examples
+from helpers.cases import examples
 
 TOKENS, PATCHES = 40, 30
 

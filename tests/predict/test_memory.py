@@ -15,8 +15,8 @@ from headway.predict.memory import Sharing, State, plan_memory
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_by_block
 from headway.tracing.build import model_class
+from helpers.models import tiny_config, tiny_model
 from helpers.processes import run_processes
-from helpers.tiny_models import tiny_config
 
 PARAMS = 7_615_616_512  # of Qwen2.5-7B, as published
 H, V, LAYERS = 3584, 152_064, 28
@@ -195,7 +195,7 @@ from headway.models.load import load_model
 from headway.packing.mesh import MeshShape
 from headway.models.parallel import build_mesh, shard_model
 from headway.models.parallel.ranks import join_ranks
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 join_ranks(torch.device("cpu"))
 config = tiny_config("qwen3")
 model = load_model(config, device="meta", random_init=True)
@@ -221,8 +221,7 @@ print(json.dumps([weights, gradients, moments]))
 @pytest.mark.core
 def test_two_processes_really_hold_half_each():
     found = [json.loads(done.stdout.splitlines()[-1]) for done in run_processes([sys.executable, "-c", _SHARE], 2)]
-    config = tiny_config("qwen3")
-    model = model_class(config)._from_config(config, dtype=torch.float32)
+    model = tiny_model("qwen3", dtype=torch.float32)
     plan = plan_memory(
         trace(model), saved_by_block(model), Workload([8]), State(compute_bytes=4), Sharing(shards=2, gathers=True)
     )

@@ -107,7 +107,7 @@ def test_fewer_steps_are_planned_where_samples_run_out(monkeypatch):
 
 
 def test_no_lengths_are_refused():
-    with pytest.raises(PlanError, match="Give --lengths FILE"):
+    with pytest.raises(PlanError, match="Give lengths=FILE"):
         scaling().at(recipe("plan.mix=null"), 8)
 
 

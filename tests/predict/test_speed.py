@@ -11,7 +11,7 @@ from headway.models import precision as run_precision
 from headway.models.load import load_model
 from headway.predict import speed as train_speed
 from headway.predict.speed import compiles, put_in_kernels
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

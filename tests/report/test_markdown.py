@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from headway.report.markdown import markdown_cell, markdown_code, markdown_text
-from helpers.hostile_strings import PAYLOADS
+from helpers.cases import PAYLOADS
 
 
 class Seen(HTMLParser):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.family_laws import COUNTED_OTHERWISE
-from helpers.vlm_folders import FAMILIES, VLM_FOLDERS
+from helpers.families import FAMILIES
+from helpers.folders import COUNTED_OTHERWISE, VLM_FOLDERS
 
 ROOT = Path(__file__).parents[2]
 NAMES = json.loads((ROOT / "tools" / "trainable.json").read_text(encoding="utf-8"))

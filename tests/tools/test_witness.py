@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from headway.tracing import trace
-from helpers.effort import some
-from helpers.tiny_models import tiny_config
+from helpers.cases import some
+from helpers.models import tiny_config
 from tools.sweep import witness
 from tools.sweep.sizes import read_sizes
 from tools.sweep.uses import Uses

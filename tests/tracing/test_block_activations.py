@@ -19,8 +19,8 @@ from headway.count.activations import (
 from headway.count.models import presets, shipped_models
 from headway.errors import CostModelError
 from headway.tracing.block_activations import saved_by_block, saved_of_config
-from headway.tracing.build import model_class, preset_config, with_layers
-from helpers.tiny_models import tiny_config
+from headway.tracing.build import preset_config, with_layers
+from helpers.models import tiny_config, tiny_model
 from tools.shipped_models import trace_activations
 
 TOKENS = 67
@@ -28,9 +28,7 @@ H, INNER, LAYERS = 32, 48, 2  # of the tiny models
 
 
 def tiny(family, dtype):
-    torch.manual_seed(0)
-    config = tiny_config(family)
-    return model_class(config)._from_config(config, attn_implementation="sdpa", dtype=dtype).train()
+    return tiny_model(family, attn_implementation="sdpa", dtype=dtype).train()
 
 
 def really_saved(run, leave_out):

@@ -19,7 +19,7 @@ from transformers import ProphetNetForConditionalGeneration as ProphetNet
 
 from headway.count import Workload, drivers
 from headway.tracing import trace
-from helpers.pytorch_counter import expected_step, real_step
+from helpers.counter import expected_step, real_step
 
 TOKENS, SOURCES = 23, 37
 WORKLOAD = Workload([TOKENS], sources=[SOURCES])

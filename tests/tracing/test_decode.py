@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from headway.count import Workload, drivers, load_cost_model
 from headway.errors import WorkloadError
 from headway.tracing import trace
-from helpers.pytorch_counter import build, count_forward
+from helpers.counter import build, count_forward
 
 TEXT = load_cost_model("qwen3-8b")
 lengths = st.integers(1, 40)

@@ -9,7 +9,7 @@ from torch import nn
 
 from headway.count import Workload
 from headway.tracing import trace
-from helpers.plain_models import counted, dispatched
+from helpers.counter import counted, dispatched
 
 WIDTH, HEADS, CHANNELS, PATCH, TEXT, TEXT_WIDTH = 24, 3, 4, 2, 7, 10
 

@@ -23,7 +23,7 @@ from headway.errors import WorkloadError
 from headway.tracing import trace
 from headway.tracing.build import with_layers
 from headway.tracing.verify import verify
-from helpers.pytorch_counter import expected_step, real_step
+from helpers.counter import expected_step, real_step
 
 TOKENS, SOURCES, EXPERTS = 23, 37, 4
 WORKLOAD = Workload([TOKENS], sources=[SOURCES])

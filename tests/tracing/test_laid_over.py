@@ -11,13 +11,11 @@ from trl.trainer.utils import add_fused_lm_head
 
 from headway.errors import TraceError
 from headway.tracing import trace
-from headway.tracing.build import model_class
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_model
 
 
 def tiny():
-    config = tiny_config("qwen3")
-    return model_class(config)._from_config(config, dtype=torch.float32)
+    return tiny_model("qwen3", dtype=torch.float32)
 
 
 def around(forward):

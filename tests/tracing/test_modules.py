@@ -7,7 +7,7 @@ from torch import nn
 from headway.count import Workload
 from headway.errors import TraceError
 from headway.tracing import trace
-from helpers.plain_models import counted, dispatched
+from helpers.counter import counted, dispatched
 
 WIDTH, HEADS, BATCH, TOKENS = 12, 2, 2, 9
 SQUARE = BATCH * TOKENS * TOKENS

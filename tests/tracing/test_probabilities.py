@@ -15,7 +15,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from headway.count import Workload, drivers
 from headway.tracing import trace
 from headway.tracing.build import configs, model_class
-from helpers.effort import some
+from helpers.cases import some
 
 TOKENS = 67
 _TEXT = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from headway.tracing import trace
-from helpers import pytorch_counter
-from helpers.effort import some
-from helpers.pytorch_counter import build, check
-from helpers.tiny_models import FAMILIES, VISION_FAMILIES
+from helpers import counter
+from helpers.cases import some
+from helpers.counter import build, check
+from helpers.models import FAMILIES, VISION_FAMILIES
 
 # One of each kind of attention, MLP and tower; the rest differ in how these are put together.
 OFTEN = {"gpt2", "qwen3", "gemma3_sliding", "gpt_oss_sinks", "deepseek_v3", "qwen2_5_vl", "qwen3_vl_moe"}
@@ -48,6 +48,6 @@ def test_a_wrong_coefficient_would_be_seen(monkeypatch):
         return replace(cost, rows=(*cost.rows[:-1], replace(cost.rows[-1], forward=cost.rows[-1].forward + 2)))
 
     model = build("qwen3")
-    monkeypatch.setattr(pytorch_counter, "trace", tampered)
+    monkeypatch.setattr(counter, "trace", tampered)
     with pytest.raises(AssertionError):
         check(model, "qwen3")

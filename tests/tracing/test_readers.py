@@ -11,7 +11,7 @@ from headway.count import Workload
 from headway.errors import TraceError
 from headway.tracing import trace
 from headway.tracing.readers import OPAQUE, READERS
-from helpers.plain_models import counted, dispatched
+from helpers.counter import counted, dispatched
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ from torch import nn
 from headway.count import Workload
 from headway.errors import TraceError
 from headway.tracing import trace
-from helpers.effort import some
-from helpers.plain_models import counted, dispatched
+from helpers.cases import some
+from helpers.counter import counted, dispatched
 
 BATCH, STEPS = 3, 7
 SHORT = SimpleNamespace(max_position_embeddings=64)  # as a configuration says it: traced on texts of 17 to 59 tokens

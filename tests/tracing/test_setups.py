@@ -1,6 +1,6 @@
 """Training set-ups: the ledger against PyTorch's own counter on real steps with the real losses.
 
-Forward is compared module by module, backward operation by operation. helpers/pytorch_counter.py derives the one
+Forward is compared module by module, backward operation by operation. helpers/counter.py derives the one
 difference: eager attention runs the whole square of scores where the ledger has the pairs of the mask.
 """
 
@@ -17,7 +17,7 @@ from transformers import Qwen3ForSequenceClassification
 from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.errors import TraceError
 from headway.tracing import trace
-from helpers.pytorch_counter import (
+from helpers.counter import (
     LENGTH,
     build,
     check,
@@ -25,12 +25,11 @@ from helpers.pytorch_counter import (
     count_backward,
     count_forward,
     eager_attention,
-    enable_checkpointing,
     expect,
     inputs,
     workload,
 )
-from helpers.tiny_models import tiny_config
+from helpers.models import enable_checkpointing, tiny_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from headway.count import Workload, load_cost_model, storage
 from headway.errors import UsageError
 from headway.tracing import trace
-from helpers.processes import HELPERS, PYTHONPATH
-from helpers.pytorch_counter import build
+from helpers.counter import build
+from helpers.processes import PYTHONPATH
 
-SCRIPT = HELPERS / "sharded_models.py"
+SCRIPT = Path(__file__).with_name("sharded_models.py")
 VISION = load_cost_model("qwen2.5-vl-7b")
 LAYERS = [f"model.language_model.layers.{i}" for i in range(28)]
 

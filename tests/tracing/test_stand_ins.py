@@ -12,7 +12,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from headway.errors import TraceError
 from headway.tracing import trace
 from headway.tracing.build import model_class
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 TOKENS = 21
 

@@ -8,8 +8,8 @@ from torch import nn
 from headway.count import Workload, drivers
 from headway.errors import TraceError, WorkloadError
 from headway.tracing import trace
-from helpers.effort import some
-from helpers.tiny_models import FAMILIES, tiny_config
+from helpers.cases import some
+from helpers.models import FAMILIES, tiny_config
 
 OFTEN = {"llama", "qwen3_moe", "deepseek_v2", "qwen2_5_vl", "qwen3_vl"}  # the others are counted module by module
 

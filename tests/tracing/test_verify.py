@@ -14,8 +14,8 @@ from headway.tracing import verify as module
 from headway.tracing.build import model_class, with_layers
 from headway.tracing.inputs.model_inputs import Inputs
 from headway.tracing.verify import verify
-from helpers.effort import some
-from helpers.tiny_models import FAMILIES, VISION_FAMILIES, tiny_config, tiny_ledger
+from helpers.cases import some
+from helpers.models import FAMILIES, VISION_FAMILIES, tiny_config, tiny_ledger, tiny_model
 
 
 def model_and_step(family):
@@ -268,8 +268,7 @@ def test_a_driver_that_is_not_the_masks_is_not_covered_by_the_square(monkeypatch
         cost = tiny_ledger("qwen3")
         return replace(cost, rows=tuple(replace(r, driver=r.driver.replace("causal", "sliding:9")) for r in cost.rows))
 
-    config = tiny_config("qwen3")
-    model = model_class(config)._from_config(config, dtype=torch.float32)
+    model = tiny_model("qwen3", dtype=torch.float32)
     monkeypatch.setattr(module, "trace", tampered)
     assert unexplained(model, Workload([67])) == {f"model.layers.{i}.self_attn" for i in range(2)}
 
@@ -291,8 +290,7 @@ def test_a_recurrence_is_held_against_its_loop_or_its_chunks(family, factor, hel
         rows = (replace(r, forward=r.forward * factor) if r.op == "recurrence" else r for r in cost.rows)
         return replace(cost, rows=tuple(rows))
 
-    config = tiny_config(family)
-    model = model_class(config)._from_config(config, dtype=torch.float32).train()
+    model = tiny_model(family, dtype=torch.float32).train()
     monkeypatch.setattr(module, "trace", tampered)
     reasons = {line.explanation for line in verify(model, Workload([67]))[0] if line.op == "recurrence"}
     (reason,) = reasons

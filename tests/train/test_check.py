@@ -10,8 +10,8 @@ from headway.cli.records import check
 from headway.config import parse_config
 from headway.errors import LogError
 from headway.train.check import check_run
-from headway.train.loop import train
 from headway.train.record import MetricsLog
+from headway.train.run import train
 
 
 def digest(step, run=1):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from headway.config import parse_config
-from headway.train.loop import train
-from helpers.run_records import read_metrics
+from headway.train.run import train
+from helpers.runs import read_metrics
 
 
 @pytest.mark.slow  # inductor's C++ compiler takes its time

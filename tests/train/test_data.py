@@ -11,8 +11,8 @@ from headway.config.data import DataConfig
 from headway.data.media.sizes import MediaSizes
 from headway.errors import ConfigError
 from headway.train.data import open_stages, overlong_of
-from headway.train.loop import train
-from helpers.run_records import read_metrics
+from headway.train.run import train
+from helpers.runs import read_metrics
 
 
 @pytest.fixture

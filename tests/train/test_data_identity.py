@@ -11,7 +11,7 @@ from headway.checkpoint import latest_checkpoint
 from headway.config import parse_config, with_overrides
 from headway.errors import CheckpointError
 from headway.train import data as train_data
-from headway.train.loop import train
+from headway.train.run import train
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_large_data_are_known_by_their_times_and_a_setting_takes_copies(stopped,
     monkeypatch.setattr(train_data, "is_small", lambda _: False)
     path, longer = stopped()
     os.utime(path, ns=(10**18, 10**18))
-    with pytest.raises(CheckpointError, match=r"chats was changed: 2001-.* resume with --set data\.verify=size, which"):
+    with pytest.raises(CheckpointError, match=r"chats was changed: 2001-.* the state with data\.verify: size, which"):
         train(longer(), resume=True)
     assert train(longer("data.verify=size"), resume=True).steps == 3
 

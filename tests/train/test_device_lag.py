@@ -13,8 +13,8 @@ from headway.log import run_files
 from headway.meter.goodput_report import read_goodput
 from headway.models.head import ModelWithLoss
 from headway.optim import Optimizer
-from headway.train.loop import train
-from helpers.pretended import Device, HostMark, check_time
+from headway.train.run import train
+from helpers.device import Device, HostMark, check_time
 
 HOST_S, DEVICE_S, EVALUATION_S, SAVING_S = 0.010, 0.050, 0.4, 0.2
 

@@ -19,13 +19,11 @@ from headway.models.load import load_config, load_model, load_processor
 from headway.models.parallel.ranks import Ranks
 from headway.tracing import trace
 from headway.train.data import open_feed
-from headway.train.loop import train
 from headway.train.prepare import _check_drawing
-from helpers.drawing_data import chat, image, write_data, write_model
-from helpers.engine_runs import configuration
-from helpers.processes import HELPERS, run_processes
-from helpers.run_records import read_metrics
-from helpers.tiny_bagel import VAE
+from headway.train.run import train
+from helpers.drawing import VAE, chat, image, write_data, write_model
+from helpers.processes import run_processes
+from helpers.runs import configuration, read_metrics
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +132,7 @@ def spread(raw, processes):
     run = Path(raw["run"]["folder"])
     path = run.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(raw))
-    run_processes([sys.executable, HELPERS / "engine_runs.py", "aot_eager", path], processes)
+    run_processes([sys.executable, Path(__file__).with_name("compiled_training.py"), "aot_eager", path], processes)
     return steps_of(run)
 
 

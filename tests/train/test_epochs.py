@@ -10,8 +10,8 @@ from headway.checkpoint import latest_checkpoint
 from headway.config import parse_config, with_overrides
 from headway.errors import ConfigError, RunCompleteError
 from headway.train import loop
-from headway.train.loop import train
-from helpers.run_records import read_metrics
+from headway.train.run import train
+from helpers.runs import read_metrics
 
 
 def steps_of(config):
@@ -169,7 +169,7 @@ def test_another_run_begins_with_the_weights_as_a_refusal_says(raw):
     raw["optim"] |= {"lr": 1e-4, "warmup_steps": 0}
     with pytest.raises(ConfigError) as refused:
         train(parse_config(raw), resume=True)
-    settings = re.findall(r"--set (\S+)=(\S+?)\.?(?= |$)", str(refused.value))
+    settings = re.findall(r"(\w+\.\w+)=(\S+?)\.?(?= |$)", str(refused.value))
     said = dict(settings) | {"run.folder": raw["run"]["folder"] + "-next"}
     assert said["model.path"] == str(summary.model)
     config = with_overrides(raw, tuple(f"{name}={value}" for name, value in said.items()))

@@ -6,9 +6,9 @@ import yaml
 from safetensors.torch import load_file
 
 from headway.config import load_config
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 STEPS = 4
 

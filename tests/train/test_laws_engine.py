@@ -7,17 +7,17 @@ row of `CASES`.
 
 import functools
 import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
-from helpers.engine_runs import IS_LONG, STEPS, configuration, write_data, write_model
-from helpers.processes import HELPERS, run_processes
-from helpers.run_records import read_metrics
-from helpers.tiny_models import VISION_FAMILIES
+from helpers.models import VISION_FAMILIES
+from helpers.processes import run_processes
+from helpers.runs import IS_LONG, STEPS, configuration, read_metrics, write_data, write_model
 
-RUNS = HELPERS / "engine_runs.py"
+RUNS = Path(__file__).with_name("compiled_training.py")
 FAMILIES = ("qwen3", "qwen3_vl", "qwen3_vl_moe")
 SEEING, MIXTURES = FAMILIES[1:2], FAMILIES[2:]
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.family_laws import CLOSE, COUNTED_OTHERWISE, TOLERANCES, FamilyPair
-from helpers.vlm_folders import VLM_FOLDERS
+from helpers.folders import CLOSE, COUNTED_OTHERWISE, TOLERANCES, VLM_FOLDERS, FamilyPair
 
 QUICK = ("llava", "gemma3")
 LONG = ("aya_vision", "glm4v", "llava_next", "ovis2", "qwen2_vl", "qwen3_vl_moe")  # others keep the same laws likewise

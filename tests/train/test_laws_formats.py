@@ -14,9 +14,8 @@ from PIL import Image
 from headway.checkpoint import latest_checkpoint
 from headway.config import parse_config
 from headway.synthetic.digits import write_digits, write_reader
-from headway.train.loop import train
-from helpers.engine_runs import IS_LONG
-from helpers.run_records import read_metrics
+from headway.train.run import train
+from helpers.runs import IS_LONG, read_metrics
 
 NAMES = ("lines", "table", "shards", "saved")
 ROWS = 600 if IS_LONG else 100  # of each source

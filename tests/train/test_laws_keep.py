@@ -20,11 +20,10 @@ from headway.config import load_config
 from headway.meter.goodput_report import read_goodput
 from headway.models.parallel.ranks import Ranks
 from headway.train.check import check_run
-from headway.train.loop import train
-from helpers.effort import IS_QUICK
-from helpers.ports import free_port
-from helpers.processes import ROOT, TRAIN, run_processes, start_processes
-from helpers.run_records import read_metrics
+from headway.train.run import train
+from helpers.cases import IS_QUICK
+from helpers.processes import ROOT, TRAIN, free_port, run_processes, start_processes
+from helpers.runs import read_metrics
 
 STEPS, PACKS = 9 if IS_QUICK else 15, 4
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -80,6 +79,7 @@ SIGNALLED = """
 import os, sys, threading
 from headway.cli.app import main
 from headway.train import loop
+from headway.train import run as run_module
 number, rank, at, delay_s = sys.argv.pop(1), sys.argv.pop(1), sys.argv.pop(1), sys.argv.pop(1)
 original = loop.learning_rate
 def rate(step, *settings):
@@ -238,6 +238,7 @@ DIES_WITH_ITS_AGENT = """
 import os, signal
 from headway.cli.app import main
 from headway.train import loop
+from headway.train import run as run_module
 original = loop.learning_rate
 def rate(step, *settings):
     if step == 8:
@@ -320,6 +321,7 @@ KILLED_AGAIN_AND_AGAIN = """
 import os, random, signal, threading
 from headway.cli.app import main
 from headway.train import loop
+from headway.train import run as run_module
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 rng = random.Random(attempt)
 victim, steps, in_set_up = rng.randrange(2), rng.randrange(1, 5), attempt % 4 == 2
@@ -336,11 +338,11 @@ def rate(step, *settings):
 if attempt < int(os.environ["KILLS"]) and rank == victim:
     loop.learning_rate = rate
     if in_set_up:
-        original_prepare = loop.prepare
+        original_prepare = run_module.prepare
         def prepare(*arguments, **settings):
             threading.Timer(delay_s, die).start()
             return original_prepare(*arguments, **settings)
-        loop.prepare = prepare
+        run_module.prepare = prepare
 main()
 """
 

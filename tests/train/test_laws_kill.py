@@ -17,9 +17,9 @@ import yaml
 from headway.checkpoint import latest_checkpoint
 from headway.config import load_config
 from headway.train.check import check_run
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.processes import TRAIN, run_processes, start_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 STEPS = 24
 STREAM = {"lanes": 4, "shuffle": 16, "open_packs": 3}

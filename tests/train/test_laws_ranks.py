@@ -14,9 +14,9 @@ import yaml
 from headway.checkpoint import latest_checkpoint
 from headway.config import parse_config
 from headway.train.check import check_run
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 PACKS = 24  # of a step, which 1, 2, 3, 4 and 8 ranks share evenly
 BROKEN, LONG, SAMPLES = (3, 28), 11, 30  # 29 packs of one sample: the last step has five, on five of the ranks at most

@@ -15,9 +15,9 @@ import yaml
 from headway.config import parse_config
 from headway.meter.goodput_report import read_goodput
 from headway.train.check import check_run
-from headway.train.loop import train
-from helpers.interrupted import interrupt, recorded, trained
-from helpers.processes import TRAIN, start_processes
+from headway.train.run import train
+from helpers.processes import TRAIN, interrupt, start_processes
+from helpers.runs import recorded, trained
 
 SEED, PACKS, EPOCHS, RESTARTS = 30, 12, 2, 4
 PARTS = {"first": PACKS, "broken": PACKS, "rest": 10 * PACKS + 1}  # stages of the pictures [samples]

@@ -12,20 +12,26 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
 
 from headway.meter.goodput_report import read_goodput
 from headway.train.check import check_run
-from helpers.interrupted import interrupt, is_writing, recorded, trained
-from helpers.processes import ROOT, TRAIN, run_processes, start_processes
+from helpers.processes import ROOT, TRAIN, interrupt, run_processes, start_processes
+from helpers.runs import recorded, trained
 
 SEED, STEPS, EVERY = 30, 24, 2
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT")
 MOMENTS = ("step", "checkpoint", "export", "last export")
 CODES = {"SIGTERM": 0, "SIGUSR1": 0, "SIGHUP": 0, "SIGINT": 130}  # of a run that stops after its step
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+def is_writing(folder, kind):
+    """Whether a run is writing a checkpoint ("checkpoints") or an exported folder ("export")."""
+    return any(path.name.endswith(".writing") for path in (Path(folder) / kind).glob(".step-*"))
 
 
 @pytest.fixture(scope="module")

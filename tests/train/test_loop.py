@@ -18,8 +18,8 @@ from headway.models.parallel.ranks import Ranks
 from headway.models.pixel_patches import normalised
 from headway.tracing import trace
 from headway.train.data import open_feed
-from headway.train.loop import train
-from helpers.run_records import read_metrics
+from headway.train.run import train
+from helpers.runs import read_metrics
 
 
 def steps_of(config):
@@ -76,7 +76,7 @@ def test_training_equals_a_plain_loop_over_single_samples(raw, digits):
 
 
 def test_a_steps_mbu_is_what_it_must_move_where_the_bandwidth_is_known(raw, monkeypatch):
-    for user in ("train.prepare", "meter.meter"):
+    for user in ("train.prepare", "meter.step_meter"):
         monkeypatch.setattr(f"headway.{user}.bandwidth_of", lambda _device: 1e10)
     raw["optim"] |= {"steps": 2, "warmup_steps": 0}
     moved = []
@@ -163,7 +163,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(raw):
 
 def test_an_existing_run_is_not_overwritten(config):
     train(config)
-    with pytest.raises(ConfigError, match=r"already holds a run\. Continue it with --resume"):
+    with pytest.raises(ConfigError, match=r"already holds a run\. Continue it with resume=True"):
         train(config)
 
 

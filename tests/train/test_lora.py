@@ -15,9 +15,9 @@ from headway.cli.app import app
 from headway.config import load_config, parse_config
 from headway.errors import ConfigError
 from headway.models.load import load_model
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from headway.optim import WeightAverage
 from headway.train import memory_error
 from headway.train.memory_error import Explanation, asked_bytes, held_bytes, possible_savings
 from headway.train.watch import LoopPhase
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 SOURCE = Path(__file__).parents[2] / "src"
 OUT_OF_MEMORY = """

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from headway.config import parse_config
-from headway.train.loop import train
-from helpers.run_records import read_metrics
+from headway.train.run import train
+from helpers.runs import read_metrics
 
 NAMES = ("lines", "packed", "array", "words")
 

@@ -22,9 +22,9 @@ from headway.models.load import load_config as load_architecture
 from headway.models.load import load_model, load_processor
 from headway.models.new_rows import NEW_ROWS, embedding_rows
 from headway.predict.dry_run import learning_model
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 WORDS, SPECIAL = ["<point>", "<far>"], ["<|call|>"]
 LORA = {"rank": 2, "targets": ["q_proj", "down_proj"]}

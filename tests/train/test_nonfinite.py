@@ -15,8 +15,8 @@ from headway.config.optim import MuonConfig
 from headway.errors import ConfigError, TrainingError
 from headway.optim import Optimizer
 from headway.optim.optimizer import take_step
-from headway.train import loop
-from helpers.run_records import read_metrics
+from headway.train import run as run_module
+from helpers.runs import read_metrics
 
 
 def optimizer_of(model, rule, held):
@@ -52,7 +52,7 @@ def poison(monkeypatch):
     """Make the gradients of some steps, counted from 1, not finite."""
 
     def spoil(*steps):
-        original = loop.prepare
+        original = run_module.prepare
 
         def prepare(config, **given):
             run = original(config, **given)
@@ -66,7 +66,7 @@ def poison(monkeypatch):
             parameter.register_hook(hook)
             return run
 
-        monkeypatch.setattr(loop, "prepare", prepare)
+        monkeypatch.setattr(run_module, "prepare", prepare)
 
     return spoil
 
@@ -83,7 +83,7 @@ def test_a_run_leaves_the_update_out_counts_it_and_goes_on(raw, poison):
     raw["optim"] |= {"on_nonfinite": "skip", "nonfinite_limit": 2}
     raw["checkpoint"] = {"every": 1, "keep": 9}
     config = parse_config(raw)
-    summary = loop.train(config)
+    summary = run_module.train(config)
     records = [record for record in read_metrics(config.run.folder / "metrics.jsonl") if record["kind"] == "step"]
     assert [record.get("skipped", False) for record in records] == [False, False, True, False, False, False]
     assert (records[2]["loss"], records[2]["grad_norm"]) == (None, None)
@@ -98,7 +98,7 @@ def test_too_many_in_a_row_end_the_run(raw, poison):
     poison(2, 3, 4)
     raw["optim"] |= {"on_nonfinite": "skip", "nonfinite_limit": 2}
     with pytest.raises(TrainingError, match=r"step 4 has loss .* after 2 updates in a row that were left out"):
-        loop.train(parse_config(raw))
+        run_module.train(parse_config(raw))
 
 
 def test_the_error_names_the_samples_and_leaves_the_last_checkpoint_whole(raw, poison):
@@ -106,7 +106,7 @@ def test_the_error_names_the_samples_and_leaves_the_last_checkpoint_whole(raw, p
     raw["checkpoint"] = {"every": 1}
     config = parse_config(raw)
     with pytest.raises(TrainingError, match=r"step 3 has loss \d.* and gradient norm nan.*train.jsonl") as caught:
-        loop.train(config)
+        run_module.train(config)
     told = json.loads((config.run.folder / "not-finite-rank-0.json").read_text())
     assert told["step"] == 3
     assert told["packs"][0][0] in str(caught.value)
@@ -121,12 +121,12 @@ def test_a_row_of_left_out_updates_goes_on_where_it_was_and_keeps_the_checkpoint
     raw["checkpoint"] = {"every": 1, "keep": 1}
     config = parse_config(raw)
     with pytest.raises(TrainingError, match=r"step 6 has loss .* after 3 updates in a row"):
-        loop.train(config)
+        run_module.train(config)
     saved = sorted(path.name for path in (config.run.folder / "checkpoints").iterdir())
     assert saved == ["step-000002", "step-000005"]
     poison(*range(1, 99))
     with pytest.raises(TrainingError, match=r"step 6 has loss .* after 3 updates in a row"):
-        loop.train(config, resume=True)
+        run_module.train(config, resume=True)
 
 
 def test_a_run_stopped_before_any_update_was_taken_ends_as_others_do(raw, poison, monkeypatch):
@@ -138,8 +138,8 @@ def test_a_run_stopped_before_any_update_was_taken_ends_as_others_do(raw, poison
     def stopped():
         yield lambda: asked.append(1) or (signal.SIGTERM if len(asked) == 2 else 0)
 
-    monkeypatch.setattr(loop, "stop_requests", stopped)
-    summary = loop.train(parse_config(raw))
+    monkeypatch.setattr(run_module, "stop_requests", stopped)
+    summary = run_module.train(parse_config(raw))
     assert (summary.steps, summary.skipped, summary.first_loss, summary.last_loss) == (2, 2, None, None)
     assert "none: every update was left out" in summary.as_table()
     assert json.loads((summary.folder / "summary.json").read_text())["first_loss"] is None

@@ -17,9 +17,9 @@ from headway.explain.breakdown import attributed_share, break_down
 from headway.explain.records import explain_records
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 def read(path):

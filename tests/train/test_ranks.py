@@ -10,10 +10,10 @@ import yaml
 from headway.config import ParallelConfig, load_config, parse_config
 from headway.errors import ConfigError, RankLostError
 from headway.models.parallel.ranks import Ranks, agree_on_meeting
-from headway.train.loop import train
 from headway.train.prepare import make_mesh
+from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 def test_one_process_sums_to_itself():

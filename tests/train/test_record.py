@@ -8,8 +8,8 @@ from headway.log.run_files import write_json
 from headway.meter.clock import HostCopy
 from headway.train.progress import evaluation_line, step_line
 from headway.train.record import MetricsLog
-from helpers.refusing_disk import a_full_disk
-from helpers.run_records import read_metrics
+from helpers.cases import a_full_disk
+from helpers.runs import read_metrics
 
 
 def lines(*steps):

@@ -16,8 +16,8 @@ from headway.cli.report_compare import compared_markdown, compared_page
 from headway.cli.report_page import read_run, report_page
 from headway.config import parse_config
 from headway.data.feed import make
-from headway.train.loop import train
-from helpers.browser import Browser
+from headway.train.run import train
+from helpers.pages import Browser
 
 A4 = round((210 - 2 * 15) / 25.4 * 96)  # width of a page without its margins of 15 mm [pixels of CSS]
 

@@ -9,9 +9,9 @@ import pytest
 from headway.checkpoint import latest_checkpoint
 from headway.config import load_config
 from headway.meter.goodput_report import read_goodput
-from headway.train.loop import train
+from headway.train.run import train
 from helpers.processes import start_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 STEPS = 20
 # What a resumed run must repeat exactly; times and rates differ from run to run.

@@ -3,11 +3,11 @@
 import torch
 
 from headway.config import parse_config
-from headway.train.loop import train
 from headway.train.prepare import prepare
+from headway.train.run import train
 from headway.train.run_folder import RunFolder
 from headway.train.watch import LoopPhase
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 
 def test_a_step_records_how_its_slots_were_routed(raw, mixture, tmp_path):

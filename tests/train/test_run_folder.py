@@ -15,8 +15,9 @@ from headway.errors import ConfigError
 from headway.log.jsonl import LineFile, lock
 from headway.log.run_files import METRICS, RUN
 from headway.train import loop
+from headway.train import run as run_module
 from headway.train.run_folder import LOCK, RunFolder
-from helpers.refusing_disk import a_full_disk
+from helpers.cases import a_full_disk
 
 
 def begin(config):
@@ -45,7 +46,7 @@ def test_the_second_of_two_processes_is_refused_before_it_changes_anything(confi
         unfinished.mkdir()
         before = contents(config.run.folder)
         with pytest.raises(ConfigError, match=r"belongs to a process that is still running \(process \d+ on .+\)"):
-            loop.train(config, resume=None)
+            run_module.train(config, resume=None)
         assert contents(config.run.folder) == before
         assert unfinished.is_dir()
     assert go_on(config), "its owner has closed it"
@@ -114,7 +115,7 @@ def test_a_full_disk_at_the_start_is_one_paragraph(config, monkeypatch):
 
     monkeypatch.setattr("headway.train.prepare.write_json", full)
     with pytest.raises(loop.TrainingError, match=r"run.json could not be .*No space left on device\. Make room"):
-        loop.train(config)
+        run_module.train(config)
     assert not Path(config.run.folder / METRICS).exists()
 
 
@@ -135,14 +136,14 @@ def test_the_folder_is_owned_until_the_checkpoint_of_an_interrupted_run_is_writt
     monkeypatch.setattr(saver, "publish", publish_late)
     monkeypatch.setattr(loop, "learning_rate", killed_at_the_second_step)
     with pytest.raises(KeyboardInterrupt):
-        loop.train(config)
+        run_module.train(config)
     monkeypatch.setattr(loop, "learning_rate", rate)
 
     path = config.run.folder
     with pytest.raises(BlockingIOError), (path / LOCK).open("ab") as file:  # as another process would try
         lock(file, path)
     threading.Timer(0.5, may_go_on.set).start()
-    loop.train(config, resume=True)
+    run_module.train(config, resume=True)
     assert json.loads((path / RUN).read_text())["resumed_from"].endswith("step-000001")
     with (path / LOCK).open("ab") as file:
         lock(file, path)

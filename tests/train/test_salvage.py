@@ -12,14 +12,15 @@ from headway.config import parse_config
 from headway.errors import DataError, HeadwayError, NotFiniteError, OutOfMemoryError
 from headway.log import sinks
 from headway.log.sink import Sink
-from headway.meter import meter as meter_module
+from headway.meter import step_meter
 from headway.meter.goodput_report import read_goodput
 from headway.meter.profile import ProfiledSteps
 from headway.train import loop, recorder
-from headway.train.loop import train
+from headway.train import run as run_module
 from headway.train.record import MetricsLog
+from headway.train.run import train
 from helpers.processes import run_processes
-from helpers.run_records import read_metrics
+from helpers.runs import read_metrics
 
 BAD_STEP = 4
 
@@ -84,7 +85,7 @@ def test_an_error_of_an_evaluation_leaves_the_step_before_it(raw, digits, monkey
     raw["data"]["eval"] = str(digits / "data/eval.jsonl")
     raw["eval"] = {"every": BAD_STEP}
     config = parse_config(raw)
-    fail_at(monkeypatch, loop, "_evaluate", ValueError("no such answer"), 1)
+    fail_at(monkeypatch, loop, "_judge", ValueError("no such answer"), 1)
     with pytest.raises(ValueError, match="no such answer"):
         train(config)
     assert latest_checkpoint(config.run.folder / "checkpoints").step == BAD_STEP
@@ -131,10 +132,15 @@ class BrokenSink(Sink):
 OBSERVERS = {
     "tracker": (sinks, "open_sink", lambda *_, **__: BrokenSink(), None),
     "profile": (ProfiledSteps, "_close", lambda *_: 1 / 0, "The profile"),
-    "memory": (meter_module, "largest_memory", lambda _: 1 / 0, "The peak of this rank's memory"),
+    "memory": (step_meter, "largest_memory", lambda _: 1 / 0, "The peak of this rank's memory"),
     "record": (recorder.StepRecorder, "_record", lambda *_, **__: 1 / 0, "Records of steps"),
-    "bill": (loop, "billed_by_conventions", lambda *_, **__: 1 / 0, "The bill of the last step by other tools' rules"),
-    "summary": (loop, "write_json", lambda *_: 1 / 0, "The summary in the run folder"),
+    "bill": (
+        run_module,
+        "billed_by_conventions",
+        lambda *_, **__: 1 / 0,
+        "The bill of the last step by other tools' rules",
+    ),
+    "summary": (run_module, "write_json", lambda *_: 1 / 0, "The summary in the run folder"),
     "disk": (MetricsLog, "_flush", lambda *_: 1 / 0, "Records in"),
 }
 
@@ -239,6 +245,7 @@ import os, sys
 from headway.cli.app import main
 from headway.errors import DataError
 from headway.train import loop
+from headway.train import run as run_module
 where, at, calls = sys.argv.pop(1), int(sys.argv.pop(1)), []
 plain = getattr(loop, where)
 def failing(*args, **kwargs):

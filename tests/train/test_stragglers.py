@@ -1,13 +1,13 @@
 """Two ranks that train together: a slow device and a heavy pack are told apart, though their steps take as long."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 
-from helpers.engine_runs import configuration, write_model
-from helpers.processes import HELPERS, run_processes
-from helpers.run_records import read_metrics
+from helpers.processes import run_processes
+from helpers.runs import configuration, read_metrics, write_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 STEPS = 8
@@ -37,7 +37,7 @@ def train(text, folder, parallel, *seconds):
     }
     raw = configuration(*text, folder / "run", processes=2, overrides=overrides)
     (folder / "config.yaml").write_text(yaml.safe_dump(raw))
-    script = HELPERS / "uneven_ranks.py"
+    script = Path(__file__).with_name("uneven_ranks.py")
     first, _ = run_processes(["python", script, folder / "config.yaml", folder, *seconds], 2)
     walls = [json.loads((folder / f"walls-{rank}.json").read_text()) for rank in range(2)]
     records = [one for one in read_metrics(folder / "run/metrics.jsonl") if one["kind"] == "step"]

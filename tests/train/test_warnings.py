@@ -6,8 +6,8 @@ import re
 import pytest
 
 from headway.config import parse_config
-from headway.train.loop import train
 from headway.train.progress import Progress
+from headway.train.run import train
 from headway.train.warnings import RunWarnings
 
 

@@ -28,6 +28,7 @@ from headway.models.parallel.ranks import Ranks
 from headway.packing.bins import pack
 from headway.packing.budget import Size
 from headway.report import printable
+from headway.words import Argument
 
 _SHOWN = 200  # characters of an answer that trackers get
 _PICTURED, _PICTURE_SIDE = 12, 96  # answers that a report shows, and their pictures' longer side [pixels]
@@ -123,7 +124,10 @@ class GenerationEval:
     ) -> None:
         chats = [sample for sample in samples if isinstance(sample, Chat) and not _is_drawn(sample)][:count]
         if not chats:
-            raise ConfigError("eval.generate is set, but data.eval holds no chat to answer in words. Take it out.")
+            raise ConfigError(
+                f"{Argument('eval.generate')} is set, but {Argument('data.eval')} holds no chat to answer in words. "
+                "Take it out."
+            )
         self._tokenizer = encoder.tokenizer
         self._prompts = [encoder.encode_prompt(chat) for chat in chats]
         self._questions = [_question(chat) for chat in chats]
@@ -133,9 +137,10 @@ class GenerationEval:
         for chat, size in zip(chats, sizes, strict=True):
             if not budget.holds(size):
                 raise ConfigError(
-                    f"eval.generate: {chat.where} and an answer of {max_new_tokens} tokens (eval.max_new_tokens) need "
+                    f"{Argument('eval.generate')}: {chat.where} and an answer of {max_new_tokens} tokens "
+                    f"({Argument('eval.max_new_tokens')}) need "
                     f"{size.tokens} tokens and {size.patches} patches, more than a pack holds. Lower "
-                    "eval.max_new_tokens, or raise data.tokens_per_pack."
+                    f"{Argument('eval.max_new_tokens')}, or raise {Argument('data.tokens_per_pack')}."
                 )
         self._packs = pack(sizes, budget)
         self._collator = collator

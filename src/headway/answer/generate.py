@@ -19,8 +19,8 @@ from headway.answer.model_folder import OpenedModel, make_encoder
 from headway.data.chat import ChatTemplate
 from headway.data.collate import Collator
 from headway.data.media.images import Picture
-from headway.data.samples import Chat, Document, Message, Sample, TextPart
-from headway.errors import ConfigError, DataError
+from headway.data.samples import Chat, Document, Message, Sample, TextPart, unusable
+from headway.errors import ConfigError
 from headway.plugins import family_hook
 
 _OF_PACKS = ("position_ids", "pack_cu_seqlens", "pack_max_seqlen", "use_cache")
@@ -161,9 +161,7 @@ class Generator:
         pictures = [self._pictures(chat) for chat in chats]
         if any(pictures):
             if not hasattr(self._processor, "image_processor"):
-                raise DataError(
-                    f"{prompts[0].where}: the model {self._opened.location.path} reads text alone, no images."
-                )
+                raise unusable(prompts[0], f"the model {self._opened.location.path} reads text alone, no images.")
             options["images"] = pictures
         inputs: dict[str, Any] = dict(self._processor(text=texts, **options))
         return inputs
@@ -222,7 +220,7 @@ def question_of(chat: Chat) -> tuple[Chat, str | None]:
     if chat.messages[-1].role != "assistant":
         return chat, None
     if len(chat.messages) == 1:
-        raise DataError(f"{chat.where}: the chat begins with its only answer, so there is no prompt to answer.")
+        raise unusable(chat, "the chat begins with its only answer, so there is no prompt to answer.")
     return replace(chat, messages=chat.messages[:-1]), chat.answer
 
 

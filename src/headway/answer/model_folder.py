@@ -23,6 +23,7 @@ from headway.models.load import Processor, load_model, load_processor, rope_inde
 from headway.models.lora import ADAPTER_CONFIG, add_saved_adapters, initialise_adapters, read_adapters, without_adapters
 from headway.models.materialise import allocate
 from headway.models.vision import patch_size_of
+from headway.words import Argument
 
 Kind = Literal["model", "adapters", "checkpoint"]
 
@@ -83,7 +84,9 @@ def find_model(name: str, base: str | None = None) -> ModelLocation:
     else:
         location = ModelLocation(str(path) if path.exists() else name, "model", run=run)
     if base is not None:
-        raise ConfigError(f"--base {base} has no effect: {location.path} is a whole {location.kind}. Leave it out.")
+        raise ConfigError(
+            Argument("base", base), f" has no effect: {location.path} is a whole {location.kind}. Leave it out."
+        )
     return location
 
 
@@ -102,11 +105,17 @@ def _base_of(folder: Path) -> str:
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Export the adapters again.") from error
     if not isinstance(base, str) or not base:
-        raise CheckpointError(f"{path} does not name the model that the adapters belong to. Give it with --base MODEL.")
+        raise CheckpointError(
+            f"{path} does not name the model that the adapters belong to. Give it with ",
+            Argument("base", example="MODEL"),
+            ".",
+        )
     if not Path(base).exists() and (Path(base).is_absolute() or base.startswith(".") or base.count("/") > 1):
         raise CheckpointError(
             f"The adapters in {folder} belong to the model {base}, which is not there any more. Put it back, or give "
-            "its folder with --base MODEL."
+            "its folder with ",
+            Argument("base", example="MODEL"),
+            ".",
         )
     return base
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from headway.conventions import PARTS, Architecture, Bill, Convention, Step, conventions, get_convention, tool_peak
 from headway.devices import Peak
 from headway.errors import UsageError
+from headway.words import Argument
 
 _NOTED = 0.0005  # differences below this share of the useful FLOPs are left out of the explanation
 
@@ -52,9 +53,11 @@ def compare(model: Architecture, step: Step, step_s: float, peak: Peak, num_rank
         UsageError: a time or a number of ranks that is not positive, or a step without work.
     """
     if not (math.isfinite(step_s) and step_s > 0):
-        raise UsageError(f"--step-time {step_s:g} is not a time: give the wall time of one step in seconds, above 0.")
+        raise UsageError(
+            Argument("step_s", step_s), " is not a time: give the wall time of one step in seconds, above 0."
+        )
     if num_ranks < 1:
-        raise UsageError(f"--ranks {num_ranks}: at least 1 device computes the step.")
+        raise UsageError(Argument("num_ranks", num_ranks), ": at least 1 device computes the step.")
     useful = get_convention("useful").bill(model, step)
     if not useful.flops:
         raise UsageError("the step computes nothing: its useful FLOPs are 0, so that no ratio exists.")

@@ -7,6 +7,7 @@ from headway.audit.rows import Counted, Interval, Log, common, hull
 from headway.conventions import Architecture, Convention, Step, conventions, get_convention
 from headway.conventions.tool_peaks import plausible_peaks
 from headway.errors import LogError
+from headway.words import Argument
 
 _SAME = 1e-9  # rules whose numbers agree to this share are one rule on this model
 _SLACK = 1e-9  # for the arithmetic of floats
@@ -239,8 +240,9 @@ def _unexplained(
     return (
         f"no convention explains this {log.tool} log: tokens/s and FLOP/s imply {implied.low / 1e9:.3f} to "
         f"{implied.high / 1e9:.3f} GFLOP per token, and no rule bills {model.name} that {at}. Nearest "
-        f"{'' if seq_len else 'at 4,096 '}are {nearest} GFLOP. Check --model, --seq-len (the configured one, not the "
-        "samples'), --segments for rules that look at them, and that tokens/s and FLOP/s are both of one device."
+        f"{'' if seq_len else 'at 4,096 '}are {nearest} GFLOP. Check {Argument('model')}, {Argument('seq_len')} (the "
+        f"configured one, not the samples'), {Argument('segments')} for rules that look at them, and that tokens/s and "
+        "FLOP/s are both of one device."
     )
 
 
@@ -251,5 +253,6 @@ def _no_job_size(log: Log, model: Architecture, fits: Sequence[Fit], batch: int,
     return (
         f"no convention explains this {log.tool} log: a step took {total.low / 1e12:.2f} to {total.high / 1e12:.2f} "
         f"TFLOP per device, and {model.name} in {batch} rows of {fits[0].seq_len} tokens would need so many devices, "
-        f"which are no whole numbers: {needed}. Check --model and --seq-len, or give --ranks."
+        f"which are no whole numbers: {needed}. Check {Argument('model')} and {Argument('seq_len')}, or give "
+        f"{Argument('num_ranks')}."
     )

@@ -13,6 +13,7 @@ from headway.audit.formats import FORMATS, KNOWN_LINES, Format
 from headway.audit.rows import Log, LogRow, RecordBasis, near, printed
 from headway.errors import LogError, UsageError
 from headway.report.numbers import finite, integer
+from headway.words import Argument
 
 _JSON = re.compile(r'\s*\{\s*"')
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -49,10 +50,14 @@ _WITHOUT_RATES = (
         "has `flops_per_batch` and its window is full.",
     ),
 )
-_CUMULATIVE_NOTE = (
-    "total_flos counts from the first step of all, train_runtime from the last start: if this run was resumed from a "
-    "checkpoint, the rates here are too high. --resumed-at STEP names the step that it went on from"
-)
+
+
+def _cumulative_note() -> str:
+    return (
+        "total_flos counts from the first step of all, train_runtime from the last start: if this run was resumed from "
+        f"a checkpoint, the rates here are too high. {Argument('resumed_at', example='STEP')} names the step that it "
+        "went on from"
+    )
 
 
 def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None) -> Log:
@@ -76,7 +81,9 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
     if log is None and _JSON.match(text):
         log = _trainer_state(text, where, resumed_at)
     elif resumed_at is not None:
-        raise UsageError(f"--resumed-at {resumed_at} is for a trainer_state.json, and {where} is none. Leave it out.")
+        raise UsageError(
+            Argument("resumed_at", resumed_at), f" is for a trainer_state.json, and {where} is none. Leave it out."
+        )
     if log is not None:
         return log
     for pattern, reason in _WITHOUT_RATES:
@@ -157,7 +164,9 @@ def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log
     # total_flos counts from the first start, train_runtime from the last: only the last start's share has a time.
     start = _start(state["log_history"], steps) if resumed_at is None else resumed_at
     if start and not 0 <= start < steps:
-        raise UsageError(f"--resumed-at {start}: the run has {steps} steps; give one of them that is not its last.")
+        raise UsageError(
+            Argument("resumed_at", start), f": the run has {steps} steps; give one of them that is not its last."
+        )
     share = (steps - start) / steps if start else 1.0
     # The Trainer keeps more digits than its clock is worth.
     row = LogRow(
@@ -169,7 +178,7 @@ def _totals(state: Mapping[str, Any], where: str, resumed_at: int | None) -> Log
     if start:
         note = f"taken as resumed at step {start:,}: {share:.1%} of the FLOPs are of its last start"
     else:
-        note = "" if resumed_at == 0 else _CUMULATIVE_NOTE
+        note = "" if resumed_at == 0 else _cumulative_note()
     return Log("Hugging Face Trainer", ("6nd",), (row,), whole_job=True, notes=(note,) if note else ())
 
 

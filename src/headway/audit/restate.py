@@ -12,6 +12,7 @@ from headway.audit.rows import Interval, Log, LogRow, RestatedRow, per_device
 from headway.conventions import Architecture, Step, get_convention
 from headway.devices import Peak
 from headway.errors import LogError, UsageError
+from headway.words import Argument
 
 _SAME_PEAK = 1e-9  # peaks that agree to this share are one
 _AGREEMENT = 0.005  # factors must multiply to the reported over the useful MFU this closely
@@ -75,8 +76,9 @@ def audit(
     length = seq_len or (fit.seq_len if fit else None)
     if length is None or (not seq_len and identified.fit is None):
         raise UsageError(
-            f"--seq-len is missing, and this {log.tool} log does not fix it: several row lengths or none explain its "
-            "numbers. Give the length of the rows that the run was configured with, in tokens."
+            Argument("seq_len"),
+            f" is missing, and this {log.tool} log does not fix it: several row lengths or none explain its "
+            "numbers. Give the length of the rows that the run was configured with, in tokens.",
         )
     ranks = num_ranks or (fit.num_ranks if fit else None)
     log = per_device(log, ranks) if ranks else log
@@ -153,7 +155,9 @@ def _summed_up(
 def _without_warm_up(log: Log, skip: int) -> Log:
     rows = log.rows[skip:]
     if not rows:
-        raise LogError("no row is left to audit: --skip leaves out as many rows as the log has, or more.")
+        raise LogError(
+            "no row is left to audit: ", Argument("skip"), " leaves out as many rows as the log has, or more."
+        )
     return replace(log, rows=rows)
 
 
@@ -161,11 +165,11 @@ def _peak(identified: Identification, device: Peak | None) -> tuple[float | None
     if device is not None:
         return device.flops_per_s, f"{device.name}, {device.source}"
     if identified.peak is not None:
-        return identified.peak, "the log's own, from its MFU; --device states the device"
+        return identified.peak, f"the log's own, from its MFU; {Argument('device')} states the device"
     if identified.peak_flops_per_s is not None:
         middle = identified.peak_flops_per_s.middle
-        return middle, "the middle of what the log's MFU implies; --device states the device"
-    return None, "unknown: the log prints no MFU; --device states the device"
+        return middle, f"the middle of what the log's MFU implies; {Argument('device')} states the device"
+    return None, f"unknown: the log prints no MFU; {Argument('device')} states the device"
 
 
 def _useful_mfu(
@@ -225,8 +229,9 @@ def _warnings(
             what = f"reports an MFU of {printed:.1%}" if printed > 1 else f"has a useful MFU of {row.mfu or 0:.1%}"
             warnings.append(
                 f"step {row.row.step} {what}, which no device can reach, so some number is wrong. Likely causes: "
-                "tokens/s of the whole job taken for that of one device (--ranks), another device than the tool or "
-                "--device named, another --model, or a clock that does not wait for the device."
+                f"tokens/s of the whole job taken for that of one device ({Argument('num_ranks')}), another device "
+                f"than the tool or {Argument('device')} named, another {Argument('model')}, or a clock that does not "
+                "wait for the device."
             )
             break
     # A peak that differs from the device's is another device's, in the tool's table or on the command line.
@@ -234,7 +239,8 @@ def _warnings(
     if device is not None and peak is not None and abs(peak.middle / device.flops_per_s - 1) > _PEAK_AGREEMENT:
         warnings.append(
             f"the log divides by {peak.low / 1e12:.1f} to {peak.high / 1e12:.1f} TFLOP/s, but {device.name} "
-            f"has {device.flops_per_s / 1e12:.1f}: the tool took it for another, or --device is not the one that ran."
+            f"has {device.flops_per_s / 1e12:.1f}: the tool took it for another, or {Argument('device')} is not the "
+            "one that ran."
         )
     # One run has one number of FLOPs per token, unless its tool bills each step's samples.
     if not identified.consistent:
@@ -264,7 +270,10 @@ def _notes(log: Log, seconds: Sequence[float], seq_len: int) -> tuple[str, ...]:
         f"{count:,} {'lines are' if count > 1 else 'line is'} left out: {why}" for why, count in log.skipped.items()
     ]
     if log.whole_job:
-        notes.append("the log's rates are those of all devices together: --ranks N gives each device's, and its MFU")
+        notes.append(
+            f"the log's rates are those of all devices together: {Argument('num_ranks', example='N')} gives each "
+            "device's, and its MFU"
+        )
     rates = [row.tokens_per_s.value for row in log.rows if row.tokens_per_s]
     gaps = [] if any(row.step_s for row in log.rows) else _gaps(log)
     if gaps and len(rates) == len(log.rows) > 2:
@@ -276,7 +285,7 @@ def _notes(log: Log, seconds: Sequence[float], seq_len: int) -> tuple[str, ...]:
             )
     if len(seconds) > 3 and seconds[0] > 2 * median(seconds):
         notes.append(
-            f"the first row stands for {seconds[0] / sum(seconds):.0%} of the time (start-up, compilation); --skip 1 "
-            "leaves it out of the means"
+            f"the first row stands for {seconds[0] / sum(seconds):.0%} of the time (start-up, compilation); "
+            f"{Argument('skip', 1)} leaves it out of the means"
         )
     return tuple(notes)

@@ -38,6 +38,7 @@ from headway.models.lora import (
     base_name,
     merged,
 )
+from headway.words import Argument
 
 MAX_FILE_BYTES = 5 * 10**9
 WHOLE, ADAPTERS = "model", Path(ADAPTER_WEIGHTS).stem
@@ -117,7 +118,11 @@ def export(
         model = load_model(checkpoint.model_folder, random_init=True, device="meta")
         add_saved_adapters(model, checkpoint.model_folder)
     elif merge_adapters:
-        raise UsageError(f"the checkpoint {checkpoint.folder} holds no adapters to merge; leave --merge-lora out.")
+        raise UsageError(
+            f"the checkpoint {checkpoint.folder} holds no adapters to merge; leave ",
+            Argument("merge_adapters"),
+            " out.",
+        )
     check_architecture(checkpoint, {name: tensor.shape for name, tensor in saved.items()}, model)
     # a folder beside it, renamed once it is complete
     temporary = folder.with_name(f".{folder.name}.writing")

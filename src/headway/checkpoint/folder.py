@@ -248,7 +248,7 @@ def refuse_half_written(folder: Path) -> None:
         open_checkpoint(folder)
         raise CheckpointError(
             f"{folder} is a checkpoint in pieces, no model folder. Make one of it with "
-            f"`headway export {folder} FOLDER`, or continue its run with --resume."
+            f"`headway export {folder} FOLDER`, or continue its run with `headway train --resume`."
         )
 
 

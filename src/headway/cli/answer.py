@@ -103,14 +103,14 @@ class _Talk:
 
     def obey(self, line: str) -> bool:
         """Follow a command; whether it ends the conversation."""
-        command, _, rest = line[1:].partition(" ")
-        rest = rest.strip()
+        command, _, argument = line[1:].partition(" ")
+        argument = argument.strip()
         if command in ("quit", "exit", "bye"):
             return True
         if command in ("image", "video", "audio"):
-            self.show(command, rest)
+            self.show(command, argument)
         elif command in ("new", "system"):
-            self._system = rest or None if command == "system" else self._system
+            self._system = argument or None if command == "system" else self._system
             self._messages, self._waiting = [], []
         elif command == "help":
             print(HELP, file=sys.stderr)
@@ -133,10 +133,10 @@ class _Talk:
         shown = tuple(PARTS[kind](Media(path)) for kind, path in self._waiting)
         question = Message("user", (*shown, TextPart(text)))
         self._waiting = []
-        asked = self._sample([*self._messages, question])
+        chat = self._sample([*self._messages, question])
         streamer = _streamer(self._generator.tokenizer) if self._is_watched else None
         try:
-            (answer,) = self._generator.answer([asked], self._decoding, streamer=streamer)
+            (answer,) = self._generator.answer([chat], self._decoding, streamer=streamer)
         except KeyboardInterrupt:
             print("\n(stopped; the question is forgotten)", file=sys.stderr)
             return
@@ -222,9 +222,9 @@ def generate(
     if (prompt is None) == (source is None):
         raise UsageError('Give either --prompt TEXT or --input FILE: what the model is asked, such as --prompt "Hi".')
     if source is not None and (image or as_json):
-        given = "--image" if image else "--json"
+        option = "--image" if image else "--json"
         raise UsageError(
-            f"{given} goes with --prompt: rows of --input name their own images, and their answers are JSON lines."
+            f"{option} goes with --prompt: rows of --input name their own images, and their answers are JSON lines."
         )
     with needs_extra("generating"):
         if source is not None and Path(source).suffix != ".txt":
@@ -234,31 +234,31 @@ def generate(
         from headway.answer.generate import Decoding
 
     decoding = Decoding(max_new_tokens, temperature, top_p, top_k, seed)
-    asked = [(_prompt(prompt, image or ()), None)] if prompt is not None else read_prompts(source or "")
+    prompts = [(_prompt(prompt, image or ()), None)] if prompt is not None else read_prompts(source or "")
     if output is not None and is_taken(output):
         raise UsageError(f"--output {output} exists already; give another file, or delete it first.")
     if plain and chat_template is not None:
         raise UsageError("--chat-template cannot take effect with --plain, which uses none; leave one of them out.")
     generator = opened.open_generator(model, opening, chat_template=chat_template)
     if plain or not generator.has_template:
-        asked = [(_as_document(sample, model), gold) for sample, gold in asked]
+        prompts = [(_as_document(sample, model), gold) for sample, gold in prompts]
     elif system is not None:
-        asked = [(_with_system(sample, system), gold) for sample, gold in asked]
-    with working(f"answering {len(asked):,} prompts"):
-        answers = generator.answer([sample for sample, _ in asked], decoding, batch=batch)
+        prompts = [(_with_system(sample, system), gold) for sample, gold in prompts]
+    with working(f"answering {len(prompts):,} prompts"):
+        answers = generator.answer([sample for sample, _ in prompts], decoding, batch=batch)
     if prompt is not None and output is None:
         (answer,) = answers
         if as_json:
-            print_json({"model": model, **_record(*asked[0], answer, generator)})
+            print_json({"model": model, **_record(*prompts[0], answer, generator)})
         else:
             print(answer.text)
         return
     with _lines(output) as file:
-        for (sample, gold), answer in zip(asked, answers, strict=True):
+        for (sample, gold), answer in zip(prompts, answers, strict=True):
             file.write(json.dumps(_record(sample, gold, answer, generator)) + "\n")
             file.flush()
     if output is not None:
-        say(f"{output}: {len(asked)} answers", on_stderr=True)
+        say(f"{output}: {len(prompts)} answers", on_stderr=True)
 
 
 def read_prompts(source: str) -> "list[Asked]":
@@ -277,14 +277,14 @@ def read_prompts(source: str) -> "list[Asked]":
             lines = read_text(path).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"The prompts in {path} cannot be read: {error}. Give a UTF-8 text file.") from error
-        asked: list[Asked] = [
+        prompts: list[Asked] = [
             (chat_of(line, file=str(path), place=f"line {number}"), None)
             for number, line in enumerate(lines, start=1)
             if line.strip()
         ]
-        if not asked:
+        if not prompts:
             raise DataError(f"{path} holds no prompt; write one on each line.")
-        return asked
+        return prompts
     samples = read_samples(source)
     if not samples:
         raise DataError(f"{source} holds no rows, so there is nothing to answer.")

@@ -37,7 +37,7 @@ from headway.cli import (
     verify,
 )
 from headway.cli.output import ReaderGoneError, missing_library_told, open_streams
-from headway.cli.parse import NumberCommand
+from headway.cli.parse import HeadwayCommand
 from headway.errors import HeadwayError, OutOfMemoryError, RankLostError, is_out_of_memory
 from headway.report.terminal import coloured, width_of, wrapped
 from headway.safe_path import keep_current_folder_out
@@ -88,7 +88,7 @@ app.command("import-model", short_help="Make a model folder of a project's own l
 app.command("export", short_help="Make a model folder of a checkpoint.")(convert.export)
 app.command("demo", short_help="Train a small model to read or draw handwritten digits.")(demo.demo)
 for _command in app.registered_commands:
-    _command.cls = NumberCommand
+    _command.cls = HeadwayCommand
 
 
 def _print_version(wanted: bool) -> None:
@@ -159,4 +159,4 @@ def error_paragraph(error: HeadwayError) -> str:
     """Render an error as one paragraph, wrapped for the terminal."""
     text = " ".join(f"Error: {error}".split())
     lines = wrapped(text, width_of(sys.stderr) or _ERROR_WIDTH)
-    return "\n".join(lines).replace("Error:", coloured("Error:", "red", sys.stderr), 1)
+    return coloured("Error:", "red", sys.stderr) + "\n".join(lines)[len("Error:") :]

@@ -95,17 +95,17 @@ def audit(
     from headway.audit import own, read_log
 
     if (work.segments is not None or work.splits is not None) and mean_segment is not None:
-        given = "--segments" if work.splits is None else "--splits"
+        option = "--segments" if work.splits is None else "--splits"
         raise UsageError(
-            f"{given} and --mean-segment contradict each other: both say how long the samples are. Leave one out."
+            f"{option} and --mean-segment contradict each other: both say how long the samples are. Leave one out."
         )
     path = log / METRICS if log.is_dir() else log
-    read = read_log(_text(path), str(path), resumed_at=resumed_at)
+    parsed = read_log(_text(path), str(path), resumed_at=resumed_at)
     peak = stated_peak(device, dtype)
-    if read.recorded is not None:
+    if parsed.recorded is not None:
         others = {"--seq-len": seq_len, "--mean-segment": mean_segment, "--freeze": freeze, "--ranks": ranks}
         _refuse(path, {"--model": model, **work.typed(), **others})
-        result, name = own(read, device=peak, skip=skip), None
+        result, name = own(parsed, device=peak, skip=skip), None
     elif model is None:
         raise UsageError("--model is missing: a log does not say what was trained. Give it as for `headway flops`.")
     else:
@@ -115,7 +115,7 @@ def audit(
             cost_model = prepared(cost_model, workload, work.supervised)
         trained, name = cost_model.freeze(freeze) if freeze else cost_model, cost_model.name
         result = audit_log(
-            read,
+            parsed,
             resolve_architecture(model, cost_model),
             _steps(cost_model, seq_len, mean_segment, work, workload),
             seq_len=seq_len,
@@ -142,9 +142,9 @@ def _text(path: Path) -> str:
 
 
 def _refuse(path: Path, described: dict[str, Any]) -> None:
-    if given := [option for option, value in described.items() if value]:
+    if options := [option for option, value in described.items() if value]:
         raise UsageError(
-            f"{', '.join(given)} cannot take effect: {path} is of Headway itself, whose records hold the FLOPs of "
+            f"{', '.join(options)} cannot take effect: {path} is of Headway itself, whose records hold the FLOPs of "
             "each step. Leave it out. What other tools would print for a step is `headway compare MODEL`'s to say."
         )
 
@@ -179,23 +179,23 @@ def _steps(
 
 
 def _record(result: "Audit", model: str | None) -> dict[str, Any]:
-    found, fit, recorded = result.identified, result.fit, result.log.recorded
-    convention = found.fit.convention.name if found.fit else recorded.convention if recorded else None
+    identified, fit, recorded = result.identified, result.fit, result.log.recorded
+    convention = identified.fit.convention.name if identified.fit else recorded.convention if recorded else None
     return {
         "tool": result.log.tool,
         "model": model,
         "rows": [_row_record(row) for row in result.rows],
         "identified": {
             "convention": convention,
-            "seq_len": found.fit.seq_len if found.fit else None,
+            "seq_len": identified.fit.seq_len if identified.fit else None,
             "candidates": [
                 {"convention": fit.convention.name, "seq_len": fit.seq_len, "flops_per_token": fit.flops_per_token}
-                for fit in found.fits
+                for fit in identified.fits
             ],
-            "same_number": list(found.same),
-            "flops_per_token": _ends(found.flops_per_token),
-            "peak_flops_per_s": _ends(found.peak_flops_per_s),
-            "peak": found.peak,
+            "same_number": list(identified.same),
+            "flops_per_token": _ends(identified.flops_per_token),
+            "peak_flops_per_s": _ends(identified.peak_flops_per_s),
+            "peak": identified.peak,
             "ranks": fit.num_ranks if fit else recorded.num_ranks if recorded else None,
         },
         "peak_flops_per_s": result.peak_flops_per_s,
@@ -247,7 +247,7 @@ def _render(result: "Audit", model: str | None) -> str:
 
 
 def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
-    found, fit = result.identified, result.fit
+    identified, fit = result.identified, result.fit
     pairs = [("log", f"{result.log.tool}, {len(result.rows)} rows")]
     if model is not None:
         pairs.append(("model", model))
@@ -257,25 +257,25 @@ def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
     if result.step is not None:
         rows = f"{describe(result.step.workload)} in rows of {format_count(result.step.seq_len)}"
         pairs.append(("row stands for", rows))
-    if found.flops_per_token is not None:
-        low, high = found.flops_per_token.low / 1e9, found.flops_per_token.high / 1e9
+    if identified.flops_per_token is not None:
+        low, high = identified.flops_per_token.low / 1e9, identified.flops_per_token.high / 1e9
         pairs.append(("implied", f"{low:.4f} to {high:.4f} GFLOP per token, from tokens/s and TFLOP/s"))
-    if found.fit is not None:
-        name = f"{found.fit.convention.full_name}, {found.fit.flops_per_token / 1e9:.4f} GFLOP per token"
-        pairs.append(("identified", f"{name} at {format_count(found.fit.seq_len)}"))
-        pairs.append(("", found.fit.convention.why))
-        if found.same:
-            pairs.append(("", f"the same number on this model: {', '.join(found.same)}"))
-        if found.fit.num_ranks:
-            pairs.append(("devices", format_count(found.fit.num_ranks)))
-    elif found.fits:
-        names = [f"{fit.convention.name} at {fit.seq_len} ({fit.flops_per_token / 1e9:.4f})" for fit in found.fits]
+    if identified.fit is not None:
+        name = f"{identified.fit.convention.full_name}, {identified.fit.flops_per_token / 1e9:.4f} GFLOP per token"
+        pairs.append(("identified", f"{name} at {format_count(identified.fit.seq_len)}"))
+        pairs.append(("", identified.fit.convention.why))
+        if identified.same:
+            pairs.append(("", f"the same number on this model: {', '.join(identified.same)}"))
+        if identified.fit.num_ranks:
+            pairs.append(("devices", format_count(identified.fit.num_ranks)))
+    elif identified.fits:
+        names = [f"{fit.convention.name} at {fit.seq_len} ({fit.flops_per_token / 1e9:.4f})" for fit in identified.fits]
         pairs.append(("identified", f"not identifiable: {'; '.join(names[:6])}"))
         if fit is not None:
             pairs.append(("", f"{fit.convention.name} is taken below, as the rule of the tool that wrote the log"))
-    if found.peak_flops_per_s is not None:
-        low, high = found.peak_flops_per_s.low / 1e12, found.peak_flops_per_s.high / 1e12
-        nominal = f", {found.peak / 1e12:g} TFLOP/s" if found.peak and recorded is None else ""
+    if identified.peak_flops_per_s is not None:
+        low, high = identified.peak_flops_per_s.low / 1e12, identified.peak_flops_per_s.high / 1e12
+        nominal = f", {identified.peak / 1e12:g} TFLOP/s" if identified.peak and recorded is None else ""
         span = f"{low:.2f} to {high:.2f}" if high > low else f"{low:.2f}"
         pairs.append(("peak printed", f"{span} TFLOP/s{nominal}"))
     if result.peak_flops_per_s is not None:

@@ -55,14 +55,14 @@ def import_config(
     from headway.config import parse_config
     from headway.importing import import_config as translate
 
-    given: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     if model is not None:
-        given["model.path"] = model
+        overrides["model.path"] = model
     if data is not None:
-        given["data.train"] = [{"path": data}]
+        overrides["data.train"] = [{"path": data}]
     if steps is not None:
-        given["optim.steps"] = steps
-    imported = translate(file, given, leave_out=tuple(leave_out or ()))
+        overrides["optim.steps"] = steps
+    imported = translate(file, overrides, leave_out=tuple(leave_out or ()))
     parse_config(imported.recipe, source=f"the recipe made from {file}")
     keys = [key for key in imported.keys if key.is_set or key.outcome.settings]
     print(_table(keys), file=sys.stderr)

@@ -78,7 +78,7 @@ def demo(
         config = load_config(recipe, (*overrides, *(settings or ())))
 
     with needs_extra("training"):
-        from headway.train.loop import train
+        from headway.train.run import train
         from headway.train.run_folder import refuse_existing_run
 
     if not resume:
@@ -144,8 +144,8 @@ def judge_drawings(config: "TrainConfig") -> dict[str, Any]:
     from headway.answer.pictures import open_drawer
     from headway.synthetic.drawn_digits import FREE, NAMES, SIDE, classify, request
 
-    found = find_model(str(config.run.folder))
-    opened = open_model(found, dtype=torch.float32, device=torch.device("cpu"), for_generation=False)
+    location = find_model(str(config.run.folder))
+    opened = open_model(location, dtype=torch.float32, device=torch.device("cpu"), for_generation=False)
     texts = [request(digit) for digit in range(len(NAMES)) for _ in range(_EACH)]
     pictures = open_drawer(opened).draw(texts, size=(SIDE, SIDE), away_from=FREE, seed=_SEED)
     rows = [pictures[start : start + _EACH] for start in range(0, len(pictures), _EACH)]
@@ -158,7 +158,10 @@ def judge_drawings(config: "TrainConfig") -> dict[str, Any]:
         "drawn": len(pictures),
         "read_by_classifier": sum(outside) / len(pictures),
         "read_by_itself": sum(own) / len(pictures),
-        "digits": {name: {"asked": _EACH, "classifier": one, "itself": other} for name, one, other in counts},
+        "digits": {
+            name: {"asked": _EACH, "classifier": by_classifier, "itself": other}
+            for name, by_classifier, other in counts
+        },
     }
     (config.run.folder / f"{DRAWN}.json").write_text(json.dumps(judged) + "\n", encoding="utf-8")
     return judged
@@ -193,8 +196,8 @@ def _num_read(opened: Any, pictures: "list[Image]", name: str) -> int:
         shown = Message("user", (ImagePart(Media(None, data.getvalue())), TextPart(QUESTION)))
         answer = Message("assistant", (TextPart(name),))
         chats.append(Chat((shown, answer), Origin("drawn", "drawn", number, "picture")))
-    held = EvalSet(chats, make_encoder(opened.processor, opened.model), Budget(1024), Ranks(0, 1))
-    return held.evaluate(model_with_loss(opened.model, chunk=None), torch.device("cpu")).exact
+    held_out = EvalSet(chats, make_encoder(opened.processor, opened.model), Budget(1024), Ranks(0, 1))
+    return held_out.evaluate(model_with_loss(opened.model, chunk=None), torch.device("cpu")).exact
 
 
 def _enlarged(picture: "Image") -> "Image":

@@ -93,8 +93,8 @@ def draw(
     with needs_extra("drawing"):
         from headway.answer.pictures import Guidance, open_drawer
     guided = Guidance(guidance, image_guidance, guide_between, renorm.value, renorm_min)
-    found, _ = opened.open_where(model, opening, for_generation=False)
-    drawer = open_drawer(found)
+    model_opened, _ = opened.open_where(model, opening, for_generation=False)
+    drawer = open_drawer(model_opened)
     with working("drawing"):
         pictures = drawer.draw(
             text,

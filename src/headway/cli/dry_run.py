@@ -66,11 +66,11 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
     count = devices or config.plan.devices or 1
     name = device or config.plan.device
     cost_model = resolve_ledger(config.model)
-    found = named_device(name) if name is not None else None
-    if found is None:
+    target = named_device(name) if name is not None else None
+    if target is None:
         config = of_this_machine(config)
     lengths = lengths_of_data(config)
-    planned = dry_run(config, cost_model, saved_of_recipe(config), devices=count, device=found, lengths=lengths)
+    planned = dry_run(config, cost_model, saved_of_recipe(config), devices=count, device=target, lengths=lengths)
     if as_json:
         print(json.dumps(planned.to_dict()))
     else:
@@ -163,7 +163,7 @@ def _memory_table(planned: "DryRun", residual: dict[str, Any] | None = None) -> 
     rows = [[LABELS.get(part, part), format_bytes(size), PARTS[part]] for part, size in fullest.parts.items()]
     footer = [f"most, in {_in_words(fullest.name)}", format_bytes(memory.peak), verdict(planned)]
     columns = [Column("memory of each device", "left"), Column("size"), Column("what", "left")]
-    moments = ", ".join(f"{one.name} {format_bytes(one.total)}" for one in memory.moments)
+    moments = ", ".join(f"{moment.name} {format_bytes(moment.total)}" for moment in memory.moments)
     lines = [render_table(columns, rows, footer=footer), f"by moment: {moments}"]
     if residual is not None:
         sign = "+" if residual["more"] >= 0 else "-"
@@ -188,10 +188,10 @@ def _left_out(config: "TrainConfig", planned: "DryRun") -> str:
     groups = sum(size > 1 for size in (shape.fsdp, shape.replicate, shape.sequence, shape.expert))
     if planned.device is None and config.run.device == "cpu":
         return "Planned for this machine's processor; --device NAME plans for another."
-    found = allowances(groups)
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items())
-    whole = format_bytes(sum(found.values()))
-    return f"Not in the sizes above, and allowed for on a CUDA device: {parts}; {whole} in all."
+    sizes = allowances(groups)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    total = format_bytes(sum(sizes.values()))
+    return f"Not in the sizes above, and allowed for on a CUDA device: {parts}; {total} in all."
 
 
 def verdict(planned: "DryRun") -> str:
@@ -202,8 +202,8 @@ def verdict(planned: "DryRun") -> str:
     if device is None or device.memory_bytes is None:
         return "name a device with --device to see whether it fits"
     share = format_share(planned.memory.peak / device.memory_bytes)
-    whole = f"{share} of {device.title}'s {format_bytes(device.memory_bytes)}"
-    return whole if planned.fits else f"{whole}: {NO_ROOM} within {format_share(USABLE)}"
+    text = f"{share} of {device.title}'s {format_bytes(device.memory_bytes)}"
+    return text if planned.fits else f"{text}: {NO_ROOM} within {format_share(USABLE)}"
 
 
 def ways_text(device: "Device | None", ways: "Sequence[Way]") -> str:
@@ -371,7 +371,7 @@ class LinkOptions:
                     "--link, --network and --per-node join devices of a kind, and cannot take effect without --device."
                 )
             return None
-        link, network = (None if one is None else one * 1e9 for one in (self.link, self.network))
+        link, network = (None if rate is None else rate * 1e9 for rate in (self.link, self.network))
         return Links.of_device(device, link_bytes_per_s=link, network_bytes_per_s=network, per_node=self.per_node)
 
     def required(self, device: "Device") -> "Links":

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from headway.config import TrainConfig
     from headway.data import Budget, Encoder, Sample
 
-_OPTIONS = {"eval.generate": "--generate", "eval.max_new_tokens": "--max-new-tokens"}
-_OPTIONS |= {"data.tokens_per_pack": "--packing-length", "data.eval": "DATA"}
 _ROOMY = 8192  # tokens of a pack where nothing says how many; more if a sample is longer
 
 
@@ -74,15 +72,15 @@ def evaluate(
         from headway.models.vision import vision_geometry
 
     chats = opened.read_template(chat_template)
-    found = find_model(model, opening.base)
-    config = load_config(found.run / CONFIG) if found.run is not None else None
+    location = find_model(model, opening.base)
+    config = load_config(location.run / CONFIG) if location.run is not None else None
     samples = _samples(data, config, max_samples)  # a typo is told before a model is read
     where, precision = opened.chosen_device(RunConfig(folder=Path(), device=opening.device))
     if config is not None and (config.run.dtype == "float32") == (where.type == "cpu"):  # as the run, where that can be
         where, precision = opened.chosen_device(RunConfig(folder=Path(), device=opening.device, dtype=config.run.dtype))
     ranks = join_ranks(where)
     with working(f"opening {model}"):
-        loaded = open_model(found, dtype=precision.params, device=where, for_generation=False, chats=chats)
+        loaded = open_model(location, dtype=precision.params, device=where, for_generation=False, chats=chats)
     chunk = config.speed.loss_chunk if config is not None else SpeedConfig().loss_chunk
     with_loss = model_with_loss(loaded.model, chunk=chunk)
     limits = {} if config is None else config.data.model_dump(include={"max_image_pixels", "max_characters"})
@@ -100,17 +98,17 @@ def evaluate(
         if generate is not None:
             collator = eval_collator(encoder, geometry, ranks)
             asked_for: dict[str, Any] = {"count": generate, "max_new_tokens": max_new_tokens}
-            with opened.in_words_of_options(_OPTIONS), working(f"answering {generate:,} samples of {path}"):
-                asked = GenerationEval(rows, encoder, budget, collator, ranks, **asked_for)
-            answers[path] = asked.answer(loaded.model, where, precision.autocast)
+            with working(f"answering {generate:,} samples of {path}"):
+                questions = GenerationEval(rows, encoder, budget, collator, ranks, **asked_for)
+            answers[path] = questions.answer(loaded.model, where, precision.autocast)
     if not ranks.is_first:
         return
     total = Evaluation.total(list(results.values()))
     if as_json:
         sources = [{"data": path, **_record(result), **_answers(answers.get(path))} for path, result in results.items()]
-        print_json({"model": found.path, "kind": found.kind, **_record(total), "sources": sources})
+        print_json({"model": location.path, "kind": location.kind, **_record(total), "sources": sources})
     else:
-        print(_render(found.path, budget, results, total, answers))
+        print(_render(location.path, budget, results, total, answers))
 
 
 def _samples(data: "Sequence[str] | None", config: "TrainConfig | None", most: int | None) -> "dict[str, list[Sample]]":
@@ -172,7 +170,7 @@ def _render(
     footer = _row("all", total) if len(rows) > 1 else None
     pairs = [("model", path), ("pack", f"at most {format_count(budget.tokens)} tokens")]
     parts = [render_pairs(pairs), render_table(columns, rows, footer=footer)]
-    parts += ["\n".join(answer_line(answer, longest=400) for answer in each) for each in answers.values()]
+    parts += ["\n".join(answer_line(answer, longest=400) for answer in of_source) for of_source in answers.values()]
     return "\n\n".join(parts)
 
 

@@ -84,7 +84,6 @@ def index(
         from headway.data.processor_settings import ProcessorSettings
         from headway.data.sources import open_source
         from headway.data.sources.opening import own_names
-        from headway.data.wording import errors_in_words_of
     if on_bad not in ("error", "skip"):
         raise UsageError(f"--on-bad {on_bad!r} is neither error nor skip.")
     if workers is not None and workers < 0:
@@ -97,9 +96,8 @@ def index(
     names = own_names(data)  # a typo in a path is told before anything is measured
     sources = [open_source(path, name=name, **options) for path, name in zip(data, names, strict=True)]
     measuring: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
-    with errors_in_words_of("options"):
-        settings = ProcessorSettings(ChatSettings.of(chat_template), sizes_of(media))
-        index_ = build_indices(sources, model, max_characters, policy, settings=settings, **measuring)
+    settings = ProcessorSettings(ChatSettings.of(chat_template), sizes_of(media))
+    index_ = build_indices(sources, model, max_characters, policy, settings=settings, **measuring)
     indices = dict(zip(data, index_, strict=True))
     if as_json:
         records = [_record(path, index_) for path, index_ in indices.items()]
@@ -142,10 +140,10 @@ def build_indices(
         warn(note)
     policy = policy or BadSamples("skip", limit=None, fraction=None)
     settings = settings or ProcessorSettings()
-    known = KnownEncoder(path, {"max_characters": max_characters, "settings": settings}, cache)
+    measuring = KnownEncoder(path, {"max_characters": max_characters, "settings": settings}, cache)
     counts, indices = SampleCounts(), []
-    if known.fingerprint is not None and not refresh:
-        stored = [stored_index(source, known.fingerprint, cache) for source in sources]
+    if measuring.fingerprint is not None and not refresh:
+        stored = [stored_index(source, measuring.fingerprint, cache) for source in sources]
         indices = [index for index in stored if index is not None]
         if len(indices) == len(sources):
             for index, source in zip(indices, sources, strict=True):
@@ -159,7 +157,7 @@ def build_indices(
 
     with working(f"opening the processor of {model}"):
         encoder = open_encoder(path, max_characters=max_characters or MAX_CHARACTERS, settings=settings)
-    known.remember(encoder.fingerprint())
+    measuring.remember(encoder.fingerprint())
     chosen: dict[str, Any] = {"cache": cache, "workers": workers, "refresh": refresh}
     indices = []
     for source in sources:

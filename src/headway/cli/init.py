@@ -60,7 +60,7 @@ def init(
     from headway.count.activations import SavedByPrecision
     from headway.devices import named_device
 
-    found = named_device(device) if device is not None else None
+    target = named_device(device) if device is not None else None
     with needs_extra("looking at data"):
         from headway.data.sources import open_source
         from headway.hub import located
@@ -83,25 +83,25 @@ def init(
     from headway.predict.suggest import suggest
 
     with working("planning a run"):
-        made = suggest(
+        suggestion = suggest(
             model,
             dict(zip(data, indices, strict=True)),
             resolve_ledger(learns),
             SavedByPrecision(partial(saved_as_learning, learns)),
-            device=found,
+            device=target,
             run_folder=f"runs/{output.stem}",
             columns=columns,
             chat_template=chat_template,
             new_tokens={"new_tokens": learns.new_tokens, "new_special_tokens": learns.new_special_tokens},
             has_weights=not Path(path).exists() or any(Path(path).glob("*.safetensors")),
         )
-    write_output(output, made.text, option="-o", new=True)
-    if made.lengths.bad:
+    write_output(output, suggestion.text, option="-o", new=True)
+    if suggestion.lengths.bad:
         warn(
-            f"{made.lengths.bad} rows cannot be used, and training will stop at them. `headway index` names them; "
-            "data.bad: {policy: skip} leaves them out."
+            f"{suggestion.lengths.bad} rows cannot be used, and training will stop at them. `headway index` names "
+            "them; data.bad: {policy: skip} leaves them out."
         )
-    settings, lengths, planned = made.config, made.lengths, made.planned
+    settings, lengths, planned = suggestion.config, suggestion.lengths, suggestion.planned
     if as_json:
         print_json(
             {
@@ -112,8 +112,8 @@ def init(
                 "p95": lengths.p95,
                 "longest": lengths.longest,
                 "tokens_per_pack": settings.data.tokens_per_pack,
-                "steps_per_epoch": made.steps_per_epoch,
-                "epochs": made.epochs,
+                "steps_per_epoch": suggestion.steps_per_epoch,
+                "epochs": suggestion.epochs,
                 "peak_bytes": None if planned is None else planned.memory.peak,
                 "lora": settings.model.lora is not None,
             }
@@ -127,7 +127,7 @@ def init(
         ("wrote", str(output)),
         ("lengths", str(lengths)),
         ("packs", f"{format_count(settings.data.tokens_per_pack)} tokens"),
-        ("epochs", f"{made.epochs} of {format_count(made.steps_per_epoch)} steps on one device"),
+        ("epochs", f"{suggestion.epochs} of {format_count(suggestion.steps_per_epoch)} steps on one device"),
         ("memory", memory),
         ("next", f"headway train {output}"),
     ]
@@ -139,7 +139,7 @@ def _added_tokens(path: str, processing: "ProcessorSettings") -> dict[str, list[
     from headway.data.encoders import open_encoder
 
     tokeniser = open_encoder(path, settings=processing).tokeniser
-    special = {str(each) for each in tokeniser.tokenizer.added_tokens_decoder.values() if each.special}
+    special = {str(added) for added in tokeniser.tokenizer.added_tokens_decoder.values() if added.special}
     settings: dict[str, list[str]] = {}
     for token in tokeniser.missing_tokens:
         settings.setdefault("new_special_tokens" if token in special else "new_tokens", []).append(token)

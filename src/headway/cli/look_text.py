@@ -55,60 +55,60 @@ def pack_line(number: int, pack: "ShownPack", budget: "Budget") -> str:
 
 def counts_line(name: str, count: "OverlongCounts") -> str:
     """What became of a dataset's rows."""
-    said = [f"{format_count(count.read)} read"]
-    said += [
+    outcomes = [f"{format_count(count.read)} read"]
+    outcomes += [
         f"{format_count(number)} {what}"
         for what in ("bad", "empty", "dropped", "truncated", "split")
         if (number := getattr(count, what))
     ]
     lost = f", {format_count(count.tokens_dropped)} tokens left out" if count.tokens_dropped else ""
-    return f"{name}: {', '.join(said)}{lost}"
+    return f"{name}: {', '.join(outcomes)}{lost}"
 
 
-def paragraphs(seen: "DataView", width: int, most: int, *, coloured: bool) -> Iterator[str]:
+def paragraphs(view: "DataView", width: int, most: int, *, coloured: bool) -> Iterator[str]:
     """Samples and packs for a terminal.
 
     Args:
-        seen: what there is to see.
+        view: what there is to see.
         width: of a line, colours left out [characters].
         most: tokens of a sample that are shown [tokens].
         coloured: whether the terminal shows colours; else marks stand for them.
     """
     from headway.data.look import ShownSample, why_not_whole
 
-    for sample in seen.samples:
+    for sample in view.samples:
         if not isinstance(sample, ShownSample):
             yield textwrap.fill(f"left out: {sample}", width)
             continue
         lines = [presentable(sample.where), headline(sample)]
-        lines += [presentable(media_line(number, one)) for number, one in enumerate(sample.media, start=1)]
-        if seen.budget is not None and (reason := why_not_whole(sample, seen.budget)):
+        lines += [presentable(media_line(number, media)) for number, media in enumerate(sample.media, start=1)]
+        if view.budget is not None and (reason := why_not_whole(sample, view.budget)):
             lines.append(reason)
         yield "\n".join([*lines, "", *_wrapped(sample.pieces, width, most, coloured=coloured)])
-    shown = {str(sample) for sample in seen.samples}
-    if bad := [textwrap.fill(f"bad: {error}", width) for error in seen.bad[:5] if str(error) not in shown]:
+    shown = {str(sample) for sample in view.samples}
+    if bad := [textwrap.fill(f"bad: {error}", width) for error in view.bad[:5] if str(error) not in shown]:
         yield "\n".join(bad)
-    if seen.budget is not None:
-        for number, pack in enumerate(seen.packs, start=1):
-            strip = "".join(_strip(pack, seen.budget.tokens, width, coloured=coloured))
-            held = textwrap.fill(printable(_held(pack)), width)
-            yield f"{textwrap.fill(pack_line(number, pack, seen.budget), width)}\n{strip}\n{held}"
+    if view.budget is not None:
+        for number, pack in enumerate(view.packs, start=1):
+            strip = "".join(_strip(pack, view.budget.tokens, width, coloured=coloured))
+            samples = textwrap.fill(printable(_held(pack)), width)
+            yield f"{textwrap.fill(pack_line(number, pack, view.budget), width)}\n{strip}\n{samples}"
         yield "\n".join(
-            textwrap.fill(printable(counts_line(name, count)), width) for name, count in seen.counts.items()
+            textwrap.fill(printable(counts_line(name, count)), width) for name, count in view.counts.items()
         )
-    if not coloured and any(isinstance(sample, ShownSample) for sample in seen.samples):
+    if not coloured and any(isinstance(sample, ShownSample) for sample in view.samples):
         legend = f"Tokens between {_BEGIN} and {_END} are learnt; | separates tokens."
-        yield textwrap.fill(legend + (" A strip is a pack; . is room that is left." if seen.packs else ""), width)
+        yield textwrap.fill(legend + (" A strip is a pack; . is room that is left." if view.packs else ""), width)
 
 
 def _held(pack: "ShownPack") -> str:
     """The samples of a pack by dataset and place, counted from 1."""
-    said = []
+    samples = []
     for source, group in groupby(pack.items, lambda item: item.source):
         rows = [str(item.row + 1) for item in group]
         more = f" and {format_count(len(rows) - _NAMED)} more" if len(rows) > _NAMED else ""
-        said.append(f"{source} {', '.join(rows[:_NAMED])}{more}")
-    return "; ".join(said)
+        samples.append(f"{source} {', '.join(rows[:_NAMED])}{more}")
+    return "; ".join(samples)
 
 
 def _wrapped(pieces: "Sequence[TokenRun]", width: int, most: int, *, coloured: bool) -> Iterator[str]:
@@ -192,20 +192,20 @@ figure { display: inline-block; margin: 0.5rem 1rem 0.5rem 0; } figcaption { fon
 """
 
 
-def page(seen: "DataView") -> str:
+def page(view: "DataView") -> str:
     """Render samples, pictures and packs as one HTML page.
 
     Args:
-        seen: samples and packs; whatever stands in them is escaped.
+        view: samples and packs; whatever stands in them is escaped.
     """
-    parts = [f"<h1>What {safe(seen.model)} is shown</h1>"]
+    parts = [f"<h1>What {safe(view.model)} is shown</h1>"]
     parts.append('<p>Tokens on green are learnt; a box is a token, "x N" a run of N equal ones.</p>')
-    for sample in seen.samples:
-        parts.append(_bad(sample) if isinstance(sample, DataError) else _sample(sample, seen.budget))
-    if seen.budget is not None:
-        parts += [_pack(number, pack, seen.budget) for number, pack in enumerate(seen.packs, start=1)]
-        parts += [f"<p>{safe(counts_line(name, count))}</p>" for name, count in seen.counts.items()]
-    parts += [_bad(error) for error in seen.bad]
+    for sample in view.samples:
+        parts.append(_bad(sample) if isinstance(sample, DataError) else _sample(sample, view.budget))
+    if view.budget is not None:
+        parts += [_pack(number, pack, view.budget) for number, pack in enumerate(view.packs, start=1)]
+        parts += [f"<p>{safe(counts_line(name, count))}</p>" for name, count in view.counts.items()]
+    parts += [_bad(error) for error in view.bad]
     body = "\n".join(parts)
     return html_page("headway look", _STYLE, body)
 
@@ -220,7 +220,7 @@ def _sample(sample: "ShownSample", budget: "Budget | None") -> str:
     parts = [f"<h2>{safe(sample.where)}</h2>", f"<p>{safe(headline(sample))}</p>"]
     if budget is not None and (reason := why_not_whole(sample, budget)):
         parts.append(f'<p class="warn">{safe(reason)}</p>')
-    parts += [_figure(number, one, sample.where) for number, one in enumerate(sample.media, start=1)]
+    parts += [_figure(number, media, sample.where) for number, media in enumerate(sample.media, start=1)]
     tokens = "".join(_token(piece) for piece in sample.pieces)
     return "\n".join([*parts, f'<div class="tokens">{tokens}</div>'])
 

@@ -61,7 +61,7 @@ def mfu(
     """
     from headway.predict import solve
 
-    given = {
+    values = {
         "tokens_per_step": tokens_per_step,
         "step_s": step_time,
         "tokens_per_s": tokens_per_s,
@@ -74,9 +74,9 @@ def mfu(
         "flops_per_token": flops_per_token,
     }
     if (peak := stated_peak(device, dtype)) is not None:
-        given["peak_flops_per_s"] = peak.flops_per_s
-    given |= _work(model, work, seq_len, freeze, flops_per_token, tokens_per_step)
-    plan = solve({key: value for key, value in given.items() if value is not None})
+        values["peak_flops_per_s"] = peak.flops_per_s
+    values |= _work(model, work, seq_len, freeze, flops_per_token, tokens_per_step)
+    plan = solve({key: value for key, value in values.items() if value is not None})
     if as_json:
         record = {"model": model, "given": sorted(plan.inputs), **plan.values}
         print_json({**record, "unknown": [quantity.key for quantity in plan.unknown]})
@@ -115,10 +115,10 @@ def _work(
         )
     workload = work.in_patches(model).build(None if seq_len is None else [seq_len])
     cost_model = resolve_for(model, workload, work.supervised, freeze)
-    found = {"flops_per_token": cost_model.count(workload).total / workload.tokens}
+    work_values = {"flops_per_token": cost_model.count(workload).total / workload.tokens}
     if lengths is not None and tokens_per_step is None:
-        found["tokens_per_step"] = float(workload.tokens)
-    return found
+        work_values["tokens_per_step"] = float(workload.tokens)
+    return work_values
 
 
 def _render(plan: "Solution") -> str:

@@ -95,29 +95,29 @@ def new_model(
         from headway.synthetic.new_model import TRAINING_BYTES, write_new_model
 
     with working(f"making a model in {folder}"):
-        made = write_new_model(folder, sources, like=like, size=wanted, vocab_size=vocab, seed=seed)
+        model = write_new_model(folder, sources, like=like, size=wanted, vocab_size=vocab, seed=seed)
     if as_json:
         print_json(
             {
-                "folder": str(made.folder),
-                "like": made.like,
-                "parameters": made.parameters,
-                "vocabulary": made.vocabulary,
-                "layers": made.layers,
-                "width": made.width,
-                "samples": made.samples,
-                "weight_bytes": 4 * made.parameters,
-                "training_bytes": TRAINING_BYTES * made.parameters,
+                "folder": str(model.folder),
+                "like": model.like,
+                "parameters": model.parameters,
+                "vocabulary": model.vocabulary,
+                "layers": model.layers,
+                "width": model.width,
+                "samples": model.samples,
+                "weight_bytes": 4 * model.parameters,
+                "training_bytes": TRAINING_BYTES * model.parameters,
             }
         )
         return
     pairs = [
-        ("model", f"{made.folder}, like {made.like}"),
-        ("parameters", f"{format_count(made.parameters)} ({made.layers} layers of width {made.width})"),
-        ("vocabulary", f"{format_count(made.vocabulary)} tokens, learned from {format_count(made.samples)} samples"),
-        ("weights", f"{format_bytes(4 * made.parameters)}, random, float32"),
-        ("to train", f"{format_bytes(TRAINING_BYTES * made.parameters)} with AdamW in float32, and activations"),
-        ("next", f"headway init --model {made.folder} --data {data[0]} -o train.yaml"),
+        ("model", f"{model.folder}, like {model.like}"),
+        ("parameters", f"{format_count(model.parameters)} ({model.layers} layers of width {model.width})"),
+        ("vocabulary", f"{format_count(model.vocabulary)} tokens, learned from {format_count(model.samples)} samples"),
+        ("weights", f"{format_bytes(4 * model.parameters)}, random, float32"),
+        ("to train", f"{format_bytes(TRAINING_BYTES * model.parameters)} with AdamW in float32, and activations"),
+        ("next", f"headway init --model {model.folder} --data {data[0]} -o train.yaml"),
     ]
     print(render_pairs(pairs))
 

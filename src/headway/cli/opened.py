@@ -1,6 +1,5 @@
 """What `chat`, `generate` and `evaluate` have in common: a model by its path, on a device, in a precision."""
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -8,12 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.errors import ConfigError, UsageError
 from headway.log.working import working
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     import torch
 
     from headway.answer.generate import AnswerGenerator
@@ -84,8 +80,8 @@ def open_generator(model: str, opening: OpenOptions, *, chat_template: str | Non
     with working(f"opening {model}"):
         from headway.answer.generate import generator_of
 
-        found, where = open_where(model, opening, for_generation=True, chat_template=chat_template)
-        return generator_of(found, where)
+        model_opened, where = open_where(model, opening, for_generation=True, chat_template=chat_template)
+        return generator_of(model_opened, where)
 
 
 def open_where(
@@ -103,10 +99,10 @@ def open_where(
         from headway.config import RunConfig
 
         chats = read_template(chat_template)
-        found = find_model(model, opening.base)
+        location = find_model(model, opening.base)
         where, precision = chosen_device(RunConfig(folder=Path(), device=opening.device))
         chosen = precision.compute if opening.dtype is WeightDtype.auto else getattr(torch, opening.dtype.value)
-        return open_model(found, dtype=chosen, device=where, for_generation=for_generation, chats=chats), where
+        return open_model(location, dtype=chosen, device=where, for_generation=for_generation, chats=chats), where
 
 
 def read_template(file: str | None) -> "ChatSettings | None":
@@ -116,39 +112,20 @@ def read_template(file: str | None) -> "ChatSettings | None":
         ConfigError: it cannot be read, or is not a template.
     """
     from headway.data.chat_settings import ChatSettings
-    from headway.data.wording import errors_in_words_of
 
-    with errors_in_words_of("options"):
-        return None if file is None else ChatSettings.of(file)
+    return None if file is None else ChatSettings.of(file)
 
 
 def chosen_device(run: "RunConfig") -> "tuple[torch.device, Precision]":
-    """Device and precision that settings mean on this machine, in the words of options.
+    """Device and precision that settings mean on this machine.
 
     Raises:
-        UsageError: there is no such device here.
+        ConfigError: there is no such device here.
     """
     from transformers.utils import logging
 
     from headway.models.precision import choose_device, choose_precision
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # of reading weights
-    with in_words_of_options({"run.device=": "--device ", "run.device": "--device"}):
-        device = choose_device(run)
-        return device, choose_precision(run, device)
-
-
-@contextmanager
-def in_words_of_options(options: "Mapping[str, str]") -> "Iterator[None]":
-    """Turn errors about settings of a YAML file into errors about the options that stand for them.
-
-    Raises:
-        UsageError: in place of a ConfigError.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        text = str(error)
-        for setting, option in options.items():
-            text = text.replace(setting, option)
-        raise UsageError(text) from error
+    device = choose_device(run)
+    return device, choose_precision(run, device)

@@ -116,13 +116,13 @@ ColumnOption = Annotated[
 ]
 
 
-def columns_of(given: list[str] | None) -> dict[str, str]:
+def columns_of(assignments: list[str] | None) -> dict[str, str]:
     """Read `--column`: the dataset's name of each column, by the name that it has here.
 
     Raises:
         UsageError: one is not NAME=THEIRS.
     """
-    pairs = [one.partition("=") for one in given or []]
+    pairs = [assignment.partition("=") for assignment in assignments or []]
     for name, equals, theirs in pairs:
         if not (name and equals and theirs):
             raise UsageError(f"--column {name + equals + theirs!r} is not NAME=THEIRS, such as question=Frage.")
@@ -184,7 +184,7 @@ MediaOption = Annotated[
 ]
 
 
-def sizes_of(given: list[str] | None) -> "MediaSizes":
+def sizes_of(assignments: list[str] | None) -> "MediaSizes":
     """Read `--media`: bounds on what is read of media, by the names and with the limits of a run's settings.
 
     Raises:
@@ -196,7 +196,7 @@ def sizes_of(given: list[str] | None) -> "MediaSizes":
     from headway.config.mistakes import describe_all
     from headway.data.media.sizes import MediaSizes
 
-    pairs = [one.partition("=") for one in given or []]
+    pairs = [assignment.partition("=") for assignment in assignments or []]
     for name, equals, value in pairs:
         if not (name and equals and value):
             raise UsageError(f"--media {name + equals + value!r} is not SETTING=N, such as max_pixels=1003520.")

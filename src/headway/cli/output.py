@@ -29,9 +29,9 @@ def say(text: str, *, on_stderr: bool = False, flush: bool = False) -> None:
 def warn(text: str) -> None:
     """Print a warning to stderr, wrapped where that is a terminal."""
     width = width_of(sys.stderr)
-    said = presentable(f"Warning: {text}")
-    said = said if width is None else "\n".join(wrapped(said, width))
-    print(said.replace("Warning:", coloured("Warning:", "yellow", sys.stderr), 1), file=sys.stderr)
+    paragraph = presentable(f"Warning: {text}")
+    paragraph = paragraph if width is None else "\n".join(wrapped(paragraph, width))
+    print(coloured("Warning:", "yellow", sys.stderr) + paragraph[len("Warning:") :], file=sys.stderr)
 
 
 def warn_of_unknown(names: Iterable[str]) -> None:

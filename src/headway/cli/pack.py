@@ -198,14 +198,12 @@ def _measured(
         from headway.data.processor_settings import ProcessorSettings
         from headway.data.sources import open_source
         from headway.data.sources.opening import own_names
-        from headway.data.wording import errors_in_words_of
     data = list(dict.fromkeys(data))
-    named = zip(data, own_names(data), strict=True)
-    found = [open_source(path, name=name, columns=columns) for path, name in named]
-    with errors_in_words_of("options"):
-        settings = ProcessorSettings(sizes=options.sizes_of(media))
-        indices = build_indices(found, model, max_characters, settings=settings)
-    return {source.name: index for source, index in zip(found, indices, strict=True)}
+    names = zip(data, own_names(data), strict=True)
+    sources = [open_source(path, name=name, columns=columns) for path, name in names]
+    settings = ProcessorSettings(sizes=options.sizes_of(media))
+    indices = build_indices(sources, model, max_characters, settings=settings)
+    return {source.name: index for source, index in zip(sources, indices, strict=True)}
 
 
 def one_of(name: str, what: str, allowed: "Sequence[Name]") -> "Name":
@@ -214,9 +212,9 @@ def one_of(name: str, what: str, allowed: "Sequence[Name]") -> "Name":
     Raises:
         UsageError: it is none of them.
     """
-    for one in allowed:
-        if name == one:
-            return one
+    for choice in allowed:
+        if name == choice:
+            return choice
     raise UsageError(f"Unknown {what} {name!r}. Allowed: {', '.join(allowed)}.")
 
 

@@ -12,8 +12,9 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from headway.count.modalities import GRID, LATENT, LENGTH, MODALITIES
-from headway.errors import UsageError, WorkloadError
+from headway.errors import UsageError, WorkloadError, errors_in
 from headway.report.quantity import MONEY, examples, parse_number
+from headway.words import RUN_KEYS, Options, Words
 
 _MAX_ITEMS = 10_000_000
 _MAX_DIGITS = 18  # what any number of 64 bits has room for
@@ -246,11 +247,44 @@ class _Kind(NamedTuple):
     """What a numeric option counts: its unit, "" for none, and whether it is whole."""
 
     unit: str
-    whole: bool
+    is_whole: bool
 
 
-class NumberCommand(TyperCommand):
-    """A command that reads the numbers among its options before the parser sees them."""
+_OPTION_OF = {
+    "step_s": "step_time",
+    "num_ranks": "ranks",
+    "num_chips": "chips",
+    "peak_flops_per_s": "device",
+    "mfu": "mfu_fraction",
+    "time_s": "within",
+    "rank": "lora",
+    "as_one_step": "whole",
+    "merge_adapters": "merge_lora",
+    "overrides": "settings",
+    "to_dict": "as_json",
+    "resume=None": "resume_if_any",
+}
+"""Options of commands that are named otherwise than the arguments of the rooms below, by Python's names of those."""
+_OPTION_OF_KEY = {
+    "model.chat_template": "chat_template",
+    "model.path": "model",
+    "data.train": "data",
+    "data.eval": "data",
+    "data.tokens_per_pack": "packing_length",
+    "optim.steps": "steps",
+    "eval.generate": "generate",
+    "eval.max_new_tokens": "max_new_tokens",
+    "run.device": "device",
+}
+"""Options that stand for a run's keys, in commands that take no keys themselves."""
+
+
+class HeadwayCommand(TyperCommand):
+    """A command that reads the numbers among its options before the parser sees them, and speaks of its options."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: D102 - as the class above says
+        with errors_in(*_words_of(self)):
+            return super().invoke(ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: D102 - as the class above says
         if ctx.resilient_parsing:  # a shell asks how half a line goes on
@@ -260,17 +294,32 @@ class NumberCommand(TyperCommand):
         return super().parse_args(ctx, _plain(args, options))
 
 
+def _words_of(command: TyperCommand) -> tuple[Words, ...]:
+    """The options of a command, by the names of arguments of the rooms below, and a run's keys where it has none."""
+    own = {}
+    for param in command.params:
+        # an option by its long name, an argument as the usage line has it: DATA of [DATA]...
+        place = re.search(r"\w+", getattr(param, "metavar", None) or "")
+        own[str(param.name)] = place[0] if place and param.param_type_name == "argument" else max(param.opts, key=len)
+    assigns = own.get("settings", "")
+    stands_for = _OPTION_OF if assigns else _OPTION_OF | _OPTION_OF_KEY
+    names = {name: own[option] for name, option in stands_for.items() if option in own}
+    if "lora" in own:
+        names["targets"] = f"{own['lora']} target"
+    return Options(names | own, assigns), RUN_KEYS
+
+
 def _numeric(function: Callable[..., Any]) -> dict[str, _Kind]:
     """The numeric options of a command's function, by the names of its arguments."""
     kinds = {}
     for name, annotation in get_type_hints(inspect.unwrap(function), include_extras=True).items():
-        option = next((each for each in get_args(annotation) if isinstance(each, OptionInfo)), None)
+        option = next((argument for argument in get_args(annotation) if isinstance(argument, OptionInfo)), None)
         types = _types(annotation)
         if option is not None and types & {int, float} and str not in types:
             written = option.help or ""
             match = _UNIT.search(written)
             unit = match[1] if match else MONEY if MONEY in written else ""
-            kinds[name] = _Kind(unit, whole=float not in types)
+            kinds[name] = _Kind(unit, is_whole=float not in types)
     return kinds
 
 
@@ -301,10 +350,10 @@ def _plain(arguments: list[str], options: dict[str, _Kind]) -> list[str]:
 
 
 def _number(option: str, text: str, kind: _Kind) -> str:
-    number = parse_number(text, kind.unit, whole=kind.whole)
-    if number is None and not kind.whole and text.strip().lower() in _NOT_FINITE:
+    number = parse_number(text, kind.unit, whole=kind.is_whole)
+    if number is None and not kind.is_whole and text.strip().lower() in _NOT_FINITE:
         return text  # which the commands themselves refuse, each with what it needs
-    if number is None or (kind.whole and not isinstance(number, int)):
-        what = "a whole number" if kind.whole else "a number"
-        raise UsageError(f"{option} {text[:40]!r} is not {what}. Write {examples(kind.unit, whole=kind.whole)}.")
+    if number is None or (kind.is_whole and not isinstance(number, int)):
+        what = "a whole number" if kind.is_whole else "a number"
+        raise UsageError(f"{option} {text[:40]!r} is not {what}. Write {examples(kind.unit, whole=kind.is_whole)}.")
     return repr(number)

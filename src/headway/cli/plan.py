@@ -106,7 +106,7 @@ def plan(
     from headway.packing.lengths import read_lengths
     from headway.predict.dry_run import dry_run, learning_model
     from headway.predict.forecast import Forecaster
-    from headway.predict.planned_lengths import NO_LENGTHS, lengths_in_turn
+    from headway.predict.planned_lengths import lengths_in_turn, no_lengths
 
     ends = RunLength(tokens, epochs, samples)
     _refuse_halves(ends, price, lengths, data, work.segments)
@@ -136,7 +136,7 @@ def plan(
         table = lengths_in_turn(config, pattern, config.parallel.mesh_shape(count))
     planned = dry_run(config, cost_model, saved, devices=count, device=target, lengths=table)
     if planned.packs is None:
-        raise PlanError(NO_LENGTHS)
+        raise no_lengths()
     speeds = speeds_of(config, cost_model, target, count)
     links = link_options.joining(target, count)
     making_s = None if measured is None else measured.making_s

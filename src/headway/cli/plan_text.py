@@ -145,19 +145,19 @@ def as_text(
 
 
 def _lines(time: "StepForecast") -> str:
-    whole = time.step_s
+    step_s = time.step_s
     columns = [Column("where the time will go", "left"), Column("ms"), Column("share"), Column("best"), Column("worst")]
     rows = [
-        [line.name, *_milliseconds(line.seconds, whole)]
+        [line.name, *_milliseconds(line.seconds, step_s)]
         for line in time.lines
         if abs(line.seconds.worst) >= 5e-4 * time.seconds.worst
     ]
-    return render_table(columns, rows, footer=["the step", *_milliseconds(time.seconds, whole)])
+    return render_table(columns, rows, footer=["the step", *_milliseconds(time.seconds, step_s)])
 
 
-def _milliseconds(seconds: "Cases", whole: float) -> list[str]:
+def _milliseconds(seconds: "Cases", step_s: float) -> list[str]:
     best, expected, worst = (f"{1e3 * value:,.2f}" for value in seconds)
-    return [expected, format_share(seconds.expected / whole), best, worst]
+    return [expected, format_share(seconds.expected / step_s), best, worst]
 
 
 def _cases(cases: "Cases", write: Callable[[float], str]) -> str:
@@ -168,8 +168,8 @@ def _cases(cases: "Cases", write: Callable[[float], str]) -> str:
 def _memory(planned: "DryRun") -> str:
     """The peak and whether it fits; `headway train --dry-run` has the parts."""
     peak = format_bytes(planned.memory.peak)
-    known = planned.device is not None and planned.device.memory_bytes is not None
-    return f"{peak}, {verdict(planned)}" if known else f"{peak} of each device"
+    has_memory = planned.device is not None and planned.device.memory_bytes is not None
+    return f"{peak}, {verdict(planned)}" if has_memory else f"{peak} of each device"
 
 
 SCHEMA_VERSION = 1
@@ -307,7 +307,7 @@ def assumptions(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[Sized
     """What the numbers take for granted, a sentence each."""
     steps = min(run.planned_steps for run in runs)
     shards = "over all devices" if config.parallel.shard == "auto" else "as set, and copies of them take the rest"
-    found = [
+    sentences = [
         "Expected values; --json has the best and the worst case too.",
         "mesh: copies x shards. tokens: of a step of all devices. exposed, waiting: shares of the step that exchanges "
         "take and computing does not hide, and that a mean rank waits for the heaviest.",
@@ -324,19 +324,19 @@ def assumptions(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[Sized
     uneven = [run for run in runs if run.padding > MUCH_PADDING]
     if uneven:
         worst = max(uneven, key=lambda run: run.padding)
-        found.append(
+        sentences.append(
             f"Slices: tensors are cut by rows, and those with fewer rows than shards are filled up. {worst.devices:,} "
             f"devices hold and gather {worst.padding:,.3g} times the weights; fewer shards and copies of them (--set "
             "parallel.shard=32) do not."
         )
     reliability = scaling.reliability
     if reliability is not None:
-        found.append(
+        sentences.append(
             f"Failures: at random, one in {reliability.mtbf_s / 3600:,.0f} h of each device, each stops the job; it "
             f"stands still {format_duration(reliability.save_s)} for a checkpoint and takes "
             f"{format_duration(reliability.restart_s)} to start again. The interval is Daly's."
         )
-    return found
+    return sentences
 
 
 def _gb(bytes_per_s: float) -> str:

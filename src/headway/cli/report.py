@@ -56,14 +56,14 @@ def report(
     if len(runs) > MOST:
         raise UsageError(f"{len(runs)} runs are given; a page is of one run or of two.")
     with working("reading records"):
-        seen = [read_run(run) for run in runs]
+        read_runs = [read_run(run) for run in runs]
     if markdown:
-        print(compared_markdown(*seen) if len(seen) > 1 else report_markdown(*seen))
+        print(compared_markdown(*read_runs) if len(read_runs) > 1 else report_markdown(*read_runs))
         return
     path = output or Path("report.html")
-    written = (compared_page(*seen) if len(seen) > 1 else report_page(*seen)).encode()
+    written = (compared_page(*read_runs) if len(read_runs) > 1 else report_page(*read_runs)).encode()
     write_output(path, written, option="-o")
-    said = " and ".join(f"{len(one.records)} records of {one.name}" for one in seen)
-    say(f"{path}: {said}, {len(written):,} bytes")
+    contents = " and ".join(f"{len(part.records)} records of {part.name}" for part in read_runs)
+    say(f"{path}: {contents}, {len(written):,} bytes")
     if open_it:
         webbrowser.open(path.resolve().as_uri())

@@ -287,7 +287,7 @@ def _curve(run: ReportedRun, *keys: str) -> "tuple[np.ndarray, np.ndarray]":
 
 def _settings(a: ReportedRun, b: ReportedRun) -> ReportSection:
     """Settings of config.yaml that differ; both are without secrets already."""
-    both = [_flat(run.beside.get(CONFIG, "")) for run in (a, b)]
+    both = [_flat(run.files.get(CONFIG, "")) for run in (a, b)]
     names = dict.fromkeys([*both[0], *both[1]])
     changed = [name for name in names if both[0].get(name) != both[1].get(name)]
     rows = [[name, *(settings.get(name, "-") for settings in both)] for name in changed]

@@ -105,7 +105,7 @@ class ReportedRun:
     mean: MeanStep
     goodput: GoodputReport | None
     notes: tuple[str, ...]
-    beside: Mapping[str, str]
+    files: Mapping[str, str]
     restarts: Sequence[float]
 
 
@@ -140,7 +140,7 @@ def read_run(path: Path) -> ReportedRun:
         mean=mean_step(name, explanation),
         goodput=goodput,
         notes=tuple(notes),
-        beside=texts,
+        files=texts,
         restarts=restarts(path) if file.name == METRICS else (),
     )
 
@@ -171,7 +171,7 @@ def report_page(run: ReportedRun) -> str:
     parts += [f"<h2>{name}</h2>{side_by_side(sections)}" for name, sections in _over_the_run(run).items()]
     parts.append("<h2>What to know of these numbers</h2>")
     parts += [f'<p class="note">{sentence(note)}</p>' for note in run.notes]
-    for name, text in run.beside.items():
+    for name, text in run.files.items():
         parts.append(f"<h2>{safe(name)}</h2><details><summary>Show</summary><pre>{safe(text)}</pre></details>")
     parts.append(for_programs(machine(run)))
     return html_page(f"{run.name}: headway report", CHART_STYLE, "\n".join(parts), script=SCRIPT)
@@ -192,12 +192,12 @@ def _over_the_run(run: ReportedRun) -> dict[str, list[ReportSection]]:
     folder = FolderSections(run.path, run.records)
     held_out = folder.held_out_loss()
     of = partial(_series, run, companions={} if held_out is None else {"loss": held_out})
-    settings = changed_settings(run.beside.get(CONFIG, ""), run.beside.get(RUN, ""))
+    settings = changed_settings(run.files.get(CONFIG, ""), run.files.get(RUN, ""))
     by_heading = {
         "Learning": [*of(_LEARNING), *folder.learnt()],
         "Speed and memory": [*of(_SPEED), *_times(run), *_components(run), *folder.speed()],
         "Data": [*of(_DATA), *_sources(run), *folder.data()],
-        "The run": [*folder.history(), *settings, *provenance(run.beside.get(RUN, ""))],
+        "The run": [*folder.history(), *settings, *provenance(run.files.get(RUN, ""))],
     }
     return {name: sections for name, sections in by_heading.items() if sections}
 
@@ -237,7 +237,7 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
         rows.append(("goodput", format_share(run.goodput.goodput)))
         rows.append(("restarts", format_count(run.goodput.restarts)))
     rows.append(("steps", f"{first} to {last['step']}, {len(run.records)} records"))
-    run_facts = as_object(run.beside.get(RUN, "").encode()) or {}
+    run_facts = as_object(run.files.get(RUN, "").encode()) or {}
     model, device = (value if isinstance(value := run_facts.get(key), Mapping) else {} for key in ("model", "device"))
     if (parameters := number(model.get("parameters"))) is not None:
         rows.append(("model", f"{model.get('class')}, {parameters / 1e6:,.4g} M parameters"))

@@ -213,10 +213,10 @@ def serve(runs: list[Path], port: int | None, *, output: Path | None, markdown: 
         KeyboardInterrupt: Ctrl-C.
     """
     refused = {"-o": output is not None, "--md": markdown, f"{len(runs)} runs": len(runs) != 1}
-    if named := [name for name, is_given in refused.items() if is_given]:
+    if options := [name for name, is_given in refused.items() if is_given]:
         raise ConfigError(
-            f"--serve and {named[0]} are given: --serve shows the HTML page of one run, and writes none. Leave one of "
-            "them out."
+            f"--serve and {options[0]} are given: --serve shows the HTML page of one run, and writes none. Leave one "
+            "of them out."
         )
     (path,) = runs
     if not path.exists():
@@ -254,13 +254,13 @@ def _page(path: Path) -> bytes:
 
 def _stamps(path: Path) -> _Stamps:
     """Name, size [bytes] and time of change [ns] of the files that a page may be made of."""
-    found = []
+    stamps = []
     try:
         with os.scandir(path if path.is_dir() else path.parent) as entries:
             for entry in entries:
                 if entry.is_file():
-                    seen = entry.stat()
-                    found.append((entry.name, seen.st_size, seen.st_mtime_ns))
+                    status = entry.stat()
+                    stamps.append((entry.name, status.st_size, status.st_mtime_ns))
     except OSError:  # removed as it was looked at: the next look finds what is there then
         return ()
-    return tuple(sorted(found))
+    return tuple(sorted(stamps))

@@ -112,8 +112,8 @@ def train(
     later: tuple[str, ...] = ()
     if scale_down:  # what says what is shrunk goes before, the rest on top
         shrinking = ("model.path=", "run.folder=", "run.device=", "plan.")
-        later = tuple(one for one in overrides if not one.startswith(shrinking))
-        overrides = tuple(one for one in overrides if one.startswith(shrinking))
+        later = tuple(override for override in overrides if not override.startswith(shrinking))
+        overrides = tuple(override for override in overrides if override.startswith(shrinking))
     resolved = load_config(config, overrides)  # a typo is told before torch is loaded
 
     if dry_run:
@@ -129,7 +129,7 @@ def train(
     with needs_extra("training"):
         if not scale_down and find_spec("torch") is not None:
             find_inputs(resolved)
-        from headway.train.loop import train as run
+        from headway.train.run import train as run
 
     goes_on = None if resume_if_any else resume
     if scale_down:

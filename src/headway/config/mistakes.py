@@ -48,7 +48,7 @@ def describe(error: Mapping[str, Any], root: type[BaseModel]) -> str:
         return f"{name!r} is required" + meaning
     value = error.get("input")
     if error["type"] == "value_error":
-        message = error["msg"].removeprefix("Value error, ")
+        message = str(error["ctx"]["error"])  # of the check itself
         if isinstance(value, dict | list):
             return f"{name}: {message}" if name else message
         return f"{name} = {value!r}: {message[:1].lower()}{message[1:]}{meaning}"

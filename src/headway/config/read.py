@@ -18,6 +18,7 @@ from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConf
 from headway.config.sections import Section
 from headway.errors import ConfigError
 from headway.files import SETTINGS_BYTES, read_text
+from headway.words import Argument
 
 EXTENDS = "extends"
 _EITHER = {"steps": "epochs", "epochs": "steps", "train": "stages", "stages": "train"}
@@ -263,16 +264,21 @@ def _assign(raw: dict[str, Any], override: str) -> None:
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"--set {override!r} is no assignment; write section.key=value, such as optim.lr=1e-3.")
+        raise ConfigError(
+            Argument("overrides"),
+            f" {override!r} is no assignment; write section.key=value, such as optim.lr=1e-3.",
+            value=override,
+        )
     try:
         value = load_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(
-            f"--set {override!r}: the value {text!r} is not YAML ({_what_is_wrong(error).rstrip('.')}); "
-            "quote it if it is a string."
+            Argument("overrides"),
+            f" {override!r}: the value {text!r} is not YAML ({_what_is_wrong(error).rstrip('.')}); "
+            "quote it if it is a string.",
         ) from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--set {dotted}: the value cannot be read: {_beyond(error)}.") from error
+        raise ConfigError(Argument("overrides"), f" {dotted}: the value cannot be read: {_beyond(error)}.") from error
     # down to the section or list that holds the last key; what is missing on the way is made by `_assigned`
     node: Any = raw
     for depth, key in enumerate(keys):
@@ -281,7 +287,9 @@ def _assign(raw: dict[str, Any], override: str) -> None:
         if isinstance(node, list):
             if not key.isdecimal() or int(key) >= len(node):
                 where = ".".join(keys[:depth])
-                raise ConfigError(f"--set {override!r}: {where} has items 0 to {len(node) - 1}, and no {key!r}.")
+                raise ConfigError(
+                    Argument("overrides"), f" {override!r}: {where} has items 0 to {len(node) - 1}, and no {key!r}."
+                )
             if last:
                 node[int(key)] = value
             else:
@@ -290,7 +298,7 @@ def _assign(raw: dict[str, Any], override: str) -> None:
             node = _assigned(node, key, value, last)
         else:
             where = ".".join(keys[:depth])
-            raise ConfigError(f"--set {override!r}: {where} is {node!r}, which has no {key!r} in it.")
+            raise ConfigError(Argument("overrides"), f" {override!r}: {where} is {node!r}, which has no {key!r} in it.")
 
 
 def _assigned(node: dict[str, Any], key: str, value: Any, last: bool) -> Any:

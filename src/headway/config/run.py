@@ -107,10 +107,13 @@ class PlanConfig(Section):
     """Devices and lengths that `headway train --dry-run` plans for; training itself reads none of it."""
 
     devices: Positive | None = Field(
-        default=None, description="Devices of the run, a process each; --devices goes before it [processes]"
+        default=None,
+        description="Devices of the run, a process each; a command's option of that name goes first [processes]",
     )
     device: str | None = Field(
-        default=None, description="Whose memory the run must fit, as `headway devices` names it; --device goes before"
+        default=None,
+        description="Whose memory the run must fit, as `headway devices` names it; a command's option of that name "
+        "goes first",
     )
     mix: str | None = Field(
         default=None, description=f"Typical lengths to plan packs over, one of {', '.join(MIXES)}; null with 'lengths'"

@@ -5,6 +5,7 @@ import difflib
 from headway.conventions import bagel, maxtext, megatron, nemo, ours, veomni, verl, weights
 from headway.conventions.convention import Convention
 from headway.errors import UnknownConventionError
+from headway.words import Argument
 
 _ALL = (
     Convention(
@@ -159,12 +160,18 @@ def get_convention(name: str) -> Convention:
         close = difflib.get_close_matches(base, _BY_NAME, n=2, cutoff=0.5)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
         raise UnknownConventionError(
-            f"--convention {name!r} is not known. {hint}Known are {', '.join(_BY_NAME)}; docs/conventions.md says what "
-            "each counts."
+            Argument("convention"),
+            f" {name!r} is not known. {hint}Known are {', '.join(_BY_NAME)}; docs/conventions.md says what each "
+            "counts.",
+            value=name,
+            choices=tuple(_BY_NAME),
         )
     if slash and version != convention.version:
         raise UnknownConventionError(
-            f"--convention {name!r}: {convention.name} is kept in version {convention.version} only. Give "
-            f"{convention.name!r} or '{convention.name}/{convention.version}'."
+            Argument("convention"),
+            f" {name!r}: {convention.name} is kept in version {convention.version} only. Give "
+            f"{convention.name!r} or '{convention.name}/{convention.version}'.",
+            value=name,
+            choices=[convention.version],
         )
     return convention

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from headway.count.rows import ALWAYS, Gradient, Parameter, Row
 from headway.errors import CostModelError, UsageError
+from headway.words import Argument
 
 NEW_ROWS = "new_rows"
 """Name of the rows of new tokens that learn beside a frozen embedding or head, within its module."""
@@ -35,8 +36,13 @@ def targets_of(rows: Sequence[Row], targets: Sequence[str] | None, name: str) ->
     for target in targets:
         hits = {m for m in linear if m.rpartition(".")[2] == target or fnmatch.fnmatchcase(m, target)}
         if not hits:
-            parts = ", ".join(sorted({m.rpartition(".")[2] for m in linear}))
-            raise UsageError(f"--lora target {target!r} matches no linear module of {name}; it has {parts}.")
+            names = sorted({m.rpartition(".")[2] for m in linear})
+            raise UsageError(
+                Argument("targets"),
+                f" {target!r} matches no linear module of {name}; it has {', '.join(names)}.",
+                value=target,
+                choices=names,
+            )
         chosen |= hits
     return chosen
 

@@ -20,6 +20,7 @@ from headway.count.recompute import run_again, towers_of_blocks
 from headway.count.rows import ParamCount, Parameter, Row
 from headway.count.workload import Workload
 from headway.errors import UsageError, WorkloadError
+from headway.words import Argument
 
 By = Literal["component", "module", "layer"]
 
@@ -270,29 +271,28 @@ class CostModel:
         """
         parameters = list(self.parameters)
         for pattern in patterns:
-            try:
-                hits = self.matching(pattern)
-            except UsageError as error:
-                raise UsageError(f"--freeze {error}") from error
-            for i in hits:
+            for i in self.matching(pattern, "freeze"):
                 parameters[i] = replace(parameters[i], trainable=False)
         return replace(self, parameters=tuple(parameters))
 
-    def matching(self, pattern: str) -> tuple[int, ...]:
+    def matching(self, pattern: str, parameter: str = "pattern") -> tuple[int, ...]:
         """Find the parameters that a pattern names, by their place in `parameters`.
 
         Args:
             pattern: as in `freeze`.
+            parameter: Python's name of the argument that it came by, for the error.
 
         Raises:
             UsageError: it names none.
         """
         hits = tuple(i for i, p in enumerate(self.parameters) if _matches(p, pattern))
         if not hits:
-            components = ", ".join(sorted({p.component for p in self.parameters}))
+            components = sorted({p.component for p in self.parameters})
             raise UsageError(
-                f"{pattern} matches no parameter of {self.name}. Give a component ({components}), the first part of "
-                f"one, or a glob over parameter names such as {self.parameters[0].name!r}."
+                Argument(parameter, pattern),
+                f" matches no parameter of {self.name}. Give a component ({', '.join(components)}), the first part of "
+                f"one, or a glob over parameter names such as {self.parameters[0].name!r}.",
+                choices=components,
             )
         return hits
 
@@ -360,7 +360,7 @@ class CostModel:
         Source: LoRA, Hu et al. 2021, equation 3: W x + B (A x), A of rank x in, B of out x rank.
         """
         if rank < 1:
-            raise UsageError(f"--lora {rank}: the rank must be at least 1.")
+            raise UsageError(Argument("rank", rank), ": the rank must be at least 1.")
         rows, parameters = with_adapters(self.rows, self.parameters, rank, targets_of(self.rows, targets, self.name))
         return replace(self, rows=rows, parameters=parameters)
 

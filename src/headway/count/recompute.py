@@ -28,6 +28,7 @@ from types import MappingProxyType
 from headway.count.modalities import media_towers
 from headway.count.rows import Row
 from headway.errors import UsageError
+from headway.words import Argument
 
 """Towers whose blocks can be chosen apart, as components begin."""
 
@@ -204,9 +205,9 @@ def _matches(rows: Sequence[Row], term: Term, name: str) -> tuple[set[int], bool
         some = ", ".join(blocks[:3]) or "none"
         parts = ", ".join(sorted({row.component for row in rows if row.block})) or "none"
         raise UsageError(
-            f"--recompute {term.text[:80]} matches nothing of {name}. Give none, full, reentrant, every:N, one of "
-            f"these of a tower (vision:full), a pattern of its blocks ({some}, ...) or of modules in them, or a "
-            f"component ({parts})."
+            Argument("recompute", term.text[:80]),
+            f" matches nothing of {name}. Give none, full, reentrant, every:N, one of these of a tower (vision:full), "
+            f"a pattern of its blocks ({some}, ...) or of modules in them, or a component ({parts}).",
         )
     return hits, False
 

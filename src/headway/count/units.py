@@ -35,13 +35,13 @@ def remembered(function: Callable[P, T]) -> Callable[P, T]:
     """
 
     @lru_cache(maxsize=256)
-    def found(*keys: Any, **named: Any) -> Any:
-        whole = {name: _value(key) for name, key in named.items()}
-        return cast("Any", function)(*map(_value, keys), **whole)
+    def result_for(*keys: Any, **keys_by_name: Any) -> Any:
+        options = {name: _value(key) for name, key in keys_by_name.items()}
+        return cast("Any", function)(*map(_value, keys), **options)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return cast("T", found(*map(_key, args), **{name: _key(one) for name, one in kwargs.items()}))
+        return cast("T", result_for(*map(_key, args), **{name: _key(value) for name, value in kwargs.items()}))
 
     return call
 

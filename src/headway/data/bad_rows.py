@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from headway.data.samples import Origin, SampleError
 from headway.errors import CheckpointError, ConfigError, DataError
-from headway.report import presentable
 
 BadPolicy = Literal["error", "skip"]
 
@@ -201,7 +200,8 @@ def sample_error(error: DataError, origin: Origin) -> SampleError:
     """Give an error about a sample its origin, unless it has one."""
     if isinstance(error, SampleError):
         return error
-    return SampleError(origin, str(error).removeprefix(presentable(f"{origin}: ")))
+    place = () if error.where in ("", str(origin)) else (f"{error.where}: ",)
+    return SampleError(origin, *place, *error.pieces)
 
 
 def _append(quarantine: Path, error: SampleError) -> None:

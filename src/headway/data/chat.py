@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from headway.data.samples import Chat, Message, Origin, Part, TextPart
+from headway.data.chat_settings import TEMPLATE_FILE
+from headway.data.samples import Chat, Message, Origin, Part, TextPart, unusable
 from headway.data.stops import SpecialTokens, Stops, find_stops
 from headway.data.template_bounds import MAX_SOURCE, TemplateFailure, render_template
-from headway.errors import CheckpointError, ConfigError, DataError
+from headway.errors import CheckpointError, ConfigError
 
 Span = tuple[int, int]
 """First and one past the last character."""
@@ -75,7 +76,7 @@ class ChatTemplate:
         if longest > MAX_SOURCE:
             raise CheckpointError(
                 f"The chat template in {self._tokenizer_name} has {longest:,} characters; at most {MAX_SOURCE:,} are "
-                "allowed. Give another with model.chat_template."
+                f"allowed. Give another with {TEMPLATE_FILE}."
             )
         self._special_tokens: dict[str, Any] = tokenizer.special_tokens_map
         self._special = SpecialTokens.of(tokenizer)
@@ -165,9 +166,11 @@ class ChatTemplate:
         if marks:
             spans = _joined([(int(first), int(last)) for first, last in marked if last > start])
             if not spans:
-                raise DataError(
-                    f"{sample.where}: the model's chat template marks nothing of turn {number + 1} with "
-                    "{% generation %}. Mark the assistant's words, or give another template with model.chat_template."
+                raise unusable(
+                    sample,
+                    f"the model's chat template marks nothing of turn {number + 1} with "
+                    "{% generation %}. Mark the assistant's words, or give another template with "
+                    f"{TEMPLATE_FILE}.",
                 )
         if not self.learns_empty_thinking:
             spans[0] = (_after_empty_thinking(shown, spans[0]), spans[0][1])
@@ -208,10 +211,11 @@ class ChatTemplate:
         earlier = sample.messages[number - 2].text.strip() or "\0"
         joins = shown.count(earlier, place) > (message.text + message.reasoning).count(earlier)
         if joins or not words or words not in shown[place:]:
-            raise DataError(
-                f"{sample.where}: the model's chat template renders the turns before turn {number} differently "
+            raise unusable(
+                sample,
+                f"the model's chat template renders the turns before turn {number} differently "
                 "when it asks for that turn and when it shows it, so what the assistant wrote cannot be told apart. "
-                "Give another template with model.chat_template."
+                f"Give another template with {TEMPLATE_FILE}.",
             )
         # White space at the prompt's end is not written twice.
         place += len(shown[place:]) - len(shown[place:].removeprefix(prompt[len(prompt.rstrip()) :]))
@@ -226,7 +230,7 @@ class ChatTemplate:
                 f"The chat template ends answers with {stops.unknown!r}, which is not a token of the tokenizer of "
                 f"{self._tokenizer_name!r}, so a model that learns it would not stop there. Use the tokenizer that the "
                 "template is made for, or give a template that ends answers with a special token of this one "
-                "(model.chat_template)."
+                f"({TEMPLATE_FILE})."
             )
         # White space at the end belongs to the template; a stop that is already learnt ends the last span.
         last = max(first, len(shown[:last].rstrip()))
@@ -242,7 +246,7 @@ class ChatTemplate:
                 raise ConfigError(
                     f"The chat template of {self._tokenizer_name!r} ends answers with no token, and the tokenizer has "
                     "no end-of-text token, so a model could not learn to stop. Give a template that ends answers with "
-                    "a special token (model.chat_template), or the tokenizer an eos_token."
+                    f"a special token ({TEMPLATE_FILE}), or the tokenizer an eos_token."
                 )
             remainder = shown[last:]
             written = next((token for token in stops.tokens if remainder.lstrip().startswith(token)), None)
@@ -282,9 +286,10 @@ class ChatTemplate:
         except TemplateFailure as error:  # templates raise whatever they like
             if (texts := _with_arguments_as_text(chat)) != chat:  # DeepSeek-V3's puts the arguments' JSON together
                 return self._rendered(texts, sample, **options)
-            raise DataError(
-                f"{sample.where}: the model's chat template refuses this chat: {error}. Check the order of the "
-                "roles, and whether the model takes system messages and tools."
+            raise unusable(
+                sample,
+                f"the model's chat template refuses this chat: {error}. Check the order of the "
+                "roles, and whether the model takes system messages and tools.",
             ) from error
 
     def _name(self, has_tools: bool) -> str:
@@ -292,7 +297,7 @@ class ChatTemplate:
         if name not in self.sources:
             raise ConfigError(
                 f"The tokenizer of {self._tokenizer_name!r} has no chat template, so chats cannot become tokens. Use "
-                "the instruction-tuned model's tokenizer, or give a template's file with model.chat_template."
+                f"the instruction-tuned model's tokenizer, or give a template's file with {TEMPLATE_FILE}."
             )
         return name
 
@@ -363,10 +368,11 @@ def _check_answer(answer: str, message: Message, sample: Chat, number: int) -> N
     expected += [("a tool call of", str(call["function"]["name"])) for call in message.tool_calls]
     for what, words in expected:
         if words not in answer:
-            raise DataError(
-                f"{sample.where}: the model's chat template leaves out {what} turn {number}, {words[:60]!r}. Give a "
-                "template that renders it with model.chat_template (many models have one for tools), write it into "
-                '"content" as the model does, or delete the sample.'
+            raise unusable(
+                sample,
+                f"the model's chat template leaves out {what} turn {number}, {words[:60]!r}. Give a "
+                f"template that renders it with {TEMPLATE_FILE} (many models have one for tools), write it into "
+                '"content" as the model does, or delete the sample.',
             )
 
 
@@ -380,16 +386,18 @@ def _check_nothing_is_left_out(text: str, messages: Sequence[Message], sample: C
         last = texts[-1].strip().splitlines()[-1] if texts and message.role in ("user", "assistant") else ""
         last = last.rsplit("</think>", 1)[-1].strip()
         if last not in text:
-            raise DataError(
-                f"{sample.where}: the model's chat template leaves out words of turn {number}, {last[:60]!r}. Give a "
-                "template that renders them with model.chat_template, or delete the sample."
+            raise unusable(
+                sample,
+                f"the model's chat template leaves out words of turn {number}, {last[:60]!r}. Give a "
+                f"template that renders them with {TEMPLATE_FILE}, or delete the sample.",
             )
     for tool in sample.tools:
         name = str(tool.get("function", tool).get("name", ""))
         if name not in text:
-            raise DataError(
-                f"{sample.where}: the model's chat template leaves out the tool {name!r} that the chat offers. Use a "
-                "template that renders tools, or delete the sample."
+            raise unusable(
+                sample,
+                f"the model's chat template leaves out the tool {name!r} that the chat offers. Use a "
+                "template that renders tools, or delete the sample.",
             )
 
 

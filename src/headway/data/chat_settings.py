@@ -7,6 +7,9 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.files import SETTINGS_BYTES, read_text
+from headway.words import Argument
+
+TEMPLATE_FILE = Argument("model.chat_template")
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,13 @@ class ChatSettings:
             if not template:
                 raise ConfigError(
                     f"model.chat_template_kwargs sets {', '.join(self.variables)}, but the model has no chat template. "
-                    "Leave it out, or give a template with model.chat_template."
+                    f"Leave it out, or give a template with {TEMPLATE_FILE}."
                 )
             texts = template.values() if isinstance(template, dict) else [template]
             if unread := [name for name in self.variables if not any(name in text for text in texts)]:
                 raise ConfigError(
                     f"model.chat_template_kwargs sets {', '.join(unread)}, which the model's chat template does not "
-                    "read, so it has no effect. Leave it out, or give another template with model.chat_template."
+                    f"read, so it has no effect. Leave it out, or give another template with {TEMPLATE_FILE}."
                 )
             if isinstance(template, dict):
                 template = {name: self._opening() + text for name, text in template.items()}
@@ -85,19 +88,19 @@ def _read_template(path: Path) -> str:
 
     try:
         if path.stat().st_size > MAX_SOURCE:
-            raise ConfigError(f"model.chat_template {path} has {path.stat().st_size:,} bytes: that is no template.")
+            raise ConfigError(f"{TEMPLATE_FILE} {path} has {path.stat().st_size:,} bytes: that is no template.")
         text = read_text(path, most=SETTINGS_BYTES)
         compile_template(text)
     except TemplateSyntaxError as error:
         raise ConfigError(
-            f"model.chat_template {path} is not a Jinja template, line {error.lineno}: {error.message}. Give the text "
+            f"{TEMPLATE_FILE} {path} is not a Jinja template, line {error.lineno}: {error.message}. Give the text "
             "of a chat_template.jinja."
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"model.chat_template {path} cannot be read: {getattr(error, 'strerror', None) or error}. Give a file that "
+            f"{TEMPLATE_FILE} {path} cannot be read: {getattr(error, 'strerror', None) or error}. Give a file that "
             "holds a Jinja chat template, such as a model folder's chat_template.jinja."
         ) from error
     if not text.strip():
-        raise ConfigError(f"model.chat_template {path} is empty. Give a file that holds a Jinja chat template.")
+        raise ConfigError(f"{TEMPLATE_FILE} {path} is empty. Give a file that holds a Jinja chat template.")
     return text

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headway.count.modalities import MODALITIES
 from headway.data.chat import ChatTemplate, Span, View
+from headway.data.chat_settings import TEMPLATE_FILE
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
 from headway.data.media.joining import Joinable, joined
 from headway.data.media.media_reader import MediaReader, OpenedKind, OpenedMedia, refused
@@ -27,8 +28,7 @@ from headway.data.media.processor_images import SMALLEST_TRIED
 from headway.data.media.sizes import MediaSizes
 from headway.data.media.tensors import MediaTensors, joined_media
 from headway.data.pack_times import charged_to
-from headway.data.samples import NOTHING, Chat, Document, Origin, Sample, SampleLengths
-from headway.errors import DataError
+from headway.data.samples import NOTHING, Chat, Document, Origin, Sample, SampleLengths, unusable
 from headway.models.foreign import foreign
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
@@ -277,7 +277,7 @@ class Encoder:
         """
         messages = sample.messages[: sample.answers[-1]] if sample.answers else sample.messages
         if not messages:
-            raise DataError(f"{sample.where}: the chat begins with its only answer, so there is no prompt to answer.")
+            raise unusable(sample, "the chat begins with its only answer, so there is no prompt to answer.")
         shown = replace(sample, messages=messages)
         with self._opened(shown, self.template.processed_prompt(shown), [], decodes=True) as planned:
             return self._tensors(shown, planned)
@@ -325,9 +325,10 @@ class Encoder:
         if isinstance(sample, Document):
             return [_View(sample)]
         if not any(message.role == "assistant" for message in sample.messages):
-            raise DataError(
-                f"{sample.where}: the chat has no assistant turn, so there is nothing to learn from it. Add the answer "
-                'as a message with the role "assistant", or delete the line.'
+            raise unusable(
+                sample,
+                "the chat has no assistant turn, so there is nothing to learn from it. Add the answer "
+                'as a message with the role "assistant", or delete the line.',
             )
         with charged_to("tokenise"):
             views = self.template.views(sample)
@@ -342,9 +343,7 @@ class Encoder:
             with charged_to("tokenise"):
                 tokens = self.tokeniser.document(() if sample.is_blank else sample.content, sample.where)
             if decodes and len(tokens.ids_S) < 2:
-                raise DataError(
-                    f"{sample.where}: the document is empty or a single token, so there is nothing to learn."
-                )
+                raise unusable(sample, "the document is empty or a single token, so there is nothing to learn.")
             yield _Planned(tokens, OpenedMedia(), self.media)
             return
         assert view.shown is not None
@@ -353,17 +352,19 @@ class Encoder:
             learnt = planned.tokens.ids_S[planned.tokens.supervised_S]
             # The first token of a sample is never predicted, so a label there is none.
             if not planned.tokens.supervised_S[1:].any():
-                raise DataError(
-                    f"{sample.where}: the assistant's turns are empty after the chat template, so there is nothing to "
-                    "learn. Write an answer, or delete the line."
+                raise unusable(
+                    sample,
+                    "the assistant's turns are empty after the chat template, so there is nothing to learn. Write an "
+                    "answer, or delete the line.",
                 )
             # An answer that is learnt without its end would never stop when generated.
             if int(learnt[-1]) not in self.template.stop_ids():
                 last = self.tokenizer.decode([int(learnt[-1])])
-                raise DataError(
-                    f"{sample.where}: the last token that would be learnt, {last!r}, is none that ends an answer, so "
-                    "the model would not learn to stop. Give a chat template that ends answers with a special token "
-                    "of the tokenizer (model.chat_template)."
+                raise unusable(
+                    sample,
+                    f"the last token that would be learnt, {last!r}, is none that ends an answer, so the model would "
+                    "not learn to stop. Give a chat template that ends answers with a special token of the tokenizer "
+                    f"({TEMPLATE_FILE}).",
                 )
             yield planned
 
@@ -422,7 +423,6 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
     lengths = SampleLengths.joined([view.lengths for view in views])
     for view in views[1:]:
         view.labels_S[0] = IGNORED  # which the view before must not predict
-    types = [view.token_types_S for view in views if view.token_types_S is not None]
     processed: dict[str, list[Joinable]] = {}
     for view in views:
         for name, joinable in view.processed.items():
@@ -432,7 +432,7 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
         input_ids_S=torch.cat([view.input_ids_S for view in views]),
         labels_S=torch.cat([view.labels_S for view in views]),
         position_ids_RS=torch.cat([view.position_ids_RS for view in views], dim=1),
-        token_types_S=torch.cat(types) if types else None,
+        token_types_S=_end_to_end([view.token_types_S for view in views]),
         media=joined_media([view.media for view in views]),
         processed={
             name: Joinable(joined([joinable.tensor_X for joinable in parts], parts[0].rule), parts[0].rule)
@@ -441,6 +441,11 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
         media_end=lengths.media_end,
         segments=lengths.segments,
     )
+
+
+def _end_to_end(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    tensors = [part for part in parts if part is not None]
+    return torch.cat(tensors) if tensors else None
 
 
 def _listed(sizes: torch.Tensor) -> tuple[Any, ...]:

@@ -28,6 +28,7 @@ from headway.data import transfer
 from headway.data.transfer import SharedBlock, from_block, to_block
 from headway.errors import ConfigError, DataError
 from headway.safe_path import current_folder_kept_out
+from headway.words import Words, adopt, current_words
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -230,11 +231,11 @@ class Pool(Generic[Task, Result]):
 
     def _start(self) -> "_Group":
         if not self._workers:
-            return _Group(ThreadPoolExecutor(1, thread_name_prefix="headway-data"), threading.Event())
+            return _Group(ThreadPoolExecutor(1, "headway-data", adopt, (current_words(),)), threading.Event())
         context = worker_context()
         stop, processes = context.Event(), self._workers // len(self._groups)
         executor = ProcessPoolExecutor(
-            processes, mp_context=context, initializer=_begin, initargs=(self._pickled, stop)
+            processes, mp_context=context, initializer=_begin, initargs=(self._pickled, stop, current_words())
         )
         return _Group(executor, stop)
 
@@ -296,9 +297,10 @@ _work: Callable[[Any], Any] | None = None
 _stop: Any = None
 
 
-def _begin(pickled: bytes, stop: Any) -> None:
+def _begin(pickled: bytes, stop: Any, words: tuple[Words, ...]) -> None:
     global _pickled_work, _stop
     _pickled_work, _stop = pickled, stop
+    adopt(words)
     prepare_worker()
 
 

@@ -16,7 +16,6 @@ from headway.data.pack_times import charged_to
 from headway.errors import DataError
 from headway.packing.budget import Size
 from headway.packing.pieces import Run
-from headway.report import presentable
 
 Grid = tuple[int, int, int]
 """(t, h, w) of an image or video [patches]."""
@@ -325,15 +324,31 @@ class SampleError(DataError):
 
     Attributes:
         origin: which row.
-        reason: what is wrong with it, and what to do.
     """
 
-    def __init__(self, origin: Origin, reason: str) -> None:
-        super().__init__(origin, reason)  # both, so that the error can be pickled
-        self.origin, self.reason = origin, reason
+    def __init__(self, origin: Origin, *pieces: object) -> None:
+        super().__init__(*pieces, where=str(origin))
+        self.args = (origin, *pieces)  # both, so that the error can be pickled
+        self.origin = origin
 
-    def __str__(self) -> str:
-        return presentable(f"{self.origin}: {self.reason}")
+    @property
+    def pieces(self) -> tuple[object, ...]:
+        """Texts of the reason and the arguments that it names."""
+        return self.args[1:]
+
+    @property
+    def reason(self) -> str:
+        """What is wrong with the row, and what to do."""
+        return self.text
+
+    def settle(self) -> None:
+        """Keep the reason as it reads now, whoever asks later."""
+        self.args = (self.origin, self.text)
+
+
+def unusable(sample: Sample, *pieces: object) -> DataError:
+    """Make the error of a sample that cannot be used, of texts and arguments; it names the sample's place."""
+    return DataError(*pieces, where=sample.where)
 
 
 def media_error(media: Media, where: str, kind: str, reason: BaseException | str) -> DataError:
@@ -346,10 +361,11 @@ def media_error(media: Media, where: str, kind: str, reason: BaseException | str
         reason: what was found.
     """
     if isinstance(reason, str):
-        return DataError(f"{where}: the {kind} {media} cannot be used: {reason}.")
+        return DataError(f"the {kind} {media} cannot be used: {reason}.", where=where)
     return DataError(
-        f"{where}: the {kind} {media} ({_stored(media, reason)}) cannot be read: {reason}. It may be cut short or of "
-        f"an unknown format; copy it again, convert it, or delete the sample."
+        f"the {kind} {media} ({_stored(media, reason)}) cannot be read: {reason}. It may be cut short or of "
+        f"an unknown format; copy it again, convert it, or delete the sample.",
+        where=where,
     )
 
 

@@ -10,6 +10,7 @@ from headway.devices.names import OVERRIDE_VARIABLE, ambiguous, matches, named_d
 from headway.devices.probe import ReportedDevice, report
 from headway.devices.table import DTYPES, Device, Peak, all_devices
 from headway.errors import UnknownDeviceError, UsageError
+from headway.words import Argument
 
 if TYPE_CHECKING:
     import torch
@@ -148,7 +149,7 @@ def named_peak(name: str, dtype_name: str = "bf16") -> Peak:
     except UnknownDeviceError:
         if not (name[:1].isdigit() or name[:1] in "+-."):
             raise
-        return Peak(name, _stated_rate(name), dtype_name, f"--device {name}", "override")
+        return Peak(name, _stated_rate(name), dtype_name, f"{Argument('device')} {name}", "override")
     return _common_peak(devices, devices[0].title, dtype_name)
 
 
@@ -239,13 +240,19 @@ def _stated_rate(text: str) -> float:
     value = _number(text)
     if not (math.isfinite(value) and value > 0):
         raise UsageError(
-            f"--device {text!r} is not a positive number of FLOP/s. Give the dense rate of one device, for example "
-            "--device 989.4e12, or a device's name, such as H100."
+            Argument("device"),
+            f" {text!r} is not a positive number of FLOP/s. Give the dense rate of one device, for example ",
+            Argument("device", example="989.4e12"),
+            ", or a device's name, such as H100.",
+            value=text,
         )
     if value < _SLOWEST_FLOPS_PER_S:
         raise UsageError(
-            f"--device {text} is not a known device (`headway devices` lists them), and as a rate {value:g} FLOP/s is "
-            "slower than any computer. State the rate of one device in FLOP/s, for example --device 989.4e12."
+            Argument("device", text),
+            f" is not a known device (`headway devices` lists them), and as a rate {value:g} FLOP/s is slower than any "
+            "computer. State the rate of one device in FLOP/s, for example ",
+            Argument("device", example="989.4e12"),
+            ".",
         )
     return value
 

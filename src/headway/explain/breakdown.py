@@ -20,6 +20,7 @@ from headway.explain.explanation import StepWaterfall
 from headway.explain.kernels import Work, is_attention
 from headway.explain.measurement import MeasuredStep, MeasuredTrace
 from headway.explain.owners import Owners
+from headway.words import Argument
 
 By = Literal["component", "module", "kernel", "attention"]
 OUTSIDE = "(outside of modules)"
@@ -101,8 +102,9 @@ class StepAttention:
         packs = budget.packs(step)
         if packs is None:
             raise ConfigError(
-                f"--by attention: {measured.trace.path} does not say what each pack of step {step} attends to. Profile "
-                "again with this Headway, whose traces do."
+                Argument("by", "attention"),
+                f": {measured.trace.path} does not say what each pack of step {step} attends to. Profile "
+                "again with this Headway, whose traces do.",
             )
         self._measured = measured
         self.flops: Mapping[PackLayer, Mapping[Phase, int]] = _flops(packs)
@@ -147,7 +149,7 @@ def break_down(waterfall: StepWaterfall, by: By) -> list[BreakdownRow]:
             each pack attends to.
     """
     if waterfall.measured is None:
-        raise ConfigError(f"--by {by}: records tell nothing of {by}s; a profile does (run.profile).")
+        raise ConfigError(Argument("by", by), f": records tell nothing of {by}s; a profile does (run.profile).")
     measured, step = waterfall.measured
     attribution = measured.attribution
     if by == "module":
@@ -189,8 +191,10 @@ def _budget(measured: MeasuredTrace, by: By) -> NeededWork:
     trace = measured.trace
     if trace.headway is None:
         raise ConfigError(
-            f"--by {by}: {trace.path} does not say which component a module belongs to. Traces that Headway writes "
-            "do; --by module shows the modules themselves."
+            Argument("by", by),
+            f": {trace.path} does not say which component a module belongs to. Traces that Headway writes do; ",
+            Argument("by", "module"),
+            " shows the modules themselves.",
         )
     return NeededWork(trace.headway, str(trace.path))
 

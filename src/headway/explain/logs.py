@@ -9,6 +9,7 @@ from headway.explain.explanation import NO_PROFILE_NOTE, PER_SECOND_NOTE, JobExp
 from headway.explain.findings.evidence import RunEvidence, RunStep
 from headway.explain.findings.rules import find
 from headway.explain.findings.series import usual_tokens
+from headway.words import Argument
 
 _SECOND_NS = 1_000_000_000
 
@@ -52,7 +53,7 @@ def explain_log(
         ConfigError: there is no such step or rank.
     """
     if rank:
-        raise ConfigError(f"--rank {rank}: a line of {source} stands for the whole job. Leave it out.")
+        raise ConfigError(Argument("rank", rank), f": a line of {source} stands for the whole job. Leave it out.")
     notes = [NO_PROFILE_NOTE]
     # Time comes first: a line that does not tell it has no waterfall.
     durations = _durations(lines, notes)
@@ -73,8 +74,8 @@ def explain_log(
     notes.append(
         f"needed work is what {tool} counts by its own rule and peak; `headway audit` restates it."
         if any(line.mfu is not None for line in lines)
-        else f"needed work is not known: the lines of {tool} have no MFU; `headway audit` finds it with --model and "
-        "--device."
+        else f"needed work is not known: the lines of {tool} have no MFU; `headway audit` finds it with "
+        f"{Argument('model')} and {Argument('device')}."
     )
     if left_out := durations.count(None):
         notes.append(f"{left_out} of {len(lines)} lines do not tell how long their step took, and are left out.")
@@ -82,7 +83,11 @@ def explain_log(
     chosen = tuple(waterfall for waterfall in waterfalls if step is None or waterfall.step == step)
     if not chosen:
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
-        raise ConfigError(f"--step {step}: {source} has no line of it that tells its time; its steps are {numbers}.")
+        raise ConfigError(
+            Argument("step", step),
+            f": {source} has no line of it that tells its time; its steps are {numbers}.",
+            choices=[str(waterfall.step) for waterfall in waterfalls],
+        )
     return JobExplanation(chosen, tuple(notes), findings)
 
 

@@ -18,6 +18,7 @@ from headway.errors import ConfigError
 from headway.explain.attribution import COMPILING, Attribution, Phase, attribute
 from headway.explain.events import NONE, Column, Events, Kind, Operands, Trace
 from headway.explain.kernels import Work
+from headway.words import Argument
 
 _WHOLE_TRACE = 0  # number of the one "step" of a trace that is taken whole
 _PRIORITIES = {Work.MATMUL: 0, Work.MEMORY: 1, Work.UNKNOWN: 1, Work.COMMUNICATION: 2, Work.COPY: 3}
@@ -273,8 +274,9 @@ def _windows(trace: Trace, attribution: Attribution, on_device: Column, *, as_on
         return [StepWindow(_WHOLE_TRACE, int(events.start_ns.min()), int(events.end_ns.max()))]
     if not trace.steps:
         raise ConfigError(
-            f"{trace.path} has no steps. Call profiler.step() after each step, with a schedule, or give --whole to "
-            "take the trace as one step."
+            f"{trace.path} has no steps. Call profiler.step() after each step, with a schedule, or give ",
+            Argument("as_one_step", True),
+            " to take the trace as one step.",
         )
     if trace.is_cpu_only:
         starts = [start for _, start, _ in trace.steps]
@@ -297,8 +299,9 @@ def _on_device(trace: Trace, attribution: Attribution, on_device: Column) -> lis
                 begun.append((number, start))
     if not begun:
         raise ConfigError(
-            f"{trace.path}: none of its {len(trace.steps)} steps launched anything on the device. Give --whole to take "
-            "the trace as one step."
+            f"{trace.path}: none of its {len(trace.steps)} steps launched anything on the device. Give ",
+            Argument("as_one_step", True),
+            " to take the trace as one step.",
         )
     end = int(trace.device.end_ns[on_device].max())
     starts = [start for _, start in begun]

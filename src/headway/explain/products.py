@@ -8,6 +8,7 @@ from headway.errors import ConfigError
 from headway.explain.events import NONE, Product
 from headway.explain.explanation import StepWaterfall
 from headway.explain.measurement import MATMUL, MeasuredStep, MeasuredTrace
+from headway.words import Argument
 
 OTHERS = "convolutions, attention, sizes not recorded"
 
@@ -98,12 +99,14 @@ def gemms_of(waterfall: StepWaterfall) -> list[GemmRow]:
         ConfigError: there is no trace, or it has no shapes.
     """
     if waterfall.measured is None:
-        raise ConfigError("--by gemm: records tell nothing of products; a profile does (run.profile).")
+        raise ConfigError(Argument("by", "gemm"), ": records tell nothing of products; a profile does (run.profile).")
     measured, step = waterfall.measured
     if not measured.trace.operands:
         raise ConfigError(
-            f"--by gemm: {measured.trace.path} has no shapes of operators. Profile with record_shapes=True, as Headway "
-            "does; --by kernel shows the kernels by name."
+            Argument("by", "gemm"),
+            f": {measured.trace.path} has no shapes of operators. Profile with record_shapes=True, as Headway does; ",
+            Argument("by", "kernel"),
+            " shows the kernels by name.",
         )
     best = waterfall.rates.best_flops_per_s if waterfall.rates is not None else None
     spent, calls = products_of(measured, step)

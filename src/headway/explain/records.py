@@ -28,6 +28,7 @@ from headway.log.run_files import CONFIG, SUMMARY
 from headway.report import format_duration
 from headway.report.numbers import finite, integer, quantity
 from headway.report.step_lines import NAMES
+from headway.words import Argument
 
 UNFINISHED_NOTE = "the run has not ended, or was killed"  # how the note on it begins
 _MOST_STEPS = 2**53  # a larger number is no float
@@ -68,8 +69,8 @@ def explain_with_records(
     # All ranks add up in a record: none of them can be shown apart.
     if rank:
         raise ConfigError(
-            f"--rank {rank}: records are of all ranks together. Profile that rank with run.profile.ranks, and explain "
-            "its trace."
+            Argument("rank", rank),
+            ": records are of all ranks together. Profile that rank with run.profile.ranks, and explain its trace.",
         )
     entries, notes = _read_records(path)
     device_name, memory_bytes = _device(path.parent)
@@ -93,7 +94,11 @@ def explain_with_records(
     chosen = [waterfall for waterfall in waterfalls if step is None or waterfall.step == step]
     if not chosen:
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
-        raise ConfigError(f"--step {step}: {path} has no record of it; it has {len(waterfalls)} records, {numbers}.")
+        raise ConfigError(
+            Argument("step", step),
+            f": {path} has no record of it; it has {len(waterfalls)} records, {numbers}.",
+            choices=[str(waterfall.step) for waterfall in waterfalls],
+        )
     findings = _findings(entries, waterfalls, RunEvidence(run_steps, beside_ns))
     explanation = JobExplanation(tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), findings)
     return explanation, [entry.record for entry in entries]

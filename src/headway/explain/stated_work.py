@@ -15,6 +15,7 @@ from headway.explain.budget import SCHEMA_VERSION, DeviceRates
 from headway.explain.measurement import MATMUL, MeasuredStep, MeasuredTrace
 from headway.explain.products import products_of
 from headway.report import format_flops, format_rate, format_share
+from headway.words import Argument
 
 ALL = "all components"  # where a trace's modules have no paths
 _MODULE = "module:"
@@ -62,8 +63,8 @@ def with_stated_work(measured: MeasuredTrace, work: StatedWork, rates: DeviceRat
     if rates.peak_flops_per_s is None:
         raise ConfigError(
             f"{trace.path}: what {work.name} needed has no time without the device's peak, and {rates.why_no_peak} "
-            "Name the device with --device (`headway devices` lists them), or state its dense rate [FLOP/s], such as "
-            "--device 312e12."
+            f"Name the device with {Argument('device')} (`headway devices` lists them), or state its dense rate "
+            f"[FLOP/s], such as {Argument('device', example='312e12')}."
         )
     # The ledger is counted under the modules' paths; a trace without paths gets one component for all of it.
     count = cost_model.count(workload, recompute=work.recompute)
@@ -83,7 +84,8 @@ def with_stated_work(measured: MeasuredTrace, work: StatedWork, rates: DeviceRat
         "steps": {str(step.window.step): facts_of_step for step in measured.steps},
     }
     # Say where the numbers come from, and which of the trace's own they replace.
-    note = f"work is that of {work.name}, {format_flops(count.total)} in each step, as --model and --segments say"
+    note = f"work is that of {work.name}, {format_flops(count.total)} in each step"
+    note += f", as {Argument('model')} and {Argument('segments')} say"
     if trace.headway is not None and isinstance(written := trace.headway.get("cost_model"), dict):
         note += f", and not that of {written.get('name')}, which the trace names"
     if not paths:
@@ -115,8 +117,9 @@ def check_rates(measured: MeasuredTrace, steps: Sequence[MeasuredStep], work: St
                 f"{measured.trace.path} is no trace of {work.name} with this workload: a step of it needs "
                 f"{format_flops(flops)}, but matmul-class kernels ran for {ns / 1e6:,.2f} ms of step "
                 f"{step.window.step}. That would be {rate}, above the peak of "
-                f"{format_rate(rates.peak_flops_per_s or 0)}. Give --model the model that was profiled, --segments "
-                "what one rank computed in one step, --device what it ran on; --step N shows another step."
+                f"{format_rate(rates.peak_flops_per_s or 0)}. Give {Argument('model')} the model that was "
+                f"profiled, {Argument('segments')} what one rank computed in one step, {Argument('device')} what it "
+                f"ran on; {Argument('step', example='N')} shows another step."
             )
 
 
@@ -135,7 +138,8 @@ def note_on_products(measured: MeasuredTrace, steps: Sequence[MeasuredStep], wor
         if ran > _MOST_UNTOLD * counted:
             return (
                 f"matrix products of {format_flops(ran)} ran in step {step.window.step}, and {work.name} with this "
-                f"workload has {format_flops(counted)} of them: --model or --segments leaves a part of the step out."
+                f"workload has {format_flops(counted)} of them: {Argument('model')} or {Argument('segments')} leaves a "
+                "part of the step out."
             )
     return None
 
@@ -145,7 +149,7 @@ def _check_paths(paths: set[str], work: StatedWork, source: str) -> None:
     # A path that differs from one of ours in a number alone: a model of the same family with other layers.
     ours = {path for row in work.cost_model.rows for path in _around(row.module)}
     alike = {_folded(path) for path in ours}
-    way_out = "Give --model the model that was profiled: a shipped name, or its config.json."
+    way_out = f"Give {Argument('model')} the model that was profiled: a shipped name, or its config.json."
     more = next((path for path in sorted(paths) if path not in ours and _folded(path) in alike), None)
     if more is not None:
         raise ConfigError(

@@ -21,6 +21,7 @@ from headway.report import (
 )
 from headway.report.markdown import markdown_table, markdown_text
 from headway.report.terminal import coloured, width_of
+from headway.words import Argument
 
 _MOST_STEPS = 20  # that are shown each
 _MOST_SLOW = 5
@@ -91,7 +92,7 @@ def _title(shown: StepWaterfall, count: int, *, markdown: bool) -> str:
     if shown.mfu is not None:
         title += f", MFU {format_share(shown.mfu)}"
     if count > 1:
-        title += f" (the median of {count}; --step and --rank show another)"
+        title += f" (the median of {count}; {Argument('step')} and {Argument('rank')} show another)"
     title = title[0].upper() + title[1:]
     return f"**{markdown_text(title)}**" if markdown else render_lines([printable(title)])
 
@@ -231,7 +232,7 @@ def _breakdown(
     cells = [_row(_shortened(row.name, by), [row], by, shown) for row in running[:_MOST_ROWS]]
     if running[_MOST_ROWS:]:
         more = running[_MOST_ROWS:]
-        cells.append(_row(f"{len(more)} more (--json has all)", more, by, shown))
+        cells.append(_row(f"{len(more)} more ({Argument('to_dict')} has all)", more, by, shown))
     nothing = [""] * (len(columns) - 3)
     cells.append([idle.name, format_ms(idle.ns), format_share(idle.ns / shown.duration_ns), *nothing])
     return columns, cells, ["the step", format_ms(shown.duration_ns), format_share(1.0), *nothing]
@@ -252,7 +253,7 @@ def _gemms(rows: Sequence[GemmRow], shown: StepWaterfall) -> tuple[list[Column],
     ns = sum(row.ns for row in rows)
     left_out = sum(row.ns for row in rows[_MOST_ROWS:])
     if left_out:
-        name = f"{len(rows) - _MOST_ROWS} more (--json has all)"
+        name = f"{len(rows) - _MOST_ROWS} more ({Argument('to_dict')} has all)"
         cells.append([name, "", "", format_ms(left_out), format_share(left_out / shown.duration_ns), "", "", ""])
     return columns, cells, ["all products", "", "", format_ms(ns), format_share(ns / shown.duration_ns), "", "", ""]
 

@@ -22,6 +22,7 @@ from headway.explain.kernels import Work
 from headway.explain.measurement import MATMUL, MeasuredStep, MeasuredTrace, measure
 from headway.explain.stated_work import StatedWork, with_stated_work
 from headway.report import format_duration, format_rate
+from headway.words import Argument
 
 _FLOATS = {"bf16", "fp16", "fp32", "fp8"}
 # What names of kernels say of their precision; tf32 first, since its operands are fp32.
@@ -99,7 +100,7 @@ def _notes_of_budget(budget: NeededWork | None) -> list[str]:
         return [
             "the matmul-class line is not split into needed work at peak, ceiling loss, recomputation, padding and "
             "losses by component: that needs the steps' workloads and the device's peak, which Headway writes into its "
-            "own traces. Of others, --model and --segments tell them."
+            f"own traces. Of others, {Argument('model')} and {Argument('segments')} tell them."
         ]
     notes = []
     if budget.profiler_overhead_s > 0:
@@ -109,7 +110,7 @@ def _notes_of_budget(budget: NeededWork | None) -> list[str]:
     if budget.peak_flops_per_s is None:
         notes.append(
             "the matmul-class line is not split: the trace does not tell the device's peak. Name the device, or state "
-            "its dense rate [FLOP/s]: --device."
+            f"its dense rate [FLOP/s]: {Argument('device')}."
         )
     elif budget.ceiling_flops_per_s is None:
         notes.append(
@@ -155,7 +156,9 @@ def _rates(measured: MeasuredTrace, device: str | None) -> DeviceRates:
         if device is None:
             why = f"no peak in {dtype} is known of {trace.device_name!r}, on which it ran."
             return replace(unknown, why_no_peak=why)
-        raise UsageError(f"{error} Here --device takes the rate itself as well, such as --device 312e12.") from error
+        rate = Argument("device", example="312e12")
+        more = (" Here ", Argument("device"), " takes the rate itself as well, such as ", rate, ".")
+        raise error.as_kind(UsageError, *more) from error
     source = f"{peak.name} in {dtype}" if peak.kind == "datasheet" else peak.source
     source = f"peak: {format_rate(peak.flops_per_s)}, {source}"
     return DeviceRates(peak.flops_per_s, ceiling, bytes_per_s, source)

@@ -26,6 +26,7 @@ from headway.explain.ranks import RankStep, WaitedFor, waited_for
 from headway.explain.stated_work import StatedWork, check_rates, note_on_products
 from headway.explain.trace_facts import Collectives, TraceFacts, gather_facts, waiting_in
 from headway.report.step_lines import NAMES, SLOW
+from headway.words import Argument
 
 _NAMES_ON_CPU = {
     MATMUL: "matmul-class operators",
@@ -77,7 +78,8 @@ def explain(
                 f"{other.path} and {trace.path} both are of rank {trace.rank}. Give one trace of each rank of one job."
             )
     if rank is not None and rank not in by_rank:
-        raise ConfigError(f"--rank {rank}: the traces are of ranks {', '.join(map(str, sorted(by_rank)))}.")
+        ranks = [str(number) for number in sorted(by_rank)]
+        raise ConfigError(Argument("rank", rank), f": the traces are of ranks {', '.join(ranks)}.", choices=ranks)
     # All ranks are measured, also where one alone is shown: the others tell how long collectives take.
     shown = [number for number in sorted(by_rank) if rank is None or rank == number]
     facts_of = {
@@ -140,14 +142,17 @@ def _chosen(measured: MeasuredTrace, step: int | None) -> tuple[list[MeasuredSte
     if step is not None:
         chosen = [shown for shown in measured.steps if shown.window.step == step]
         if not chosen:
-            there = ", ".join(str(shown.window.step) for shown in measured.steps)
-            raise ConfigError(f"--step {step}: {measured.trace.path} has the steps {there}.")
+            steps = [str(shown.window.step) for shown in measured.steps]
+            raise ConfigError(
+                Argument("step", step), f": {measured.trace.path} has the steps {', '.join(steps)}.", choices=steps
+            )
     else:
         chosen = [shown for shown in measured.steps if not shown.window.is_edge]
         if chosen:
             left_out = [str(shown.window.step) for shown in measured.steps if shown.window.is_edge]
             numbers = " and ".join(left_out)
-            note = f"steps {numbers}, the first and the last of the trace, are left out; --step N shows them."
+            note = f"steps {numbers}, the first and the last of the trace, are left out; "
+            note += f"{Argument('step', example='N')} shows them."
             return chosen, [note] if left_out else []
         chosen = list(measured.steps)
     edges = [str(shown.window.step) for shown in chosen if shown.window.is_edge]

@@ -186,7 +186,8 @@ _TRAINER |= dict.fromkeys(
      "overwrite_output_dir", "resume_from_checkpoint", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy",
      "hub_revision", "push_to_hub_model_id", "push_to_hub_organization", "do_train", "do_eval",
      "per_gpu_train_batch_size"),
-    unneeded("a checkpoint is the whole state; --resume goes on from it, and `headway export` writes a model folder"),
+    unneeded("a checkpoint is the whole state; `headway train --resume` goes on from it, and `headway export` writes a "
+             "model folder"),
 )  # fmt: skip
 
 RULES: dict[str, Rule] = {

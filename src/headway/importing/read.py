@@ -19,6 +19,7 @@ from headway.errors import ConfigError
 from headway.files import SETTINGS_BYTES, read_text
 from headway.importing.keys import DEFAULTS, RULES
 from headway.importing.outcomes import Context, Outcome
+from headway.words import Argument
 
 SECTIONS = ("dataset_config", "trainer_args", "model_config")
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)  # ValueError: no text, or 4,300 digits
@@ -91,8 +92,10 @@ def import_config(path: Path, overrides: Mapping[str, Any], *, leave_out: tuple[
         reasons = "; ".join(f"{row.key} = {row.value!r} ({row.outcome.reason})" for row in refused)
         count = "1 key" if len(refused) == 1 else f"{len(refused)} keys"
         raise ConfigError(
-            f"{path}: {count} cannot be taken over: {reasons}. Change or remove them, or leave them out "
-            f"knowingly with {' '.join(f'--leave-out {row.key}' for row in refused)}."
+            f"{path}: {count} cannot be taken over: {reasons}. Change or remove them, or leave them out knowingly with "
+            "",
+            Argument("leave_out", tuple(row.key for row in refused)),
+            ".",
         )
     absent = tuple(key for key in leave_out if key not in {row.key for row in keys})
     # settings in the order of their keys; those from outside of the file come last and win
@@ -141,12 +144,12 @@ def _sections(path: Path) -> dict[str, dict[str, Any]]:
 def _nested(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Put dotted settings into sections, in the order of a recipe, and see that what is needed is there."""
     needs = {
-        "model.path": ("model_config.load_from_pretrained_path", "--model"),
-        "data.train": ("dataset_config.dataset_path or datasets", "--data"),
-        "optim.steps": ("trainer_args.max_steps or num_train_epochs", "--steps"),
+        "model.path": "model_config.load_from_pretrained_path",
+        "data.train": "dataset_config.dataset_path or datasets",
+        "optim.steps": "trainer_args.max_steps or num_train_epochs",
     }
     names = settings.keys() | ({"optim.steps"} if "optim.epochs" in settings else set())
-    missing = [f"{source} (or give {option})" for key, (source, option) in needs.items() if key not in names]
+    missing = [f"{source} (or give {Argument(key)})" for key, source in needs.items() if key not in names]
     if missing:
         raise ConfigError(f"{path} does not say everything that a run needs; it lacks {'; '.join(missing)}.")
     recipe: dict[str, Any] = {name: {} for name in ("model", "data", "optim", "parallel", "speed", "checkpoint", "run")}

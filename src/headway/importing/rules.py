@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from headway.importing.outcomes import Context, Outcome, Rule, is_off
+from headway.words import Argument
 
 ENDLESS = 1000  # passes over each of several datasets; the run ends with its steps
 
@@ -71,7 +72,10 @@ def dataset_path(value: Any, context: Context) -> Outcome:
         return sources([{"path": value}], context)
     listed = next((path for path in (Path(value), context.folder / value) if path.is_file()), None)
     if listed is None:
-        return Outcome("refused", "the file that lists the datasets is not here; run this where it is, or give --data")
+        return Outcome(
+            "refused",
+            f"the file that lists the datasets is not here; run this where it is, or give {Argument('data.train')}",
+        )
     content = yaml.safe_load(listed.read_text(encoding="utf-8"))
     return datasets(content.get("datasets") if isinstance(content, dict) else content, context)
 
@@ -145,7 +149,9 @@ def warmup_ratio(value: Any, context: Context) -> Outcome:
     if not value:
         return Outcome("not needed", "off")
     if not steps or steps < 0:
-        return Outcome("by hand", "a share of the steps, which only --steps says: set optim.warmup_steps")
+        return Outcome(
+            "by hand", f"a share of the steps, which only {Argument('optim.steps')} says: set optim.warmup_steps"
+        )
     return Outcome("translated", settings={"optim.warmup_steps": int(steps * value)})
 
 
@@ -170,7 +176,7 @@ def max_steps(value: Any, context: Context) -> Outcome:
         return Outcome("translated", settings={"optim.steps": value})
     if counts_epochs(context):
         return Outcome("not needed", "num_train_epochs says how long the run is")
-    return Outcome("by hand", "the steps of the whole run are not said; give --steps")
+    return Outcome("by hand", f"the steps of the whole run are not said; give {Argument('optim.steps')}")
 
 
 def epochs(value: Any, context: Context) -> Outcome:

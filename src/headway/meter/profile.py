@@ -13,9 +13,9 @@ from headway.errors import UsageError
 from headway.log.boundary import ErrorBoundary
 from headway.meter import clock
 from headway.meter.annotations import Annotations
-from headway.meter.meter import Meter
 from headway.meter.pending import PendingStep
 from headway.meter.step_clock import LoopWatcher, StepTime
+from headway.meter.step_meter import StepMeter
 from headway.meter.trace_file import facts_of, step_facts, write_trace
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _COMPARED = 10  # steps before the window that its steps' times are compared wit
 
 
 def profile(
-    meter: Meter | None,
+    meter: StepMeter | None,
     folder: str | Path,
     *,
     steps: range,
@@ -71,7 +71,7 @@ class ProfiledSteps(LoopWatcher):
 
     def __init__(
         self,
-        meter: Meter | None,
+        meter: StepMeter | None,
         folder: str | Path,
         *,
         steps: range,
@@ -115,7 +115,7 @@ class ProfiledSteps(LoopWatcher):
                 self.give_up()
         self._let_go()
 
-    def start(self, meter: Meter) -> None:
+    def start(self, meter: StepMeter) -> None:
         """Note which rank this is, and begin to record if the window begins with the first step."""
         import torch.distributed as dist
 
@@ -186,7 +186,7 @@ class ProfiledSteps(LoopWatcher):
             self._annotations.close()
             profiler.stop()
 
-    def _open_before(self, meter: Meter, number: int) -> None:
+    def _open_before(self, meter: StepMeter, number: int) -> None:
         """Begin to record if a step is in the window, also in the middle of it, where a run goes on."""
         if number not in self._steps:
             return
@@ -208,7 +208,7 @@ class ProfiledSteps(LoopWatcher):
             self._switching_s = clock.now_s() - begin_s
         self._annotations.step(number)
 
-    def _start_profiler(self, meter: Meter) -> None:
+    def _start_profiler(self, meter: StepMeter) -> None:
         from torch.profiler import ProfilerActivity, profile
 
         on_cuda = meter.device is not None and meter.device.type == "cuda"
@@ -217,7 +217,7 @@ class ProfiledSteps(LoopWatcher):
         profiler.start()
         self._profiler = profiler
 
-    def _close(self, meter: Meter) -> None:
+    def _close(self, meter: StepMeter) -> None:
         """Stop to record, write the file and tell what it cost."""
         begin_s = clock.now_s()
         self._annotations.close()

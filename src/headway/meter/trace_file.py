@@ -22,15 +22,15 @@ from headway.count.storage import to_dict
 from headway.meter.batches import workload_of
 from headway.meter.energy import clocks_of
 from headway.meter.environment import largest_memory
-from headway.meter.meter import Meter
 from headway.meter.pending import PendingStep
+from headway.meter.step_meter import StepMeter
 from headway.version import __version__
 
 SCHEMA_VERSION = 1
 _LEVEL = 5  # of gzip: twice as fast as its default, for a file a tenth larger
 
 
-def facts_of(meter: Meter, *, rank: int, world_size: int, overhead_s: float | None) -> dict[str, Any]:
+def facts_of(meter: StepMeter, *, rank: int, world_size: int, overhead_s: float | None) -> dict[str, Any]:
     """Say what a trace of a meter's loop needs to be explained alone, its steps aside.
 
     Args:
@@ -68,7 +68,7 @@ def digest_of(cost_model: CostModel) -> str:
     return hashlib.sha256(json.dumps([data["rows"], data["parameters"]]).encode()).hexdigest()
 
 
-def step_facts(meter: Meter, step: PendingStep) -> dict[str, Any]:
+def step_facts(meter: StepMeter, step: PendingStep) -> dict[str, Any]:
     """Say what one step computed on this rank, and its FLOPs by the meter's own count.
 
     Ranks that work on each batch together have equal shares of its FLOPs, as far as this one was told of the batch.
@@ -88,7 +88,7 @@ def step_facts(meter: Meter, step: PendingStep) -> dict[str, Any]:
     return {**what_it_computed(shares[0], workload, padding), "packs": _packs(meter, step)}
 
 
-def _packs(meter: Meter, step: PendingStep) -> list[dict[str, Any]]:
+def _packs(meter: StepMeter, step: PendingStep) -> list[dict[str, Any]]:
     """Say of each pass of the meter's model, in order, what it computed, and the FLOPs of each module that attends.
 
     The FLOPs of a module are a list: forward, backward, and what checkpointing runs again.

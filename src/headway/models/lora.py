@@ -22,10 +22,11 @@ from transformers.pytorch_utils import Conv1D
 
 from headway.count import CostModel
 from headway.count.adapters import NEW_ROWS, is_adapter, targets_of
-from headway.errors import CheckpointError, ConfigError, UsageError
+from headway.errors import CheckpointError, ConfigError, UsageError, errors_in
 from headway.models.foreign import check_adapters, foreign, matching_names
 from headway.models.new_rows import add_new_rows, initialise_new_rows, new_rows, resize, without_new_rows
 from headway.models.parallel import fill
+from headway.words import RUN_KEYS, Argument
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # peft's name for an adapter that is alone
@@ -48,10 +49,11 @@ def adapter_modules(cost_model: CostModel, targets: Sequence[str] | None) -> lis
     learning = {entry.name for entry in cost_model.parameters if entry.trainable}
     matches: set[str] = set()
     for target in [None] if targets is None else targets:
-        try:
-            modules = targets_of(cost_model.rows, None if target is None else [target], cost_model.name)
-        except UsageError as error:
-            raise ConfigError(f"model.lora.targets: {str(error).removeprefix('--lora ')}") from error
+        with errors_in(RUN_KEYS):
+            try:
+                modules = targets_of(cost_model.rows, None if target is None else [target], cost_model.name)
+            except UsageError as error:
+                raise error.as_kind(ConfigError) from error
         hits = {name for name in modules if f"{name}.weight" in learning}
         if not hits:
             raise ConfigError(
@@ -265,7 +267,8 @@ def read_adapters(model: PreTrainedModel, folder: Path) -> None:
         raise CheckpointError(
             f"The adapters in {path} are not those that {ADAPTER_CONFIG} beside it describes for this model: "
             f"{len(differing)} tensors are missing, too many or of another shape, such as {differing[0]}. Give the "
-            "model that they were trained on with --base MODEL; only low-rank adapters of linear layers are read."
+            f"model that they were trained on with {Argument('base', example='MODEL')}; only low-rank adapters of "
+            "linear layers are read."
         )
     for name, tensor in theirs.items():
         by_name[name].copy_(tensor)
@@ -308,7 +311,7 @@ def _saved_ids(model: PreTrainedModel, saved: Any, folder: Path) -> list[int]:
         raise CheckpointError(
             f"The {ADAPTER_CONFIG} in {folder} has rows of tokens from {ids[0]} on, and the model ends at "
             f"{len(hf_model.get_input_embeddings().weight)}. Give the model that they were trained on with "
-            "--base MODEL."
+            f"{Argument('base', example='MODEL')}."
         )
     return ids
 

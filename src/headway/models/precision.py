@@ -11,6 +11,7 @@ import torch
 from headway.config import RunConfig
 from headway.errors import ConfigError
 from headway.models.float8 import check_float8
+from headway.words import Argument
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,20 @@ def choose_device(run: RunConfig) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"run.device {run.device!r} is no device; use auto, cpu, cuda or cuda:N.") from error
+        raise ConfigError(
+            f"{Argument('run.device')} {run.device!r} is no device; use auto, cpu, cuda or cuda:N."
+        ) from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"run.device {run.device!r} is not supported; use auto, cpu, cuda or cuda:N.")
+        raise ConfigError(f"{Argument('run.device')} {run.device!r} is not supported; use auto, cpu, cuda or cuda:N.")
     if device.type == "cuda":
         grow_segments()
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = int(os.environ.get("LOCAL_RANK", "0")) if name == "cuda" else device.index
         if index >= count:
             raise ConfigError(
-                f"run.device is {run.device!r}, but PyTorch {torch.__version__} sees {count} CUDA devices here. "
-                "Set run.device=cpu, or install a CUDA build of PyTorch on a machine with a GPU."
+                f"{Argument('run.device')} is {run.device!r}, but PyTorch {torch.__version__} sees {count} CUDA "
+                f"devices here. Set {Argument('run.device', 'cpu')}, or install a CUDA build of PyTorch on a machine "
+                "with a GPU."
             )
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)

@@ -13,11 +13,12 @@ from headway.config.optim import factor_of
 from headway.count import CostModel
 from headway.count.rows import hidden_matrices
 from headway.data.new_tokens import NewIds, NewTokens, new_ids
-from headway.errors import ConfigError, UsageError
+from headway.errors import ConfigError, UsageError, errors_in
 from headway.models.load import named_config
 from headway.models.lora import adapter_modules, add_adapters
 from headway.tracing import trace
 from headway.tracing.build import model_on_shapes
+from headway.words import RUN_KEYS
 
 Rule = Literal["adamw", "muon"]
 
@@ -36,10 +37,11 @@ def freeze(model: nn.Module, cost_model: CostModel, patterns: Sequence[str]) -> 
     Raises:
         ConfigError: a pattern matches nothing, or nothing is left to train.
     """
-    try:
-        frozen = cost_model.freeze(patterns)
-    except UsageError as error:
-        raise ConfigError(f"model.freeze: {str(error).removeprefix('--freeze ')}") from error
+    with errors_in(RUN_KEYS):
+        try:
+            frozen = cost_model.freeze(patterns)
+        except UsageError as error:
+            raise error.as_kind(ConfigError) from error
     parameters = dict(model.named_parameters())
     for entry in frozen.parameters:
         parameters[entry.name].requires_grad_(entry.trainable)
@@ -161,10 +163,11 @@ def _rates(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> dict[
     learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     last: dict[str, str] = {}
     for pattern in optim.lr_of:
-        try:
-            matches = {cost_model.parameters[i].name for i in cost_model.matching(pattern)}
-        except UsageError as error:
-            raise ConfigError(f"optim.lr_of: {error}") from error
+        with errors_in(RUN_KEYS):
+            try:
+                matches = {cost_model.parameters[i].name for i in cost_model.matching(pattern, "lr_of")}
+            except UsageError as error:
+                raise error.as_kind(ConfigError) from error
         if not matches & learning:
             raise ConfigError(
                 f"optim.lr_of: {pattern} matches {len(matches)} parameters of {cost_model.name}, and none of them "

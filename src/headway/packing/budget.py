@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from headway.count import CostModel, Workload
 from headway.errors import ConfigError
+from headway.words import Argument
 
 Floats = NDArray[np.float64]
 
@@ -78,8 +79,8 @@ def over_budget(what: str, size: Size, budget: Budget) -> str:
     limit = f"{budget.tokens} tokens" + (f" and {budget.patches} patches" if budget.patches is not None else "")
     return (
         f"{what} has {size.tokens} tokens and {size.patches} vision patches, more than a pack's budget of {limit}. "
-        "Raise the budget, shrink the images, or choose what to do with over-long samples (data.overlong, overlong of "
-        'a source, or --overlong): "drop" leaves them out, "truncate" cuts their text, "split" makes several of a long '
+        "Raise the budget, shrink the images, or choose what to do with over-long samples ("
+        f'{Argument("overlong")}): "drop" leaves them out, "truncate" cuts their text, "split" makes several of a long '
         "text; all are counted and reported."
     )
 

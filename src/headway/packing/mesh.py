@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from headway.errors import ConfigError
+from headway.words import Argument
 
-_HOW_MANY = "(torchrun --nproc-per-node; --devices in a dry run)"
+
+def _how_many() -> str:
+    return f"(torchrun --nproc-per-node; {Argument('devices')} in a dry run)"
 
 
 @dataclass(frozen=True)
@@ -44,15 +47,15 @@ class MeshShape:
             if world_size % others:
                 raise ConfigError(
                     f"parallel.replicate {replicate} x parallel.sequence {sequence} = {others} does not divide the "
-                    f"{_processes(world_size)} of this run. Start a multiple of {others} processes {_HOW_MANY}, or set "
-                    f"both to numbers whose product divides {world_size}."
+                    f"{_processes(world_size)} of this run. Start a multiple of {others} processes {_how_many()}, or "
+                    f"set both to numbers whose product divides {world_size}."
                 )
             shard = world_size // others
         if others * shard != world_size:
             raise ConfigError(
                 f"parallel.replicate {replicate} x parallel.shard {shard} x parallel.sequence {sequence} = "
                 f"{others * shard} processes, but this run has {_processes(world_size)}. Start {others * shard} "
-                f"{_HOW_MANY}, or set parallel.shard=auto to take as many as there are."
+                f"{_how_many()}, or set parallel.shard=auto to take as many as there are."
             )
         if shard * sequence % expert:
             divisors = [number for number in range(1, shard * sequence + 1) if shard * sequence % number == 0]
@@ -60,7 +63,7 @@ class MeshShape:
                 f"parallel.expert {expert} does not divide the {_processes(shard * sequence)} that share the weights "
                 f"(parallel.shard {shard} x parallel.sequence {sequence}). Set it to one of "
                 f"{', '.join(map(str, divisors))}, or start a multiple of {replicate * expert} "
-                f"processes {_HOW_MANY}."
+                f"processes {_how_many()}."
             )
         return cls(replicate, shard, sequence, expert)
 

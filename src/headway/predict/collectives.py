@@ -12,6 +12,7 @@ from typing import Literal
 from headway.devices import Device
 from headway.errors import PlanError
 from headway.predict.speeds import Cases
+from headway.words import Argument
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 
@@ -103,8 +104,8 @@ class Links:
         if not self.reaches(devices):
             raise PlanError(
                 f"{devices:,} devices are {-(-devices // self.per_node):,} nodes of {self.per_node}, and the network "
-                f"between nodes of {self.device} is not known. Give each device's share with --network, in GB/s, or "
-                "put network_gb_per_s into your own table ($HEADWAY_PEAKS; docs/devices.md)."
+                f"between nodes of {self.device} is not known. Give each device's share with {Argument('network')}, "
+                "in GB/s, or put network_gb_per_s into your own table ($HEADWAY_PEAKS; docs/devices.md)."
             )
 
 

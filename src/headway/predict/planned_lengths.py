@@ -6,20 +6,27 @@ import numpy as np
 
 from headway.config import TrainConfig
 from headway.count import CostModel, Workload
-from headway.errors import ConfigError
+from headway.errors import ConfigError, PlanError
 from headway.packing.budget import square_grid
 from headway.packing.items import Overlong
 from headway.packing.lengths import MIXES, LengthTable, read_lengths
 from headway.packing.mesh import MeshShape
+from headway.words import Argument
 
 STEPS = 16
 """Optimizer steps that packs are planned for, as many as a plan's window has at least."""
 
-NO_LENGTHS = (
-    "nothing says how long the samples are, without which a step has no work. Give --lengths FILE, or set plan.lengths "
-    "or plan.mix, such as --set plan.mix=chats."
-)
-"""What is told where a step is to be predicted and neither a file nor a mix of lengths is given."""
+
+def no_lengths() -> PlanError:
+    """Make the error of a step that is to be predicted with neither a file nor a mix of lengths."""
+    return PlanError(
+        "nothing says how long the samples are, without which a step has no work. Give ",
+        Argument("lengths", example="FILE"),
+        ", or set plan.lengths or plan.mix, such as ",
+        Argument("plan.mix", example="chats"),
+        ".",
+    )
+
 
 MOST_SAMPLES = 50_000_000
 """Samples that are planned at most: two minutes, and 10 GB."""
@@ -45,7 +52,7 @@ def lengths_of(
         raise ConfigError(
             f"{shape.data_ranks} ranks x {accumulation} packs of {data.tokens_per_pack} tokens need {samples:,} "
             f"samples of {mix.name} in {steps} steps, and a dry run plans {MOST_SAMPLES:,} at most. Lower "
-            "data.tokens_per_pack, optim.accumulation or --devices."
+            f"data.tokens_per_pack, optim.accumulation or {Argument('devices')}."
         )
     table = mix.lengths(samples)
     return f"{mix.name}: {mix.description}", table if cost_model.has_vision else _without_media(table)

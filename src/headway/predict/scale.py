@@ -25,11 +25,11 @@ from headway.predict.forecast import Forecaster
 from headway.predict.memory import MemoryPlan
 from headway.predict.planned_lengths import (
     MOST_SAMPLES,
-    NO_LENGTHS,
     STEPS,
     lengths_in_turn,
     lengths_of,
     mean_of,
+    no_lengths,
     read_table,
     repeated,
     samples_of,
@@ -37,6 +37,7 @@ from headway.predict.planned_lengths import (
 from headway.predict.slices import padding_of
 from headway.predict.speeds import Cases, Speeds
 from headway.predict.step_time import StepForecast
+from headway.words import Argument
 
 MOST_DEVICES = 2**20
 FEWEST_STEPS = 2
@@ -182,8 +183,9 @@ def sizes_of(text: str) -> tuple[int, ...]:
         word = part.strip().replace("_", "")
         if not word.isdecimal() or not 1 <= int(word) <= MOST_DEVICES:
             raise PlanError(
-                f"--scale {text}: {part.strip()!r} is no number of devices. Write numbers from 1 to {MOST_DEVICES:,} "
-                "joined by commas, such as 8,64,512."
+                Argument("scale", text),
+                f": {part.strip()!r} is no number of devices. Write numbers from 1 to {MOST_DEVICES:,} "
+                "joined by commas, such as 8,64,512.",
             )
         sizes.append(int(word))
     return tuple(dict.fromkeys(sizes))
@@ -230,5 +232,5 @@ def enough_lengths(
     steps = fitting(mean_of(config.plan.mix)) if config.plan.mix is not None else STEPS
     drawn = lengths_of(config, cost_model, shape, steps)
     if drawn is None:
-        raise PlanError(NO_LENGTHS)
+        raise no_lengths()
     return drawn, steps

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headway.errors import PlanError
+from headway.words import Argument
 
 _TOLERANCE = 0.005  # given values may be rounded this much before they contradict each other
 
@@ -20,31 +21,30 @@ class Quantity:
     key: str  # its name in `solve`
     label: str  # name to print
     unit: str = ""  # such as "s"; "" for counts and fractions
-    option: str = ""  # how the command line takes it, "" where it does not
 
 
 QUANTITIES = (
-    Quantity("flops_per_token", "FLOPs per token", "FLOP", "--flops-per-token"),
-    Quantity("tokens_per_step", "tokens per step", "tokens", "--tokens-per-step"),
+    Quantity("flops_per_token", "FLOPs per token", "FLOP"),
+    Quantity("tokens_per_step", "tokens per step", "tokens"),
     Quantity("step_flops", "FLOPs per step", "FLOP"),
-    Quantity("num_chips", "chips", "", "--chips"),
-    Quantity("peak_flops_per_s", "peak of one chip", "FLOP/s", "--device"),
+    Quantity("num_chips", "chips"),
+    Quantity("peak_flops_per_s", "peak of one chip", "FLOP/s"),
     Quantity("optimal_step_s", "optimal step time", "s"),
-    Quantity("step_s", "step time", "s", "--step-time"),
+    Quantity("step_s", "step time", "s"),
     Quantity("optimal_tokens_per_s", "optimal tokens/s", "tokens/s"),
-    Quantity("tokens_per_s", "tokens/s", "tokens/s", "--tokens-per-s"),
-    Quantity("tokens_per_s_per_chip", "tokens/s per chip", "tokens/s", "--tokens-per-s-per-chip"),
+    Quantity("tokens_per_s", "tokens/s", "tokens/s"),
+    Quantity("tokens_per_s_per_chip", "tokens/s per chip", "tokens/s"),
     Quantity("flops_per_s_per_chip", "useful rate per chip", "FLOP/s"),
-    Quantity("mfu", "MFU", "", "--mfu"),
-    Quantity("total_tokens", "total tokens", "tokens", "--total-tokens"),
+    Quantity("mfu", "MFU"),
+    Quantity("total_tokens", "total tokens", "tokens"),
     Quantity("total_flops", "total FLOPs", "FLOP"),
     Quantity("num_steps", "steps"),
-    Quantity("time_s", "training time", "s", "--within"),
+    Quantity("time_s", "training time", "s"),
     Quantity("chip_hours", "chip-hours", "h"),
-    Quantity("price_per_chip_hour", "price per chip-hour", "", "--price"),
+    Quantity("price_per_chip_hour", "price per chip-hour"),
     Quantity("cost", "cost"),
 )
-"""What `solve` takes and gives: the name of each quantity, its label, its unit and its option of `headway mfu`."""
+"""What `solve` takes and gives: the name of each quantity, its label and its unit."""
 _BY_KEY = {quantity.key: quantity for quantity in QUANTITIES}
 
 # A dictionary of exponents: the product of quantities to these powers, times `scale`, is 1. Some follow from others;
@@ -115,8 +115,8 @@ def solve(inputs: Mapping[str, float]) -> Solution:
         values[key] = float(value)
     if inputs.get("mfu", 0.0) > 1:
         raise PlanError(
-            f"--mfu {inputs['mfu']:g} is above 1, which no device reaches. Give a fraction: "
-            f"{inputs['mfu'] / 100:g} for {inputs['mfu']:g} %."
+            Argument("mfu", inputs["mfu"]),
+            f" is above 1, which no device reaches. Give a fraction: {inputs['mfu'] / 100:g} for {inputs['mfu']:g} %.",
         )
     changed = True
     # an identity with one unknown gives it; each new value may complete another identity
@@ -136,9 +136,10 @@ def solve(inputs: Mapping[str, float]) -> Solution:
     # nothing was derived: say what would help
     if len(values) == len(inputs):
         raise PlanError(
-            f"nothing follows from {_list(inputs)}. An MFU needs FLOPs per token (a model with segments or --seq-len), "
-            "--chips, --device and --step-time with --tokens-per-step, or tokens/s; a training time needs "
-            "--total-tokens and tokens/s, or an MFU with chips, device and model; chips needed follow from --within."
+            f"nothing follows from {_list(inputs)}. An MFU needs FLOPs per token (a model with segments or "
+            f"{Argument('seq_len')}), {Argument('num_chips')}, {Argument('peak_flops_per_s')} and {Argument('step_s')} "
+            f"with {Argument('tokens_per_step')}, or tokens/s; a training time needs {Argument('total_tokens')} and "
+            f"tokens/s, or an MFU with chips, device and model; chips needed follow from {Argument('time_s')}."
         )
     return Solution(values, frozenset(inputs), _warnings(values))
 
@@ -163,8 +164,8 @@ def _warnings(values: Mapping[str, float]) -> tuple[str, ...]:
         return ()
     return (
         f"an MFU of {mfu:.1%} is above 100 %, which no device reaches, so these numbers do not belong together. "
-        "Likely causes: tokens/s or step time of another number of chips (--chips), tokens per step of one chip, "
-        "another device, or another model.",
+        f"Likely causes: tokens/s or step time of another number of chips ({Argument('num_chips')}), tokens per step "
+        "of one chip, another device, or another model.",
     )
 
 

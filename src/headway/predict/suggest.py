@@ -22,6 +22,7 @@ from headway.errors import ConfigError, DataError
 from headway.packing import Budget, Items, Order, Plan, measure
 from headway.predict.dry_run import USABLE, DryRun, dry_run
 from headway.report import format_bytes, format_count, format_share
+from headway.words import Argument
 
 _EPOCHS = 3  # of chats, as LLaMA-Factory's examples/train_full (0.9.3)
 _CORPUS_EPOCHS = 1  # of documents, as language models are trained on theirs
@@ -262,8 +263,8 @@ def _fitted(
     assert planned is not None
     raise ConfigError(
         f"No settings were found with which {raw['model']['path']} trains on one {device.title}: adapters of rank "
-        f"{LORA_RANK} need {format_bytes(planned.memory.peak)}. Give a smaller model or another --device, or plan "
-        "several devices with headway train --dry-run --devices N."
+        f"{LORA_RANK} need {format_bytes(planned.memory.peak)}. Give a smaller model or another {Argument('device')}, "
+        "or plan several devices with headway train --dry-run --devices N."
     )
 
 
@@ -327,7 +328,7 @@ def _comments(
         "optim.state": "how moments are held, to save memory",
         "speed": "Chosen so that the run fits the device's memory.",
         "checkpoint": "The last one is exported as a folder that transformers opens.",
-        "checkpoint.every": "steps from one to the next; --resume goes on from the newest",
+        "checkpoint.every": "steps from one to the next; `headway train --resume` goes on from the newest",
         "run": "Where everything goes: metrics.jsonl, checkpoints, summary.json, export/.",
         "run.folder": "one run each",
     }
@@ -335,7 +336,10 @@ def _comments(
     if planned is not None and planned.device is not None:
         share = planned.memory.peak / (planned.device.memory_bytes or planned.memory.peak)
         peak = f"{format_bytes(planned.memory.peak)} at most, {format_share(share)} of {planned.device.title}"
-        comments |= {"plan": f"Memory by the plan: {peak}.", "plan.device": "for --dry-run, which shows it by part"}
+        comments |= {
+            "plan": f"Memory by the plan: {peak}.",
+            "plan.device": "for `headway train --dry-run`, which shows it by part",
+        }
     comments |= {f"optim.{key}": comments.get(f"optim.{key}", "") for key in optim}
     return comments
 

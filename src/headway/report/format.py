@@ -25,8 +25,8 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(_by_number, text)
 
 
-def _by_number(found: re.Match[str]) -> str:
-    number = ord(found.group())
+def _by_number(match: re.Match[str]) -> str:
+    number = ord(match.group())
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
 
 
@@ -93,10 +93,10 @@ def format_duration(seconds: float) -> str:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 59.995:
         return f"{seconds:.2f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    rounded_s = round(seconds)
+    if rounded_s < 3600:
+        return f"{rounded_s // 60} min {rounded_s % 60} s"
+    return f"{rounded_s // 3600} h {rounded_s % 3600 // 60} min"
 
 
 def format_ms(ns: int) -> str:

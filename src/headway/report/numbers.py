@@ -23,8 +23,8 @@ _LARGEST = 2**62 - 1  # sums and differences of two stay within 64 bits
 
 def quantity(value: object) -> float | None:
     """A number that can be added up and multiplied by others; None for anything else."""
-    known = number(value)
-    return known if known is not None and abs(known) <= _LARGEST_QUANTITY else None
+    amount = number(value)
+    return amount if amount is not None and abs(amount) <= _LARGEST_QUANTITY else None
 
 
 def integer(value: object, *, largest: int = _LARGEST) -> int:
@@ -41,14 +41,14 @@ def integer(value: object, *, largest: int = _LARGEST) -> int:
     (3, -7)
     """
     if type(value) is int:  # most of a million values
-        found = value
+        parsed = value
     elif (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and len(value) <= _LONGEST):
-        found = int(value)
+        parsed = int(value)
     else:
         raise ValueError(f"{str(value)[:_LONGEST]!r} is no whole number")
-    if not -largest <= found <= largest:
-        raise ValueError(f"a number of {found.bit_length()} bits is too large")
-    return found
+    if not -largest <= parsed <= largest:
+        raise ValueError(f"a number of {parsed.bit_length()} bits is too large")
+    return parsed
 
 
 def finite(value: object) -> float:
@@ -57,13 +57,13 @@ def finite(value: object) -> float:
     Raises:
         ValueError: anything else.
     """
-    known = number(value)
-    if known is None:
+    parsed = number(value)
+    if parsed is None:
         raise ValueError(f"{str(value)[:_LONGEST]!r} is no finite number")
-    return known
+    return parsed
 
 
 def numbers(value: object) -> list[float]:
     """A list of finite numbers; an empty one for anything else."""
-    found = [number(one) for one in value] if isinstance(value, list) else []
-    return [one for one in found if one is not None] if None not in found else []
+    values = [number(item) for item in value] if isinstance(value, list) else []
+    return [value for value in values if value is not None] if None not in values else []

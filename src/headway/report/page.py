@@ -130,7 +130,7 @@ def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], pictures:
         ' class="words"' if (column or pictures) and _is_words(row[column] for row in rows) else ""
         for column in range(len(headings))
     ]
-    head = "".join(f'<th scope="col"{kind}>{safe(one)}</th>' for kind, one in zip(kinds, headings, strict=True))
+    head = "".join(f'<th scope="col"{kind}>{safe(heading)}</th>' for kind, heading in zip(kinds, headings, strict=True))
     head = f'<th scope="col">shown</th>{head}' if pictures else head
     body = "".join(
         f"<tr>{picture}"
@@ -143,8 +143,8 @@ def html_table(headings: Sequence[str], rows: Sequence[Sequence[str]], pictures:
 
 def _is_words(cells: Iterable[str]) -> bool:
     """Whether a column holds sentences and no number: it then stands on the left."""
-    told = [*cells]
-    return any(" " in cell for cell in told) and not any(_NUMBER.fullmatch(cell) for cell in told)
+    texts = [*cells]
+    return any(" " in cell for cell in texts) and not any(_NUMBER.fullmatch(cell) for cell in texts)
 
 
 def chart_figure(

@@ -111,11 +111,11 @@ def without_secrets(text: str, *, longest: int) -> str:
     try:
         if len(text) > _LONGEST_FILE:
             raise ValueError("too long")
-        found = json.loads(text) if is_json else yaml.safe_load(text)
-        seen = _Shown().of(found)
+        settings = json.loads(text) if is_json else yaml.safe_load(text)
+        copied = _Shown().of(settings)
     except (ValueError, yaml.YAMLError, RecursionError):
         return "Not shown: it cannot be read as YAML or JSON, or holds too much."
-    shown = json.dumps(seen, indent=1) if is_json else yaml.safe_dump(seen, sort_keys=False, allow_unicode=True)
+    shown = json.dumps(copied, indent=1) if is_json else yaml.safe_dump(copied, sort_keys=False, allow_unicode=True)
     return shown.strip()[:longest]
 
 
@@ -132,11 +132,13 @@ class _Shown:
         if isinstance(node, Mapping):
             if isinstance(node.get("name"), str) and "value" in node and _is_secret(node["name"]):
                 node = {**node, "value": HIDDEN}  # as lists of variables are written
-            return {self._text(name): HIDDEN if _is_secret(str(name)) else self.of(one) for name, one in node.items()}
+            return {
+                self._text(name): HIDDEN if _is_secret(str(name)) else self.of(value) for name, value in node.items()
+            }
         if isinstance(node, list | tuple):
             if len(node) == 2 and isinstance(node[0], str) and node[0].isidentifier() and _is_secret(node[0]):
                 return [node[0], HIDDEN]
-            return [self._argument(one, before) for one, before in zip(node, ["", *node], strict=False)]
+            return [self._argument(item, before) for item, before in zip(node, ["", *node], strict=False)]
         return self._text(node) if isinstance(node, str) else node if _is_plain(node) else str(node)
 
     def _argument(self, item: Any, before: Any) -> Any:

@@ -84,8 +84,8 @@ def _side_by_side(widths: Sequence[int], screen: int | None) -> list[list[int]]:
     """Numbers of the columns of each table: as many as fit beside each other, the first in all of them."""
     tables = [[0]] if widths else [[]]
     for i in range(1, len(widths)):
-        taken = sum(widths[j] + len(_GAP) for j in tables[-1]) + widths[i]
-        if screen is not None and taken > screen and len(tables[-1]) > 1:
+        width = sum(widths[j] + len(_GAP) for j in tables[-1]) + widths[i]
+        if screen is not None and width > screen and len(tables[-1]) > 1:
             tables.append([0])
         tables[-1].append(i)
     return tables
@@ -120,14 +120,15 @@ def render_pairs(pairs: Sequence[tuple[str, str]], *, width: int | None = None) 
     """
     screen = width if width is not None else width_of(sys.stdout)
     pairs = [(printable(name), printable(value)) for name, value in pairs]
-    named = max((len(name) for name, _ in pairs), default=0)
+    name_width = max((len(name) for name, _ in pairs), default=0)
     lines = []
     for name, value in pairs:
-        line = f"{name:<{named}}{_GAP}{value}".rstrip()
+        line = f"{name:<{name_width}}{_GAP}{value}".rstrip()
         if screen is not None and len(line) > screen:
-            room = max(screen - named - len(_GAP), _NARROWEST_WORDS)
-            first, *rest = wrapped(value, room)
-            line = "\n".join([f"{name:<{named}}{_GAP}{first}", *(" " * named + _GAP + words for words in rest)])
+            room = max(screen - name_width - len(_GAP), _NARROWEST_WORDS)
+            first, *others = wrapped(value, room)
+            indent = " " * name_width + _GAP
+            line = "\n".join([f"{name:<{name_width}}{_GAP}{first}", *(indent + words for words in others)])
         lines.append(line)
     return "\n".join(lines)
 

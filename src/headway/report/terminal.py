@@ -11,9 +11,9 @@ _COLOURS = {"red": "31", "yellow": "33"}
 
 def width_of(stream: TextIO) -> int | None:
     """Columns of the terminal behind a stream, 40 to 200; None where there is none. $COLUMNS goes before."""
-    given = os.environ.get("COLUMNS", "")
-    if given.isdecimal() and int(given):
-        columns = int(given)
+    setting = os.environ.get("COLUMNS", "")
+    if setting.isdecimal() and int(setting):
+        columns = int(setting)
     elif stream.isatty():
         columns = shutil.get_terminal_size((80, 24)).columns
     else:

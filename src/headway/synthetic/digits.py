@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import DataError
+from headway.words import Argument
 
 # (height, width) of the frames [pixels]; multiples of 16, two patches of 8, so that no processor resizes them.
 FRAMES = ((16, 16), (16, 32), (32, 16), (32, 32))
@@ -98,7 +99,7 @@ def write_digits(
         _write_samples(data.eval, _compose(eval_images, num_eval, MAX_DIGITS, rng), rng)
     except OSError as error:
         raise DataError(
-            f"cannot write the digits to {folder}: {error.strerror}. Give another folder with --folder."
+            f"cannot write the digits to {folder}: {error.strerror}. Give another folder with {Argument('folder')}."
         ) from error
     return data
 

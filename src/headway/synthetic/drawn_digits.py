@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from headway.errors import DataError
 from headway.plugins import families_with
 from headway.synthetic.digits import load_scans
+from headway.words import Argument
 
 SIDE = 8  # pixels of a scan
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -85,7 +86,7 @@ def write_drawn_digits(folder: Path, *, held_out: float = 0.2, seed: int = 0) ->
             _write(path, [_reading(names[number], scans[number].digit) for number in numbers])
     except OSError as error:
         raise DataError(
-            f"cannot write the digits to {folder}: {error.strerror}. Give another folder with --folder."
+            f"cannot write the digits to {folder}: {error.strerror}. Give another folder with {Argument('folder')}."
         ) from error
     return data
 

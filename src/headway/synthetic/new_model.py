@@ -19,6 +19,7 @@ from headway.errors import ConfigError, DataError
 from headway.models.load import load_model
 from headway.synthetic.small_model import Shape, processor_class, small_config, write_small_model
 from headway.tracing.build import subconfigs
+from headway.words import Argument
 
 TEXT, IMAGES = "qwen3", "qwen3_vl"
 """What a new model is like if nothing is said, without and with pictures or videos in the data."""
@@ -85,8 +86,9 @@ def write_new_model(
     config = _config_like(like or (IMAGES if has_media else TEXT))
     if has_media and getattr(config, "vision_config", None) is None:
         raise ConfigError(
-            f"--like {like} reads text alone, and the data hold pictures or videos. Leave it out for {IMAGES}, or name "
-            "a type with a vision tower."
+            Argument("like", like),
+            f" reads text alone, and the data hold pictures or videos. Leave it out for {IMAGES}, or name "
+            "a type with a vision tower.",
         )
     if any(hasattr(config, f"{part}_config") for part in ("vision", "audio")):
         processor_class(config)
@@ -151,8 +153,9 @@ def _config_like(like: str) -> PreTrainedConfig:
         near = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3)
         hint = f"Did you mean {', '.join(near)}? " if near else ""
         raise ConfigError(
-            f"--like {like!r} is no model type of the installed transformers. {hint}Give a model_type as in a "
-            f"config.json, such as {TEXT} or {IMAGES}."
+            Argument("like"),
+            f" {like!r} is no model type of the installed transformers. {hint}Give a model_type as in a "
+            f"config.json, such as {TEXT} or {IMAGES}.",
         )
     config: PreTrainedConfig = AutoConfig.for_model(name)
     return config

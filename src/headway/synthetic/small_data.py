@@ -14,6 +14,7 @@ from PIL import Image
 from headway.errors import DataError
 from headway.packing.budget import square_grid
 from headway.packing.lengths import Mix
+from headway.words import Argument
 
 # One token each for a tokenizer that learned from them, and a space.
 WORDS = tuple(f"{onset}{rime}" for onset in "bdfgklmnprst" for rime in ("al", "en", "ir", "om", "ut"))
@@ -95,7 +96,8 @@ def write_small_data(
                 file.write(json.dumps({"messages": messages}) + "\n")
     except OSError as error:
         raise DataError(
-            f"cannot write samples to {folder}: {error.strerror}. Give another folder with --set run.folder=FOLDER."
+            f"cannot write samples to {folder}: {error.strerror}. Give another folder with "
+            f"{Argument('run.folder', example='FOLDER')}."
         ) from error
     return folder / "samples.jsonl"
 

@@ -22,6 +22,7 @@ from headway.predict.saved_activations import saved_as_trained
 from headway.report import format_bytes, format_count
 from headway.train.prepare import Run
 from headway.train.watch import LoopPhase
+from headway.words import Argument
 
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|[KMG]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -60,8 +61,8 @@ class Explanation:
             f"out of memory on {run.device} (rank {run.ranks.rank}) in {phase}"
             f"{f', when {format_bytes(requested)} more were asked for' if requested else ''}. "
             f"Held were {format_bytes(total)}: {parts}.{pack} {self._way_out(holders, activations + (requested or 0))} "
-            f"{self._snapshot()}The last checkpoint is whole; change the setting and go on with --resume where it may "
-            "be changed."
+            f"{self._snapshot()}The last checkpoint is whole; change the setting and go on with "
+            f"{Argument('resume', True)} where it may be changed."
         )
 
     def _snapshot(self) -> str:

@@ -43,8 +43,9 @@ from headway.data.stops import with_stops
 from headway.devices import peak_for
 from headway.errors import ConfigError, RunCompleteError
 from headway.log.run_files import CHECKPOINTS, EXPORTS, RUN, write_json
-from headway.meter import Meter
 from headway.meter.environment import bandwidth_of
+from headway.meter.run_meter import RunMeter
+from headway.meter.step_meter import MeteredLoop
 from headway.models.load import Processor, load_config, load_processor
 from headway.models.lora import write_adapter_config
 from headway.models.new_rows import embedding_rows
@@ -89,7 +90,7 @@ class Run:
     processor: Processor
     optimizer: Optimizer
     ema: WeightAverage | None
-    meter: Meter
+    meter: RunMeter
     feed: Feed
     steps: int
     notes: tuple[str, ...]
@@ -211,17 +212,18 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         asynchronous=saving.asynchronous,
         export=exports.make if saving.export == "every" else None,
     )
-    meter = Meter(
-        model,
-        cost_model=cost_model,
-        peak=peak_for(device, precision.peak_dtype),
-        device=device,
-        optimizer=optimizer if math.isfinite(bandwidth_of(device)) else None,
-        recompute=trained.recompute,
-        packing_length=config.data.tokens_per_pack,
-        batch_ranks=ranks.sequence,
-        steps_before=checkpoint.step if checkpoint is not None else 0,
-        exchanges=False,
+    meter = RunMeter(
+        MeteredLoop(
+            model,
+            cost_model=cost_model,
+            peak=peak_for(device, precision.peak_dtype),
+            device=device,
+            optimizer=optimizer if math.isfinite(bandwidth_of(device)) else None,
+            recompute=trained.recompute,
+            packing_length=config.data.tokens_per_pack,
+            batch_ranks=ranks.sequence,
+            steps_before=checkpoint.step if checkpoint is not None else 0,
+        )
     )
     run = Run(
         device=device,

@@ -9,9 +9,9 @@ import torch
 from headway.config.run import ProfileConfig
 from headway.data.feed import Feed
 from headway.errors import ConfigError
-from headway.meter import Meter
 from headway.meter.pending import PendingStep
 from headway.meter.profile import ProfiledSteps
+from headway.meter.step_meter import StepMeter
 from headway.train.recorder import StepRecorder
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ProfileWindow(ProfiledSteps):
         self,
         settings: ProfileConfig,
         folder: Path,
-        meter: Meter,
+        meter: StepMeter,
         *,
         size: int,
         feed: Feed,
@@ -90,7 +90,7 @@ class ProfileWindow(ProfiledSteps):
             self._told[self._meter.steps_before + step.number] = facts
         super().took(step)
 
-    def _start_profiler(self, meter: Meter) -> None:
+    def _start_profiler(self, meter: StepMeter) -> None:
         if self._memory:
             torch.cuda.memory._record_memory_history(max_entries=1_000_000)
         super()._start_profiler(meter)

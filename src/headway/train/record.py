@@ -21,6 +21,7 @@ from headway.log.run_files import LossTally
 from headway.log.sinks import Sinks
 from headway.meter.window import known
 from headway.version import __version__
+from headway.words import Argument
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -171,7 +172,8 @@ def _refusals(path: Path) -> Iterator[None]:
     except OSError as error:
         raise TrainingError(
             f"{path} cannot be written: {error.strerror or error}. Make room or bring the disk back, then go on with "
-            "--resume: checkpoints that are there are whole, and the steps since the last one are taken again."
+            f"{Argument('resume', True)}: checkpoints that are there are whole, and the steps since the last one are "
+            "taken again."
         ) from error
 
 

@@ -19,6 +19,7 @@ from headway.errors import ConfigError
 from headway.log.jsonl import lock
 from headway.log.run_files import CHECKPOINTS, CONFIG, EXPORTS, METRICS
 from headway.log.sink import flatten
+from headway.words import Argument
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -62,8 +63,8 @@ def refuse_existing_run(folder: Path) -> None:
     """
     if has_run(folder):
         raise ConfigError(
-            f"the run folder {folder} already holds a run. Continue it with --resume, start another one elsewhere with "
-            "--set run.folder=FOLDER, or delete the folder."
+            f"the run folder {folder} already holds a run. Continue it with {Argument('resume', True)}, start another "
+            f"one elsewhere with {Argument('run.folder', example='FOLDER')}, or delete the folder."
         )
 
 
@@ -73,7 +74,8 @@ def from_weights_of(folder: Path) -> str:
     model = exports[-1] if exports else "MODEL"
     hint = "" if exports else f", a folder that `headway export {folder} MODEL` makes"
     return (
-        f"from its weights, with --set run.folder=FOLDER --set model.random_init=false --set model.path={model}{hint}"
+        f"from its weights, with {Argument('run.folder', example='FOLDER')} "
+        f"{Argument('model.random_init', example='false')} {Argument('model.path', example=str(model))}{hint}"
     )
 
 
@@ -112,7 +114,7 @@ class RunFolder:
             self.close()
             raise ConfigError(
                 f"the run folder {self.path} cannot be written: {error.strerror or error}. Make room, or give another "
-                "with --set run.folder=FOLDER."
+                f"with {Argument('run.folder', example='FOLDER')}."
             ) from error
         except ConfigError:
             self.close()
@@ -164,7 +166,8 @@ class RunFolder:
             refuse_existing_run(self.path)
         elif resume and not has_run(self.path):
             raise ConfigError(
-                f"there is no run to resume in {self.path}; start one without --resume, or give its run.folder."
+                f"there is no run to resume in {self.path}; start one without {Argument('resume', True)}, or give its "
+                "run.folder."
             )
 
     def _take(self) -> None:
@@ -180,7 +183,7 @@ class RunFolder:
             raise ConfigError(
                 f"the run folder {self.path} belongs to a process that is still running"
                 f"{f' ({owner})' if owner else ''}. Nothing was changed there. Wait until it has ended, or end it, "
-                "or give another folder with --set run.folder=FOLDER."
+                f"or give another folder with {Argument('run.folder', example='FOLDER')}."
             ) from error
         with suppress(OSError):  # who owns it is told in errors only; a full disk is met by the next write
             self._lock.truncate(0)

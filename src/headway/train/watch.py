@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from headway.data import Batch
 from headway.errors import OutOfMemoryError, RankLostError, TrainingError, is_out_of_memory
+from headway.words import Argument
 
 # Ctrl-C; what Kubernetes, Slurm and torchrun send before they kill, and Slurm as `--signal=USR1` asks; and what comes
 # when the terminal is closed.
@@ -174,7 +175,8 @@ def explain_errors(phase: LoopPhase, explain_memory: Callable[[BaseException], s
     except OSError as error:
         raise TrainingError(
             f"{error.filename or 'a file'} could not be read or written in {phase}: {error.strerror or error}. Make "
-            "room or bring the disk back, then go on with --resume-if-any; checkpoints that are there are whole."
+            f"room or bring the disk back, then go on with {Argument('resume', example='None')}; checkpoints that are "
+            "there are whole."
         ) from error
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
@@ -182,7 +184,8 @@ def explain_errors(phase: LoopPhase, explain_memory: Callable[[BaseException], s
         if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST):
             raise RankLostError(
                 f"another rank ended or did not answer in {phase}: {str(error).strip().splitlines()[0]} Its own output "
-                "says why. Start again with --resume-if-any; torchrun --max-restarts does so by itself."
+                f"says why. Start again with {Argument('resume', example='None')}; torchrun --max-restarts does so by "
+                "itself."
             ) from error
         raise
 

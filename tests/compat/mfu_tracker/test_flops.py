@@ -16,7 +16,7 @@ from headway.compat.mfu_tracker import (
 )
 from headway.devices import copy_ceiling
 from headway.errors import WorkloadError
-from helpers.tiny_gpt2 import batch_of, forward_flops, gpt2, step_flops
+from helpers.counter import batch_of, forward_flops, gpt2, step_flops
 
 LENGTHS = [5, 9, 12, 3]
 

@@ -11,8 +11,8 @@ from headway.compat.mfu_tracker import GPUSpec, integrations
 from headway.compat.mfu_tracker.integrations.hf_trainer import MFUCallback
 from headway.compat.mfu_tracker.tracker import Numbers
 from headway.errors import UsageError
-from helpers import checkpointing
-from helpers.tiny_gpt2 import batch_of, gpt2, recomputed_flops, step_flops
+from helpers.counter import batch_of, gpt2, recomputed_flops, step_flops
+from helpers.models import checkpointing_name
 
 SPEC_BYTES = 1e11
 LENGTHS = [5, 9, 12, 3] * 8
@@ -116,7 +116,7 @@ def test_the_modules_that_its_page_imports_are_here():
 def test_recomputation_is_read_off_the_model_and_in_hfu_alone(tmp_path):
     with pytest.warns(UserWarning, match="backward factor is not used"):
         callback = MFUCallback(backward_factor=3.0, num_gpus=2, metric_prefix="")
-    history = run_trainer(tmp_path, callback, **{checkpointing.NAME: True})
+    history = run_trainer(tmp_path, callback, **{checkpointing_name(): True})
     log = next(log for log in history if "mfu" in log)
     assert callback.run.flops.total == step_flops(LENGTHS)
     assert callback.run.flops.recompute == recomputed_flops(LENGTHS)

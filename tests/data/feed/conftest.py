@@ -3,7 +3,7 @@
 import pytest
 
 from headway.data.sources import open_source
-from helpers.fed_data import write_shards
+from helpers.data import write_shards
 
 
 @pytest.fixture(autouse=True)

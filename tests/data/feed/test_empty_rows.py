@@ -7,7 +7,7 @@ from headway.data.feed import lane
 from headway.data.sources import open_source, read_samples
 from headway.errors import DataError
 from headway.packing.order import Stage, StageSource
-from helpers.fed_data import Data, RememberingEncoder
+from helpers.data import Data, RememberingEncoder
 
 WORDS = ["", "It is one.", " \n", "It is two.", None, "\n\n\n", "It is three.", ""]
 FULL = [1, 3, 6]

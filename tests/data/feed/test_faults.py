@@ -16,7 +16,7 @@ from headway.data.bad_rows import BadSamples
 from headway.data.sources import open_source
 from headway.errors import DataError
 from headway.packing.order import Stage, StageSource
-from helpers.fed_data import Data, chat, samples_of, write_shards
+from helpers.data import Data, chat, samples_of, write_shards
 
 ONCE = (Stage((StageSource("pictures", epochs=1),)),)
 KINDS = ("indexed", "stream")

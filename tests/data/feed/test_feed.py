@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from headway.data import transfer
 from headway.errors import CheckpointError, ConfigError
 from headway.packing.order import Stage, StageSource
-from helpers.effort import IS_QUICK, examples
-from helpers.fed_data import Data, RememberingEncoder, samples_of
+from helpers.cases import IS_QUICK, examples
+from helpers.data import Data, RememberingEncoder, samples_of
 
 KINDS = ("indexed", "stream")
 

@@ -14,7 +14,7 @@ from headway.data.sources import open_source
 from headway.data.sources.identity import with_hashes
 from headway.errors import CheckpointError
 from headway.packing.order import Stage, StageSource
-from helpers.fed_data import Data
+from helpers.data import Data
 
 ROWS, SHARDS = 24, 3
 ENDLESS = (Stage((StageSource("rows", weight=1.0),)),)

@@ -15,8 +15,8 @@ from headway.errors import DataError
 from headway.models.losses import IGNORED
 from headway.packing.budget import Budget
 from headway.packing.order import Stage, StageSource
-from helpers.effort import examples
-from helpers.fed_data import Data, RememberingEncoder
+from helpers.cases import examples
+from helpers.data import Data, RememberingEncoder
 
 STAGES = (Stage((StageSource("chats", epochs=1),)),)
 SHORT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

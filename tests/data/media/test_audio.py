@@ -12,8 +12,8 @@ from headway.data.media.audio import Sound
 from headway.errors import DataError
 from headway.models import load_processor
 from headway.synthetic.processor import write_processor
-from helpers.media_files import sound, video
-from helpers.vlm_folders import write_vlm
+from helpers.data import sound, video
+from helpers.folders import write_vlm
 
 HERE = Origin("made", "made.jsonl", 0, "line 1")
 

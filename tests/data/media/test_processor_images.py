@@ -25,7 +25,8 @@ from headway.data.transfer import from_block, to_block
 from headway.errors import ConfigError, DataError
 from headway.models import load_config, load_processor
 from headway.models.vision import patch_size_of
-from helpers.vlm_folders import FAMILIES, VLM_FOLDERS, write_vlm
+from helpers.families import FAMILIES
+from helpers.folders import VLM_FOLDERS, write_vlm
 
 # transformers' PaliGemma makes labels of a tensor by numpy, which numpy 2 warns of
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")

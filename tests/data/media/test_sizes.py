@@ -22,9 +22,9 @@ from headway.models.video import VideoProcessor
 from headway.models.vision import patch_size_of
 from headway.packing.budget import Budget
 from headway.packing.order import Stage, StageSource
-from helpers.fed_data import Data
-from helpers.media_files import video as written
-from helpers.vlm_folders import VLM_FOLDERS, write_vlm
+from helpers.data import Data
+from helpers.data import video as written
+from helpers.folders import VLM_FOLDERS, write_vlm
 
 # transformers' GLM-4V joins pictures in a way that numpy 2 warns of
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")

@@ -20,9 +20,9 @@ from headway.errors import DataError
 from headway.models import load_model, load_processor, rope_index
 from headway.models.video import VideoProcessor
 from headway.synthetic.processor import write_processor
-from helpers.media_files import sound
-from helpers.media_files import video as written
-from helpers.tiny_models import tiny_config
+from helpers.data import sound
+from helpers.data import video as written
+from helpers.models import tiny_config
 
 HERE = Origin("made", "made.jsonl", 0, "line 1")
 LIMIT = 10**8

@@ -13,7 +13,7 @@ from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import MediaRules
 from headway.data.sources.schemas import SCHEMAS, Normaliser
 from headway.errors import ConfigError, DataError
-from helpers.effort import examples
+from helpers.cases import examples
 
 ORIGIN = Origin("data", "data.jsonl", 0, "line 1")
 
@@ -391,7 +391,7 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
         ({"conversations": [{"from": "human"}]}, 'turn 1: got {"from": "human"}, but a turn needs the strings'),
         ({"conversations": [{"from": "alien", "value": "a"}]}, 'turn 1: unknown speaker "alien". Allowed are system'),
         ({"conversations": [{"from": ["gpt"], "value": "a"}]}, 'unknown speaker ["gpt"]'),
-        ({"conversations": [{"from": "human", "value": "<image>"}]}, 'choose the schema "sharegpt"'),
+        ({"conversations": [{"from": "human", "value": "<image>"}]}, "choose schema='sharegpt'"),
         (
             {"conversations": [{"from": "human", "value": "a <image>"}], "images": ["a.png", "b.png"]},
             "its messages place 1 of them",

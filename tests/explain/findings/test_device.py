@@ -4,7 +4,7 @@ import pytest
 
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, paced_steps, products_in_a_row, sidecar, two_kernels_a_step
+from helpers.traces import US, paced_steps, products_in_a_row, sidecar, two_kernels_a_step
 
 HOPPER = [{"name": "NVIDIA H100", "computeMajor": 9, "computeMinor": 0}]
 

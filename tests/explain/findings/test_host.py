@@ -4,7 +4,7 @@ import pytest
 
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, paced_steps, products_in_a_row, shapes, sidecar
+from helpers.traces import US, paced_steps, products_in_a_row, shapes, sidecar
 
 
 def findings_of(tmp_path, trace, **beside):

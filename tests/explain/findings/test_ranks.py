@@ -4,7 +4,7 @@ import pytest
 
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import US, paced_steps, sidecar
+from helpers.traces import US, paced_steps, sidecar
 
 
 def rank_of(tmp_path, rank, busy_us, *, flops=None, kind="AllReduce"):

@@ -11,7 +11,7 @@ from headway.explain.findings.evidence import Observation, RunEvidence, RunStep,
 from headway.explain.findings.rules import RULES, Rule, find
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.written_traces import two_kernels_a_step
+from helpers.traces import two_kernels_a_step
 
 
 def step_of(mfu=0.3, **us):

@@ -16,9 +16,8 @@ from headway.families.bagel.checkpoint import import_bagel
 from headway.families.bagel.encoding import DrawingEncoder
 from headway.models.load import load_model, load_processor
 from headway.synthetic.processor import write_tokenizer
-from helpers.drawing_data import WORDS, write_data
+from helpers.drawing import TEXT, TOWER, VAE, WORDS, tiny_bagel, write_data
 from helpers.hostile import ODD
-from helpers.tiny_bagel import TEXT, TOWER, VAE, tiny_bagel
 
 WIDE = VAE | {"block_out_channels": [32, 64], "norm_num_groups": 32, "scaling_factor": 0.3611, "shift_factor": 0.1159}
 

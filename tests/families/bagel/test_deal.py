@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.families.bagel.deal import deal
-from helpers.tiny_bagel import EDIT, PICTURE, QUESTION, config, pack
+from helpers.drawing import EDIT, PICTURE, QUESTION, bagel_config, pack
 
 KINDS = ("understood_slots", "supervised_rows", "image_rows", "latent_slots")
 
 
 @given(st.lists(st.sampled_from([QUESTION, PICTURE, EDIT]), min_size=1, max_size=5), st.integers(1, 6))
 def test_every_slot_is_dealt_once_and_every_kind_in_equal_parts(samples, degree):
-    whole, workload = pack(samples, config())
+    whole, workload = pack(samples, bagel_config())
     whole = {name: value for name, value in whole.items() if value is not None}
     parts = [deal(whole, rank, degree) for rank in range(degree)]
     slots = torch.cat([part.slots_H for part in parts])
@@ -35,7 +35,7 @@ def test_every_slot_is_dealt_once_and_every_kind_in_equal_parts(samples, degree)
 def test_images_that_are_encoded_go_to_the_processes_that_hold_a_part_of_them():
     # Grids of 6, 4, 4 and 6 latent patches behind 37 understood tokens: as 37 = 3 x 12 + 1, the second process is next,
     # and parts are of 6, 7 and 7: the first grid; the second with three of the third; its last with the fourth.
-    whole, _ = pack([PICTURE, EDIT, PICTURE], config())
+    whole, _ = pack([PICTURE, EDIT, PICTURE], bagel_config())
     del whole["latents"]
     whole["latent_pixels"] = [torch.full((1,), float(number)) for number in range(4)]
     found = [deal(whole, rank, 3).arguments for rank in range(3)]
@@ -44,7 +44,7 @@ def test_images_that_are_encoded_go_to_the_processes_that_hold_a_part_of_them():
 
 
 def test_fewer_patches_than_processes_get_a_blank_image_beside_them():
-    whole, _ = pack([EDIT], config())  # of two patches
+    whole, _ = pack([EDIT], bagel_config())  # of two patches
     parts = [deal(whole, rank, 4) for rank in range(4)]
     found = [part.arguments for part in parts]
     assert [len(each["pixel_values"]) for each in found] == [1] * 4

@@ -19,7 +19,19 @@ from headway.packing.parts import SamplePart
 from headway.plugins import register_families
 from headway.tracing import trace
 from headway.tracing.verify import verify
-from helpers.tiny_bagel import EDIT, PICTURE, QUESTION, TEXT, TOWER, VAE, config, contents, dense_mask, pack, tiny_bagel
+from helpers.drawing import (
+    EDIT,
+    PICTURE,
+    QUESTION,
+    TEXT,
+    TOWER,
+    VAE,
+    bagel_config,
+    contents,
+    dense_mask,
+    pack,
+    tiny_bagel,
+)
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +272,7 @@ def test_noise_says_which_latents_of_the_autoencoders_distribution_are_drawn():
 )
 def test_a_part_that_does_not_fit_gets_one_clear_error(parts, said):
     with pytest.raises(DataError, match=said):
-        lay_out([parts], config())
+        lay_out([parts], bagel_config())
 
 
 def test_other_blocks_and_rotary_towers_are_refused():
@@ -298,7 +310,7 @@ def test_a_missing_diffusers_is_named(monkeypatch):
 
 
 def test_positions_are_shared_by_an_image_and_stay_behind_a_drawn_one():
-    given, workload = lay_out([EDIT], config())
+    given, workload = lay_out([EDIT], bagel_config())
     assert given["position_ids"][0].tolist() == [0] * 6 + [1] * 4 + [2, 3, 4, 5, 6] + [7] * 6 + [7, 8, 9, 10, 11, 12]
     assert workload == Workload(
         splits=[[("full", 6), ("full", 4), ("causal", 5), ("noise", 6), ("causal", 6)]],
@@ -307,8 +319,8 @@ def test_positions_are_shared_by_an_image_and_stay_behind_a_drawn_one():
         latents=[(1, 2, 2)],
         supervised=4,
     )
-    assert np.array_equal(splits.mask(workload.splits), dense_mask([EDIT], config())[0, 0].numpy())
-    assert len(contents(EDIT, config(), 0)["input_ids"]) == workload.tokens
+    assert np.array_equal(splits.mask(workload.splits), dense_mask([EDIT], bagel_config())[0, 0].numpy())
+    assert len(contents(EDIT, bagel_config(), 0)["input_ids"]) == workload.tokens
 
 
 def test_ligers_kernels_find_their_places_in_both_copies(model):

@@ -9,7 +9,7 @@ from headway.count import splits
 from headway.families.bagel.layout import lay_out
 from headway.families.bagel.sampling import Guidance, Request, draw_images
 from headway.packing.parts import SamplePart
-from helpers.tiny_bagel import contents, dense_mask, tiny_bagel
+from helpers.drawing import contents, dense_mask, tiny_bagel
 
 AROUND = (5, 6)
 EDIT = (SamplePart("reference", rows=2, columns=2), SamplePart("read", rows=2, columns=1), SamplePart("text", 5))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from headway.models.parallel.exchange import gather_slots, heads_to_tokens, own_heads, split_over, tokens_to_heads
-from helpers.effort import examples
+from helpers.cases import examples
 
 TOLERANCE = 1e-12  # float64
 EXAMPLES = settings(

@@ -21,7 +21,7 @@ from headway.models.experts import experts_of, use_experts
 from headway.models.load import load_model
 from headway.models.materialise import read_weights
 from headway.models.parallel.experts import spread_experts
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 FAMILIES = ("qwen3_moe", "qwen3_vl_moe", "gpt_oss_sinks", "deepseek_v3")
 EXPERTS, TOKENS = 4, 23
@@ -61,7 +61,7 @@ def check_model(family: str, mesh: DeviceMesh, *, folder: Path | None = None, co
     """Losses and every parameter's gradient are those of one process that has all packs, on its own experts' loop.
 
     Args:
-        family: as in `tiny_models`.
+        family: as in `helpers.models`.
         mesh: of processes.
         folder: where the weights are written and read, if the model is shared out before it has them.
         compiled: whether its layers are compiled, and recomputed in the backward pass.

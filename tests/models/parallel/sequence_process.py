@@ -23,7 +23,7 @@ from headway.models import load_model
 from headway.models.head import model_with_loss
 from headway.models.parallel.sequence import local_slots, share_packs
 from headway.models.vision import vision_geometry
-from helpers.tiny_models import SPECIAL_TOKENS, VISION_FAMILIES, tiny_config
+from helpers.models import SPECIAL_TOKENS, VISION_FAMILIES, tiny_config
 
 TOLERANCE = 1e-5  # float32, relative
 IMAGE, VIDEO = SPECIAL_TOKENS["image_token_id"], SPECIAL_TOKENS["video_token_id"]
@@ -47,7 +47,7 @@ class Case(NamedTuple):
     """A model and a pack.
 
     Attributes:
-        family: as in `tiny_models`.
+        family: as in `helpers.models`.
         layout: of the pack.
         language: changes to the language model's configuration.
         vision: changes to the vision tower's.

@@ -13,7 +13,7 @@ from headway.models.materialise import read_weights
 from headway.models.parallel import Mesh, build_mesh, clip_, reduce_gradients, shard_model
 from headway.models.vision import vision_tower
 from headway.packing.mesh import MeshShape
-from helpers.tiny_models import tiny_config
+from helpers.models import tiny_config
 
 
 def sharded(spec, mesh: Mesh, dtype=torch.float32):

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 from headway.errors import ConfigError
 from headway.models.parallel.experts import spread_experts
+from helpers.models import tiny_config
 from helpers.processes import run_processes
-from helpers.tiny_models import tiny_config
 
 
 @pytest.mark.dist

@@ -15,10 +15,9 @@ from headway.models import load_model, use_attention
 from headway.models.attention import attend
 from headway.models.parallel.exchange import split_over
 from headway.models.parallel.sequence import local_slots, share_packs
-from helpers.drawing_data import chat, image, write_data, write_model
+from helpers.drawing import VAE, chat, image, tiny_bagel, write_data, write_model
+from helpers.models import RECURRENT_FAMILIES, tiny_config
 from helpers.processes import run_processes
-from helpers.tiny_bagel import VAE, tiny_bagel
-from helpers.tiny_models import RECURRENT_FAMILIES, tiny_config
 
 
 @pytest.mark.dist

@@ -7,8 +7,8 @@ import pytest
 from transformers import LlamaConfig
 
 from headway.models.load import load_model
+from helpers.models import tiny_config
 from helpers.processes import run_processes
-from helpers.tiny_models import tiny_config
 
 PROCESS = Path(__file__).with_name("sharded_process.py")
 FEW = ("gpt2", "qwen3_tied", "gpt_oss_sinks", "qwen2_5_vl", "qwen3_vl_moe")

@@ -6,7 +6,7 @@ from headway.config import load_config
 from headway.count import load_cost_model
 from headway.count.activations import SavedByPrecision, shipped_activations
 from headway.predict.tune import Search, Space
-from helpers.pretended_search import pretended, table
+from helpers.device import length_table, pretended_step
 from helpers.processes import ROOT
 
 
@@ -19,7 +19,7 @@ def recipe():
 def make_search(recipe):
     """A search of a small space on 8 devices: two accumulations, three choices of blocks, two chunks."""
 
-    def make(room_gib=60.0, config=None, timer=pretended, **space):
+    def make(room_gib=60.0, config=None, timer=pretended_step, **space):
         axes = {
             "accumulations": (1, 2),
             "recomputes": ("none", "full", "left"),
@@ -29,7 +29,7 @@ def make_search(recipe):
         model = load_cost_model("qwen2.5-7b")
         saved = SavedByPrecision(lambda precision: shipped_activations("qwen2.5-7b", precision))
         room = None if room_gib is None else int(room_gib * 2**30)
-        lengths = ("uniform", table())
+        lengths = ("uniform", length_table())
         return Search(config or recipe, model, saved, 8, room, lengths, timer, Space(8 * 32_768, **axes))
 
     return make

@@ -12,7 +12,7 @@ from headway.predict.dry_run import memory_plan, plan_packs
 from headway.predict.tune import distinct, front
 from headway.predict.tune.search import PricedLengths
 from headway.predict.tune.space import changed_config
-from helpers.pretended_search import pretended, table
+from helpers.device import length_table, pretended_step
 
 
 def test_choices_are_ranked_by_useful_flops_over_predicted_time_and_fit(make_search):
@@ -83,7 +83,7 @@ def test_what_the_limit_leaves_is_used_for_activations(make_search):
 
 def test_samples_are_not_given_up_for_speed(make_search, recipe):
     """Packs shorter than the longest sample would drop it; the recipe's own drop none."""
-    search = make_search(accumulations=(1, 2, 16), timer=lambda config, packs: pretended(config, packs, {}))
+    search = make_search(accumulations=(1, 2, 16), timer=lambda config, packs: pretended_step(config, packs, {}))
     assert {one.config.optim.accumulation for one in search.run().candidates} == {1, 2}
 
 
@@ -105,7 +105,7 @@ def test_the_recipe_itself_is_timed_too(make_search, recipe):
 
 def test_lengths_cost_what_they_cost_and_are_counted_once(make_search, monkeypatch):
     model = make_search().cost_model
-    lengths = table(50, 90)
+    lengths = length_table(50, 90)
     priced = PricedLengths(lengths.tokens, lengths.patches, lengths.grids, lengths.grid_rows)
     expected = lengths.costs(model)
     assert (priced.costs(model) == expected).all()

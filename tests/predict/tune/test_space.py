@@ -2,10 +2,22 @@
 
 import numpy as np
 import pytest
+import yaml
 
+from headway.config import load_config
 from headway.errors import ConfigError, PlanError
 from headway.packing.lengths import LengthTable
-from headway.predict.tune.space import LEFT, Space, assignment, changed_config, changes, differences, parse_step_tokens
+from headway.predict.tune.space import (
+    LEFT,
+    Space,
+    assignment,
+    changed_config,
+    changes,
+    differences,
+    parse_step_tokens,
+    recipe_text,
+)
+from helpers.processes import ROOT
 
 
 def lengths(tokens, patches=None):
@@ -134,3 +146,21 @@ def test_what_changes_is_told_as_set_takes_it(recipe):
         "parallel.reshard=false",
     ]
     assert assignment("speed.recompute", "full,-attention") == "speed.recompute=full,-attention"
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl-7b-video-51200", "qwen3-vl-8b-video-51200-sp2"])
+def test_a_recipe_reads_back_as_what_was_found(name, tmp_path):
+    base = ROOT / "recipes" / f"{name}.yaml"
+    values = {"data.tokens_per_pack": 40_960, "optim.accumulation": 3, "speed.loss_chunk": None, "parallel.sequence": 4}
+    config = changed_config(load_config(base), {**values, "plan.device": "H100", "speed.recompute": "memory:12.5GiB"})
+    target = tmp_path / "best.yaml"
+    target.write_text(recipe_text(base, config, target, "A remark."), encoding="utf-8")
+    assert load_config(target) == config
+    assert target.read_text().startswith("# A remark.\nextends: ")
+
+
+def test_a_recipe_holds_no_more_than_what_changes(tmp_path):
+    base = ROOT / "recipes/qwen2.5-7b-text-81920.yaml"
+    config = changed_config(load_config(base), {"optim.accumulation": 2})
+    written = yaml.safe_load(recipe_text(base, config, ROOT / "best.yaml", "A remark."))
+    assert written == {"extends": "recipes/qwen2.5-7b-text-81920.yaml", "optim": {"accumulation": 2}}

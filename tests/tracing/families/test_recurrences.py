@@ -22,8 +22,8 @@ from headway.tracing import trace
 from headway.tracing.build import model_class
 from headway.tracing.stand_ins import watched
 from headway.tracing.verify import CountedStep, verify
-from helpers.effort import some
-from helpers.tiny_models import RECURRENT_FAMILIES, tiny_config, tiny_ledger
+from helpers.cases import some
+from helpers.models import RECURRENT_FAMILIES, tiny_config, tiny_ledger, tiny_model
 
 TOKENS = 21
 
@@ -171,9 +171,7 @@ def test_one_number_a_channel_is_a_gate_and_costs_nothing(family):
 
 
 def real_model(family, **options):
-    torch.manual_seed(0)
-    config = tiny_config(family)
-    return model_class(config)._from_config(config, dtype=torch.float32, **options).train()
+    return tiny_model(family, dtype=torch.float32, **options).train()
 
 
 OFTEN = [("qwen3_next", 1), ("qwen3_next", 7), ("mamba", 1), ("mamba", 7), ("rwkv", 1)]  # every 7th is trained

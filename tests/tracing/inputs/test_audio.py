@@ -9,15 +9,15 @@ from headway.count import Workload
 from headway.tracing import trace
 from headway.tracing.inputs.model_inputs import Inputs
 from headway.tracing.verify import verify
-from helpers.pytorch_counter import count_forward
-from helpers.tiny_speech import SPEECH_FAMILIES, tiny_speech_model
+from helpers.counter import count_forward
+from helpers.models import SPEECH_FAMILIES, tiny_model
 
 CPU = torch.device("cpu")
 
 
 def real(family):
     torch.manual_seed(0)
-    return tiny_speech_model(family)
+    return tiny_model(family)
 
 
 @functools.cache

@@ -12,15 +12,13 @@ from headway.tracing import trace
 from headway.tracing.build import model_class, twin_of_config
 from headway.tracing.inputs.model_inputs import Inputs
 from headway.tracing.verify import verify
-from helpers.effort import some
-from helpers.pytorch_counter import expected_step, real_step
-from helpers.tiny_images import IMAGE_FAMILIES, tiny_image_config
+from helpers.cases import some
+from helpers.counter import expected_step, real_step
+from helpers.models import IMAGE_FAMILIES, tiny_config, tiny_model
 
 
 def real(family):
-    torch.manual_seed(0)
-    config = tiny_image_config(family)
-    return model_class(config)._from_config(config, dtype=torch.float32)
+    return tiny_model(family, dtype=torch.float32)
 
 
 def differences(model, run):
@@ -181,8 +179,8 @@ def test_pictures_that_see_each_other_in_causal_text_add_half_their_square():
 )
 def test_images_and_videos_have_towers_of_their_own():
     config = transformers.VideoLlavaConfig(
-        text_config=tiny_image_config("llava").text_config.to_dict(),
-        vision_config=tiny_image_config("llava").vision_config.to_dict(),
+        text_config=tiny_config("llava").text_config.to_dict(),
+        vision_config=tiny_config("llava").vision_config.to_dict(),
         image_token_index=3, video_token_index=4,
     )  # fmt: skip
     model = model_class(config)._from_config(config, dtype=torch.float32)
@@ -205,7 +203,7 @@ def test_text_that_reads_pictures_keeps_its_layers():
 
 
 def test_images_without_a_token_are_refused_by_name():
-    config = tiny_image_config("blip2")
+    config = tiny_config("blip2")
     config.image_token_index = None
     with pytest.raises(TraceError, match="which token stands for an image: set its image_token_id"):
         trace(config)

@@ -7,15 +7,15 @@ from headway.tracing import trace
 from headway.tracing.build import model_class
 from headway.tracing.inputs.model_inputs import Inputs
 from headway.tracing.verify import verify
-from helpers.pytorch_counter import count_forward
-from helpers.tiny_images import IMAGE_FAMILIES, tiny_image_config
+from helpers.counter import count_forward
+from helpers.models import IMAGE_FAMILIES, tiny_config
 
 CPU = torch.device("cpu")
 
 
 def real(family, **options):
     torch.manual_seed(0)
-    config = tiny_image_config(family)
+    config = tiny_config(family)
     for name, value in options.items():
         setattr(config, name, value)
     return model_class(config)._from_config(config, dtype=torch.float32)

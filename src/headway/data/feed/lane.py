@@ -17,7 +17,7 @@ from headway.data.conditions import lengths_without
 from headway.data.feed.lane_source import LaneSource, ReadPosition
 from headway.data.feed.make import DroppedSample, FinishedPack, PackMaker, Piece, SkippedSample
 from headway.data.pack_times import charged_to
-from headway.data.samples import Sample, SampleError, SampleLengths
+from headway.data.samples import Sample, SampleError, SampleLengths, unusable
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.packing.budget import Budget, Size, over_budget, segments_within
 from headway.packing.items import Overlong, Policies
@@ -313,10 +313,11 @@ class Lane:
         """Leave a sample out, unless a lane that may never end holds nothing else."""
         self._dropped_in_a_row += 1
         if self._dropped_in_a_row > _MOST_DROPPED_IN_A_ROW:
-            raise DataError(
-                f"{buffered.sample.where}: this and the {_MOST_DROPPED_IN_A_ROW:,} samples before it are empty or "
+            raise unusable(
+                buffered.sample,
+                f"this and the {_MOST_DROPPED_IN_A_ROW:,} samples before it are empty or "
                 f"exceed a pack of {self._streaming.budget.tokens:,} tokens, so no step can be made. Look at the data "
-                "with `headway look`."
+                "with `headway look`.",
             )
         self._dropped.append(DroppedSample(buffered.sample.origin.source, tokens))
 

@@ -158,8 +158,9 @@ def part_of(sample: EncodedSample, start: int, stop: int) -> EncodedSample:
         cut = sample.slice(start, stop)
     if cut is None:
         raise DataError(
-            f"{sample.where}: the sample has {sample.tokens} tokens, and tokens {start} to {stop} of it were planned, "
+            f"the sample has {sample.tokens} tokens, and tokens {start} to {stop} of it were planned, "
             "which cannot be cut out of it. It changed since it was indexed, as where an image was replaced under "
-            "the same name; measure it anew with `headway index DATA --model MODEL --refresh`."
+            "the same name; measure it anew with `headway index DATA --model MODEL --refresh`.",
+            where=sample.where,
         )
     return cut

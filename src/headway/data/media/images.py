@@ -13,6 +13,7 @@ from PIL import Image as Pillow
 
 from headway.data.samples import Media, media_error
 from headway.errors import ConfigError
+from headway.words import Argument
 
 MAX_IMAGE_PIXELS = 89_478_485
 """Default bound on an image [pixels]: a quarter GiB of 24-bit colour, as Pillow's own `Image.MAX_IMAGE_PIXELS`."""
@@ -142,7 +143,7 @@ class Picture:
                 self._where,
                 "image",
                 f"it has {width} x {height} pixels, more than the limit of {max_pixels}, and may be a "
-                "decompression bomb. Shrink it, or raise max_image_pixels",
+                f"decompression bomb. Shrink it, or raise {Argument('max_image_pixels')}",
             )
         return self._upright_size()
 

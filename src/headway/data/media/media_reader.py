@@ -264,8 +264,9 @@ class MediaReader:
         kind = _NOUNS.get(row.name, row.name)
         model = f"the model reads {', '.join(['text', *reads])}" if reads else "the model reads text alone"
         return DataError(
-            f"{where}: the chat holds {number} {kind}, but {model} here. Choose another model, or a dataset without "
-            f"{kind}. The processor is {type(self._processor).__name__}; docs/models.md lists what each family reads."
+            f"the chat holds {number} {kind}, but {model} here. Choose another model, or a dataset without "
+            f"{kind}. The processor is {type(self._processor).__name__}; docs/models.md lists what each family reads.",
+            where=where,
         )
 
 
@@ -291,4 +292,4 @@ def refused(where: str, what: str, reason: str) -> DataError:
         what: of its media, such as "an image".
         reason: the processor's own words.
     """
-    return DataError(f"{where}: the model's processor refuses {what}: {reason}")
+    return DataError(f"the model's processor refuses {what}: {reason}", where=where)

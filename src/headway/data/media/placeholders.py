@@ -19,6 +19,7 @@ from headway.data.chat import Span
 from headway.data.media.processor_images import ProcessedImages
 from headway.errors import DataError
 from headway.models.foreign import foreign
+from headway.words import Argument
 
 MAX_CHARACTERS = 5_000_000
 """Default bound on a text [characters]: tokenizers take up to 400 bytes of memory for each, 2 GB for so many."""
@@ -146,8 +147,9 @@ class Tokeniser:
         tokens = self._repeated(ids, np.ones(len(ids), np.bool_), np.zeros(len(ids), np.bool_), None)
         if np.isin(tokens.ids_S, [*self._types, *self._ids.values()]).any():
             raise DataError(
-                f"{where}: the document holds the model's placeholder of an image, video or sound but has none. Remove "
-                "it from the text."
+                "the document holds the model's placeholder of an image, video or sound but has none. Remove "
+                "it from the text.",
+                where=where,
             )
         return tokens
 
@@ -157,10 +159,11 @@ class Tokeniser:
             if not 0 <= token < self._num_ids:
                 shown = token if abs(token) < 2**63 else "of more than 64 bits"
                 if self._num_ids <= token < self._num_ids + self.missing_rows:
-                    raise DataError(f"{where}: it holds the token id {token}. {self.added_tokens()}")
+                    raise DataError(f"it holds the token id {token}. {self.added_tokens()}", where=where)
                 raise DataError(
-                    f"{where}: it holds the token id {shown}, but the ids of this model run from 0 to "
-                    f"{self._num_ids - 1}. The ids are another tokenizer's, or damaged."
+                    f"it holds the token id {shown}, but the ids of this model run from 0 to "
+                    f"{self._num_ids - 1}. The ids are another tokenizer's, or damaged.",
+                    where=where,
                 )
         return np.asarray(ids, np.int64)
 
@@ -185,8 +188,9 @@ class Tokeniser:
     def _encode(self, text: str, adds_special: bool, where: str) -> Any:
         if len(text) > self._max_characters:
             raise DataError(
-                f"{where}: its text has {len(text):,} characters, more than the limit of {self._max_characters:,}: "
-                "tokenising takes up to 400 bytes of memory for each. Split the text, or raise max_characters."
+                f"its text has {len(text):,} characters, more than the limit of {self._max_characters:,}: tokenising "
+                f"takes up to 400 bytes of memory for each. Split the text, or raise {Argument('max_characters')}.",
+                where=where,
             )
         with foreign(partial(_refusal, where)):
             return self.tokenizer(
@@ -209,16 +213,18 @@ class Tokeniser:
         for word in self._written_only:
             if word in text:
                 raise DataError(
-                    f"{where}: the chat's text holds {word!r}, which only the model's processor writes, in place of an "
-                    "image. Remove it from the text."
+                    f"the chat's text holds {word!r}, which only the model's processor writes, in place of an "
+                    "image. Remove it from the text.",
+                    where=where,
                 )
         for kind, word in self.words.items():
             num_in_text, num_media = text.count(word), len(written.get(kind, ()))
             if num_in_text != num_media:
                 raise DataError(
-                    f"{where}: the chat's text holds the model's {kind} placeholder {word!r} {num_in_text} times, but "
+                    f"the chat's text holds the model's {kind} placeholder {word!r} {num_in_text} times, but "
                     f"the chat has {num_media} {kind} parts. Remove the placeholder from the text; media are parts of "
-                    "their own, and the chat template must write one placeholder for each."
+                    "their own, and the chat template must write one placeholder for each.",
+                    where=where,
                 )
         # The text with each placeholder replaced by the processor's words, its runs cut to one token each.
         pieces, ends, shifts, counts, inside, last = [], [], [0], [], [], 0
@@ -265,5 +271,5 @@ class Tokeniser:
 
 def _refusal(where: str, reason: str) -> DataError:
     return DataError(
-        f"{where}: the model's tokenizer refuses this text: {reason} Check the text, and the tokenizer.json."
+        f"the model's tokenizer refuses this text: {reason} Check the text, and the tokenizer.json.", where=where
     )

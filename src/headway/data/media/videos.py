@@ -18,6 +18,7 @@ from headway.data.samples import Grid, Media, media_error
 from headway.errors import ConfigError, DataError
 from headway.models.pixel_patches import Scale, pixel_scale
 from headway.models.video import VideoProcessor
+from headway.words import Argument
 
 # What opening and decoding raise on files that are missing, damaged or no media.
 DAMAGE = (OSError, ValueError, IndexError, EOFError, OverflowError, Warning)
@@ -109,7 +110,7 @@ class Clip:
         if first.width * first.height > max_pixels:
             raise self._unusable(
                 f"its frames have {first.width} x {first.height} pixels, more than the limit of {max_pixels}. Shrink "
-                "it, or raise max_image_pixels"
+                f"it, or raise {Argument('max_image_pixels')}"
             )
         turned = round(first.rotation / 90) % 2 == 1
         size = (first.width, first.height) if turned else (first.height, first.width)

@@ -20,6 +20,7 @@ from headway.cache import cache_root, write_whole
 from headway.data.sources.files import DAMAGE, File
 from headway.data.sources.source import Source
 from headway.errors import CheckpointError, DataError
+from headway.words import Argument
 
 Verify = Literal["size-and-time", "hash", "size"]
 
@@ -143,7 +144,8 @@ def refusal(clauses: Sequence[str]) -> str:
     more = f"; and {len(clauses) - _MOST_NAMED} more" if len(clauses) > _MOST_NAMED else ""
     only_times = all(clause.endswith("at the same size") for clause in clauses)
     copied = (
-        " If they were only copied or touched, load the state with verify='size', which compares names and sizes alone."
+        f" If they were only copied or touched, load the state with {Argument('verify', 'size')}, which "
+        "compares names and sizes alone."
         if only_times
         else ""
     )

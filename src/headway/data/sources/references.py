@@ -17,6 +17,7 @@ from headway.count.modalities import in_chats
 from headway.data.samples import PARTS, Media, Part
 from headway.data.sources.json_rows import shortened
 from headway.errors import DataError
+from headway.words import Argument
 
 KINDS = tuple(in_chats())
 """Kinds of media that rows may name."""
@@ -35,7 +36,7 @@ FRAMES_PER_S = 2.0
 
 _FILE_URI = "file://"
 _DIGITS = re.compile(r"(\d+)")
-_OTHER_ROOT_HINT = "open the dataset with another root"
+_OTHER_ROOT = Argument("root")
 _COLUMNS = {kind: (f"{kind}s", kind) for kind in KINDS}
 _TYPE = {extension: kind for kind, extensions in EXTENSIONS.items() for extension in extensions}
 
@@ -103,7 +104,7 @@ class RowMedia:
             raise DataError(
                 f"the row has {self._num_placed[kind]} of kind {kind}, but its messages hold more <{kind}> markers. "
                 f'Give every marker its {kind}, or leave the row out where that is lost; where "<{kind}>" is meant '
-                'literally, choose the schema "sharegpt".'
+                f"literally, choose {Argument('schema', 'sharegpt')}."
             )
         self._num_placed[kind] += 1
         return PARTS[kind](self._waiting[kind].pop(0))
@@ -230,7 +231,7 @@ class RowMedia:
             raise DataError(
                 f"the {kind} {url!r} lies outside the dataset, and nothing is fetched from elsewhere unless allowed. "
                 f"Download it below the folder {self._root!r} and name its path, or open the dataset with "
-                "allow_remote=True."
+                f"{Argument('allow_remote', True)}."
             )
         return url
 
@@ -299,7 +300,7 @@ def below(root: str, kind: str, name: str, is_there: Callable[[str], bool] = os.
             raise DataError(
                 f"the {kind} path {name!r} is absolute and leads elsewhere than to the dataset's root, the folder "
                 f"{root!r}. Paths start from there and stay below it; write it without what leads there, or "
-                f"{_OTHER_ROOT_HINT}."
+                f"open the dataset with another {_OTHER_ROOT}."
             )
         inside = within
     # By its words: no step above the root, no Windows separators, which would hide one.
@@ -307,7 +308,7 @@ def below(root: str, kind: str, name: str, is_there: Callable[[str], bool] = os.
         raise DataError(
             f"the {kind} path {name!r} leaves the dataset's folder {root!r}. Paths are relative to the dataset's root "
             "(the file's own folder, if no other is given), with forward slashes, and stay below it; move the file "
-            f"there, or {_OTHER_ROOT_HINT}."
+            f"there, or open the dataset with another {_OTHER_ROOT}."
         )
     # Behind a URL nothing is looked for here: the store says so when the media is opened.
     if "://" in root:
@@ -322,7 +323,7 @@ def below(root: str, kind: str, name: str, is_there: Callable[[str], bool] = os.
     if not Path(os.path.realpath(path)).is_relative_to(_real(str(Path(root).absolute()))):
         raise DataError(
             f"the {kind} path {name!r} leaves the dataset's folder {root!r} by a link, to {os.path.realpath(path)}. "
-            f"Copy the file, or {_OTHER_ROOT_HINT} that holds both."
+            f"Copy the file, or open the dataset with another {_OTHER_ROOT} that holds both."
         )
     return str(path)
 

@@ -113,7 +113,7 @@ class Shard:
                 raise raw.content
             return self.normaliser.sample(self.reader.parse(raw.content), origin)
         except DataError as error:
-            raise SampleError(origin, str(error)) from error
+            raise SampleError(origin, *error.pieces) from error
 
 
 class Source:

@@ -7,6 +7,7 @@ from statistics import median
 
 from headway.explain.findings.evidence import Observation, SteadyEvidence, StepEvidence
 from headway.report import format_share
+from headway.words import Argument
 
 # Why a rank comes late other than by more work; waiting for data has a rule of its own.
 _SLOW_CAUSES = frozenset({"speed", "idle.launch", "idle.sync", "idle.other", "copies", "aside"})
@@ -61,8 +62,8 @@ def slow_rank(evidence: StepEvidence) -> Observation | None:
         evidence,
         _SLOW_CAUSES,
         "that rank's device or host is slower: throttled, shared with others, or held up by something in its process.",
-        "look at that machine (clocks, other processes, its loader), and take it out if it stays slow; --rank shows "
-        "where its time went.",
+        "look at that machine (clocks, other processes, its loader), and take it out if it stays slow; "
+        f"{Argument('rank')} shows where its time went.",
     )
 
 

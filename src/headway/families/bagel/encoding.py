@@ -27,7 +27,7 @@ from headway.data.media.media_reader import MediaReader
 from headway.data.media.placeholders import MAX_CHARACTERS
 from headway.data.media.tensors import MediaTensors, joined_media
 from headway.data.pack_times import charged_to
-from headway.data.samples import NOTHING, Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart
+from headway.data.samples import NOTHING, Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart, unusable
 from headway.errors import ConfigError, DataError
 from headway.families.bagel.configuration import BagelConfig
 from headway.families.bagel.layout import lay_out
@@ -166,9 +166,7 @@ class DrawingEncoder(Encoder):
             turns = sample.answers
             shown = replace(sample, messages=sample.messages[: turns[-1]] if turns else sample.messages)
             if not shown.messages:
-                raise DataError(
-                    f"{sample.where}: the chat begins with its only answer, so there is no prompt to answer."
-                )
+                raise unusable(sample, "the chat begins with its only answer, so there is no prompt to answer.")
             pieces = list(_pieces(shown))
             self._pieces(planned, pieces, sample.where, before=_drawn_before(pieces), draws=False)
             planned.open_text(self._around["text"][0])
@@ -214,9 +212,10 @@ class DrawingEncoder(Encoder):
             pieces = list(_pieces(sample))
             self._pieces(planned, pieces, sample.where, before=_drawn_before(pieces), draws=True, decodes=decodes)
         if not any(label != IGNORED for label in planned.labels) and not any(p.kind == "draw" for p in planned.parts):
-            raise DataError(
-                f"{sample.where}: there is nothing to learn from the sample: no assistant turn has words or an image. "
-                "Add the answer, or delete the line."
+            raise unusable(
+                sample,
+                "there is nothing to learn from the sample: no assistant turn has words or an image. "
+                "Add the answer, or delete the line.",
             )
         return planned
 
@@ -246,8 +245,9 @@ class DrawingEncoder(Encoder):
     def _text(self, planned: _Planned, text: str | tuple[int, ...], where: str, *, learns: bool) -> None:
         if isinstance(text, str) and len(text) > self.max_characters:
             raise DataError(
-                f"{where}: a text has {len(text)} characters, more than the limit of {self.max_characters}. Cut it, or "
-                "raise data.max_characters."
+                f"a text has {len(text)} characters, more than the limit of {self.max_characters}. Cut it, or "
+                "raise data.max_characters.",
+                where=where,
             )
         with charged_to("tokenise"):
             ids = self.text_ids(text)
@@ -293,10 +293,10 @@ def _pieces(sample: Chat) -> Iterator[tuple[TextPart | ImagePart, bool]]:
     """The parts of a chat, and whether each is an answer to learn."""
     for message in sample.messages:
         if message.tool_calls:
-            raise DataError(f"{sample.where}: a turn calls tools, which models of the type bagel do not. Delete it.")
+            raise unusable(sample, "a turn calls tools, which models of the type bagel do not. Delete it.")
         for part in message.parts:
             if not isinstance(part, TextPart | ImagePart):
-                raise DataError(f"{sample.where}: models of the type bagel take text and images, no video or sound.")
+                raise unusable(sample, "models of the type bagel take text and images, no video or sound.")
             yield part, message.role == "assistant" and message.learnt
 
 

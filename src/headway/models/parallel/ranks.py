@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from headway.errors import HeadwayError, RankLostError
+from headway.words import Argument
 
 T = TypeVar("T")
 
@@ -168,7 +169,7 @@ def agree_on_meeting(store: Any, rank: int, size: int, timeout_s: float) -> str:
         if silent and time.monotonic() > deadline_s:
             raise RankLostError(
                 f"{len(silent)} of {size} ranks have not come within {timeout_s:g} s, the first of them rank "
-                f"{min(silent)}. Its own output says why; start again with --resume-if-any."
+                f"{min(silent)}. Its own output says why; start again with {Argument('resume', example='None')}."
             )
         time.sleep(0.02)
     return own

@@ -25,6 +25,7 @@ from headway.predict.dry_run import Packs, memory_plan, plan_packs
 from headway.predict.memory import MemoryPlan
 from headway.predict.tune.space import LEFT, Space, Values, assignment, changed_config, changes
 from headway.report import format_bytes
+from headway.words import Argument
 
 BEYOND = 1.25
 """Up to this share of the limit, choices are timed too, to tell what more memory would buy."""
@@ -183,7 +184,7 @@ class Search:
             raise PlanError(
                 f"no packs of the recipe's samples give steps of {self.space.step_tokens:,} tokens "
                 f"+-{100 * self.space.tolerance:g} % on {self.devices} devices: ranks x accumulation x packing length "
-                "must come near. Give another --tokens-per-step, or a larger tolerance."
+                f"must come near. Give another {Argument('tokens_per_step')}, or a larger tolerance."
             )
         if self.room_bytes is not None and not result.ranked:
             size, values = self._least
@@ -191,8 +192,9 @@ class Search:
             raise PlanError(
                 f"none of {self._tried:,} choices fits {format_bytes(self.room_bytes)} on each of {self.devices} "
                 f"devices. The least that was found takes {format_bytes(size)}"
-                f"{', with ' + ', '.join(settings) if settings else ''}. Allow more with --memory, give more "
-                "--devices, fewer --tokens-per-step, or hold less: optim.state=8bit, model.lora, run.dtype."
+                f"{', with ' + ', '.join(settings) if settings else ''}. Allow more with {Argument('memory')}, give "
+                f"more {Argument('devices')}, fewer {Argument('tokens_per_step')}, or hold less: optim.state=8bit, "
+                "model.lora, run.dtype."
             )
         return replace(result, seconds=time.perf_counter() - start_s)
 

@@ -22,6 +22,7 @@ from headway.errors import ConfigError, PlanError
 from headway.packing.lengths import LengthTable
 from headway.predict.planned_lengths import policies_of
 from headway.report.quantity import parse_number
+from headway.words import Argument
 
 ACCUMULATIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
 RECOMPUTES = ("none", "every:4", "every:3", "every:2", "full,-attention", "every:2,-attention", "full")
@@ -293,7 +294,8 @@ def parse_step_tokens(text: str) -> tuple[int, float]:
     tolerance = TOLERANCE if not tolerances else shares[0] if len(shares) == len(tolerances) == 1 else 0
     if not 1 <= tokens <= 10**12 or not 0 < tolerance < 1:
         raise PlanError(
-            f"--tokens-per-step {text[:40]!r} is no number of tokens with a tolerance above 0 and below 100 %. Write "
-            "'2M', '2M +-5%' or '131072 +-10%'; k, M and B are thousands, millions and thousands of millions."
+            Argument("tokens_per_step"),
+            f" {text[:40]!r} is no number of tokens with a tolerance above 0 and below 100 %. Write "
+            "'2M', '2M +-5%' or '131072 +-10%'; k, M and B are thousands, millions and thousands of millions.",
         )
     return tokens, tolerance

@@ -1,0 +1,65 @@
+"""The meter of a loop whose ranks exchange messages of their own, as `headway train`'s do."""
+
+from collections.abc import Sequence
+
+from headway.meter.goodput import Goodput
+from headway.meter.step_meter import MeteredLoop, StepMeter
+from headway.meter.window import Window
+
+
+class RunMeter(StepMeter):
+    """Measures a loop that exchanges its ranks' numbers with its own messages; each step is a window.
+
+    The loop hands what `finished` gives of every rank to `merge`.
+
+    Args:
+        loop: what is metered.
+        goodput: ledger of the run's time, kept by rank 0.
+    """
+
+    def __init__(self, loop: MeteredLoop, goodput: Goodput | None = None) -> None:
+        super().__init__(loop, 1, goodput, None)
+        self._arrived: list[list[list[int]]] = []  # of each rank, steps that not all ranks have passed yet
+        self._num_merged = 0
+
+    def step(self, *, skipped: bool = False, **extra: float) -> None:
+        """End an optimizer step; arguments as of `Meter.step`."""
+        step = self._ended_step(skipped, extra, num_warmup_steps=0)
+        self._energy.step(left_out=False)
+        self._tell_watchers(lambda watcher: watcher.took(step))
+
+    def finished(self) -> list[list[int]]:
+        """Take the steps that this rank's device has passed since the last call, as numbers for the other ranks.
+
+        Nothing is waited for.
+        """
+        steps = self._pending.take_each()
+        if steps:
+            self._energy.add_to(steps[-1])
+        memory = self._largest_memory() if steps else 0
+        return [[memory, *sums.numbers()] for sums in steps]
+
+    def merge(self, every: Sequence[list[list[int]]]) -> list[Window]:
+        """Describe the steps that all ranks have passed.
+
+        Args:
+            every: what `finished` gave on each rank, in the order of the ranks.
+
+        Returns:
+            A window for each step, in their order; none are lost, those that some rank has not passed come later.
+        """
+        self._arrived = self._arrived or [[] for _ in every]
+        for arrived, new in zip(self._arrived, every, strict=True):
+            arrived.extend(new)
+        windows = []
+        for _ in range(min(map(len, self._arrived))):
+            parts = [arrived.pop(0) for arrived in self._arrived]
+            self._num_merged += 1
+            ranks = [self._pending.sums(numbers) for _, *numbers in parts]
+            memory = max(memory for memory, *_ in parts)
+            window = self._tally.one_step(ranks, memory, self.steps_before + self._num_merged)
+            windows.append(window)
+        return windows
+
+    def _last_window(self) -> None:
+        """Nothing: the loop has merged what there was."""

@@ -1,0 +1,243 @@
+"""What every meter of a loop does: it knows the model's costs, and keeps each step until the device has passed it."""
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from headway.count import CostModel, Workload
+from headway.devices import Peak
+from headway.errors import UsageError
+from headway.meter.batches import input_gradients_of, read_or_copy
+from headway.meter.clock import ForwardTimer
+from headway.meter.environment import (
+    bandwidth_of,
+    device_here,
+    device_of,
+    largest_memory,
+    peak_of,
+    traffic_or_warn,
+)
+from headway.meter.pending import Billing, PendingStep, PendingSteps
+from headway.meter.step_clock import LoopWatcher, StepClock
+from headway.meter.tally import Tally, Yardstick
+from headway.meter.window import Window
+
+
+@dataclass(frozen=True)
+class MeteredLoop:
+    """What a meter is told of a loop; `Meter` says what each argument means."""
+
+    model: Any
+    cost_model: CostModel | None = None
+    results: Any = None
+    peak: Peak | None = None
+    device: Any = None
+    optimizer: Any = None
+    memory_bytes_per_s: float | None = None
+    recompute: str = "none"
+    ceiling: Peak | None = None
+    packing_length: int | None = None
+    batch_ranks: int = 1
+    steps_before: int = 0
+    others: Sequence[CostModel] = ()
+
+
+class StepMeter(StepClock, ABC):
+    """Counts the steps of a loop, and keeps their numbers until the device has passed them.
+
+    Args:
+        loop: what is metered.
+        smooth_over: windows over which smoothed numbers go.
+        goodput: ledger of the run's time.
+        clock: the host's monotonic clock [s].
+    """
+
+    def __init__(self, loop: MeteredLoop, smooth_over: int, goodput: Any, clock: Any) -> None:
+        model = loop.model
+        # a cost model is on no device, so that the process's own is meant
+        device = loop.device
+        if device is None:
+            device = device_here() if isinstance(model, CostModel) else device_of(model)
+        super().__init__(device, goodput, clock)
+        # the ledger: given, or traced here
+        ledger = model if isinstance(model, CostModel) else loop.cost_model
+        if ledger is not None and loop.results is not None:
+            raise UsageError(
+                f"results={loop.results!r} of a model with a cost model: nothing is traced. Give one of the two."
+            )
+        if ledger is None:
+            from headway.tracing import trace
+
+            ledger = trace(model, results=loop.results)
+        self.cost_model = ledger
+        self.peak = loop.peak if loop.peak is not None else peak_of(model, self.device)
+        self.recompute = loop.recompute
+        self.num_steps = 0
+        self.steps_before = loop.steps_before
+        self._traffic = (
+            None
+            if loop.optimizer is None
+            else traffic_or_warn(model, loop.optimizer, self.cost_model, loop.recompute, loop.results)
+        )
+        self.models = (self.cost_model, *loop.others)
+        self.ceiling, self.batch_ranks = loop.ceiling, loop.batch_ranks
+        self.memory_bytes_per_s = loop.memory_bytes_per_s or bandwidth_of(self.device)
+        # what steps add up to, and what rates are compared with
+        self._tally = Tally(
+            Yardstick(
+                self.peak,
+                math.nan if loop.ceiling is None else loop.ceiling.flops_per_s,
+                self.memory_bytes_per_s,
+                loop.packing_length,
+                loop.batch_ranks,
+            ),
+            smooth_over,
+        )
+        self._run: Window | None = None
+        self._has_warned_of_no_batch = False
+        # forwards are timed where there is a module, and steps wait here until the device has passed them
+        self._forwards = None if isinstance(model, CostModel) else ForwardTimer(model, self._mark)
+        self._batches: list[tuple[Any, Billing]] = []
+        self._pending = PendingSteps(self.models, loop.recompute, self._last)
+
+    def start(self) -> None:
+        """Start the clock; the first `count`, `batches` or `away` does so by itself. The device is waited for once."""
+        if self._run is not None:
+            raise UsageError("the meter is closed, and its run summed up: make a new Meter for another run.")
+        if self.has_started:
+            return
+        several = self._opens()
+        super().start()
+        self._pending = PendingSteps(
+            self.models, self.recompute, self._last, self._traffic, self.goodput, keeps_steps=several
+        )
+        self.watchers += LoopWatcher.waiting
+        LoopWatcher.waiting.clear()
+        for watcher in tuple(self.watchers):
+            watcher.start(self)
+
+    def _opens(self) -> bool:
+        """Open what windows need; returns whether steps are kept one by one, for several ranks to sum up."""
+        return False
+
+    def count(
+        self,
+        batch: Any,
+        *,
+        forward_only: bool = False,
+        cost_model: CostModel | None = None,
+        input_gradients: Sequence[str] | None = None,
+        elsewhere: bool = False,
+    ) -> None:
+        """Add what one forward of a step computes, and its backward.
+
+        Args:
+            batch: a `Workload`, or the forward's arguments by name (see `workload_of`).
+            forward_only: it has no backward, as that of a reference model. Its tokens are then not counted again.
+            cost_model: one of `others` where it is not the trained model's; its tokens are not counted again either.
+            input_gradients: names of the arguments that require a gradient, since something in front of the model is
+                trained (see `CostModel.with_input_gradients`); those of the batch's tensors that do when None.
+            elsewhere: another rank, which works on this batch too, counts it (`batch_ranks`); here it is known to
+                profiles alone.
+
+        Raises:
+            UsageError: the cost model is not one of `others`.
+            WorkloadError: the batch does not say what it computes, or the cost model what an input's gradient costs.
+        """
+        self.start()
+        which = 0 if cost_model is None else self._place_of(cost_model)
+        if input_gradients is None:
+            input_gradients = () if isinstance(batch, Workload) else input_gradients_of(batch)
+        billed = Billing(which, forward_only, () if forward_only else tuple(input_gradients), elsewhere)
+        if billed.input_gradients:
+            self.models[which].with_input_gradients(billed.input_gradients)  # refuses those that it does not know
+        self._batches.append((read_or_copy(batch, self.models[which]), billed))
+
+    @property
+    def model(self) -> Any:
+        """The model whose forwards run here; None where the meter was given a cost model alone."""
+        return None if self._forwards is None else self._forwards.model
+
+    def _place_of(self, cost_model: CostModel) -> int:
+        for place, candidate in enumerate(self.models):
+            if candidate is cost_model:
+                return place
+        raise UsageError(
+            f"this meter does not know the cost model {cost_model.name}: pass it to Meter as others=[...]."
+        )
+
+    def _ended_step(self, skipped: bool, extra: dict[str, float], num_warmup_steps: int) -> PendingStep:
+        """End a step, whose numbers wait until the device has passed it."""
+        time = self._end_step()
+        self.num_steps += 1
+        if not self._batches and not self._has_warned_of_no_batch:
+            self._has_warned_of_no_batch = True
+            warnings.warn(
+                f"step {self.num_steps} ends without a batch and counts as one without work: call count(batch) for "
+                "each micro-batch, or count(Workload()) where this rank has none.",
+                stacklevel=3,
+            )
+        left_out = time.compiled or self.num_steps <= num_warmup_steps
+        forwards = [] if self._forwards is None else self._forwards.take()
+        step = PendingStep(self.num_steps, time, forwards, skipped, left_out, self._batches, extra)
+        self._pending.add(step)
+        self._batches = []
+        return step
+
+    def _largest_memory(self) -> int:
+        largest = 0  # where unknown
+        with self.boundary.guard("The peak of this rank's memory"):
+            largest = largest_memory(self.device)
+        return largest  # noqa: RET504 - a reading that fails leaves it as it was
+
+    @property
+    def _step(self) -> int:
+        """Number of the last step that the device is known to have passed."""
+        return self.steps_before + self.num_steps - len(self._pending)
+
+    @abstractmethod
+    def _last_window(self) -> None:
+        """Add up the steps that no window has yet."""
+
+    def close(self) -> Window:
+        """Wait for the device once and return the run: all counted steps of all ranks. The meter is then done.
+
+        Where there are none, that is a warning, and the run is a window of 0 steps without any rate.
+        """
+        if self._run is not None:
+            return self._run
+        self._finish()
+        self._tell_watchers(lambda watcher: watcher.stop())
+        self._last_window()
+        self._let_go()
+        run = self._tally.run(self._step, self._pending.extra)
+        if not run.num_steps:
+            warnings.warn(
+                f"there is nothing to sum up: of {self.num_steps} steps, all were warm-up or compiled something. Run "
+                "more steps, or lower num_warmup_steps.",
+                stacklevel=2,
+            )
+        self._run = run
+        return run
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        if kind is None and self.num_steps:
+            self.close()
+        else:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the model, files and other ranks without summing up, as after an error."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._forwards is not None:
+            self._forwards.close()
+        self._stop()

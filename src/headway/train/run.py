@@ -1,0 +1,220 @@
+"""A run of training: set up, its steps taken (`loop.py`), and summed up in the run folder."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from typing import Any
+
+import transformers
+
+from headway.checkpoint.export import find_checkpoint_in
+from headway.config import TrainConfig
+from headway.data import Batch
+from headway.data.feed import FeedReport
+from headway.errors import RunCompleteError, errors_in
+from headway.log.run_files import METRICS, RESUMES, SAMPLES, SUMMARY, write_json
+from headway.log.working import working
+from headway.meter import Goodput, clock
+from headway.meter.goodput_report import FILE_NAME as GOODPUT
+from headway.models.parallel.ranks import own_rank
+from headway.train.loop import Loop, LoopEnd, Outputs
+from headway.train.memory_error import Explanation
+from headway.train.memory_record import record_memory
+from headway.train.prepare import Run, exports_of, prepare
+from headway.train.profiling import ProfileWindow
+from headway.train.progress import Progress
+from headway.train.record import MetricsLog
+from headway.train.recorder import StepRecorder
+from headway.train.run_folder import RunFolder
+from headway.train.salvage import LastStep
+from headway.train.summary import RunSummary, billed_by_conventions
+from headway.train.watch import STOPPING, LoopPhase, Watchdog, explain_errors, stop_requests
+from headway.words import RUN_KEYS, Argument
+
+_SMALLER = "Fewer data workers or a smaller data.prefetch_bytes need less memory, and more processes share the model."
+
+
+def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = False) -> RunSummary:
+    """Train a model.
+
+    Args:
+        config: everything there is to say.
+        resume: go on from the newest checkpoint of the run folder, exactly as if the run had not been interrupted;
+            None to do so if there is a run, and to begin one if there is none.
+        is_smoke: whether the run may take the place of an earlier smoke run in its folder.
+
+    Returns:
+        What the run did; incomplete if a signal stopped it (`STOPPING`), which saves a checkpoint first.
+
+    Raises:
+        ConfigError: a setting that cannot take effect here.
+        DataError: a sample that cannot be used.
+        CheckpointError: a checkpoint that is not whole or not of this model.
+        TrainingError: a loss that is not finite, a stream without data, or no memory left.
+        RankLostError: another process of the run ended.
+        RunCompleteError: the run has taken all of its steps; with `resume=None` an export that was cut off is made.
+    """
+    start_ns = clock.now_ns()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
+    phase, rank = LoopPhase(), own_rank()
+    with (
+        Watchdog(phase, config.run.watchdog_s, config.run.folder / f"hung-rank-{rank}.txt", rank),
+        explain_errors(phase, lambda error: f"out of memory (rank {rank}) in {phase}: {error}. {_SMALLER}"),
+        errors_in(RUN_KEYS),
+        RunFolder(config.run.folder, is_smoke=is_smoke) as folder,
+    ):
+        try:
+            with working("setting up the run") as progress:
+                phase.on_enter = lambda name: progress(f"setting up the run: {name}")
+                run = prepare(config, resume=resume, phase=phase, folder=folder)
+                phase.on_enter = None
+            return _run(config, run, phase, start_ns)
+        except RunCompleteError:
+            if resume is None and rank == 0:  # it may have been ended while it exported
+                phase.at("export", watched=False)
+                exports_of(config).make(find_checkpoint_in(config.run.folder))
+            raise
+
+
+def _run(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunSummary:
+    """Take the steps of a run, and sum up what they gave."""
+    with (
+        _outputs(config, run, start_ns) as out,
+        _profile(config, run, phase, out),
+        run.feed,
+        _workers_started(run, phase) as packs,
+        run.meter,
+        run.saver,
+        stop_requests() as stop_signal,
+        LastStep(run, out.recorder, lambda: loop.leave("checkpoint"), out.progress.note) as last,
+        explain_errors(phase, Explanation(run, config, phase)),
+    ):
+        loop = Loop(config, run, phase, out, last, stop_signal)
+        for line in run.describe():
+            out.progress.note(line)
+        end = loop.take_steps(packs)
+        phase.at("checkpoint")
+        saved = run.saver.wait()
+        utilisation = run.meter.close()
+        if end.stopped_by and end.step < run.steps:
+            signal, resume = STOPPING[end.stopped_by], Argument("resume", True)
+            out.progress.note(f"stopped by {signal} after step {end.step}; continue with {resume}")
+        for warning in utilisation.warnings:
+            out.progress.note(f"warning: {warning}")
+
+    # Of all steps, those before a resume included: the first process has them.
+    losses = run.ranks.gather_all(out.metrics.losses)[0]
+    summary = RunSummary(
+        folder=config.run.folder,
+        checkpoint=saved.folder,
+        model=run.exports.folder(saved),
+        stopped_by=end.stopped_by,
+        steps=end.step,
+        planned_steps=end.step if end.data_ended else run.steps,
+        skipped=losses.skipped,
+        empty=losses.empty,
+        missing_records=out.metrics.num_missing,
+        lost=run.meter.boundary.lost,
+        first_loss=losses.first,
+        last_loss=losses.last,
+        last_flow_loss=losses.last_flow,
+        utilisation=utilisation,
+        conventions=_bills(config, run, end),
+        report=FeedReport.total(run.ranks.gather(run.feed.report())),
+        evaluation=end.evaluation,
+        total_s=(clock.now_ns() - start_ns) / 1e9,
+    )
+    phase.at("export", watched=False)  # takes as long as the model is large, and nobody waits for it
+    if run.ranks.is_first:
+        guard = run.meter.boundary.guard
+        with guard("The summary in the run folder"):  # a run killed while it exports has one
+            write_json(config.run.folder / SUMMARY, summary.to_dict())
+        run.exports.make(saved)
+        with guard("The record of predicted and measured memory"):
+            record_memory(run, config, utilisation.peak_memory_bytes)
+    return summary
+
+
+def _bills(config: TrainConfig, run: Run, end: LoopEnd) -> list[dict[str, Any]]:
+    """The last step as other tools' rules bill it; none where they cannot."""
+    bills: list[dict[str, Any]] = []
+    with run.meter.boundary.guard("The bill of the last step by other tools' rules"):
+        bills += billed_by_conventions(
+            run.model.config.to_dict(),
+            run.meter.cost_model,
+            end.batches,
+            row_length=config.data.tokens_per_pack,
+            recompute=run.trained.recompute,
+        )
+    return bills
+
+
+@contextmanager
+def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[Outputs]:
+    """Open the files of a run, cut back to the checkpoint that it goes on from; all are closed in the end."""
+    settings, optim, ranks = config.run, config.optim, run.ranks
+    step = run.checkpoint.step if run.checkpoint else 0
+    metrics = MetricsLog(
+        settings.folder / METRICS if ranks.is_first else None,
+        last_step=step,
+        trackers=settings.trackers,
+        lost=settings.folder / RESUMES if run.resumes else None,
+        damaged=run.damaged,
+        boundary=run.meter.boundary,
+    )
+    writes_samples = ranks.is_first and run.generation_eval is not None
+    samples = MetricsLog(settings.folder / SAMPLES if writes_samples else None, last_step=step)
+    boundary = run.meter.boundary
+    goodput = run.meter.goodput = Goodput(settings.folder / GOODPUT, since_ns=start_ns) if ranks.is_first else None
+    if goodput is not None and run.resumes:
+        goodput.resumed(step)
+    panel = any(spec.partition(":")[0] == "live" for spec in settings.trackers)
+    with (
+        Progress(
+            run.steps,
+            done=step,
+            log_every=settings.log_every,
+            epochs=config.optim.epochs,
+            quiet=not ranks.is_first,
+            has_panel=panel,
+            boundary=boundary,
+        ) as progress,
+        metrics,
+        samples,
+        goodput or nullcontext(),
+    ):
+        recorder = StepRecorder(
+            metrics,
+            progress.step,
+            run.feed.names,
+            may_skip=optim.nonfinite_limit if optim.on_nonfinite == "skip" else 0,
+            bad_samples=settings.folder / f"not-finite-rank-{ranks.rank}.json",
+            before=run.checkpoint.position() if run.checkpoint else {},
+            resumes=metrics.resumes,
+            boundary=boundary,
+        )
+        yield Outputs(progress, metrics, samples, goodput, recorder)
+
+
+def _profile(config: TrainConfig, run: Run, phase: LoopPhase, out: Outputs) -> AbstractContextManager[Any]:
+    if config.run.profile is None:
+        return nullcontext()
+    window = ProfileWindow(
+        config.run.profile,
+        config.run.folder,
+        run.meter,
+        size=run.ranks.size,
+        feed=run.feed,
+        recorder=out.recorder,
+        note=out.progress.note,
+    )
+    phase.on_enter = window.enter
+    return window
+
+
+@contextmanager
+def _workers_started(run: Run, phase: LoopPhase) -> Iterator[Iterator[list[Batch]]]:
+    """Wait for the first step's packs before the clock starts: that processes start is no data wait of that step."""
+    phase.at("start of the data workers")
+    needed = run.steps > (run.checkpoint.step if run.checkpoint else 0)
+    yield chain([next(run.feed, [])] if needed else [], run.feed)
