@@ -16,8 +16,8 @@ from headway.families.bagel.checkpoint import import_bagel
 from headway.families.bagel.encoding import DrawingEncoder
 from headway.models.load import load_model, load_processor
 from headway.synthetic.processor import write_tokenizer
+from helpers.cases import ODD
 from helpers.drawing import TEXT, TOWER, VAE, WORDS, tiny_bagel, write_data
-from helpers.hostile import ODD
 
 WIDE = VAE | {"block_out_channels": [32, 64], "norm_num_groups": 32, "scaling_factor": 0.3611, "shift_factor": 0.1159}
 
