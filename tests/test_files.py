@@ -162,7 +162,7 @@ def _outputs():
 def test_every_option_that_names_an_output_goes_through_one_function():
     """A command that gains such an option fails here until it is written by `write_output` or `open_output`."""
     options = list(_outputs())
-    assert {command for command, _, _ in options} >= {"report", "pack", "tune", "look", "init", "import-config", "draw"}
+    assert {command for command, _, _ in options} >= {"report", "pack", "tune", "look", "init", "draw"}
     for command, option, file in options:
         if (command, option) == ("index", "quarantine"):  # appended to, row by row
             continue

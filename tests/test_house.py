@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 BASE = ["version", "plugins", "report", "words", "errors", "cache", "quiet", "hub", "safe_path", "files"]
 CORE = ["count", "devices", "tracing", "conventions", "packing", "log", "config", "meter", "models"]
 CORE += ["data", "synthetic", "explain", "optim", "checkpoint", "predict", "answer", "families", "train"]
-EDGES = ["integrations", "compat", "audit", "importing"]
+EDGES = ["integrations", "compat", "audit"]
 ORDER = [*BASE, *CORE, *EDGES, "cli", "headway", "__main__"]  # each imports only what stands before it
 
 

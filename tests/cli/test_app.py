@@ -121,7 +121,6 @@ def test_a_name_that_is_not_public_is_refused():
     "command",
     [
         "audit FILE --model qwen3-8b",
-        "import-config FILE",
         "train FILE --dry-run",
         "flops FILE --segments 8",
         "explain FILE",

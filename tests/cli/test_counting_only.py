@@ -29,7 +29,6 @@ OTHERS = {
     "models": "models --json",
     "verify": "verify gpt2",
     "train": f"train {TUNED}",
-    "import-config": "import-config config.yaml",
     "export": "export runs/train out",
     "demo": "demo",
 }

@@ -23,7 +23,7 @@ COMMANDS = {
     "pack": "pack FILE --packing-length 64", "init": "init --model FOLDER --data FILE -o OUT",
     "new-model": "new-model OUT --data FILE", "export": "export FOLDER OUT", "chat": "chat FOLDER",
     "generate": "generate FOLDER --prompt x", "generate a file": "generate FOLDER --input FILE",
-    "evaluate": "evaluate FOLDER FILE", "draw": "draw FOLDER x -o OUT", "import-config": "import-config FILE",
+    "evaluate": "evaluate FOLDER FILE", "draw": "draw FOLDER x -o OUT",
     "import-model": "import-model FOLDER OUT",
 }  # fmt: skip
 NAMES = (

@@ -83,7 +83,6 @@ app.command("generate", short_help="Answer one prompt or a file of them.")(answe
 app.command("draw", short_help="Draw pictures with a model that draws.")(draw.draw)
 app.command("evaluate", short_help="Judge a model on held-out samples, as eval in training.")(evaluate.evaluate)
 app.command("config", short_help="Print every setting of `headway train`.")(config.config)
-app.command("import-config", short_help="Read a configuration of LMMs-Engine as a recipe.")(convert.import_config)
 app.command("import-model", short_help="Make a model folder of a project's own layout.")(convert.import_model)
 app.command("export", short_help="Make a model folder of a checkpoint.")(convert.export)
 app.command("demo", short_help="Train a small model to read or draw handwritten digits.")(demo.demo)

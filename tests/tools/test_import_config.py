@@ -8,9 +8,9 @@ import yaml
 
 from headway.config import parse_config
 from headway.errors import ConfigError
-from headway.importing import import_config
-from headway.importing.keys import RULES
 from headway.words import Options, speaking
+from tools.import_config import import_config
+from tools.import_config.keys import RULES
 
 # The key settings of its MFU reference, as printed there.
 TEXT_PAGE = """

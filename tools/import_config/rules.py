@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from headway.importing.outcomes import Context, Outcome, Rule, is_off
 from headway.words import Argument
+from tools.import_config.outcomes import Context, Outcome, Rule, is_off
 
 ENDLESS = 1000  # passes over each of several datasets; the run ends with its steps
 

@@ -6,8 +6,8 @@ make of them; transformers 5.23's `TrainingArguments`, and keys that older versi
 
 from typing import Any
 
-from headway.importing import rules
-from headway.importing.outcomes import Outcome, Rule, by_hand, degree, one_of, only_off, sets, switch, unneeded
+from tools.import_config import rules
+from tools.import_config.outcomes import Outcome, Rule, by_hand, degree, one_of, only_off, sets, switch, unneeded
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "dataset_config": {"packing": False, "packing_length": 32_000, "filter_overlong": True, "data_seed": 42},

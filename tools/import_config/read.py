@@ -17,9 +17,9 @@ import yaml
 from headway.config.read import load_yaml
 from headway.errors import ConfigError
 from headway.files import SETTINGS_BYTES, read_text
-from headway.importing.keys import DEFAULTS, RULES
-from headway.importing.outcomes import Context, Outcome
 from headway.words import Argument
+from tools.import_config.keys import DEFAULTS, RULES
+from tools.import_config.outcomes import Context, Outcome
 
 SECTIONS = ("dataset_config", "trainer_args", "model_config")
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)  # ValueError: no text, or 4,300 digits
