@@ -28,7 +28,7 @@ def test_what_is_no_number_is_answered_with_examples(headway, command, option, k
         result = headway(command, *arguments)
         assert result.code == 2
         message = " ".join(result.err.split())
-        assert f"{option} '10 quarks' is not a {'whole ' if kind.whole else ''}number. Write " in message
+        assert f"{option} '10 quarks' is not a {'whole ' if kind.is_whole else ''}number. Write " in message
 
 
 def test_numbers_as_people_write_them_are_the_numbers(headway):

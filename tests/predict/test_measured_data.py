@@ -19,7 +19,8 @@ def index(tokens, images, videos, bad=()):
     none = np.zeros(len(tokens), dtype=np.int32)
     numbers = (np.array(tokens, dtype=np.int32), none, none, none, np.array(patches, dtype=np.int32))
     audio = RaggedArray.empty(len(tokens))
-    return LengthIndex(*numbers, ragged(images), ragged(videos), audio, bad=dict.fromkeys(bad))
+    media = {"images": ragged(images), "videos": ragged(videos), "audio": audio}
+    return LengthIndex(*numbers, media, bad=dict.fromkeys(bad))
 
 
 def test_usable_rows_stand_one_after_the_other_with_their_grids():
