@@ -63,6 +63,7 @@ def test_the_report_shows_what_was_drawn(shown):
     assert "Loss of drawn images" in page
 
 
+@pytest.mark.slow
 @pytest.mark.own_peak
 def test_pictures_are_drawn_of_sentences(shown):
     folder, _ = shown
@@ -78,6 +79,7 @@ def test_pictures_are_drawn_of_sentences(shown):
         assert np.array_equal(np.asarray(picture), first)
 
 
+@pytest.mark.slow
 @pytest.mark.own_peak
 @pytest.mark.parametrize(
     ("size", "said"), [("9x8", "multiple of 2 pixels, at most 8"), ("8", "is not HxW"), ("0x8", "cannot be drawn")]
@@ -89,6 +91,7 @@ def test_sizes_that_cannot_be_drawn_are_refused(shown, size, said):
     assert said in " ".join(done.stderr.split())
 
 
+@pytest.mark.slow
 @pytest.mark.own_peak
 def test_other_commands_take_such_data_and_models_or_say_why_not(shown):
     folder, _ = shown

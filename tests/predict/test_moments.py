@@ -84,7 +84,7 @@ def test_experts_in_slices_that_are_filled_up_hold_what_the_plan_says(processes,
 @pytest.mark.parametrize(
     ("kind", "processes", "overrides"),
     [
-        ("text", 1, ("speed.recompute=full",)),
+        pytest.param("text", 1, ("speed.recompute=full",), marks=pytest.mark.slow),
         pytest.param("experts", 4, ("speed.recompute=full",), marks=pytest.mark.slow),
     ],
 )

@@ -270,6 +270,7 @@ def test_a_resumed_run_is_the_run(folder, tmp_path, plain):
     assert numbers(again[-1:]) == numbers(whole[-1:])
 
 
+@pytest.mark.slow
 def test_latents_of_an_autoencoder_are_learnt(folder, tmp_path):
     train(parse_config(raw_config(folder, tmp_path / "run", model="latents")))
     records = steps_of(tmp_path / "run")
