@@ -142,6 +142,14 @@ def _records(run: Path, name: str) -> dict[str, Any]:
     return {f"{name} step {i}": json.dumps(record, sort_keys=True) for i, record in enumerate(kept)}
 
 
+def _parsed(value: Any) -> Any:
+    """Read a record that is JSON, of which the order of keys says nothing; anything else is itself."""
+    try:
+        return json.loads(value)
+    except (TypeError, ValueError):
+        return value
+
+
 def main() -> int:
     """Print what differs, and how much was compared."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -149,7 +157,7 @@ def main() -> int:
     parser.add_argument("new", type=Path, help="folder of the later checkout")
     options = parser.parse_args()
     old, new = (numbers_of(folder.resolve()) for folder in (options.old, options.new))
-    differing = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
+    differing = [name for name in dict.fromkeys([*old, *new]) if _parsed(old.get(name)) != _parsed(new.get(name))]
     for name in differing:
         print(f"{name}\n  old {str(old.get(name))[:300]}\n  new {str(new.get(name))[:300]}")
     failed = sum(str(value).startswith("exit") for value in new.values())
