@@ -267,10 +267,11 @@ def pad(samples: Sequence[EncodedSample]) -> dict[str, Any]:
     types = [sample.token_types_S for sample in samples if sample.token_types_S is not None]
     if types:
         batch[samples[0].types_name] = rows(types, 0)
-    pixels = [sample.media["images"].features for sample in samples if "images" in sample.media]
+    images = [sample.media["images"] for sample in samples if "images" in sample.media]
+    pixels = [media.features for media in images if media.features is not None]  # else the processor's own tensors
     if pixels:
         batch["pixel_values"] = torch.cat(pixels)
-        batch["image_grid_thw"] = torch.cat([sample.media["images"].sizes for sample in samples])
+        batch["image_grid_thw"] = torch.cat([media.sizes for media in images])
     processed = [sample.processed for sample in samples if sample.processed]
     for name in processed[0] if processed else ():
         batch[name] = joined([each[name].tensor_X for each in processed], processed[0][name].rule)

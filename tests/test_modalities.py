@@ -14,7 +14,8 @@ from headway.count.modalities import LENGTH, Modality, register
 
 register(
     Modality(
-        name="sensors", kind="sensor", noun="sensor series", tower="sensors", shape="lengths", unit="readings",
+        name="sensors", kind="sensor", noun="sensor series", plural="sensor series", tower="sensors",
+        shape="lengths", unit="readings",
         items_key="sensor_series", units_key="sensor_readings", items_driver="series", column="sensor_lengths",
         extensions=("npy",), metavar=LENGTH, help="Series of readings that lie in the segments.", example="400*2",
     )
@@ -120,6 +121,7 @@ from helpers.folders import tiny_tokenizer
 
 from headway import Workload, trace
 from headway.cli.app import main
+from headway.errors import WorkloadError
 from headway.data import Collator, Encoder, read_samples
 from headway.data.index import build_index
 from headway.data.sources import open_source
@@ -134,8 +136,10 @@ assert cost.count(step).total == 2 * linear + 3 * head, cost.count(step)  # read
 assert cost.towers == {"language", "sensors"}, cost.towers
 try:
     trace(torch.nn.Linear(2, 2), inputs=lambda w: torch.zeros(w.tokens, 2)).count(step)
-except Exception as error:
+except WorkloadError as error:
     assert "has no sensors tower" in str(error), error
+else:
+    raise AssertionError("a model without a tower took sensors")
 
 
 # read from rows, encoded, indexed and packed
@@ -192,4 +196,4 @@ def test_a_made_up_kind_of_input_is_counted_read_packed_and_typed(tmp_path):
         [sys.executable, "use.py"], cwd=tmp_path, capture_output=True, text=True, check=False, env=environment
     )
     assert run.returncode == 2, run.stderr
-    assert "has no sensors tower, but the workload holds 2 sensor series" in run.stderr
+    assert "has no sensors tower, but the workload holds 2 sensor series. Leave" in run.stderr

@@ -1,11 +1,14 @@
 """Drivers: what their texts mean, that they add up, and what they refuse."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.count import Workload
 from headway.count.drivers import parse, tower
+from headway.count.modalities import MODALITIES
 from headway.errors import CostModelError, WorkloadError
 
 # two segments that read 4 and 0 source tokens, two images of one size, clips of 8 and 5 frames
@@ -92,3 +95,11 @@ def test_towers_of_one_size_refuse_another():
 
 def test_a_tower_that_fills_clips_up_computes_as_much_of_a_shorter_one():
     assert parse("clips:3000")(STEP) == parse("clips:8")(STEP) == 2
+
+
+def test_two_kinds_of_input_may_share_a_tower(monkeypatch):
+    music = replace(MODALITIES["audio"], name="music", kind="music", items_driver="songs")
+    monkeypatch.setitem(MODALITIES, "music", music)
+    assert {tower(driver) for driver in ("audio/2", "clips", "music/2", "songs")} == {"audio"}
+    with pytest.raises(ValueError, match="name the driver that counts its items"):
+        replace(music, items_driver="")

@@ -86,7 +86,7 @@ def test_tokens_by_kind():
     assert {driver: parse(driver)(step) for driver in units} == units
     assert parse("supervised")(Workload([52], supervised=7) + step) == 12
     assert pickle.loads(pickle.dumps(step)) == step
-    assert "5 causal, 29 full, 18 noise, 1 images of 9 patches, 1 latent images of 16 latent patches" in repr(step)
+    assert "5 causal, 29 full, 18 noise, 1 image of 9 patches, 1 latent image of 16 latent patches" in repr(step)
 
 
 @pytest.mark.parametrize(

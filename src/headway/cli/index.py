@@ -190,7 +190,7 @@ def _render(path: str, index: "LengthIndex") -> str:
         ("supervised", format_count(summary.supervised)),
         ("patches", format_count(summary.patches)),
     ]
-    pairs += [(f"{MODALITIES[name].noun}s", format_count(number)) for name, number in summary.items.items() if number]
+    pairs += [(MODALITIES[name].nouns, format_count(number)) for name, number in summary.items.items() if number]
     names = {0: "least", 50: "median", 100: "most"}
     lengths = [f"{names.get(p, f'{p} %')} {format_count(length)}" for p, length in summary.length_percentiles.items()]
     pairs += [("lengths", ", ".join(lengths)), ("index", str(index.path))]

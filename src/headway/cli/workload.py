@@ -288,13 +288,13 @@ def describe(workload: "Workload") -> str:
         parts.append(
             f"{format_count(workload.slots)} slots (padding {format_share(1 - workload.tokens / workload.slots)})"
         )
-    # items of each kind of input, then what they count together
+    # the items of each kind of input, then the patches or frames of all kinds that share the unit
     rows = [(MODALITIES[name], sizes) for name, sizes in workload.media.items()]
     units: dict[str, int] = {}
     for row, sizes in rows:
         units[row.unit] = units.get(row.unit, 0) + row.units(sizes)
     for unit, number in units.items():
-        parts += [_plural(len(sizes), row.noun) for row, sizes in rows if row.unit == unit and row.items_key]
+        parts += [row.number(len(sizes)) for row, sizes in rows if row.unit == unit and row.items_key]
         parts.append(f"{format_count(number)} {unit}")
     if len(workload.sources):
         parts.append(_plural(int(workload.sources.sum()), "source token"))

@@ -222,7 +222,7 @@ class CostModel:
             row = MODALITIES[name]
             if row.shape == "lengths" and row.tower not in self.towers:
                 raise WorkloadError(
-                    f"{self.name} has no {row.tower} tower, but the workload holds {len(sizes)} {row.noun}s. Leave "
+                    f"{self.name} has no {row.tower} tower, but the workload holds {row.number(len(sizes))}. Leave "
                     f"them out, or name a model that takes {name}."
                 )
         reads = "source" in self.towers

@@ -118,9 +118,9 @@ def _fixed_items(modality: Modality, workload: Workload, units: int) -> int:
     longer = lengths > units
     if longer.any():
         raise WorkloadError(
-            f"An {modality.noun} of {int(lengths[np.argmax(longer)])} {modality.unit} does not fit this model, which "
+            f"One {modality.noun} of {int(lengths[np.argmax(longer)])} {modality.unit} does not fit this model, which "
             f"fills every one up to {units} {modality.unit} and takes none that is longer: give {units} or fewer, with "
-            f"*N for N {modality.noun}s."
+            "*N for N of them."
         )
     return len(lengths)
 
@@ -160,7 +160,7 @@ def shorten(lengths: Ints, stride: int, first: int = 1, piece: int = 0) -> Ints:
 
 
 def _shortened(workload: Workload, *steps: int) -> Workload:
-    """Put in place of each source and each item that comes in lengths what convolutions make of it."""
+    """Replace the length of each source and each clip by the number of positions that convolutions make of it."""
     lengths_rows = [name for name, row in MODALITIES.items() if row.shape == "lengths"]
     media: dict[str, Any] = {name: shorten(workload.sizes(name), *steps) for name in lengths_rows}
     return Workload(
@@ -347,10 +347,9 @@ def counts_pairs_of_lengths(driver: str) -> bool:
 
 
 def tower(driver: str) -> str:
-    """Say whose work a driver counts: of a kind of input its tower, `source` (an encoder's) or `language`."""
+    """Name the tower whose work a driver counts: that of a kind of input, `source` (an encoder's) or `language`."""
     grids = _of_one_kind(driver)
     if grids is not None:
         return grids.tower
-    lengths = [row for row in MODALITIES.values() if row.shape == "lengths"]
-    starts = _TOWERS | {row.tower: (row.name, row.items_driver) for row in lengths}
-    return next((name for name, names in starts.items() if driver.startswith(names)), "language")
+    lengths = [(row.tower, (row.name, row.items_driver)) for row in MODALITIES.values() if row.shape == "lengths"]
+    return next((name for name, starts in (*_TOWERS.items(), *lengths) if driver.startswith(starts)), "language")

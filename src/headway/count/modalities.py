@@ -1,8 +1,9 @@
 """The kinds of input beside text, a row for each.
 
 Workloads, drivers, the checks of a cost model, records, options of the commands, the length index and packs loop over
-these rows. A further kind of input is a row here, and a class that reads and encodes it
-(`headway.data.media.kind.MediaKind`) and one that hands it to a model that is traced
+these rows. A further kind of input is a row here, a function that opens it (in `OPENERS` of
+`headway.data.media.media_reader`), a class that lays its tensors out in a pack
+(`headway.data.media.tensors.MediaLayout`), and one that hands it to a model that is traced
 (`headway.tracing.inputs.form.InputForm`).
 """
 
@@ -23,12 +24,13 @@ class Modality:
         name: of the workload's argument, such as `images`; `--images` is the commands' option.
         kind: of one item, such as `image`: of a part of a chat, of its placeholder, and before a driver's name.
         noun: one item in a sentence, such as "audio clip".
+        plural: several of them, where that is not the noun with an s.
         tower: what reads it, as the components of a cost model name it.
         shape: whether an item's size is a grid (t, h, w) or a length.
         unit: what a size counts, such as "patches".
         items_key: name of the number of items in records; None where records don't tell it.
         units_key: name of the number of units in records; kinds of one tower may share it.
-        items_driver: driver that counts items, for lengths.
+        items_driver: driver that counts items; lengths need one.
         column: of the length index that holds the sizes of each row's items; "" for kinds that chats do not hold.
         extensions: of files that hold one item.
         metavar: of the option, in `--help`.
@@ -45,11 +47,25 @@ class Modality:
     items_key: str | None = None
     units_key: str | None = None
     items_driver: str = ""
+    plural: str = ""
     column: str = ""
     extensions: tuple[str, ...] = ()
     metavar: str = ""
     help: str = ""
     example: str = ""
+
+    def __post_init__(self) -> None:
+        if self.shape == "lengths" and not self.items_driver:
+            raise ValueError(f"{self.name} comes in lengths: name the driver that counts its items (items_driver).")
+
+    def number(self, items: int) -> str:
+        """Say how many items there are: "1 audio clip", "2 images"."""
+        return f"{items:,} {self.noun if items == 1 else self.nouns}"
+
+    @property
+    def nouns(self) -> str:
+        """Several items in a sentence, such as "audio clips"."""
+        return self.plural or f"{self.noun}s"
 
     @property
     def none(self) -> Ints:

@@ -328,7 +328,7 @@ class Workload:
         parts += [f"{tokens} {mode}" for mode, tokens in runs.by_mode(self._splits).items()]
         for name, sizes in self._media.items():
             row = MODALITIES[name]
-            parts.append(f"{len(sizes)} {row.noun}s of {row.units(sizes)} {row.unit}")
+            parts.append(f"{row.number(len(sizes))} of {row.units(sizes)} {row.unit}")
         return f"Workload({', '.join(parts)})"
 
     @classmethod

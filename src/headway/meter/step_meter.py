@@ -3,7 +3,7 @@
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,6 +20,7 @@ from headway.meter.environment import (
     peak_of,
     traffic_or_warn,
 )
+from headway.meter.goodput import Goodput
 from headway.meter.pending import Billing, PendingStep, PendingSteps
 from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.tally import Tally, Yardstick
@@ -55,7 +56,9 @@ class StepMeter(StepClock, ABC):
         clock: the host's monotonic clock [s].
     """
 
-    def __init__(self, loop: MeteredLoop, smooth_over: int, goodput: Any, clock: Any) -> None:
+    def __init__(
+        self, loop: MeteredLoop, smooth_over: int, goodput: Goodput | None, clock: Callable[[], float] | None
+    ) -> None:
         model = loop.model
         # a cost model is on no device, so that the process's own is meant
         device = loop.device
