@@ -110,7 +110,6 @@ OPTIONS_OF_OTHERS = {  # of other programs, and CSS's own variables
     "headway.audit.logs": {"--callbacks"},  # of ms-swift
     "headway.predict.tune.measure": {"--standalone", "--nproc-per-node"},  # of torchrun, which is started
 }
-STILL_OPTIONS = {"headway.data.index.build": {"--cache"}}
 
 
 def options_in(tree):
@@ -126,7 +125,7 @@ def test_the_core_speaks_python_and_not_the_command_line(files):
     """Arguments are named by `headway.words.Argument`, which commands and configurations put into their own words."""
     core = [file for file in files.values() if file.room not in ("cli", "report")]  # CSS's variables are in the report
     options = {file.name: options_in(file.tree) - OPTIONS_OF_OTHERS.get(file.name, set()) for file in core}
-    assert {name: rest for name, rest in options.items() if rest - STILL_OPTIONS.get(name, set())} == {}
+    assert {name: rest for name, rest in options.items() if rest} == {}
 
 
 def rewritten_errors(tree):

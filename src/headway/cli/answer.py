@@ -12,7 +12,7 @@ import typer
 
 from headway.cli import opened
 from headway.cli.options import ChatTemplateOption, JsonOption, spread
-from headway.cli.output import needs_extra, print_json, say
+from headway.cli.output import needs_extra, print_result, say
 from headway.errors import ConfigError, DataError, UsageError
 from headway.files import is_taken, open_output, read_text
 from headway.log.working import working
@@ -248,10 +248,8 @@ def generate(
         answers = generator.answer([sample for sample, _ in prompts], decoding, batch=batch)
     if prompt is not None and output is None:
         (answer,) = answers
-        if as_json:
-            print_json({"model": model, **_record(*prompts[0], answer, generator)})
-        else:
-            print(answer.text)
+        record = {"model": model, **_record(*prompts[0], answer, generator)}
+        print_result(lambda: record, lambda: answer.text, as_json=as_json)
         return
     with _lines(output) as file:
         for (sample, gold), answer in zip(prompts, answers, strict=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import options
-from headway.cli.output import print_json, warn
+from headway.cli.output import print_result, warn
 from headway.cli.resolve import resolve_architecture, resolve_cost_model, stated_peak
 from headway.cli.workload import WorkloadOptions, check_vision_tokens, describe, prepared
 from headway.errors import LogError, UsageError
@@ -99,9 +99,11 @@ def audit(
         raise UsageError(
             f"{option} and --mean-segment contradict each other: both say how long the samples are. Leave one out."
         )
+    # A run folder stands for its records.
     path = log / METRICS if log.is_dir() else log
-    parsed = read_log(_text(path), str(path), resumed_at=resumed_at)
+    parsed = read_log(_log_text(path), str(path), resumed_at=resumed_at)
     peak = stated_peak(device, dtype)
+    # Headway's own records hold model, workload and ranks; stating them again could only contradict.
     if parsed.recorded is not None:
         others = {"--seq-len": seq_len, "--mean-segment": mean_segment, "--freeze": freeze, "--ranks": ranks}
         _refuse(path, {"--model": model, **work.typed(), **others})
@@ -109,6 +111,7 @@ def audit(
     elif model is None:
         raise UsageError("--model is missing: a log does not say what was trained. Give it as for `headway flops`.")
     else:
+        # Other tools' logs say tokens and rates; the model and what a row stands for come from the options.
         cost_model, workload, work = resolve_cost_model(model), None, work.in_patches(model)
         if {"--segments", "--splits", "--latents", "--references", "--supervised"} & work.typed().keys():
             workload = work.build()
@@ -124,15 +127,12 @@ def audit(
             trained=resolve_architecture(model, trained) if freeze else None,
             skip=skip,
         )
-    if as_json:
-        print_json(_record(result, name))
-    else:
-        print(_render(result, name))
+    print_result(lambda: _record(result, name), lambda: _text(result, name), as_json=as_json)
     for warning in result.warnings:
         warn(warning)
 
 
-def _text(path: Path) -> str:
+def _log_text(path: Path) -> str:
     try:
         if path.name == METRICS:  # of a run's folder; a log that a user names may come from a pipe
             check_plain(path)
@@ -180,6 +180,7 @@ def _steps(
 
 def _record(result: "Audit", model: str | None) -> dict[str, Any]:
     identified, fit, recorded = result.identified, result.fit, result.log.recorded
+    # One convention that fits is identified; without any, the one that the log names itself.
     convention = identified.fit.convention.name if identified.fit else recorded.convention if recorded else None
     return {
         "tool": result.log.tool,
@@ -231,7 +232,7 @@ def _ends(interval: "Interval | None") -> list[float] | None:
     return None if interval is None else [interval.low, interval.high]
 
 
-def _render(result: "Audit", model: str | None) -> str:
+def _text(result: "Audit", model: str | None) -> str:
     columns = [Column("step"), Column("tokens/s"), Column("TFLOP/s"), Column("MFU printed"), Column("MFU useful")]
     mean = ["mean", "", "", _percent(result.reported_mfu_mean), _percent(result.useful_mfu_mean)]
     table = render_table(columns, [_cells(row) for row in result.rows], footer=mean)
@@ -257,9 +258,11 @@ def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
     if result.step is not None:
         rows = f"{describe(result.step.workload)} in rows of {format_count(result.step.seq_len)}"
         pairs.append(("row stands for", rows))
+    # The log's own arithmetic: FLOP per token is TFLOP/s over tokens/s, within its rounding.
     if identified.flops_per_token is not None:
         low, high = identified.flops_per_token.low / 1e9, identified.flops_per_token.high / 1e9
         pairs.append(("implied", f"{low:.4f} to {high:.4f} GFLOP per token, from tokens/s and TFLOP/s"))
+    # The convention whose number lies in that range, or all that do.
     if identified.fit is not None:
         name = f"{identified.fit.convention.full_name}, {identified.fit.flops_per_token / 1e9:.4f} GFLOP per token"
         pairs.append(("identified", f"{name} at {format_count(identified.fit.seq_len)}"))
@@ -273,6 +276,7 @@ def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
         pairs.append(("identified", f"not identifiable: {'; '.join(names[:6])}"))
         if fit is not None:
             pairs.append(("", f"{fit.convention.name} is taken below, as the rule of the tool that wrote the log"))
+    # The peak behind the printed MFU, beside the one that the useful MFU takes.
     if identified.peak_flops_per_s is not None:
         low, high = identified.peak_flops_per_s.low / 1e12, identified.peak_flops_per_s.high / 1e12
         nominal = f", {identified.peak / 1e12:g} TFLOP/s" if identified.peak and recorded is None else ""

@@ -7,7 +7,7 @@ import typer
 
 from headway.cli import options
 from headway.cli.flops import note_row_length
-from headway.cli.output import print_json, warn, warn_of_unknown
+from headway.cli.output import print_result, warn, warn_of_unknown
 from headway.cli.resolve import resolve_architecture, stated_peak
 from headway.cli.workload import WorkloadOptions, describe, resolve_for, workload_record
 from headway.errors import UsageError
@@ -68,6 +68,7 @@ def compare(
             f"{missing} is missing: an MFU needs the device and the step's wall time in seconds, for example "
             "--device H100 --step-time 1.9. FLOPs alone are what `headway flops --convention NAME` counts."
         )
+    # One step as tools see it: its workload, and the row length that those without segments bill.
     workload = work.in_patches(model).build()
     row_length = _seq_len(seq_len, workload.slots, ranks, int(workload.segments.max()))
     peak = stated_peak(device, dtype)
@@ -76,13 +77,17 @@ def compare(
     step = Step(workload, row_length, recompute)
     if seq_len is None:
         note_row_length(workload, row_length)
+    # A multiply-accumulate is two FLOPs; papers print the forward pass in these.
     forward_macs = cost_model.count(workload).forward // 2
     rows = compare_step(resolve_architecture(model, cost_model), step, step_time, peak, ranks)
     warn_of_unknown(cost_model.unknown)
-    if as_json:
-        print_json({**_record(cost_model.name, step, step_time, ranks, peak, rows), "forward_macs": forward_macs})
-    else:
-        print(_render(cost_model.name, step, step_time, ranks, peak, rows, forward_macs))
+    compared = cost_model.name, step, step_time, ranks, peak, rows
+    print_result(
+        lambda: {**_record(*compared), "forward_macs": forward_macs},
+        lambda: _text(*compared, forward_macs),
+        as_json=as_json,
+    )
+    # Other conventions may pass 100 %; a useful MFU cannot, so an input is wrong.
     impossible = [row.convention.name for row in rows if row.mfu is not None and row.mfu > 1]
     if "useful" in impossible:
         warn(
@@ -132,7 +137,7 @@ def _record(
     }
 
 
-def _render(
+def _text(
     model: str, step: "Step", step_s: float, ranks: int, peak: "Peak", rows: "list[ComparisonRow]", forward_macs: int
 ) -> str:
     columns = [Column("convention", "left"), Column("FLOPs"), Column("TFLOP/s"), Column("peak"), Column("MFU")]

@@ -198,15 +198,18 @@ def _as_written(schema: dict[str, Any]) -> dict[str, Any]:
             return node
         node = {key: widened(part) for key, part in node.items()}
         if node.get("type") in ("integer", "number"):
+            # Numbers may be written with units, such as 1M or 40%.
             node["type"] = [node["type"], "string"]
         elif (
             node.get("type") == "array"
             and "prefixItems" not in node
             and isinstance(node["items"].get("type"), str | list)
         ):
+            # A list of one may be written as its only entry.
             kinds = node["items"]["type"]
             node["type"] = ["array", *([kinds] if isinstance(kinds, str) else kinds)]
         elif {"type": "null"} in node.get("anyOf", ()):
+            # A section with one required setting may be written as that setting alone.
             required = [sections.get(part.get("$ref"), {}).get("required", ()) for part in node["anyOf"]]
             if any(len(names) == 1 for names in required):
                 node["anyOf"].append({"type": ["number", "string"]})

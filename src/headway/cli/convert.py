@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json, say
+from headway.cli.output import needs_extra, print_result, say
 from headway.errors import CheckpointError
 from headway.log.working import working
 from headway.plugins import families_with
+from headway.report import presentable
 
 _LAYOUTS = ", ".join(family.layout for family in families_with("read_checkpoint"))
 
@@ -89,12 +90,17 @@ def export(
     chosen = None if dtype is None else getattr(torch, dtype.value)
     with working(f"writing the model after step {checkpoint.step:,}"):
         write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
-    if as_json:
-        print_json({"folder": str(folder), "step": checkpoint.step})
-    else:
-        what = "the adapters" if (folder / "adapter_config.json").is_file() else "the model"
-        say(f"{folder}: {what} after step {checkpoint.step}")
-        has_card = (folder / CARD).is_file()
-        say(f"model card: {folder / CARD if has_card else 'none, as no records of its run can be read'}")
-        if (note := processor_note(folder)) is not None:
-            say(f"processor: {note}")
+    # What was written: adapters alone, unless merged; a card, if the run left records.
+    what = "the adapters" if (folder / "adapter_config.json").is_file() else "the model"
+    has_card = (folder / CARD).is_file()
+    lines = [
+        f"{folder}: {what} after step {checkpoint.step}",
+        f"model card: {folder / CARD if has_card else 'none, as no records of its run can be read'}",
+    ]
+    if (note := processor_note(folder)) is not None:
+        lines.append(f"processor: {note}")
+    print_result(
+        lambda: {"folder": str(folder), "step": checkpoint.step},
+        lambda: presentable("\n".join(lines)),
+        as_json=as_json,
+    )

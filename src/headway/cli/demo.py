@@ -12,7 +12,7 @@ import typer
 
 from headway.cli.draw import write_grid
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_result
 from headway.cli.train import ResumeOption, SetOption, print_summary
 from headway.log.working import working
 from headway.report import format_share
@@ -91,11 +91,10 @@ def demo(
 
     with working("drawing digits"):
         judged = judge_drawings(config)
-    if as_json:
-        print_json(summary.to_dict() | {"drawings": judged})
-        return
-    print_summary(summary, as_json=False)
-    print(said_of(judged, config.run.folder / f"{DRAWN}.png"))
+    note = text_of_drawings(judged, config.run.folder / f"{DRAWN}.png")
+    print_result(
+        lambda: summary.to_dict() | {"drawings": judged}, lambda: f"{summary.as_table()}\n{note}", as_json=as_json
+    )
 
 
 def _write(folder: Path) -> str:
@@ -146,9 +145,11 @@ def judge_drawings(config: "TrainConfig") -> dict[str, Any]:
 
     location = find_model(str(config.run.folder))
     opened = open_model(location, dtype=torch.float32, device=torch.device("cpu"), for_generation=False)
+    # Draw each digit several times, in rows of one digit.
     texts = [request(digit) for digit in range(len(NAMES)) for _ in range(_EACH)]
     pictures = open_drawer(opened).draw(texts, size=(SIDE, SIDE), away_from=FREE, seed=_SEED)
     rows = [pictures[start : start + _EACH] for start in range(0, len(pictures), _EACH)]
+    # Two judges: a classifier trained on the real digits, and the model reading its own pictures.
     pixels = np.stack([np.asarray(picture.convert("L")) / 255.0 for picture in pictures])
     outside = (classify(pixels).reshape(len(NAMES), _EACH) == np.arange(len(NAMES))[:, None]).sum(1).tolist()
     own = [_num_read(opened, row, name) for row, name in zip(rows, NAMES, strict=True)]
@@ -167,7 +168,7 @@ def judge_drawings(config: "TrainConfig") -> dict[str, Any]:
     return judged
 
 
-def said_of(judged: dict[str, Any], path: Path) -> str:
+def text_of_drawings(judged: dict[str, Any], path: Path) -> str:
     """Say in two lines how many digits were drawn, and which shares were read as what was asked for."""
     return (
         f"drawn digits  {judged['drawn']}, in {path}\n"

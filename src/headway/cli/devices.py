@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, print_json, warn
+from headway.cli.output import needs_extra, print_result, warn
 from headway.cli.resolve import resolve_architecture, resolve_config, resolve_cost_model
 from headway.errors import UnknownDeviceError, UsageError
 from headway.log.working import working
@@ -46,10 +46,9 @@ def devices(
 
     if name is not None:
         _show(name, as_json)
-    elif as_json:
-        print_json({"devices": [_record(device) for device in all_devices()]})
     else:
-        print(_render_all(list(all_devices())))
+        listed = list(all_devices())
+        print_result(lambda: {"devices": list(map(_record, listed))}, lambda: _text_of_all(listed), as_json=as_json)
 
 
 def _show(name: str, as_json: bool) -> None:
@@ -62,11 +61,8 @@ def _show(name: str, as_json: bool) -> None:
     if len(matches) > 1:
         keys = " and ".join(f"{device.key} ({properties(device)})" for device in matches)
         warn(f"{name} is the name of {keys}; only these properties tell them apart.")
-    if as_json:
-        variants = {"variants": [_record(device) for device in matches]} if len(matches) > 1 else {}
-        print_json({**_record(matches[0]), **variants})
-    else:
-        print("\n\n".join(_render(device) for device in matches))
+    variants = {"variants": [_record(device) for device in matches]} if len(matches) > 1 else {}
+    print_result(lambda: {**_record(matches[0]), **variants}, lambda: "\n\n".join(map(_text, matches)), as_json=as_json)
 
 
 def _record(device: "Device") -> dict[str, Any]:
@@ -93,7 +89,7 @@ def _record(device: "Device") -> dict[str, Any]:
     }
 
 
-def _render_all(shown: "list[Device]") -> str:
+def _text_of_all(shown: "list[Device]") -> str:
     columns = [Column("device", "left"), *map(Column, _DTYPE_COLUMNS), Column("GB"), Column("GB/s"), Column("W")]
     rows = [
         [
@@ -123,15 +119,17 @@ def _optional(value: float | None, unit: float) -> str:
     return "-" if value is None else f"{value / unit:,.6g}"
 
 
-def _render(device: "Device") -> str:
+def _text(device: "Device") -> str:
     pairs = [("device", device.title), ("reported as", "; ".join(device.names) or "nothing, found by name only")]
     spoken = dict.fromkeys([*device.aliases, *([] if device.key in map(str.lower, device.aliases) else [device.key])])
     pairs += [("also called", ", ".join(spoken))]
+    # Peaks by dtype; those of fp16 accumulation apart, since no framework uses them.
     pairs += [(dtype, f"{rate / 1e12:,.6g} {_unit(dtype)}, dense") for dtype, rate in device.peak_flops_per_s.items()]
     pairs += [
         ("", f"{rate / 1e12:,.6g} {_unit(dtype)} in {dtype} if accumulated in fp16, which frameworks do not do")
         for dtype, rate in device.fp16_accumulate_flops_per_s.items()
     ]
+    # What the vendor states, each left out where it does not.
     if device.memory_bytes is not None:
         pairs.append(("memory", f"{_optional(device.memory_bytes, 1e9)} GB"))
     if device.memory_bytes_per_s is not None:
@@ -147,6 +145,7 @@ def _render(device: "Device") -> str:
         pairs.append(("network", f"{_optional(device.network_bytes_per_s, 1e9)} GB/s to other nodes, one way"))
     if device.link_source is not None:
         pairs += _wrapped("links from", device.link_source)
+    # Where the figures come from, and who prints others.
     pairs += _wrapped("source", device.source)
     pairs.append(("read on", device.read_on.isoformat()))
     for text in device.disagreements:
@@ -208,10 +207,8 @@ def ceiling(
         copy = copy_ceiling(where, refresh=refresh, warn=warn)
         around = environment(where)
         device_known = _known(where)
-    if as_json:
-        print_json(_ceiling_record(around, products, copy, device_known))
-    else:
-        print(_render_ceilings(around, products, copy, device_known))
+    ceilings = around, products, copy, device_known
+    print_result(lambda: _record_of_ceilings(*ceilings), lambda: _text_of_ceilings(*ceilings), as_json=as_json)
 
 
 def _of_model(model: str, device: str | None, dtypes: list[str] | None, *, refresh: bool, as_json: bool) -> None:
@@ -224,15 +221,15 @@ def _of_model(model: str, device: str | None, dtypes: list[str] | None, *, refre
         names = dtypes or ["fp32" if where.type == "cpu" else "bf16"]
         rates_by_dtype = {name: local_rates(model, cost_model, where, name, refresh=refresh) for name in names}
         around = environment(where)
-    if as_json:
-        rates = [
-            {"dtype": name, **rates.to_dict(), "blocks": None if blocks is None else blocks.to_dict()}
-            for name, (rates, blocks) in rates_by_dtype.items()
-        ]
-        print_json({"model": model, "device": around, "rates": rates})
-    else:
-        tables = [_render_model(model, name, *both) for name, both in rates_by_dtype.items()]
-        print("\n\n".join(tables))
+    rows = [
+        {"dtype": name, **rates.to_dict(), "blocks": None if blocks is None else blocks.to_dict()}
+        for name, (rates, blocks) in rates_by_dtype.items()
+    ]
+    print_result(
+        lambda: {"model": model, "device": around, "rates": rows},
+        lambda: "\n\n".join(_text_of_model(model, name, *both) for name, both in rates_by_dtype.items()),
+        as_json=as_json,
+    )
 
 
 def local_rates(
@@ -265,7 +262,7 @@ def local_rates(
         return rates, timed_blocks(resolve_config(model), where, dtype, refresh=refresh, warn=warn)
 
 
-def _render_model(model: str, dtype: str, rates: "ModelRates", blocks: "TimedBlocks | None") -> str:
+def _text_of_model(model: str, dtype: str, rates: "ModelRates", blocks: "TimedBlocks | None") -> str:
     columns = [Column("what", "left"), Column("size", "left"), Column("rate")]
     rows = [
         [f"{dtype} product", "x".join(map(str, shape)), format_rate(rate)] for shape, rate in rates.products.items()
@@ -313,7 +310,7 @@ def _known(where: "torch.device") -> "Device | None":
         return None
 
 
-def _ceiling_record(
+def _record_of_ceilings(
     around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", device: "Device | None"
 ) -> dict[str, Any]:
     return {
@@ -351,7 +348,7 @@ def _when(ceiling: "Ceiling") -> dict[str, Any]:
     return {"measured_at": ceiling.measured_at.isoformat(timespec="seconds"), "cached": ceiling.is_cached}
 
 
-def _render_ceilings(
+def _text_of_ceilings(
     around: dict[str, Any], products: "list[Ceiling]", copy: "Ceiling", device: "Device | None"
 ) -> str:
     columns = [Column("what", "left"), Column("shape", "left")]

@@ -84,6 +84,7 @@ def draw(
 
     Example: headway draw runs/draw/run "Draw a seven." --size 8x8 -o seven.png
     """
+    # Options first: opening a model takes seconds.
     match = _SIZE.fullmatch(size) if size is not None else None
     if size is not None and match is None:
         raise UsageError(f"--size {size!r} is not HxW in pixels, for example --size 512x768.")
@@ -92,6 +93,7 @@ def draw(
             raise UsageError(f"There is no image {str(path)!r}. Give the path of a file.")
     with needs_extra("drawing"):
         from headway.answer.pictures import Guidance, open_drawer
+    # The sampler's guidance: how far text and images pull each step.
     guided = Guidance(guidance, image_guidance, guide_between, renorm.value, renorm_min)
     model_opened, _ = opened.open_where(model, opening, for_generation=False)
     drawer = open_drawer(model_opened)

@@ -1,6 +1,5 @@
 """`headway train --dry-run`: what a run will need, from its recipe alone."""
 
-import json
 import math
 import os
 import sys
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.index import build_indices
-from headway.cli.output import needs_extra, warn
+from headway.cli.output import needs_extra, print_result, warn
 from headway.cli.resolve import resolve_config, resolve_ledger
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
 from headway.log.working import working
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from headway.predict.measured_data import MeasuredData
 
 
-NO_ROOM = "DOES NOT FIT"
+_NO_ROOM = "DOES NOT FIT"
 LABELS = {"casts": "weights, cast", "gathered": "weights, gathered", "reducing": "gradients, summing", "passing":
     "gradients, passing", "head": "logits and loss", "updating": "optimizer, working"}  # fmt: skip
 
@@ -71,12 +70,14 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
         config = of_this_machine(config)
     lengths = lengths_of_data(config)
     planned = dry_run(config, cost_model, saved_of_recipe(config), devices=count, device=target, lengths=lengths)
-    if as_json:
-        print(json.dumps(planned.to_dict()))
-    else:
-        print(_render(config, planned).replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
+    print_result(planned.to_dict, lambda: in_red(_text(config, planned)), as_json=as_json)
     if planned.fits is False:
         raise typer.Exit(1)
+
+
+def in_red(text: str) -> str:
+    """Colour what says that memory does not suffice, where stdout is a terminal."""
+    return text.replace(_NO_ROOM, coloured(_NO_ROOM, "red", sys.stdout))
 
 
 def of_this_machine(config: "TrainConfig") -> "TrainConfig":
@@ -125,7 +126,7 @@ def saved_activations(name: str, precision: str) -> "SavedActivations":
         return saved_of_config(resolve_config(name), precision)
 
 
-def _render(config: "TrainConfig", planned: "DryRun") -> str:
+def _text(config: "TrainConfig", planned: "DryRun") -> str:
     shape, params, packs = planned.shape, planned.params, planned.packs
     pairs = [
         ("model", f"{config.model.path}  (ledger of {planned.model})"),
@@ -203,7 +204,7 @@ def verdict(planned: "DryRun") -> str:
         return "name a device with --device to see whether it fits"
     share = format_share(planned.memory.peak / device.memory_bytes)
     text = f"{share} of {device.title}'s {format_bytes(device.memory_bytes)}"
-    return text if planned.fits else f"{text}: {NO_ROOM} within {format_share(USABLE)}"
+    return text if planned.fits else f"{text}: {_NO_ROOM} within {format_share(USABLE)}"
 
 
 def ways_text(device: "Device | None", ways: "Sequence[Way]") -> str:
@@ -284,6 +285,7 @@ def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
 
     data = list(dict.fromkeys(data))
     settings = ProcessorSettings.of(**config.of_processor())
+    # A dataset that the recipe names is read with the recipe's columns and policy, others with the defaults.
     recipe = {_place(part.path or ""): (name, part) for name, part in named_parts(config.data)}
     own = [recipe.get(_place(path), (None, None)) for path in data]
     names = own_names(data, [name for name, _ in own])
@@ -304,6 +306,7 @@ def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
     lengths = joined(dict(zip(names, indices, strict=True)), overlong)
     if not len(lengths.tokens):
         raise DataError(f"--data {', '.join(data)}: no row can be used; `headway index` says why.")
+    # Lengths decide packs and memory; the time of making packs comes from encoding a few rows.
     encoder = open_encoder(located(config.model.path), max_characters=config.data.max_characters, settings=settings)
     return MeasuredData(", ".join(source.name for source in sources), lengths, making_s(sources, indices, encoder))
 

@@ -7,7 +7,7 @@ import typer
 
 from headway.cli import opened
 from headway.cli.options import ChatTemplateOption, JsonOption, spread
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_result
 from headway.errors import DataError, UsageError
 from headway.log.working import working
 from headway.report import Column, format_count, format_share, render_pairs, render_table
@@ -104,11 +104,12 @@ def evaluate(
     if not ranks.is_first:
         return
     total = Evaluation.total(list(results.values()))
-    if as_json:
-        sources = [{"data": path, **_record(result), **_answers(answers.get(path))} for path, result in results.items()]
-        print_json({"model": location.path, "kind": location.kind, **_record(total), "sources": sources})
-    else:
-        print(_render(location.path, budget, results, total, answers))
+    sources = [{"data": path, **_record(result), **_answers(answers.get(path))} for path, result in results.items()]
+    print_result(
+        lambda: {"model": location.path, "kind": location.kind, **_record(total), "sources": sources},
+        lambda: _text(location.path, budget, results, total, answers),
+        as_json=as_json,
+    )
 
 
 def _samples(data: "Sequence[str] | None", config: "TrainConfig | None", most: int | None) -> "dict[str, list[Sample]]":
@@ -155,7 +156,7 @@ def _answers(answers: "Sequence[Answer] | None") -> dict[str, Any]:
     return {"answers": shown}
 
 
-def _render(
+def _text(
     path: str,
     budget: "Budget",
     results: "dict[str, Evaluation]",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from headway.cli import options
-from headway.cli.output import print_json, say, warn, warn_of_unknown
+from headway.cli.output import print_result, say, warn, warn_of_unknown
 from headway.cli.resolve import resolve_architecture, resolve_cost_model
 from headway.cli.workload import WorkloadOptions, describe, resolve_for, workload_record
 from headway.errors import UnknownConventionError, UsageError
@@ -67,6 +67,7 @@ def flops(
     from headway.conventions import Step, get_convention
 
     rule = get_convention(convention)
+    # --seq-len alone is one segment; with segments it is the row length that some conventions bill.
     if seq_len is not None and work.segments is None and work.splits is None:
         work = replace(work, segments=str(seq_len))
         seq_len = seq_len if rule.uses_seq_len else None
@@ -81,6 +82,7 @@ def flops(
             f"--past {work.past[:80]} names tokens whose keys and values are cached, which no gradient reaches: it "
             "needs --forward-only. Leave it out to count a training step."
         )
+    # The trained model, and the frozen second one of preference training, which runs forward alone.
     workload = work.in_patches(model).build()
     cost_model = resolve_for(model, workload, work.supervised, freeze, lora)
     second = None if reference is None else resolve_cost_model(reference)
@@ -99,10 +101,8 @@ def flops(
 
     count = count_by("component")
     by_module = count_by("module") if by is By.module else None
-    if as_json:
-        print_json(_record(cost_model, second, workload, count, by_module))
-    else:
-        print(_render(cost_model, second, workload, count, by_module))
+    counted = cost_model, second, workload, count, by_module
+    print_result(lambda: _record(*counted), lambda: _text(*counted), as_json=as_json)
 
 
 def _of_reference(count: "FlopCount") -> "FlopCount":
@@ -169,13 +169,14 @@ def _row_record(row: "FlopRow") -> dict[str, Any]:
     return {name: getattr(row, name) for name in names}
 
 
-def _render(
+def _text(
     cost_model: "CostModel",
     reference: "CostModel | None",
     workload: "Workload",
     count: "FlopCount",
     by_module: "FlopCount | None",
 ) -> str:
+    # The ledger by component or by module, then the inputs that it holds for.
     ledger = count if by_module is None else by_module
     heading = "component" if by_module is None else "module"
     columns = [Column(heading, "left"), Column("driver", "left")]
@@ -245,20 +246,18 @@ def print_bill(
             f"--convention {convention.name} has no number for {cost_model.name}: {bill.reason}. `headway compare` "
             "shows which conventions do."
         )
-    if as_json:
-        record = {
-            "model": cost_model.name,
-            "convention": convention.full_name,
-            "workload": workload_record(workload),
-            "seq_len": step.seq_len,
-            "flops": {"total": bill.flops, "useful": useful},
-            "tokens_billed": bill.tokens,
-            "components": [{"name": name, "total": flops} for name, flops in bill.parts.items() if flops],
-            "ratio_to_useful": bill.flops / useful,
-            "unknown": list(cost_model.unknown),
-        }
-        print_json(record)
-        return
+    record = {
+        "model": cost_model.name,
+        "convention": convention.full_name,
+        "workload": workload_record(workload),
+        "seq_len": step.seq_len,
+        "flops": {"total": bill.flops, "useful": useful},
+        "tokens_billed": bill.tokens,
+        "components": [{"name": name, "total": flops} for name, flops in bill.parts.items() if flops],
+        "ratio_to_useful": bill.flops / useful,
+        "unknown": list(cost_model.unknown),
+    }
+    # The convention's parts sum to its bill; the useful FLOPs of the same step stand beside it.
     columns = [Column("part", "left"), Column("total"), Column("share")]
     rows = [
         [name, format_flops(flops), format_share(flops / bill.flops)] for name, flops in bill.parts.items() if flops
@@ -271,4 +270,4 @@ def print_bill(
         ("useful", f"{format_flops(useful)}; this convention bills {bill.flops / useful:.3f} times that"),
         ("convention", f"{convention.full_name}; {convention.why}"),
     ]
-    print(f"{table}\n\n{render_pairs(pairs)}")
+    print_result(lambda: record, lambda: f"{table}\n\n{render_pairs(pairs)}", as_json=as_json)

@@ -15,7 +15,7 @@ from headway.cli.options import (
     columns_of,
     sizes_of,
 )
-from headway.cli.output import needs_extra, print_json, warn
+from headway.cli.output import needs_extra, print_result, warn
 from headway.count.modalities import MODALITIES
 from headway.errors import UsageError
 from headway.log.working import measuring_rows, working
@@ -99,11 +99,11 @@ def index(
     settings = ProcessorSettings(ChatSettings.of(chat_template), sizes_of(media))
     index_ = build_indices(sources, model, max_characters, policy, settings=settings, **measuring)
     indices = dict(zip(data, index_, strict=True))
-    if as_json:
-        records = [_record(path, index_) for path, index_ in indices.items()]
-        print_json({"model": model, "indices": records})
-    else:
-        print("\n\n".join(_render(path, index_) for path, index_ in indices.items()))
+    print_result(
+        lambda: {"model": model, "indices": [_record(path, index_) for path, index_ in indices.items()]},
+        lambda: "\n\n".join(_text(path, index_) for path, index_ in indices.items()),
+        as_json=as_json,
+    )
 
 
 def build_indices(
@@ -177,7 +177,7 @@ def _record(path: str, index: "LengthIndex") -> dict[str, Any]:
     }
 
 
-def _render(path: str, index: "LengthIndex") -> str:
+def _text(path: str, index: "LengthIndex") -> str:
     summary = index.summary()
     pairs = [("data", hide_secrets(path)), ("samples", format_count(summary.samples))]
     if summary.bad:

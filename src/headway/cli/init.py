@@ -11,7 +11,7 @@ from headway.cli.dry_run import saved_as_learning
 from headway.cli.index import build_indices
 from headway.cli.opened import read_template
 from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, columns_of
-from headway.cli.output import needs_extra, print_json, warn
+from headway.cli.output import needs_extra, print_result, warn
 from headway.cli.resolve import resolve_ledger
 from headway.errors import UsageError
 from headway.files import is_taken, write_output
@@ -60,6 +60,7 @@ def init(
     from headway.count.activations import SavedByPrecision
     from headway.devices import named_device
 
+    # Inputs first: a typo is told before the processor is opened, which takes seconds.
     target = named_device(device) if device is not None else None
     with needs_extra("looking at data"):
         from headway.data.sources import open_source
@@ -71,11 +72,13 @@ def init(
     from headway.data.chat_settings import ChatSettings
     from headway.data.processor_settings import ProcessorSettings
 
+    # Lengths of the data by the model's own tokenizer and processor.
     processing = ProcessorSettings(read_template(chat_template) or ChatSettings())
     indices = build_indices(sources, path, None, settings=processing)
     from headway.config.model import ModelConfig
 
     learns = ModelConfig(path=path)
+    # Rows with tokens that the model has no embedding for: the recipe gives them rows, and they are measured again.
     if any(index.bad for index in indices) and (added := _added_tokens(path, processing)):
         learns = ModelConfig.model_validate({"path": path, **added})
         processing = _with_tokens(processing, learns)
@@ -95,6 +98,7 @@ def init(
             new_tokens={"new_tokens": learns.new_tokens, "new_special_tokens": learns.new_special_tokens},
             has_weights=not Path(path).exists() or any(Path(path).glob("*.safetensors")),
         )
+    # The recipe is on disk before anything is printed of it.
     write_output(output, suggestion.text, option="-o", new=True)
     if suggestion.lengths.bad:
         warn(
@@ -102,23 +106,19 @@ def init(
             "them; data.bad: {policy: skip} leaves them out."
         )
     settings, lengths, planned = suggestion.config, suggestion.lengths, suggestion.planned
-    if as_json:
-        print_json(
-            {
-                "file": str(output),
-                "samples": len(lengths.tokens),
-                "bad": lengths.bad,
-                "median": lengths.median,
-                "p95": lengths.p95,
-                "longest": lengths.longest,
-                "tokens_per_pack": settings.data.tokens_per_pack,
-                "steps_per_epoch": suggestion.steps_per_epoch,
-                "epochs": suggestion.epochs,
-                "peak_bytes": None if planned is None else planned.memory.peak,
-                "lora": settings.model.lora is not None,
-            }
-        )
-        return
+    record = {
+        "file": str(output),
+        "samples": len(lengths.tokens),
+        "bad": lengths.bad,
+        "median": lengths.median,
+        "p95": lengths.p95,
+        "longest": lengths.longest,
+        "tokens_per_pack": settings.data.tokens_per_pack,
+        "steps_per_epoch": suggestion.steps_per_epoch,
+        "epochs": suggestion.epochs,
+        "peak_bytes": None if planned is None else planned.memory.peak,
+        "lora": settings.model.lora is not None,
+    }
     memory = "not looked at; --device NAME does"
     if planned is not None and planned.device is not None:
         memory = f"{format_bytes(planned.memory.peak)} by the plan, on {planned.device.title}"
@@ -131,7 +131,7 @@ def init(
         ("memory", memory),
         ("next", f"headway train {output}"),
     ]
-    print(render_pairs(pairs))
+    print_result(lambda: record, lambda: render_pairs(pairs), as_json=as_json)
 
 
 def _added_tokens(path: str, processing: "ProcessorSettings") -> dict[str, list[str]]:

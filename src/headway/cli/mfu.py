@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli import options
-from headway.cli.output import print_json, warn
+from headway.cli.output import print_result, warn
 from headway.cli.resolve import stated_peak
 from headway.cli.workload import WorkloadOptions, resolve_for
 from headway.errors import UsageError
@@ -61,6 +61,7 @@ def mfu(
     """
     from headway.predict import solve
 
+    # Each option is one known of the identities; `solve` derives the others.
     values = {
         "tokens_per_step": tokens_per_step,
         "step_s": step_time,
@@ -77,11 +78,10 @@ def mfu(
         values["peak_flops_per_s"] = peak.flops_per_s
     values |= _work(model, work, seq_len, freeze, flops_per_token, tokens_per_step)
     plan = solve({key: value for key, value in values.items() if value is not None})
-    if as_json:
-        record = {"model": model, "given": sorted(plan.inputs), **plan.values}
-        print_json({**record, "unknown": [quantity.key for quantity in plan.unknown]})
-    else:
-        print(_render(plan))
+    # An MFU above one is printed as it came out, and fails.
+    record = {"model": model, "given": sorted(plan.inputs), **plan.values}
+    record["unknown"] = [quantity.key for quantity in plan.unknown]
+    print_result(lambda: record, lambda: _text(plan), as_json=as_json)
     for warning in plan.warnings:
         warn(warning)
     if plan.values.get("mfu", 0.0) > 1.0:
@@ -121,7 +121,7 @@ def _work(
     return work_values
 
 
-def _render(plan: "Solution") -> str:
+def _text(plan: "Solution") -> str:
     from headway.predict import QUANTITIES
 
     pairs = []

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli.options import ColumnOption, JsonOption, columns_of
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_result
 from headway.errors import UsageError
 from headway.log.working import working
 from headway.report import Column, format_bytes, format_count, render_pairs, render_table
@@ -21,23 +21,20 @@ def models(as_json: JsonOption = False) -> None:
     from headway.count import load_cost_model, shipped_models
 
     shipped = [(name, load_cost_model(name)) for name in shipped_models()]
-    if as_json:
-        entries = [
-            {
-                "name": name,
-                "kind": kind(cost_model),
-                "params": {"total": cost_model.params.total, "active": cost_model.params.active},
-            }
-            for name, cost_model in shipped
-        ]
-        print_json({"models": entries})
-        return
+    entries = [
+        {
+            "name": name,
+            "kind": kind(cost_model),
+            "params": {"total": cost_model.params.total, "active": cost_model.params.active},
+        }
+        for name, cost_model in shipped
+    ]
     columns = [Column("name", "left"), Column("kind", "left"), Column("parameters"), Column("active per token")]
     rows = [
         [name, kind(cost_model), format_count(cost_model.params.total), format_count(cost_model.params.active)]
         for name, cost_model in shipped
     ]
-    print(render_table(columns, rows))
+    print_result(lambda: {"models": entries}, lambda: render_table(columns, rows), as_json=as_json)
 
 
 def kind(cost_model: "CostModel") -> str:
@@ -96,21 +93,17 @@ def new_model(
 
     with working(f"making a model in {folder}"):
         model = write_new_model(folder, sources, like=like, size=wanted, vocab_size=vocab, seed=seed)
-    if as_json:
-        print_json(
-            {
-                "folder": str(model.folder),
-                "like": model.like,
-                "parameters": model.parameters,
-                "vocabulary": model.vocabulary,
-                "layers": model.layers,
-                "width": model.width,
-                "samples": model.samples,
-                "weight_bytes": 4 * model.parameters,
-                "training_bytes": TRAINING_BYTES * model.parameters,
-            }
-        )
-        return
+    record = {
+        "folder": str(model.folder),
+        "like": model.like,
+        "parameters": model.parameters,
+        "vocabulary": model.vocabulary,
+        "layers": model.layers,
+        "width": model.width,
+        "samples": model.samples,
+        "weight_bytes": 4 * model.parameters,
+        "training_bytes": TRAINING_BYTES * model.parameters,
+    }
     pairs = [
         ("model", f"{model.folder}, like {model.like}"),
         ("parameters", f"{format_count(model.parameters)} ({model.layers} layers of width {model.width})"),
@@ -119,7 +112,7 @@ def new_model(
         ("to train", f"{format_bytes(TRAINING_BYTES * model.parameters)} with AdamW in float32, and activations"),
         ("next", f"headway init --model {model.folder} --data {data[0]} -o train.yaml"),
     ]
-    print(render_pairs(pairs))
+    print_result(lambda: record, lambda: render_pairs(pairs), as_json=as_json)
 
 
 def _parameters(text: str) -> int:

@@ -4,7 +4,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -19,6 +19,14 @@ SCHEMA_VERSION = 1  # of every object that --json prints
 def print_json(record: Mapping[str, Any]) -> None:
     """Print a result as one JSON object; its keys are a contract, which `schema_version` names."""
     print(json.dumps({"schema_version": SCHEMA_VERSION, **record}))
+
+
+def print_result(record: Callable[[], Mapping[str, Any]], text: Callable[[], str], *, as_json: bool) -> None:
+    """Print what a command found: its record as one JSON object, or its text for people. Only one of them is made."""
+    if as_json:
+        print_json(record())
+    else:
+        print(text())
 
 
 def say(text: str, *, on_stderr: bool = False, flush: bool = False) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from headway.cli import options
 from headway.cli.index import build_indices
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_result
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
 from headway.files import write_output
@@ -107,6 +107,7 @@ def pack(
     if plot is not None:
         _check_plot_path(plot)
     budget = Budget(packing_length, patches, items)
+    # The samples' lengths and, by a model's ledger, their FLOPs, which balance needs.
     sources = _lengths(data, lengths, model, max_characters, options.columns_of(column), media)
     has_patches = any(source.patches.any() for source in sources.values())
     name = model or (IMAGE_MODEL if has_patches else TEXT_MODEL)
@@ -114,6 +115,7 @@ def pack(
     if not len(planned):
         num_read = sum(count.read for count in counts.values())
         raise DataError(f"Of {num_read} samples none fits a pack of {packing_length} tokens. Raise it.")
+    # Every strategy packs one epoch in the same order.
     order = Order.epochs(planned.sizes, 1, seed=seed)
     chosen: dict[str, Any] = {"seed": seed, "window": window, "accumulation": accumulation}
     chosen["balance"] = BALANCE if balance is None else balance
@@ -122,6 +124,7 @@ def pack(
         measured = [measure(plan, ranks) for plan in plans]
     if plot is not None:
         _draw(plot, planned.tokens, {report.strategy: fill for report, fill in measured}, budget)
+    # What was asked for, and what each strategy reached.
     settings = {
         "model": name,
         "model_given": model is not None,
@@ -132,22 +135,14 @@ def pack(
         **chosen,
         "overlong": policy,
     }
-    _print(settings, counts, [report for report, _ in measured], as_json=as_json)
-
-
-def _print(
-    settings: dict[str, Any],
-    counts: "Mapping[str, OverlongCounts]",
-    reports: "Sequence[PlanReport]",
-    *,
-    as_json: bool,
-) -> None:
-    if not as_json:
-        print(_render(settings, counts, reports))
-        return
+    reports = [report for report, _ in measured]
     rows = {source: count.to_dict() for source, count in counts.items()}
     strategies = {report.strategy: report.to_dict() for report in reports}
-    print_json({**settings, "sources": rows, "strategies": strategies})
+    print_result(
+        lambda: {**settings, "sources": rows, "strategies": strategies},
+        lambda: _text(settings, counts, reports),
+        as_json=as_json,
+    )
 
 
 def _lengths(
@@ -218,7 +213,8 @@ def one_of(name: str, what: str, allowed: "Sequence[Name]") -> "Name":
     raise UsageError(f"Unknown {what} {name!r}. Allowed: {', '.join(allowed)}.")
 
 
-def _render(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", reports: "Sequence[PlanReport]") -> str:
+def _text(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", reports: "Sequence[PlanReport]") -> str:
+    # All strategies pack the same samples, so that the first one's totals are everyone's.
     total = reports[0]
     left = [
         f"{number:,} {what}"
@@ -236,6 +232,7 @@ def _render(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", re
         ("pack", f"at most {', '.join(limits)}"),
         ("step", f"{settings['ranks']:,} ranks x {settings['accumulation']:,} packs"),
     ]
+    # A row for each strategy.
     columns = [Column("strategy", "left")] + [
         Column(heading)
         for heading in ("packs", "steps", "fill", "balance", "mixing", "step", "MFU lost waiting", "us/sample")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli.devices import local_device, local_rates
-from headway.cli.dry_run import NO_ROOM, LinkOptions, lengths_of_data, measured_data, saved_of_recipe
+from headway.cli.dry_run import LinkOptions, in_red, lengths_of_data, measured_data, saved_of_recipe
 from headway.cli.options import JsonOption, spread
-from headway.cli.output import needs_extra, print_json, warn
+from headway.cli.output import needs_extra, print_result, warn
 from headway.cli.plan_text import WholeRun, as_text, to_dict
 from headway.cli.resolve import resolve_cost_model, resolve_ledger
 from headway.cli.train import SetOption
 from headway.cli.workload import WorkloadOptions, samples_in_turn
 from headway.errors import PlanError, UsageError
 from headway.log.working import working
-from headway.report.terminal import coloured
 
 if TYPE_CHECKING:
     from headway.config import TrainConfig
@@ -144,11 +142,11 @@ def plan(
     time = forecaster.predict(config, planned.packs)
     total = ends.total(planned.packs, planned.packs.counts.read)
     run = None if total is None else WholeRun.of(total, time, count, price, speeds)
-    if as_json:
-        print_json(to_dict(planned, time, speeds, run))
-    else:
-        text = as_text(config, planned, time, speeds, run, count, links, making_s)
-        print(text.replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
+    print_result(
+        lambda: to_dict(planned, time, speeds, run),
+        lambda: in_red(as_text(config, planned, time, speeds, run, count, links, making_s)),
+        as_json=as_json,
+    )
     if planned.fits is False:
         raise typer.Exit(1)
 
@@ -283,10 +281,8 @@ def _print_sizes(
             if total is None
             else WholeRun.of(total, size.time, size.devices, price, scaling.speeds, goodput=lasting)
         )
-    if as_json:
-        print_json(scale_record(config, scaling, sized, runs))
-    else:
-        print(scale_text(config, scaling, sized, runs).replace(NO_ROOM, coloured(NO_ROOM, "red", sys.stdout)))
+    sizes_and_runs = config, scaling, sized, runs
+    print_result(lambda: scale_record(*sizes_and_runs), lambda: in_red(scale_text(*sizes_and_runs)), as_json=as_json)
     if any(size.fits is False for size in sized):
         raise typer.Exit(1)
 

@@ -307,6 +307,7 @@ def assumptions(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[Sized
     """What the numbers take for granted, a sentence each."""
     steps = min(run.planned_steps for run in runs)
     shards = "over all devices" if config.parallel.shard == "auto" else "as set, and copies of them take the rest"
+    # What every size assumes.
     sentences = [
         "Expected values; --json has the best and the worst case too.",
         "mesh: copies x shards. tokens: of a step of all devices. exposed, waiting: shares of the step that exchanges "
@@ -321,6 +322,7 @@ def assumptions(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[Sized
         "Gathers and sums hide behind the computing of the block beside them, and slow it down by nothing.",
         "Not in a step: loading data, stragglers among equal devices, messages between hosts, evaluations.",
     ]
+    # What only some inputs bring: slices that are filled up, failures.
     uneven = [run for run in runs if run.padding > MUCH_PADDING]
     if uneven:
         worst = max(uneven, key=lambda run: run.padding)

@@ -1,13 +1,12 @@
 """`headway check` and `headway goodput`: proofs and times from the records of a run."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from headway.cli.options import JsonOption
-from headway.cli.output import warn
+from headway.cli.output import print_result, warn
 from headway.errors import LogError
 
 CheckedRunArgument = Annotated[
@@ -33,7 +32,7 @@ def check(run: CheckedRunArgument, other: OtherArgument = None, as_json: JsonOpt
     from headway.train.check import check_run
 
     checked = check_run(run, other)
-    print(json.dumps(checked.to_dict()) if as_json else checked.as_table())
+    print_result(checked.to_dict, checked.as_table, as_json=as_json)
     if checked.faults:
         raise LogError(f"{run} lost or repeated samples, or its records were changed: {'; '.join(checked.faults)}.")
     if not checked.proved:
@@ -57,6 +56,6 @@ def goodput(run: RunArgument, as_json: JsonOption = False) -> None:
     from headway.meter.goodput_report import read_goodput
 
     report = read_goodput(run)
-    print(json.dumps(report.to_dict()) if as_json else report.as_table())
+    print_result(report.to_dict, report.as_table, as_json=as_json)
     for warning in report.warnings:
         warn(warning)

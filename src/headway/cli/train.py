@@ -1,6 +1,5 @@
 """`headway train`: train a model as a YAML file says."""
 
-import json
 import os
 import signal
 import sys
@@ -12,7 +11,7 @@ import typer
 
 from headway.cli.dry_run import print_dry_run
 from headway.cli.options import JsonOption
-from headway.cli.output import needs_extra, say
+from headway.cli.output import needs_extra, print_result, say
 from headway.errors import RunCompleteError, UsageError
 
 if TYPE_CHECKING:
@@ -182,7 +181,7 @@ def print_summary(summary: "RunSummary", *, as_json: bool) -> None:
     from headway.models.parallel.ranks import own_rank
 
     if own_rank() == 0:  # of all processes of a run, the first one speaks
-        print(json.dumps(summary.to_dict()) if as_json else summary.as_table())
+        print_result(summary.to_dict, summary.as_table, as_json=as_json)
     sys.stdout.flush()
     if not summary.is_complete and summary.stopped_by == signal.SIGINT:  # who sends SIGTERM expects 0
         raise typer.Exit(INTERRUPTED)

@@ -7,7 +7,7 @@ import typer
 
 from headway.cli.dry_run import LinkOptions, lengths_of_data, measured_data, note_on_links, saved_of_recipe
 from headway.cli.options import JsonOption, spread
-from headway.cli.output import print_json, say
+from headway.cli.output import print_result, say
 from headway.cli.plan import named_recipe, speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_ledger
 from headway.cli.train import SetOption, find_inputs
@@ -109,10 +109,7 @@ def tune(
     tuned = _tuned(recipe, search, kind, speeds, joined, top, measure, steps)
     if write is not None:
         _write(write, Path(recipe), tuned)
-    if as_json:
-        print_json(to_dict(tuned))
-    else:
-        print(as_text(tuned))
+    print_result(lambda: to_dict(tuned), lambda: as_text(tuned), as_json=as_json)
 
 
 def _planned_for(
@@ -148,11 +145,13 @@ def _tuned(
 
     with working("searching packing lengths, recomputation and sharding"):
         result = search.run()
+    # Choices that differ in a detail alone would fill the list; each row is a way of its own.
     best = distinct(result.ranked, max(top, measure or 0))
     if measure is not None and measure > len(best):
         raise UsageError(
             f"--measure {measure}: only {len(best)} choices that differ in more than details fit. Give at most that."
         )
+    # Steps that were really run correct the forecasts of all others.
     trials = _run(best[:measure], search.devices, steps) if measure else {}
     again = corrected(result.ranked, trials) if trials else []
     left_out = search.saved[precision_of(search.config, search.devices)].left_out
@@ -219,6 +218,7 @@ def search_of(
     architecture = resolve_architecture(config.model.path, cost_model)
     learning = learning_model(config, cost_model)
     wanted, tolerance = (None, TOLERANCE) if tokens_per_step is None else parse_step_tokens(tokens_per_step)
+    # What may be varied: packs, recomputation, sharding; the step keeps its tokens.
     space = Space.of(
         config,
         count,
@@ -230,6 +230,7 @@ def search_of(
         meshes=meshes,
     )
     shape = config.parallel.mesh_shape(count)
+    # Lengths: of the data given, of the file that the recipe names, or of a mix drawn at this size.
     measured = measured_data(data, config) if data else None
     if measured is not None:
         lengths: tuple[str, LengthTable] | None = (measured.name, measured.lengths)
@@ -244,6 +245,7 @@ def search_of(
     speeds = speeds_of(config, cost_model, target, count)
     links = link_options.joining(target, count)
     making_s = None if measured is None else measured.making_s
+    # The time of one step, from rates of products, links, and of making packs.
     timer = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict
     return Search(config, learning, saved, count, room, lengths, timer, space), links, speeds
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from headway.cli import options
-from headway.cli.output import needs_extra, print_json
+from headway.cli.output import needs_extra, print_result
 from headway.cli.resolve import resolve_config
 from headway.errors import HeadwayError, UsageError
 from headway.log.working import working
@@ -33,11 +33,9 @@ def verify(
         lines, unseen, name = _run(model, layers, device)
     folded = _fold(lines)
     differences = [line for line in folded if line["explanation"] is None]
-    if as_json:
-        record = {"model": name, "layers": layers, "modules": folded}
-        print_json({**record, "unseen": sorted(unseen), "unexplained": len(differences)})
-    else:
-        print(_render(folded, unseen, name, layers))
+    record = {"model": name, "layers": layers, "modules": folded}
+    record |= {"unseen": sorted(unseen), "unexplained": len(differences)}
+    print_result(lambda: record, lambda: _text(folded, unseen, name, layers), as_json=as_json)
     if differences:
         raise HeadwayError(
             f"{len(differences)} of {len(folded)} modules differ from PyTorch's counter and nothing explains it: "
@@ -98,7 +96,7 @@ def _fold(lines: list["Line"]) -> list[dict[str, Any]]:
     return list(folded.values())
 
 
-def _render(folded: list[dict[str, Any]], unseen: set[str], name: str, layers: int) -> str:
+def _text(folded: list[dict[str, Any]], unseen: set[str], name: str, layers: int) -> str:
     columns = [Column("module", "left"), Column("op", "left"), Column("times")]
     columns += [Column("ledger fwd"), Column("PyTorch fwd"), Column("ledger bwd"), Column("PyTorch bwd")]
     columns.append(Column("", "left"))

@@ -202,9 +202,11 @@ class Items:
         for policy in policies.values():
             if policy not in OVERLONG:
                 raise ConfigError(f"Unknown policy for over-long samples {policy!r}. Allowed: {', '.join(OVERLONG)}.")
+        # Each source by its own policy, then one table; `offsets` says where a source begins in it.
         parts = [_items_of(name, lengths, budget, policies[name], cost_model) for name, lengths in sources.items()]
         offsets = np.cumsum([0, *(len(part.tokens) for part in parts)])
         counts = {name: part.counts for name, part in zip(sources, parts, strict=True)}
+        # Rows are listed only where some were left out or split: else an item is its row.
         same = all(part.rows is None for part in parts)
         rows = [np.arange(len(part.tokens)) if part.rows is None else part.rows for part in parts if not same]
         items = cls(

@@ -174,7 +174,7 @@ def test_a_full_disk_is_one_error_that_says_what_is_kept(chats, encoder, tmp_pat
                 free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
                 (disk / "ballast").write_bytes(bytes(free))
 
-        with pytest.raises(DataError, match=r"disk of the length index is full.* 256 of 600 rows are kept.*--cache"):
+        with pytest.raises(DataError, match=r"disk of the length index is full.* 256 of 600 rows are.*HEADWAY_CACHE"):
             build_index(source, encoder, disk, workers=0, progress=fill)
         assert len(list((folder / "parts").iterdir())) == 1  # nothing half written
         (disk / "ballast").unlink()
@@ -202,7 +202,7 @@ def test_a_disk_full_in_a_worker_is_the_same_error(chats, encoder, processor, tm
 def test_a_cache_that_cannot_be_written_is_named(chats, encoder, tmp_path):
     (tmp_path / "file").write_text("not a folder")
 
-    with pytest.raises(DataError, match=r"cannot be written to .*file.*--cache"):
+    with pytest.raises(DataError, match=r"cannot be written to .*file.*HEADWAY_CACHE"):
         build_index(chats(10), encoder, tmp_path / "file", workers=0)
 
 

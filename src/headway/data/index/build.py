@@ -265,7 +265,7 @@ def _cannot_write(job: IndexJob, units: Sequence[range], error: OSError) -> Data
     num_measured = sum(len(unit) for unit in units if job.has(unit))
     hint = (
         f"{num_measured:,} of {len(job.source):,} rows are kept there, and the same command goes on from them; or name "
-        f"another folder with --cache or ${CACHE_VARIABLE}."
+        f"another folder by ${CACHE_VARIABLE}."
     )
     if error.errno in _FULL:
         free = format_bytes(shutil.disk_usage(job.folder).free)
