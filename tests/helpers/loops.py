@@ -85,7 +85,7 @@ def lightning_module():
     return Lit
 
 
-def run_lightning(batches, accumulation, *, monitor=None, optimizer=torch.optim.SGD, **options):
+def run_lightning(batches, accumulation, *, monitor=None, module=None, optimizer=torch.optim.SGD, **options):
     """Run an epoch of Lightning's Trainer; returns the metered run."""
     import lightning.pytorch
 
@@ -96,7 +96,7 @@ def run_lightning(batches, accumulation, *, monitor=None, optimizer=torch.optim.
         callbacks=[monitor], accumulate_grad_batches=accumulation, max_epochs=1, accelerator="cpu", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
-    trainer.fit(lightning_module()(optimizer), batches)
+    trainer.fit((module or lightning_module())(optimizer), batches)
     return monitor.run
 
 

@@ -1,4 +1,4 @@
-"""Two processes over gloo: what they compute together is, to the FLOP, what one computes alone."""
+"""Processes over gloo: what they compute together is, to the FLOP, what one computes alone."""
 
 import json
 import os
@@ -12,22 +12,31 @@ from headway import Workload, trace
 from helpers.loops import LENGTHS, tiny
 from helpers.processes import PYTHONPATH
 
-SCRIPT = Path(__file__).with_name("metered_ranks.py")
 WAYS = ["ddp", "fsdp2", "accelerate", "transformers_trainer", "lightning_trainer"]
+WAYS_TO_SHARE = ["pairs_in_a_row", "pairs_apart", "without_names", "with_fsdp", "said"]
+WAYS_TO_SHARE += ["trainer", "accelerated", "lightning_trainer"]
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    path = tmp_path_factory.mktemp("ranks") / "windows.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def run_ranks(script, number, folder):
+    path = folder / "windows.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(
-        [*command, str(SCRIPT), str(path)], check=False, env=environment, capture_output=True, text=True, timeout=300
-    )
+    command += [str(Path(__file__).with_name(script)), str(path)]
+    result = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    return run_ranks("metered_ranks.py", 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return run_ranks("shared_ranks.py", 4, tmp_path_factory.mktemp("shared"))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -39,3 +48,20 @@ def test_two_ranks_cost_what_one_costs(measured, way):
     assert run["total"] == expected.total == sum(run["rank_flops"])
     assert run["components"] == expected.by_component()
     assert min(run["rank_flops"]) > 0
+
+
+@pytest.mark.parametrize("way", WAYS_TO_SHARE)
+def test_a_batch_that_two_of_four_ranks_share_is_counted_once(shared, way):
+    run = shared[way]
+    assert (run["tokens"], run["steps"]) == (sum(LENGTHS), 1)
+    assert run["total"] == trace(tiny()).count(Workload(LENGTHS)).total == sum(run["rank_flops"])
+    in_a_row = way != "pairs_apart"
+    assert (run["rank_flops"][0] == run["rank_flops"][1]) is in_a_row  # each is billed its share of the batch
+
+
+def test_groups_that_ranks_cannot_form_and_sequences_that_are_cut_are_refused(shared):
+    assert shared["refused"] == "batch_ranks=3 does not divide the 4 ranks of this run into groups."
+    cut = shared["cut_sequences"]
+    assert "a forward sees a part of them" in cut["refusal"]
+    assert cut["tokens"] == 2 * 16  # of two pairs, each with one batch of two rows
+    assert cut["total"] == trace(tiny()).count(Workload([8] * 4)).total

@@ -282,12 +282,13 @@ def test_a_run_that_goes_on_in_the_middle_of_the_window_records_the_rest_of_it(t
     assert steps["11"]["padding_flops"] == 2 * 90  # of two slots
 
 
-def test_the_file_of_each_rank_that_shares_a_batch_has_its_share_of_the_work(tmp_path):
+def test_the_file_of_each_rank_that_shares_a_batch_has_its_share_of_the_work(tmp_path, monkeypatch):
     steps = []
     for rank in (0, 1):
+        monkeypatch.setattr("headway.meter.batch_share._rank_and_size", lambda rank=rank: (rank, 2))
         meter = plain_meter(batch_ranks=2)
         with headway.profile(meter, tmp_path / str(rank), steps=range(1, 2)) as window:
-            meter.count(Workload([4], slots=6), elsewhere=rank == 1)
+            meter.count(Workload([4], slots=6))
             meter.step()
             assert meter.close().tokens == (4 if rank == 0 else 0)  # counted once
         steps.append(read(window.path)["headway"]["steps"]["1"])

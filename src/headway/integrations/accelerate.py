@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.count import Workload
 from headway.errors import UsageError
-from headway.integrations.loops import LOGGED, ForwardCalls, Observer, logged, observing
+from headway.integrations.loops import LOGGED, ForwardCalls, Observer, logged, observing, ranks_of_sequences
 from headway.meter import Meter, Window
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ class AccelerateMeter(Observer, Meter):
         completed_steps: optimizer steps of earlier processes, from whose number on windows are numbered.
         prefix: of the names in the trackers: "headway" logs `headway/mfu` and the others of `names`.
         names: keys of `Window.to_dict()` that the trackers are given.
-        workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
+        workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`, and
+            where sequences are cut over ranks: of the whole batch then.
         on_window: as for `Meter`; called after the trackers.
         meter_options: what else `Meter` takes.
 
@@ -55,7 +56,8 @@ class AccelerateMeter(Observer, Meter):
         **meter_options: Any,
     ) -> None:
         inner: nn.Module = accelerator.unwrap_model(model)
-        super().__init__(inner, on_window=self._log_window, steps_before=completed_steps, **meter_options)
+        options = {"batch_ranks": ranks_of_sequences(accelerator, workload), **meter_options}
+        super().__init__(inner, on_window=self._log_window, steps_before=completed_steps, **options)
         self._accelerator = accelerator
         self._prefix = prefix
         self._names = tuple(names)

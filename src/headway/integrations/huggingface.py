@@ -12,7 +12,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from headway.count import CostModel, Workload
 from headway.devices import Peak
-from headway.integrations.loops import LOGGED, ForwardCalls, Observer, caller_of, logged, observing
+from headway.integrations.loops import LOGGED, ForwardCalls, Observer, caller_of, logged, observing, ranks_of_sequences
 from headway.meter import Meter, Window
 from headway.tracing import trace
 from headway.tracing.classify import checkpointing_of
@@ -35,7 +35,8 @@ class HeadwayCallback(Observer, TrainerCallback):
         names: keys of `Window.to_dict()` that are logged. With "mbu" among them the model is traced once more.
         num_warmup_steps: first steps to leave out.
         recompute: as for `Meter`; read off the model, which the Trainer has set up by then, where it is None.
-        workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`.
+        workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`, and
+            where sequences are cut over ranks: of the whole batch then.
         meter_options: what else `Meter` takes, such as `goodput` or `log_to`.
 
     Attributes:
@@ -88,7 +89,11 @@ class HeadwayCallback(Observer, TrainerCallback):
             recompute=self._recompute or checkpointing_of(unwrapped(model)),
             others=references.cost_models,
             optimizer=kwargs["optimizer"] if "mbu" in self._names else None,
-            **{"steps_before": state.global_step, **self._options},
+            **{
+                "steps_before": state.global_step,
+                "batch_ranks": ranks_of_sequences(trainer.accelerator, self._workload),
+                **self._options,
+            },
         )
         if self._calls is not None:
             self._calls.close()  # of a run that ended in an error

@@ -16,6 +16,7 @@ from headway.errors import HeadwayError, UsageError, WorkloadError
 from headway.log.sink import flatten
 from headway.meter import Meter, Window
 from headway.meter.batches import input_gradients_of
+from headway.words import Argument
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Callable[..., Any])
@@ -133,6 +134,30 @@ class ForwardCalls:
             cost_model=self.cost_model() if callable(self.cost_model) else self.cost_model,
             input_gradients=input_gradients_of(arguments),
         )
+
+
+def ranks_of_sequences(accelerator: Any, workload: object) -> int | None:
+    """Ranks in a row that share a batch whose sequences are cut over them; None where none are cut.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`, whose mesh has the ranks of one batch in a row.
+        workload: what makes a batch's workload; None where forwards are to say it.
+
+    Raises:
+        UsageError: sequences are cut, and no `workload` says how long they are as a whole.
+    """
+    parallel = getattr(accelerator, "parallelism_config", None)
+    if parallel is None or parallel.cp_size * parallel.sp_size == 1:
+        return None
+    if workload is None:
+        raise UsageError(
+            f"sequences are cut over {parallel.cp_size * parallel.sp_size} ranks (ParallelismConfig's cp_size or "
+            "sp_size), and a forward sees a part of them, from which nobody can tell their length. Give ",
+            Argument("workload"),
+            ", a function that makes a headway.Workload of the whole batch.",
+        )
+    ranks: int = parallel.non_data_parallel_size
+    return ranks
 
 
 def logged(window: Window, names: Sequence[str] = LOGGED, prefix: str = "headway") -> dict[str, int | float]:

@@ -143,7 +143,8 @@ class ForwardTimer:
     def before(self, model: "nn.Module") -> None:
         """Note that a forward of the model begins."""
         if self._wrapped is None:  # `fully_shard` may have come after the meter
-            self._wrapped = [group for module in model.modules() for group in sharded_groups(module)]
+            groups = [group for module in model.modules() for group in sharded_groups(module)]
+            self._wrapped = [*dict.fromkeys(groups)]  # modules that are sharded together share theirs
             for group in self._wrapped:
                 group.unshard = self._timed(group.unshard)
                 group.wait_for_unshard = self._timed(group.wait_for_unshard)

@@ -10,6 +10,7 @@ from headway.devices import Peak
 from headway.errors import RankLostError, UsageError
 from headway.log.sink import Sink
 from headway.log.sinks import Sinks
+from headway.meter.batch_share import batch_share
 from headway.meter.goodput import Goodput
 from headway.meter.host_gather import HostAllGather
 from headway.meter.step_meter import MeteredLoop, StepMeter
@@ -49,7 +50,8 @@ class Meter(StepMeter):
             and what `leave` is told.
         smooth_over: windows, the last one included, over which a window's `smoothed` numbers go.
         packing_length: tokens that a micro-batch has room for, to see how full they are.
-        batch_ranks: ranks in a row that work on each batch together, of which the first counts it.
+        batch_ranks: ranks in a row that work on each batch together, as those of tensor parallelism do: the first of
+            them counts it, whatever the others are told. Read off the mesh of the model's parameters when None.
         steps_before: steps that earlier processes of the run took; windows number steps from there.
         others: cost models of what else the steps run, such as DPO's reference; `count` is told which of them.
         timeout_s: how long other ranks are waited for when a window is logged [s].
@@ -81,7 +83,7 @@ class Meter(StepMeter):
         goodput: Goodput | None = None,
         smooth_over: int = 1,
         packing_length: int | None = None,
-        batch_ranks: int = 1,
+        batch_ranks: int | None = None,
         steps_before: int = 0,
         others: Sequence[CostModel] = (),
         timeout_s: float = 60.0,
@@ -103,7 +105,7 @@ class Meter(StepMeter):
             recompute=recompute,
             ceiling=ceiling,
             packing_length=packing_length,
-            batch_ranks=batch_ranks,
+            batch_share=batch_share(model, batch_ranks),
             steps_before=steps_before,
             others=others,
         )

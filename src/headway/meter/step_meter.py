@@ -10,6 +10,7 @@ from typing import Any, Self
 from headway.count import CostModel, Workload
 from headway.devices import Peak
 from headway.errors import UsageError
+from headway.meter.batch_share import BatchShare
 from headway.meter.batches import input_gradients_of, read_or_copy
 from headway.meter.clock import ForwardTimer
 from headway.meter.environment import (
@@ -41,7 +42,7 @@ class MeteredLoop:
     recompute: str = "none"
     ceiling: Peak | None = None
     packing_length: int | None = None
-    batch_ranks: int = 1
+    batch_share: BatchShare = BatchShare()  # noqa: RUF009 - frozen
     steps_before: int = 0
     others: Sequence[CostModel] = ()
 
@@ -86,7 +87,7 @@ class StepMeter(StepClock, ABC):
             else traffic_or_warn(model, loop.optimizer, self.cost_model, loop.recompute, loop.results)
         )
         self.models = (self.cost_model, *loop.others)
-        self.ceiling, self.batch_ranks = loop.ceiling, loop.batch_ranks
+        self.ceiling, self.batch_share = loop.ceiling, loop.batch_share
         self.memory_bytes_per_s = loop.memory_bytes_per_s or bandwidth_of(self.device)
         # what steps add up to, and what rates are compared with
         self._tally = Tally(
@@ -95,7 +96,7 @@ class StepMeter(StepClock, ABC):
                 math.nan if loop.ceiling is None else loop.ceiling.flops_per_s,
                 self.memory_bytes_per_s,
                 loop.packing_length,
-                loop.batch_ranks,
+                loop.batch_share.ranks,
             ),
             smooth_over,
         )
@@ -133,9 +134,10 @@ class StepMeter(StepClock, ABC):
         forward_only: bool = False,
         cost_model: CostModel | None = None,
         input_gradients: Sequence[str] | None = None,
-        elsewhere: bool = False,
     ) -> None:
         """Add what one forward of a step computes, and its backward.
+
+        Of ranks that work on a batch together the first counts it; on the others it is known to profiles alone.
 
         Args:
             batch: a `Workload`, or the forward's arguments by name (see `workload_of`).
@@ -143,8 +145,6 @@ class StepMeter(StepClock, ABC):
             cost_model: one of `others` where it is not the trained model's; its tokens are not counted again either.
             input_gradients: names of the arguments that require a gradient, since something in front of the model is
                 trained (see `CostModel.with_input_gradients`); those of the batch's tensors that do when None.
-            elsewhere: another rank, which works on this batch too, counts it (`batch_ranks`); here it is known to
-                profiles alone.
 
         Raises:
             UsageError: the cost model is not one of `others`.
@@ -154,7 +154,8 @@ class StepMeter(StepClock, ABC):
         which = 0 if cost_model is None else self._place_of(cost_model)
         if input_gradients is None:
             input_gradients = () if isinstance(batch, Workload) else input_gradients_of(batch)
-        billed = Billing(which, forward_only, () if forward_only else tuple(input_gradients), elsewhere)
+        gradients = () if forward_only else tuple(input_gradients)
+        billed = Billing(which, forward_only, gradients, elsewhere=not self.batch_share.is_first)
         if billed.input_gradients:
             self.models[which].with_input_gradients(billed.input_gradients)  # refuses those that it does not know
         self._batches.append((read_or_copy(batch, self.models[which]), billed))

@@ -83,8 +83,8 @@ def step_facts(meter: StepMeter, step: PendingStep) -> dict[str, Any]:
         trained += [workload] if billed.trains else []
         count += billed.count(workload, meter.models, meter.recompute)
     workload = Workload.total(trained)
-    shares = count.split(meter.batch_ranks)
-    padding = flops_on_padding(meter.cost_model, workload, meter.recompute, meter.batch_ranks)
+    shares = count.split(meter.batch_share.ranks)
+    padding = flops_on_padding(meter.cost_model, workload, meter.recompute, meter.batch_share.ranks)
     return {**what_it_computed(shares[0], workload, padding), "packs": _packs(meter, step)}
 
 
@@ -99,7 +99,7 @@ def _packs(meter: StepMeter, step: PendingStep) -> list[dict[str, Any]]:
         if billed.model:
             continue
         workload = workload_of(batch, meter.cost_model)
-        count = billed.count(workload, meter.models, meter.recompute, by="layer").split(meter.batch_ranks)[0]
+        count = billed.count(workload, meter.models, meter.recompute, by="layer").split(meter.batch_share.ranks)[0]
         attention: dict[str, list[int]] = {}
         for row in count.rows:
             if (row.name, row.driver) in attends:

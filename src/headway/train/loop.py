@@ -186,7 +186,7 @@ class Loop:
             phase.at("backward", batch=batch)
             torch.autograd.backward(pack.total)
             sums.add(pack, batch.source_of_slots()[local])
-            run.meter.count(batch.workload, elsewhere=not run.ranks.bills)
+            run.meter.count(batch.workload)
         return noised, sums
 
     def _update(self, sums: StepSums, lr: float, shared: StepShare, batches: list[Batch]) -> None:

@@ -43,6 +43,7 @@ from headway.data.stops import with_stops
 from headway.devices import peak_for
 from headway.errors import ConfigError, RunCompleteError
 from headway.log.run_files import CHECKPOINTS, EXPORTS, RUN, write_json
+from headway.meter.batch_share import BatchShare
 from headway.meter.environment import bandwidth_of
 from headway.meter.run_meter import RunMeter
 from headway.meter.step_meter import MeteredLoop
@@ -221,7 +222,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
             optimizer=optimizer if math.isfinite(bandwidth_of(device)) else None,
             recompute=trained.recompute,
             packing_length=config.data.tokens_per_pack,
-            batch_ranks=ranks.sequence,
+            batch_share=BatchShare(ranks.sequence, is_first=ranks.bills),
             steps_before=checkpoint.step if checkpoint is not None else 0,
         )
     )
