@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +15,11 @@ from headway.config.tree import ITEM, Setting, walk
 from headway.files import open_plain
 from headway.log.jsonl import as_object
 from headway.log.run_files import METRICS
-from headway.report import Column, format_bytes, format_flops, format_rate, format_share
+from headway.report import format_bytes, format_flops, format_rate, format_share
 from headway.report.charts import DrawnLine, bar_chart, heat_strip, line_chart
-from headway.report.markdown import markdown_table, markdown_text
 from headway.report.numbers import number, numbers
-from headway.report.page import chart_figure, html_table, safe, with_code
 from headway.report.secrets import HIDDEN
-
-_NARROW = 3  # columns of a table that stands beside others
-
-
-@dataclass(frozen=True, slots=True)
-class ReportSection:
-    """What a report says of one thing, in plain text of anyone.
-
-    Attributes:
-        title: its heading.
-        headings: of the table's columns.
-        rows: of the table; a section without rows is left out.
-        says: a sentence before it.
-        chart: SVG of `headway.report.charts`; Markdown has the table alone.
-        pictures: a small JPEG in base64 for each row, "" for none; on a page alone.
-    """
-
-    title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    says: str = ""
-    chart: str = ""
-    pictures: Sequence[str] = ()
-
-    def as_html(self) -> str:
-        """Render it for a page; the table of a chart opens below it, and one of many columns has the page's width."""
-        says = f'<p class="note">{with_code(self.says)}</p>' if self.says else ""
-        if self.chart:
-            return chart_figure(self.title, self.chart, self.headings, self.rows, says)
-        table = html_table(self.headings, self.rows, self.pictures)
-        width = ' class="whole"' if len(self.headings) > _NARROW else ""
-        return f"<section{width}><h3>{safe(self.title)}</h3>{says}{table}</section>"
-
-    def as_markdown(self) -> str:
-        """Render it for an issue."""
-        columns = [Column(name, "right" if place else "left") for place, name in enumerate(self.headings)]
-        parts = [f"## {markdown_text(self.title)}", *([markdown_text(self.says)] if self.says else [])]
-        return "\n\n".join([*parts, markdown_table(columns, self.rows, None)])
-
-
-def side_by_side(sections: Sequence[ReportSection]) -> str:
-    """Sections as HTML, in two columns where the window is wide."""
-    return '<div class="charts">' + "\n".join(section.as_html() for section in sections) + "</div>"
-
+from headway.report.section import ReportSection
 
 SUMMARY, RESUMES = "summary.json", "resumes.jsonl"
 EXPLANATION = "explain.json"
@@ -353,11 +307,10 @@ def _drawn(folder: Path) -> list[ReportSection]:
     if not digits or not picture.is_file() or picture.stat().st_size > _LARGEST_PICTURE:
         return []
     data = base64.b64encode(picture.read_bytes()).decode()
-    alt = "What the model drew, a row for each digit"
     columns = ("asked", "classifier", "itself")
     rows = [[name, *(str(_mapping(of).get(column, "")) for column in columns)] for name, of in digits.items()]
     headings = ("digit", "drawn", "read so by a classifier", "read so by the model")
-    return [ReportSection("Drawn", headings, rows, chart=f'<img alt="{alt}" src="data:image/png;base64,{data}">')]
+    return [ReportSection("Drawn", headings, rows, image=data)]
 
 
 def _section(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], says: str = "") -> list[ReportSection]:
