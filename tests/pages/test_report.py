@@ -547,6 +547,33 @@ def test_answers_about_pictures_stand_beside_the_pictures(tmp_path):
     assert picture not in report_markdown(read_run(run))
 
 
+def test_what_a_model_drew_stands_above_who_read_it(tmp_path):
+    run = write_run(tmp_path / "run", 6)
+    (run / "drawn.png").write_bytes(b"\x89PNG" + bytes(range(90)))
+    (run / "drawn.json").write_text(json.dumps({"digits": {"7": {"asked": 4, "classifier": 3, HOSTILE: 1}, "x": None}}))
+    page = Page(text := report_page(read_run(run)))
+    data = base64.b64encode((run / "drawn.png").read_bytes()).decode()
+    assert page.links == [f"data:image/png;base64,{data}"]
+    assert 'alt="Drawn, a row for each of the table"' in text
+    assert "| 7 | 4 | 3 |  |" in report_markdown(read_run(run))
+    (run / "drawn.png").write_bytes(bytes(100_001))
+    assert "Drawn" not in report_page(read_run(run))
+
+
+def test_headings_keep_their_order_where_records_say_nothing_of_learning(tmp_path):
+    run = write_run(tmp_path / "run", 4, loss=None)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "evaluation", "step": 4, "loss": 1.25}\n')
+    (run / "run.json").write_text('{"host": "node-7"}')
+    headings = re.findall("<h2>(.*?)</h2>", report_page(read_run(run)))
+    assert [name for name in headings if not name.startswith("What") and ".json" not in name] == [
+        "Learning",
+        "Speed and memory",
+        "Data",
+        "The run",
+    ]
+
+
 def test_each_source_has_its_loss_where_there_are_several(tmp_path):
     sources = {name: {"loss": loss, "tokens": 50} for name, loss in (("chats", 2.0), ("images", 3.5))}
     text = report_page(read_run(write_run(tmp_path / "run", 9, sources=sources)))

@@ -1,7 +1,8 @@
 """Two runs side by side, as HTML or Markdown: what a step of the second takes longer, and losses at equal cost."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -300,22 +301,16 @@ def _flat(text: str) -> dict[str, str]:
         raw = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError):
         return {}
-    settings: dict[str, str] = {}
-    num_nodes = 0
+    nodes = islice(_nodes(raw), _MOST_SETTINGS)  # anchors of YAML may make a few lines endless
+    return {path: str(node) for path, node in nodes if path and not isinstance(node, Mapping | list)}
 
-    def walk(node: Any, path: str) -> None:
-        nonlocal num_nodes
-        num_nodes += 1
-        if num_nodes > _MOST_SETTINGS:  # anchors of YAML may make a few lines endless
-            return
-        children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-        for name, child in children:
-            walk(child, f"{path}.{name}" if path else str(name))
-        if not isinstance(node, Mapping | list) and path:
-            settings[path] = str(node)
 
-    walk(raw, "")
-    return settings
+def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting and section, each by its path."""
+    yield path, node
+    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        yield from _nodes(child, f"{path}.{name}" if path else str(name))
 
 
 def _facts(a: ReportedRun, b: ReportedRun) -> ReportSection:

@@ -19,7 +19,7 @@ from headway.explain.text import as_text
 from headway.log.jsonl import as_object
 from headway.log.run_files import CONFIG, METRICS, RUN
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
-from headway.pages.folder import FolderSections, changed_settings, provenance, restarts
+from headway.pages.folder import changed_settings, folder_sections, held_out_loss, provenance, restarts
 from headway.report import (
     Column,
     format_bytes,
@@ -77,18 +77,18 @@ class ReportedRun:
 
     Attributes:
         name: of the run folder or file.
-        path: of it.
+        folder: of the run; None for a file of a meter's records.
         records: of steps, each step once.
         explanation: what `headway explain` says of them.
         mean: its mean step.
         goodput: of the whole run; None where there is no ledger that can be read.
         notes: what a reader must know.
-        beside: text of config.yaml and run.json, where they are.
+        files: text of config.yaml and run.json, where they are.
         restarts: steps after which it went on.
     """
 
     name: str
-    path: Path
+    folder: Path | None
     records: Sequence[Mapping[str, Any]]
     explanation: JobExplanation
     mean: MeanStep
@@ -123,14 +123,14 @@ def read_run(path: Path) -> ReportedRun:
     name = path.resolve().name
     return ReportedRun(
         name=name,
-        path=path,
+        folder=folder if file.name == METRICS else None,
         records=records,
         explanation=explanation,
         mean=mean_step(name, explanation),
         goodput=goodput,
         notes=tuple(notes),
         files=texts,
-        restarts=restarts(path) if file.name == METRICS else (),
+        restarts=restarts(folder) if file.name == METRICS else (),
     )
 
 
@@ -175,17 +175,22 @@ def report_markdown(run: ReportedRun) -> str:
 
 def _over_the_run(run: ReportedRun) -> dict[str, list[ReportSection]]:
     """Charts over the steps and tables of totals, by the heading that they stand under."""
-    folder = FolderSections(run.path, run.records)
-    held_out = folder.held_out_loss()
+    held_out = None if run.folder is None else held_out_loss(run.folder)
     of = partial(_series, run, companions={} if held_out is None else {"loss": held_out})
-    settings = changed_settings(run.files.get(CONFIG, ""), run.files.get(RUN, ""))
-    by_heading = {
-        "Learning": [*of(_LEARNING), *folder.learnt()],
-        "Speed and memory": [*of(_SPEED), *_times(run), *_components(run), *folder.speed()],
-        "Data": [*of(_DATA), *_sources(run), *folder.data()],
-        "The run": [*folder.history(), *settings, *provenance(run.files.get(RUN, ""))],
+    config, facts_of_run = run.files.get(CONFIG, ""), run.files.get(RUN, "")
+    of_records = {
+        "Learning": of(_LEARNING),
+        "Speed and memory": [*of(_SPEED), *_times(run), *_components(run)],
+        "Data": [*of(_DATA), *_sources(run)],
+        "The run": [],
     }
-    return {name: sections for name, sections in by_heading.items() if sections}
+    of_folder = folder_sections(run.folder, run.records)
+    of_files = {"The run": [changed_settings(config, facts_of_run), provenance(facts_of_run)]}
+    by_heading = {}
+    for heading in of_records:
+        sections = chain.from_iterable(part.get(heading, ()) for part in (of_records, of_folder, of_files))
+        by_heading[heading] = [section for section in sections if section.rows]
+    return {heading: sections for heading, sections in by_heading.items() if sections}
 
 
 def verdict(run: ReportedRun) -> str:
