@@ -14,7 +14,7 @@ from tools.house import circles, duplicated_classes, opaque_names, read_package,
 ROOT = Path(__file__).parents[1]
 BASE = ["version", "plugins", "report", "words", "errors", "cache", "quiet", "hub", "safe_path", "files"]
 CORE = ["count", "devices", "tracing", "conventions", "packing", "log", "config", "meter", "models"]
-CORE += ["data", "synthetic", "explain", "optim", "checkpoint", "predict", "answer", "families", "train"]
+CORE += ["data", "synthetic", "explain", "pages", "optim", "checkpoint", "predict", "answer", "families", "train"]
 EDGES = ["integrations", "compat", "audit"]
 ORDER = [*BASE, *CORE, *EDGES, "cli", "headway", "__main__"]  # each imports only what stands before it
 
@@ -123,7 +123,8 @@ def test_an_option_is_found_outside_of_a_command_alone():
 
 def test_the_core_speaks_python_and_not_the_command_line(files):
     """Arguments are named by `headway.words.Argument`, which commands and configurations put into their own words."""
-    core = [file for file in files.values() if file.room not in ("cli", "report")]  # CSS's variables are in the report
+    # CSS's variables are in the report; pages say which command to type next
+    core = [file for file in files.values() if file.room not in ("cli", "report", "pages")]
     options = {file.name: options_in(file.tree) - OPTIONS_OF_OTHERS.get(file.name, set()) for file in core}
     assert {name: rest for name, rest in options.items() if rest} == {}
 

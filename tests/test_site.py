@@ -186,6 +186,22 @@ def test_fields_have_the_meaning_that_comments_in_the_source_give_them(site):
 
 
 @pytest.mark.slow
+def test_types_lead_to_their_entries_and_those_of_other_packages_nowhere(site):
+    page = (site / "reference/api/headway.checkpoint.html").read_text(encoding="utf-8")
+    (signature,) = re.findall(r'id="headway.checkpoint.find_checkpoint">(.*?)</dt>', page, flags=re.DOTALL)
+    assert 'href="#headway.checkpoint.Checkpoint"' in signature
+    assert 'href="headway.errors.html#headway.errors.CheckpointError"' in page
+    assert "torch.optim.Optimizer" in re.sub(r"<[^>]+>", "", page)  # whose name one of headway.optim has too
+    assert "headway.optim.Optimizer" not in page
+
+
+@pytest.mark.slow
+def test_a_dataclass_is_shown_with_the_fields_that_it_is_made_of(site):
+    page = re.sub(r"<[^>]+>", "", (site / "reference/api/headway.conventions.html").read_text(encoding="utf-8"))
+    assert "class headway.conventions.Step(workload: Workload, seq_len: int, recompute: str = 'none')" in page
+
+
+@pytest.mark.slow
 @pytest.mark.browser
 def test_a_search_in_the_browser_leads_to_the_row_of_the_glossary(site, browser):
     browser.show(f"file://{site}/index.html")

@@ -10,8 +10,8 @@ from markdown_it import MarkdownIt
 
 from headway.cli.explain import explain
 from headway.cli.report import report
-from headway.cli.report_compare import compared_markdown
-from headway.cli.report_page import read_run, report_markdown
+from headway.pages.comparison import compared_markdown
+from headway.pages.run import read_run, report_markdown
 from helpers.cases import PAYLOADS
 
 OURS = {"p", "strong", "em", "code", "h1", "h2", "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td", "pre"}

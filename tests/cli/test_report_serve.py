@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.report_page import read_run, report_page
 from headway.cli.report_serve import REFRESH_S, LivePage
+from headway.pages.run import read_run, report_page
 from helpers.pages import Browser
 from helpers.processes import PYTHONPATH
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from headway.cli.report_compare import compared_markdown, compared_page
-from headway.cli.report_page import read_run, report_page
 from headway.config import parse_config
 from headway.data.feed import make
+from headway.pages.comparison import compared_markdown, compared_page
+from headway.pages.run import read_run, report_page
 from headway.train.run import train
 from helpers.pages import Browser
 

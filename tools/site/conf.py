@@ -43,6 +43,7 @@ def setup(app: Any) -> None:
     """Have every page pass through the functions below."""
     app.connect("source-read", _read)
     app.connect("doctree-read", _anchor_rows)
+    app.connect("missing-reference", _link_type)
 
 
 def _read(_app: Any, place: str, source: list[str]) -> None:
@@ -61,3 +62,12 @@ def _anchor_rows(_app: Any, page: nodes.document) -> None:
         for target, place in zip(targets, [row, *row.children], strict=False):
             place["ids"] += target["ids"]
             target["ids"] = []
+
+
+def _link_type(_app: Any, env: Any, node: Any, shown: Any) -> Any:
+    """Link the bare name of a type to its entry, at whichever module that stands: a public name means one thing."""
+    domain, name = env.domains.python_domain, node["reftarget"]
+    places = [place for place in domain.objects if place.endswith(f".{name}")] if "." not in name else []
+    if node["refdomain"] != "py" or len(places) != 1:
+        return None
+    return domain.resolve_xref(env, node["refdoc"], env.app.builder, node["reftype"], places[0], node, shown)

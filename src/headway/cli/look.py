@@ -119,9 +119,9 @@ def look(
     if as_json:
         print_json(_record(shown))
     elif html is not None:
-        from headway.cli.look_text import page
+        from headway.pages.samples import samples_page
 
-        write_output(html, page(shown), option="--html", new=True)
+        write_output(html, samples_page(shown), option="--html", new=True)
         say(f"{html}: {format_count(len(shown.samples))} samples and {format_count(len(shown.packs))} packs")
     else:
         width = max(40, shutil.get_terminal_size((100, 24)).columns)

@@ -41,9 +41,9 @@ def report(
 
     Example: headway report runs/digits/run -o report.html
     """
-    from headway.cli.report_compare import compared_markdown, compared_page
-    from headway.cli.report_page import read_run, report_markdown, report_page
     from headway.cli.report_serve import serve
+    from headway.pages.comparison import compared_markdown, compared_page
+    from headway.pages.run import read_run, report_markdown, report_page
 
     if live:
         serve(runs, port, output=output, markdown=markdown, open_it=open_it)

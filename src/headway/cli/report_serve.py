@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from headway.cli.output import say
-from headway.cli.report_page import read_run, report_page
 from headway.errors import ConfigError, HeadwayError
 from headway.log.run_files import METRICS
-from headway.report.page import CHART_STYLE, html_page, safe
+from headway.pages.run import read_run, report_page
+from headway.report.page import render
 
 PORT = 8484  # the same every time, for a tunnel or a bookmark
 REFRESH_S = 5
@@ -242,14 +242,9 @@ def _page(path: Path) -> bytes:
     try:
         return report_page(read_run(path)).encode()
     except (HeadwayError, OSError) as error:
-        name = path.resolve().name
         waited_for = path / METRICS if path.is_dir() else path
-        body = (
-            f'<h1>{safe(name)}</h1>\n<p class="verdict">Waiting: no page can be made of {safe(str(waited_for))} yet. '
-            "This page looks again every few seconds.</p>\n"
-            f'<p class="note">{safe(str(error))}</p>'
-        )
-        return html_page(f"{name}: headway report", CHART_STYLE, body).encode()
+        page = render("waiting.html.jinja", name=path.resolve().name, path=str(waited_for), error=str(error))
+        return page.encode()
 
 
 def _stamps(path: Path) -> _Stamps:

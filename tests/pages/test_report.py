@@ -9,13 +9,13 @@ import pytest
 import yaml
 
 from headway.cli.report import report
-from headway.cli.report_compare import _interval, compared_markdown, compared_page
-from headway.cli.report_page import read_run, report_markdown, report_page, verdict
 from headway.count import Workload
 from headway.devices import Peak
 from headway.errors import ConfigError, UsageError
 from headway.meter import Meter
-from headway.report.page import CHART_STYLE, html_table, sentence
+from headway.pages.comparison import _interval, compared_markdown, compared_page
+from headway.pages.run import read_run, report_markdown, report_page, verdict
+from headway.report.page import svg_file
 from helpers.device import COST_MODEL, Clock
 from helpers.pages import Browser
 
@@ -455,26 +455,12 @@ def luminance(colour):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_and_lines_stand_out_from_the_paper(scheme):
     """WCAG 2.2: 4.5 to 1 for text (1.4.3, AA), 3 to 1 for what a chart is read by (1.4.11); c1 is behind a line."""
-    light, dark = CHART_STYLE.split("@media (prefers-color-scheme: dark)")[:2]
+    light, dark = svg_file({}).split("@media (prefers-color-scheme: dark)")
     colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", light if scheme == "light" else dark))
     for name, least in {"ink": 4.5, "soft": 4.5, **{f"c{n}": 3 for n in (0, 2, 3, 4, 5, 6, 7)}}.items():
         for ground in ("paper", "card"):
             lighter, darker = sorted((luminance(colours[one]) for one in (name, ground)), reverse=True)
             assert (lighter + 0.05) / (darker + 0.05) >= least, (name, ground)
-
-
-def test_columns_of_sentences_stand_on_the_left_and_numbers_on_the_right():
-    rows = [["palm", "12.8 GFLOP", "6 x parameters per slot"], ["useful", "", "real tokens"]]
-    text = html_table(["convention", "FLOPs", "counts"], rows)
-    assert '<th scope="col" class="words">counts</th>' in text
-    assert '<td class="words">6 x parameters per slot</td>' in text
-    assert "<td>12.8 GFLOP</td>" in text
-    assert text.count('class="words"') == 3
-
-
-def test_commands_in_notes_are_code_and_hostile_ones_stay_text():
-    assert sentence("see `headway goodput`.") == "See <code>headway goodput</code>."
-    assert "<img" not in sentence("`<img src=x>`")
 
 
 def test_the_steps_of_a_meter_begin_with_those_of_its_first_window(tmp_path):
@@ -559,6 +545,33 @@ def test_answers_about_pictures_stand_beside_the_pictures(tmp_path):
     assert page.links == [f"data:image/jpeg;base64,{picture}"]  # those of the first evaluation, and no others
     assert HOSTILE not in text
     assert picture not in report_markdown(read_run(run))
+
+
+def test_what_a_model_drew_stands_above_who_read_it(tmp_path):
+    run = write_run(tmp_path / "run", 6)
+    (run / "drawn.png").write_bytes(b"\x89PNG" + bytes(range(90)))
+    (run / "drawn.json").write_text(json.dumps({"digits": {"7": {"asked": 4, "classifier": 3, HOSTILE: 1}, "x": None}}))
+    page = Page(text := report_page(read_run(run)))
+    data = base64.b64encode((run / "drawn.png").read_bytes()).decode()
+    assert page.links == [f"data:image/png;base64,{data}"]
+    assert 'alt="Drawn, a row for each of the table"' in text
+    assert "| 7 | 4 | 3 |  |" in report_markdown(read_run(run))
+    (run / "drawn.png").write_bytes(bytes(100_001))
+    assert "Drawn" not in report_page(read_run(run))
+
+
+def test_headings_keep_their_order_where_records_say_nothing_of_learning(tmp_path):
+    run = write_run(tmp_path / "run", 4, loss=None)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "evaluation", "step": 4, "loss": 1.25}\n')
+    (run / "run.json").write_text('{"host": "node-7"}')
+    headings = re.findall("<h2>(.*?)</h2>", report_page(read_run(run)))
+    assert [name for name in headings if not name.startswith("What") and ".json" not in name] == [
+        "Learning",
+        "Speed and memory",
+        "Data",
+        "The run",
+    ]
 
 
 def test_each_source_has_its_loss_where_there_are_several(tmp_path):

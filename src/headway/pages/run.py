@@ -1,7 +1,6 @@
-"""The page of `headway report`: what a run's records tell, as HTML or Markdown."""
+"""A run's records read, and reported as one HTML page or as Markdown."""
 
 import gc
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,14 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from headway.cli.report_folder import (
-    FolderSections,
-    ReportSection,
-    changed_settings,
-    provenance,
-    restarts,
-    side_by_side,
-)
 from headway.errors import LogError
 from headway.explain.comparison import MeanStep, mean_step
 from headway.explain.explanation import UNSEPARATED, JobExplanation
@@ -28,6 +19,7 @@ from headway.explain.text import as_text
 from headway.log.jsonl import as_object
 from headway.log.run_files import CONFIG, METRICS, RUN
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
+from headway.pages.folder import changed_settings, folder_sections, held_out_loss, provenance, restarts
 from headway.report import (
     Column,
     format_bytes,
@@ -39,20 +31,17 @@ from headway.report import (
     format_share,
 )
 from headway.report.charts import DrawnLine, bar_chart, histogram, lines_chart
-from headway.report.hover import SCRIPT
 from headway.report.markdown import markdown_table, markdown_text
 from headway.report.numbers import number
-from headway.report.page import CHART_STYLE, fact_list, html_page, safe, sentence, with_code
+from headway.report.page import render
 from headway.report.secrets import without_secrets
+from headway.report.section import ReportSection
 
 SCHEMA_VERSION = 1
 _LONGEST_FILE = 20_000  # of config.yaml and run.json on the page [characters]
 _FEW = 2  # steps; fewer have no percentiles
 _SLOW, _MOST_SLOW = 1.5, 10  # a step that is told by its number took so many times the median
 _TOLD = 0.1  # share of a step, or of its tokens, that may explain it
-_TERMS = "MFU: useful model FLOPs / (wall time x peak). Convention: what counts as useful. "
-_GOODPUT = "Goodput: time of the steps that were not lost / wall time of the run. "
-_RECORD = "A record is a step, or a window of steps."
 _Format = Callable[[float], str]
 
 
@@ -88,18 +77,18 @@ class ReportedRun:
 
     Attributes:
         name: of the run folder or file.
-        path: of it.
+        folder: of the run; None for a file of a meter's records.
         records: of steps, each step once.
         explanation: what `headway explain` says of them.
         mean: its mean step.
         goodput: of the whole run; None where there is no ledger that can be read.
         notes: what a reader must know.
-        beside: text of config.yaml and run.json, where they are.
+        files: text of config.yaml and run.json, where they are.
         restarts: steps after which it went on.
     """
 
     name: str
-    path: Path
+    folder: Path | None
     records: Sequence[Mapping[str, Any]]
     explanation: JobExplanation
     mean: MeanStep
@@ -134,14 +123,14 @@ def read_run(path: Path) -> ReportedRun:
     name = path.resolve().name
     return ReportedRun(
         name=name,
-        path=path,
+        folder=folder if file.name == METRICS else None,
         records=records,
         explanation=explanation,
         mean=mean_step(name, explanation),
         goodput=goodput,
         notes=tuple(notes),
         files=texts,
-        restarts=restarts(path) if file.name == METRICS else (),
+        restarts=restarts(folder) if file.name == METRICS else (),
     )
 
 
@@ -159,22 +148,19 @@ def _without_search_for_cycles() -> Iterator[None]:
 
 def report_page(run: ReportedRun) -> str:
     """Render a run as one HTML page."""
-    parts = [f"<h1>{safe(run.name)}</h1>", f'<p class="verdict">{safe(verdict(run))}</p>', fact_list(facts(run))]
-    parts.append(f'<p class="note">{_TERMS}{"" if run.goodput is None else _GOODPUT}{_RECORD}</p>')
-    parts.append(side_by_side([_waterfall(run), *_goodput(run)]))
-    if run.explanation.findings:
-        parts.append("<h2>What to do first</h2>")
-    for finding in run.explanation.findings:
-        cost = f"{format_share(finding.share)} of a step at most"
-        why = f"Likely: {with_code(finding.cause)} Try: {with_code(finding.next)} ({safe(cost)})"
-        parts.append(f"<p><strong>{sentence(finding.seen)}</strong> {why}</p>")
-    parts += [f"<h2>{name}</h2>{side_by_side(sections)}" for name, sections in _over_the_run(run).items()]
-    parts.append("<h2>What to know of these numbers</h2>")
-    parts += [f'<p class="note">{sentence(note)}</p>' for note in run.notes]
-    for name, text in run.files.items():
-        parts.append(f"<h2>{safe(name)}</h2><details><summary>Show</summary><pre>{safe(text)}</pre></details>")
-    parts.append(for_programs(machine(run)))
-    return html_page(f"{run.name}: headway report", CHART_STYLE, "\n".join(parts), script=SCRIPT)
+    return render(
+        "run.html.jinja",
+        name=run.name,
+        verdict=verdict(run),
+        facts=facts(run),
+        has_goodput=run.goodput is not None,
+        first=[_waterfall(run), *_goodput(run)],
+        findings=run.explanation.findings,
+        by_heading=_over_the_run(run),
+        notes=run.notes,
+        files=run.files,
+        numbers=machine(run),
+    )
 
 
 def report_markdown(run: ReportedRun) -> str:
@@ -189,17 +175,22 @@ def report_markdown(run: ReportedRun) -> str:
 
 def _over_the_run(run: ReportedRun) -> dict[str, list[ReportSection]]:
     """Charts over the steps and tables of totals, by the heading that they stand under."""
-    folder = FolderSections(run.path, run.records)
-    held_out = folder.held_out_loss()
+    held_out = None if run.folder is None else held_out_loss(run.folder)
     of = partial(_series, run, companions={} if held_out is None else {"loss": held_out})
-    settings = changed_settings(run.files.get(CONFIG, ""), run.files.get(RUN, ""))
-    by_heading = {
-        "Learning": [*of(_LEARNING), *folder.learnt()],
-        "Speed and memory": [*of(_SPEED), *_times(run), *_components(run), *folder.speed()],
-        "Data": [*of(_DATA), *_sources(run), *folder.data()],
-        "The run": [*folder.history(), *settings, *provenance(run.files.get(RUN, ""))],
+    config, facts_of_run = run.files.get(CONFIG, ""), run.files.get(RUN, "")
+    of_records = {
+        "Learning": of(_LEARNING),
+        "Speed and memory": [*of(_SPEED), *_times(run), *_components(run)],
+        "Data": [*of(_DATA), *_sources(run)],
+        "The run": [],
     }
-    return {name: sections for name, sections in by_heading.items() if sections}
+    of_folder = folder_sections(run.folder, run.records)
+    of_files = {"The run": [changed_settings(config, facts_of_run), provenance(facts_of_run)]}
+    by_heading = {}
+    for heading in of_records:
+        sections = chain.from_iterable(part.get(heading, ()) for part in (of_records, of_folder, of_files))
+        by_heading[heading] = [section for section in sections if section.rows]
+    return {heading: sections for heading, sections in by_heading.items() if sections}
 
 
 def verdict(run: ReportedRun) -> str:
@@ -381,12 +372,6 @@ def _sources(run: ReportedRun) -> list[ReportSection]:
     title = "Tokens by source"
     chart = bar_chart(title, [*tokens.items()], form=lambda value: f"{value:,.0f}")
     return [ReportSection(title, ["source", "tokens", "last loss"], rows, chart=chart)]
-
-
-def for_programs(record: Mapping[str, Any]) -> str:
-    """The element of a page that holds its numbers as JSON."""
-    text = json.dumps(record, sort_keys=True).replace("<", "\\u003c")
-    return f'<script type="application/json" id="headway-report">{text}</script>'
 
 
 def machine(run: ReportedRun) -> dict[str, Any]:

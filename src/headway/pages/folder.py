@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,56 +15,11 @@ from headway.config.tree import ITEM, Setting, walk
 from headway.files import open_plain
 from headway.log.jsonl import as_object
 from headway.log.run_files import METRICS
-from headway.report import Column, format_bytes, format_flops, format_rate, format_share
+from headway.report import format_bytes, format_flops, format_rate, format_share
 from headway.report.charts import DrawnLine, bar_chart, heat_strip, line_chart
-from headway.report.markdown import markdown_table, markdown_text
 from headway.report.numbers import number, numbers
-from headway.report.page import chart_figure, html_table, safe, with_code
 from headway.report.secrets import HIDDEN
-
-_NARROW = 3  # columns of a table that stands beside others
-
-
-@dataclass(frozen=True, slots=True)
-class ReportSection:
-    """What a report says of one thing, in plain text of anyone.
-
-    Attributes:
-        title: its heading.
-        headings: of the table's columns.
-        rows: of the table; a section without rows is left out.
-        says: a sentence before it.
-        chart: SVG of `headway.report.charts`; Markdown has the table alone.
-        pictures: a small JPEG in base64 for each row, "" for none; on a page alone.
-    """
-
-    title: str
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    says: str = ""
-    chart: str = ""
-    pictures: Sequence[str] = ()
-
-    def as_html(self) -> str:
-        """Render it for a page; the table of a chart opens below it, and one of many columns has the page's width."""
-        says = f'<p class="note">{with_code(self.says)}</p>' if self.says else ""
-        if self.chart:
-            return chart_figure(self.title, self.chart, self.headings, self.rows, says)
-        table = html_table(self.headings, self.rows, self.pictures)
-        width = ' class="whole"' if len(self.headings) > _NARROW else ""
-        return f"<section{width}><h3>{safe(self.title)}</h3>{says}{table}</section>"
-
-    def as_markdown(self) -> str:
-        """Render it for an issue."""
-        columns = [Column(name, "right" if place else "left") for place, name in enumerate(self.headings)]
-        parts = [f"## {markdown_text(self.title)}", *([markdown_text(self.says)] if self.says else [])]
-        return "\n\n".join([*parts, markdown_table(columns, self.rows, None)])
-
-
-def side_by_side(sections: Sequence[ReportSection]) -> str:
-    """Sections as HTML, in two columns where the window is wide."""
-    return '<div class="charts">' + "\n".join(section.as_html() for section in sections) + "</div>"
-
+from headway.report.section import ReportSection
 
 SUMMARY, RESUMES = "summary.json", "resumes.jsonl"
 EXPLANATION = "explain.json"
@@ -79,44 +33,32 @@ _LARGEST_PICTURE = 100_000  # drawn.png of a larger size stays out of the page [
 _MOST_ANSWERS, _LONGEST_ANSWER = 12, 400  # of the last evaluation [characters]
 
 
-class FolderSections:
-    """What a run folder tells beside the mean step; what the records do not hold has no section.
+_NOTHING = ReportSection("", (), ())
+
+
+def folder_sections(folder: Path | None, records: Sequence[Mapping[str, Any]]) -> dict[str, list[ReportSection]]:
+    """Sections that a run tells beside its mean step, by heading; what it does not hold is a section without rows.
 
     Args:
-        path: a run folder, or a file of records.
+        folder: of the run; None for a file of records, which has its own alone.
         records: of steps.
     """
+    ranks, sources = _ranks(records), _source_losses(records)
+    if folder is None:
+        return {"Speed and memory": ranks, "Data": sources}
+    return {
+        "Learning": [_evaluations(folder), _answers(folder), _drawn(folder)],
+        "Speed and memory": [_times(folder, records), *ranks, _memory(folder)],
+        "Data": sources,
+        "The run": [_restarts(folder), _conventions(folder)],
+    }
 
-    def __init__(self, path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-        self._folder = path if path.is_dir() else path.parent if path.name == METRICS else None
-        self._records = records
 
-    def held_out_loss(self) -> DrawnLine | None:
-        """Loss of held-out samples over the steps; None where nothing was judged."""
-        evaluations = [] if self._folder is None else _held_out(self._folder)
-        pairs = [(number(record.get("step")), number(record.get("loss"))) for record in evaluations]
-        points = sorted((step, loss) for step, loss in pairs if step is not None and loss is not None)
-        return DrawnLine("held-out", *zip(*points, strict=True)) if points else None
-
-    def learnt(self) -> list[ReportSection]:
-        """Evaluations, answers of the last one, what was drawn."""
-        return [part for of in (_evaluations, _answers, _drawn) for part in self._of_folder(of)]
-
-    def speed(self) -> list[ReportSection]:
-        """Time of components beside their FLOPs, ranks, memory by part."""
-        times = [] if self._folder is None else _times(self._folder, self._records)
-        return [*times, *_ranks(self._records), *self._of_folder(_memory)]
-
-    def data(self) -> list[ReportSection]:
-        """Loss and tokens of each source, where there are several."""
-        return _source_losses(self._records)
-
-    def history(self) -> list[ReportSection]:
-        """Restarts, and what other tools would print."""
-        return [part for of in (_restarts, _conventions) for part in self._of_folder(of)]
-
-    def _of_folder(self, of: Callable[[Path], list[ReportSection]]) -> list[ReportSection]:
-        return [] if self._folder is None else of(self._folder)
+def held_out_loss(folder: Path) -> DrawnLine | None:
+    """Loss of held-out samples over the steps; None where nothing was judged."""
+    pairs = [(number(record.get("step")), number(record.get("loss"))) for record in _held_out(folder)]
+    points = sorted((step, loss) for step, loss in pairs if step is not None and loss is not None)
+    return DrawnLine("held-out", *zip(*points, strict=True)) if points else None
 
 
 def _source_losses(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
@@ -176,7 +118,7 @@ def _ranks(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
     return parts
 
 
-def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
+def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> ReportSection:
     """Share of FLOPs beside share of time of each component, in the steps that a profile explains."""
     steps = _object(folder / EXPLANATION).get("steps")
     profiled = [_mapping(record) for record in steps] if isinstance(steps, list) else []
@@ -191,12 +133,11 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSec
     title = "FLOPs against time by component"
     if not (all_ns := sum(ns.values())):
         if not any(_mapping(record.get("flops_by_component")) for record in records):
-            return []
-        rows = [
-            [] if (folder / "profile").is_dir() else ["run.profile.start=N", "a setting of the run: profiles steps"]
-        ]
-        rows.append(["headway explain RUN --by component", "writes explain.json, which this page reads"])
-        return [ReportSection(title, ["first", "why"], [row for row in rows if row], _UNPROFILED)]
+            return _NOTHING
+        rows = [["headway explain RUN --by component", "writes explain.json, which this page reads"]]
+        if not (folder / "profile").is_dir():
+            rows.insert(0, ["run.profile.start=N", "a setting of the run: profiles steps"])
+        return ReportSection(title, ["first", "why"], rows, _UNPROFILED)
     all_flops = sum(flops.values())
     ordered = sorted(ns, key=lambda name: (-ns[name], name))
     shown = [(name, flops[name] / all_flops if all_flops else 0.0, ns[name] / all_ns) for name in ordered]
@@ -210,7 +151,7 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[ReportSec
     chart = _bars_of_two(title, bars, format_share)
     says = _which_steps(folder, profiled, records)
     says += " FLOPs with what was run again, time in which kernels of it ran."
-    return [ReportSection(title, ["component", "share of FLOPs", "share of time"], rows, says, chart)]
+    return ReportSection(title, ["component", "share of FLOPs", "share of time"], rows, says, chart)
 
 
 def _which_steps(folder: Path, profiled: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> str:
@@ -231,7 +172,7 @@ def _which_steps(folder: Path, profiled: Sequence[Mapping[str, Any]], records: S
     return sentence
 
 
-def _conventions(folder: Path) -> list[ReportSection]:
+def _conventions(folder: Path) -> ReportSection:
     """What other tools would charge for the last step of a run that has ended, and print against the same peak."""
     summary = _object(folder / SUMMARY)
     mfu, conventions = number(summary.get("mfu")), summary.get("conventions")
@@ -250,27 +191,27 @@ def _conventions(folder: Path) -> list[ReportSection]:
             ]
         )
     headings = ["convention", "FLOPs of the last step", "x useful", "MFU with this run's time and peak", "counts"]
-    return _section("What other tools would print", headings, rows)
+    return ReportSection("What other tools would print", headings, rows)
 
 
-def restarts(path: Path) -> list[float]:
+def restarts(folder: Path) -> list[float]:
     """The steps after which a run went on."""
-    folder = path if path.is_dir() else path.parent
-    steps = [number(record.get("step")) for record in _lines(folder / RESUMES) if record.get("kind") == "resumed"]
+    steps = [number(record.get("step")) for record in _resumes(folder)]
     return [step for step in steps if step is not None]
 
 
-def _restarts(folder: Path) -> list[ReportSection]:
-    rows = []
-    for record in _lines(folder / RESUMES):
-        if record.get("kind") == "resumed":
-            lost = record.get("lost")
-            rows.append([str(record.get("step")), str(len(lost) if isinstance(lost, list) else 0)])
+def _resumes(folder: Path) -> list[dict[str, Any]]:
+    return [record for record in _lines(folder / RESUMES) if record.get("kind") == "resumed"]
+
+
+def _restarts(folder: Path) -> ReportSection:
+    lost = [(record, value if isinstance(value := record.get("lost"), list) else []) for record in _resumes(folder)]
+    rows = [[str(record.get("step")), str(len(steps))] for record, steps in lost]
     says = "A dashed line across the charts over steps is a restart."
-    return _section("Restarts", ["went on after step", "steps that were taken again"], rows, says)
+    return ReportSection("Restarts", ["went on after step", "steps that were taken again"], rows, says)
 
 
-def _memory(folder: Path) -> list[ReportSection]:
+def _memory(folder: Path) -> ReportSection:
     parts = _object(folder / "memory.json")
     predicted, measured = _mapping(parts.get("predicted")), _mapping(parts.get("measured"))
     rows = [[name, _bytes(predicted.get(name)), _bytes(measured.get(name))] for name in {**predicted, **measured}]
@@ -283,7 +224,7 @@ def _memory(folder: Path) -> list[ReportSection]:
     ]
     title = "Memory of a device by part, predicted and measured"
     chart = _bars_of_two(title, bars, format_bytes)
-    return [ReportSection(title, ["part", "predicted", "measured"], rows, chart=chart)] if rows else []
+    return ReportSection(title, ["part", "predicted", "measured"], rows, chart=chart)
 
 
 def _bars_of_two(title: str, bars: Sequence[tuple[str, float, int]], form: Callable[[float], str]) -> str:
@@ -297,7 +238,7 @@ def _held_out(folder: Path) -> list[Mapping[str, Any]]:
     return [record for record in _lines(folder / METRICS, b'"evaluation"') if record.get("kind") == "evaluation"]
 
 
-def _evaluations(folder: Path) -> list[ReportSection]:
+def _evaluations(folder: Path) -> ReportSection:
     evaluations = _held_out(folder)
     rows = [
         [str(record.get("step")), f"{loss:.4f}" if (loss := number(record.get("loss"))) is not None else "",
@@ -305,8 +246,7 @@ def _evaluations(folder: Path) -> list[ReportSection]:
         for record in evaluations
     ]  # fmt: skip
     losses = [(record.get("step"), loss) for record in evaluations if (loss := number(record.get("loss"))) is not None]
-    says = _overfitting(losses)
-    return _section("Evaluations", ["after step", "loss", "exact match"], rows, says)
+    return ReportSection("Evaluations", ["after step", "loss", "exact match"], rows, _overfitting(losses))
 
 
 def _overfitting(losses: Sequence[tuple[object, float]]) -> str:
@@ -323,7 +263,7 @@ def _overfitting(losses: Sequence[tuple[object, float]]) -> str:
     )
 
 
-def _answers(folder: Path) -> list[ReportSection]:
+def _answers(folder: Path) -> ReportSection:
     """Answers in words of the last evaluation that asked for them."""
     answers = [record for record in _lines(folder / "samples.jsonl") if record.get("kind") == "sample"]
     last = [record for record in answers if record.get("step") == answers[-1].get("step")]
@@ -338,7 +278,7 @@ def _answers(folder: Path) -> list[ReportSection]:
     pictures = [by_sample.get(record.get("where"), "") for record in last[:_MOST_ANSWERS]]
     title = f"Answers after step {last[-1].get('step')}" if last else ""
     headings = ["asked", "wanted", "answered", "exact"]
-    return [ReportSection(title, headings, rows, pictures=pictures if any(pictures) else ())] if rows else []
+    return ReportSection(title, headings, rows, pictures=pictures if any(pictures) else ())
 
 
 def _is_picture(value: object) -> bool:
@@ -346,22 +286,17 @@ def _is_picture(value: object) -> bool:
     return isinstance(value, str) and value.startswith("/9j/") and _BASE64.fullmatch(value) is not None
 
 
-def _drawn(folder: Path) -> list[ReportSection]:
+def _drawn(folder: Path) -> ReportSection:
     """What the drawing demo had its model draw, and who read it as what was asked for."""
     judged, picture = _object(folder / "drawn.json"), folder / "drawn.png"
     digits = _mapping(judged.get("digits"))
     if not digits or not picture.is_file() or picture.stat().st_size > _LARGEST_PICTURE:
-        return []
+        return _NOTHING
     data = base64.b64encode(picture.read_bytes()).decode()
-    alt = "What the model drew, a row for each digit"
     columns = ("asked", "classifier", "itself")
     rows = [[name, *(str(_mapping(of).get(column, "")) for column in columns)] for name, of in digits.items()]
     headings = ("digit", "drawn", "read so by a classifier", "read so by the model")
-    return [ReportSection("Drawn", headings, rows, chart=f'<img alt="{alt}" src="data:image/png;base64,{data}">')]
-
-
-def _section(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], says: str = "") -> list[ReportSection]:
-    return [ReportSection(title, headings, rows, says)] if rows else []
+    return ReportSection("Drawn", headings, rows, image=data)
 
 
 def _lines(path: Path, holding: bytes = b"") -> list[dict[str, Any]]:
@@ -389,8 +324,8 @@ _LONGEST = 120  # of a value [characters]
 _UNSAID = "not set"
 
 
-def changed_settings(config: str, facts: str) -> list[ReportSection]:
-    """The settings that differ from the recipe's file or from the default; none where the texts are no run's.
+def changed_settings(config: str, facts: str) -> ReportSection:
+    """The settings that differ from the recipe's file or from the default; no rows where the texts are no run's.
 
     Args:
         config: config.yaml, without secrets.
@@ -399,7 +334,7 @@ def changed_settings(config: str, facts: str) -> list[ReportSection]:
     try:
         resolved, run = yaml.safe_load(config), json.loads(facts or "{}")
     except (yaml.YAMLError, ValueError, RecursionError):
-        return []
+        return _NOTHING
     recipe = run.get("recipe") if isinstance(run, Mapping) else None
     path, overridden = "", dict[str, str]()
     if isinstance(recipe, Mapping) and isinstance(recipe.get("overridden"), list):
@@ -420,11 +355,11 @@ def changed_settings(config: str, facts: str) -> list[ReportSection]:
     if not path:
         headings, rows = [*headings[:2], headings[3]], [[*row[:2], row[3]] for row in rows]
     says = f"The recipe is {path}: {len(overridden)} settings were given another value than it says." if path else ""
-    return [ReportSection("Settings that are not the defaults", headings, rows, says)] if rows else []
+    return ReportSection("Settings that are not the defaults", headings, rows, says)
 
 
-def provenance(facts: str) -> list[ReportSection]:
-    """Command, host, device and versions of a run; nothing where the text is no run's.
+def provenance(facts: str) -> ReportSection:
+    """Command, host, device and versions of a run; no rows where the text is no run's.
 
     Args:
         facts: run.json, without secrets; empty where there is none.
@@ -439,7 +374,7 @@ def provenance(facts: str) -> list[ReportSection]:
         **(software if isinstance(software, Mapping) else {}),
     }
     rows = [[name.replace("_", " "), str(value)] for name, value in facts_by_name.items() if value is not None]
-    return [ReportSection("Made with", ["what", "value"], rows)] if rows else []
+    return ReportSection("Made with", ["what", "value"], rows)
 
 
 def _leaves(node: Any, settings: Mapping[str, Setting], name: str = "") -> Iterator[tuple[str, Any, str]]:

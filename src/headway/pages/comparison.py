@@ -1,23 +1,23 @@
 """Two runs side by side, as HTML or Markdown: what a step of the second takes longer, and losses at equal cost."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import yaml
 
-from headway.cli.report_folder import ReportSection, side_by_side
-from headway.cli.report_page import SCHEMA_VERSION, SERIES, ReportedRun, facts, for_programs, machine
 from headway.explain.comparison import Comparison, compare, differences, table_of
 from headway.explain.text import sentences
 from headway.log.run_files import CONFIG
+from headway.pages.run import SCHEMA_VERSION, SERIES, ReportedRun, facts, machine
 from headway.report import format_flops, format_rate
 from headway.report.charts import DrawnLine, lines_chart
-from headway.report.hover import SCRIPT
 from headway.report.markdown import markdown_text
 from headway.report.numbers import number
-from headway.report.page import CHART_STYLE, html_page, safe, sentence
+from headway.report.page import render
+from headway.report.section import ReportSection
 
 _COMPARED = ("step_s", "mfu", "data_wait_share", "padding_share")  # over steps; losses stand over what they cost
 _QUANTILES = (5, 50, 95)
@@ -37,13 +37,15 @@ _SMOOTHED = 50  # a loss is the mean of so manieth part of the run before it
 def compared_page(a: ReportedRun, b: ReportedRun) -> str:
     """Render two runs as one HTML page."""
     compared = compare((a.name, a.explanation), (b.name, b.explanation))
-    parts = [f"<h1>{safe(a.name)} (A) and {safe(b.name)} (B)</h1>"]
-    parts += [f'<p class="verdict">{safe(line)}</p>' for line in _verdict(a, b, compared)]
-    parts.append(side_by_side(_sections(a, b, compared)))
-    parts.append("<h2>What to know of these numbers</h2>")
-    parts += [f'<p class="note">{sentence(note)}</p>' for note in (*compared.notes, _OF_INTERVAL)]
-    parts.append(for_programs(_machine(a, b, compared)))
-    return html_page(f"{a.name} and {b.name}: headway report", CHART_STYLE, "\n".join(parts), script=SCRIPT)
+    return render(
+        "comparison.html.jinja",
+        a=a.name,
+        b=b.name,
+        verdict=_verdict(a, b, compared),
+        sections=_sections(a, b, compared),
+        notes=(*compared.notes, _OF_INTERVAL),
+        numbers=_machine(a, b, compared),
+    )
 
 
 def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
@@ -299,22 +301,16 @@ def _flat(text: str) -> dict[str, str]:
         raw = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError):
         return {}
-    settings: dict[str, str] = {}
-    num_nodes = 0
+    nodes = islice(_nodes(raw), _MOST_SETTINGS)  # anchors of YAML may make a few lines endless
+    return {path: str(node) for path, node in nodes if path and not isinstance(node, Mapping | list)}
 
-    def walk(node: Any, path: str) -> None:
-        nonlocal num_nodes
-        num_nodes += 1
-        if num_nodes > _MOST_SETTINGS:  # anchors of YAML may make a few lines endless
-            return
-        children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-        for name, child in children:
-            walk(child, f"{path}.{name}" if path else str(name))
-        if not isinstance(node, Mapping | list) and path:
-            settings[path] = str(node)
 
-    walk(raw, "")
-    return settings
+def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting and section, each by its path."""
+    yield path, node
+    children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    for name, child in children:
+        yield from _nodes(child, f"{path}.{name}" if path else str(name))
 
 
 def _facts(a: ReportedRun, b: ReportedRun) -> ReportSection:

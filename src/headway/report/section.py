@@ -1,0 +1,56 @@
+"""A section of a report: a title, a sentence, a table and a chart, which pages and Markdown both show."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headway.report.markdown import markdown_table, markdown_text
+from headway.report.table import Column
+
+_NARROW = 3  # columns of a table that stands beside others
+_NUMBER = re.compile(r"[-+]?\d[\d,.]*( \S+)?")  # perhaps with its unit
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSection:
+    """What a report says of one thing, in plain text of anyone.
+
+    Attributes:
+        title: its heading.
+        headings: of the table's columns.
+        rows: of the table; a section without rows is left out.
+        says: a sentence before it.
+        chart: SVG of `headway.report.charts`; Markdown has the table alone.
+        image: a PNG in base64 in place of a chart.
+        pictures: a small JPEG in base64 for each row, "" for none; on a page alone.
+    """
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    says: str = ""
+    chart: str = ""
+    image: str = ""
+    pictures: Sequence[str] = ()
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether its table needs the page's width."""
+        return len(self.headings) > _NARROW
+
+    @property
+    def columns_of_words(self) -> frozenset[int]:
+        """Columns behind the first that hold sentences and no number: they stand on the left."""
+        columns = [(place, [row[place] for row in self.rows]) for place in range(len(self.headings))]
+        return frozenset(
+            place
+            for place, cells in columns
+            if (place or self.pictures) and any(" " in cell for cell in cells)
+            if not any(_NUMBER.fullmatch(cell) for cell in cells)
+        )
+
+    def as_markdown(self) -> str:
+        """Render it for an issue."""
+        columns = [Column(name, "right" if place else "left") for place, name in enumerate(self.headings)]
+        parts = [f"## {markdown_text(self.title)}", *([markdown_text(self.says)] if self.says else [])]
+        return "\n\n".join([*parts, markdown_table(columns, self.rows, None)])
