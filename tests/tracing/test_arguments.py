@@ -61,15 +61,17 @@ def test_nested_arguments_are_refused_with_the_way_out():
         trace(nn.Linear(4, 4), inputs=(nested,))
 
 
-def test_weights_in_integers_are_refused_with_the_way_out():
-    class Packed(nn.Linear):
-        def __init__(self):
-            super().__init__(4, 4)
-            self.weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+class _Packed(nn.Module):
+    """A layer with two weights to a byte that does not say its sizes."""
 
-    model = nn.Sequential(nn.Linear(4, 4), Packed())
-    with pytest.raises(TraceError, match=r"module 1 \(Packed\) stores 1.weight quantised .*cost_model="):
-        trace(model, inputs=(torch.randn(2, 4),))
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+
+
+def test_weights_in_integers_whose_layer_is_not_said_are_refused_with_the_way_out():
+    with pytest.raises(TraceError, match=r"module 1 \(_Packed\) stores 1.weight quantised .*cost_model="):
+        trace(nn.Sequential(nn.Linear(4, 4), _Packed()), inputs=(torch.randn(2, 4),))
 
 
 def test_parts_of_an_example_are_named_without_a_guess_at_what_they_see():

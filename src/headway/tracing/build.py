@@ -16,6 +16,7 @@ from headway.plugins import register_families
 from headway.tracing import attention, unwrap
 from headway.tracing.families.attention import MASKED_TOWERS
 from headway.tracing.phantom import phantom
+from headway.tracing.quantised import is_quantised, plain_layers
 
 
 def common_dtype(model: nn.Module) -> torch.dtype:
@@ -40,13 +41,13 @@ def twin_of_model(model: nn.Module, dtype_of: Callable[[torch.Tensor], torch.dty
     if dtype_of is None:
         dtype = common_dtype(model)
         return twin_of_model(model, lambda _: dtype)
-    memo: dict[int, Any] = {}
+    memo = plain_layers(model, lambda parameter: _stand_in(parameter, dtype_of(parameter)))
     attributes = (value for module in model.modules() for value in vars(module).values())
     states = (
         t for t in attributes if isinstance(t, torch.Tensor) and t.grad_fn is not None
     )  # kept from an earlier forward
     for tensor in (*model.parameters(), *model.buffers(), *states):
-        if id(tensor) not in memo:
+        if id(tensor) not in memo and not is_quantised(tensor):
             memo[id(tensor)] = _stand_in(tensor, dtype_of(tensor))
     return unwrap.copy_modules(model, memo)
 

@@ -18,6 +18,7 @@ from headway.tracing.arguments import asking, in_dtype
 from headway.tracing.fit import DriverFit, candidates, fit, shortened
 from headway.tracing.inputs.model_inputs import ExampleInputs, alternate_forwards, call, inputs_for, without_arguments
 from headway.tracing.operation import Operation
+from headway.tracing.quantised import note_on_quantised
 from headway.tracing.record import Recorder
 from headway.tracing.repeats import alike, check_loops, merge_experts, merged
 from headway.tracing.results import Results, start_backward
@@ -64,8 +65,6 @@ def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, 
 def _traced(model_or_config: Any, inputs: Any, results: Results, name: str | None) -> CostModel:
     # the model on shapes alone; every parameter is trained for now, so that each row shows all of its gradients
     is_model = isinstance(model_or_config, nn.Module)
-    if is_model:
-        refuse_quantised(model_or_config)
     model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     parameters = build.prepare(model.requires_grad_(True))
@@ -93,6 +92,8 @@ def _traced(model_or_config: Any, inputs: Any, results: Results, name: str | Non
 
     # what the ledger was read off, and what of the model it leaves out
     source = _source(model, parameters) | model_inputs.notes
+    if is_model and (note := note_on_quantised(model_or_config)):
+        source["quantised"] = note
     if differentiated := {name for name, _ in asking(model, model_inputs.arguments(workloads[0]))}:
         source["input_gradients"] = ", ".join(sorted(differentiated))
     idle = classify.idle_modules(model, operations, parameters, runs[0].parameters_read)
@@ -275,21 +276,3 @@ def failed_on_shapes(error: Exception, model: Any, recorder: Recorder | None = N
         "If the model runs by itself on such inputs, trace it with another operation in this place, or give the inputs "
         "that it needs with trace(model, inputs=...); what is metered then takes that cost model (cost_model=)."
     )
-
-
-def refuse_quantised(model: nn.Module) -> None:
-    """Refuse a model whose weights are stored quantised, as 4-bit bases of adapters are.
-
-    Raises:
-        TraceError: one is.
-    """
-    for name, parameter in model.named_parameters():
-        stored = type(parameter) if type(parameter) is not nn.Parameter else type(parameter.data)
-        is_packed = not (parameter.is_floating_point() or parameter.is_complex())
-        if is_packed or stored.__module__.startswith(("torchao.quantization", "torchao.dtypes", "bitsandbytes")):
-            path = name.rpartition(".")[0]
-            raise TraceError(
-                f"module {path or '(the model)'} ({type(model.get_submodule(path)).__name__}) stores {name} quantised "
-                f"({stored.__name__}, {parameter.dtype}), and its products cannot be read. Trace the model without "
-                "quantisation, which has the same FLOPs, and pass its cost model on (cost_model=)."
-            )
