@@ -3,6 +3,7 @@
 A waterfall has lines, each a use or a loss of time with a name, that add up to the step exactly.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -47,6 +48,11 @@ class WaterfallLine:
     mfu_to: float | None = None
     parts: dict[str, int] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Give the JSON-ready record."""
+        return {"name": self.name, "ns": self.ns, "share": self.share, "key": self.key, "mfu_from": self.mfu_from,
+                "mfu_to": self.mfu_to, "parts": self.parts}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class OperandTraffic:
@@ -86,7 +92,7 @@ class StepWaterfall:
     Attributes:
         step: its number.
         rank: of the process.
-        duration_ns: from the step's first device event to the next step's [ns]; on a CPU, between the annotations.
+        duration_ns: from the step's begin on the host, or the end of what ran before, to the end of its work [ns].
         mfu: of the step; None without its workload and a peak.
         lines: they add up to `duration_ns`.
         is_edge: first or last of its trace, so that its window is less sure.
@@ -109,18 +115,45 @@ class StepWaterfall:
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
-        lines = [
-            {"name": line.name, "ns": line.ns, "share": line.share, "key": line.key, "mfu_from": line.mfu_from,
-             "mfu_to": line.mfu_to, "parts": line.parts}
-            for line in self.lines
-        ]  # fmt: skip
         return {
             "step": self.step,
             "rank": self.rank,
             "duration_ns": self.duration_ns,
             "mfu": self.mfu,
             "is_edge": self.is_edge,
-            "lines": lines,
+            "lines": [line.to_dict() for line in self.lines],
+            "memory_bound": None if self.traffic is None else self.traffic.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MeanWaterfall:
+    """The mean of a job's steps: each line's time over all steps and ranks / their number.
+
+    Attributes:
+        num_steps: steps in the mean; one of several ranks counts for each.
+        left_out: numbers of slow first steps that are not in it.
+        duration_ns: of the mean step [ns].
+        mfu: total over total; None where it is not known.
+        lines: they add up to `duration_ns`.
+        traffic: what memory-bound kernels had to move; None where no shapes were recorded.
+    """
+
+    num_steps: int
+    left_out: tuple[int, ...]
+    duration_ns: int
+    mfu: float | None
+    lines: tuple[WaterfallLine, ...]
+    traffic: OperandTraffic | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the JSON-ready record."""
+        return {
+            "num_steps": self.num_steps,
+            "left_out": list(self.left_out),
+            "duration_ns": self.duration_ns,
+            "mfu": self.mfu,
+            "lines": [line.to_dict() for line in self.lines],
             "memory_bound": None if self.traffic is None else self.traffic.to_dict(),
         }
 
@@ -175,6 +208,7 @@ class JobExplanation:
         return {
             "schema_version": SCHEMA_VERSION,
             "steps": [step.to_dict() for step in self.steps],
+            "mean": mean_of(self.steps).to_dict(),
             "findings": [finding.to_dict() for finding in self.findings],
             "notes": list(self.notes),
             "waited_for": [wait.to_dict() for wait in self.waited_for],
@@ -221,6 +255,48 @@ def mfu_without(at_peak_ns: float | None, duration_ns: int, key: str, ns: int) -
     if at_peak_ns is None or key == "useful" or not 0 < ns < duration_ns:
         return None
     return at_peak_ns / (duration_ns - ns)
+
+
+def mean_of(steps: Sequence[StepWaterfall]) -> MeanWaterfall:
+    """Add up the waterfalls of steps and divide by their number, in whole nanoseconds.
+
+    Args:
+        steps: at least one. Slow ones that a run of one rank begins with are left out.
+    """
+    is_one_rank = len({step.rank for step in steps}) == 1
+    num_first = num_first_steps([step.duration_ns for step in steps]) if is_one_rank else 0
+    steady = steps[num_first:]
+    count, total_ns = len(steady), sum(step.duration_ns for step in steady)
+    timed_mfu = [(step.mfu, step.duration_ns) for step in steady if step.mfu is not None]
+    mfu = sum(mfu * ns for mfu, ns in timed_mfu) / total_ns if len(timed_mfu) == count else None
+    # Lines of one key, in the order in which they come first.
+    by_key: dict[str, list[WaterfallLine]] = {}
+    for line in (line for step in steady for line in step.lines):
+        by_key.setdefault(line.key, []).append(line)
+    duration_ns, before, lines = total_ns // count, 0, []
+    for key, of_key in by_key.items():
+        ns = sum(line.ns for line in of_key)
+        parts: Counter[str] = Counter()
+        for line in of_key:
+            parts.update(line.parts)
+        # A share of the running sum, so that the lines add up to the whole nanosecond.
+        line_ns = (before + ns) // count - before // count
+        before += ns
+        has_mfu = any(line.mfu_to is not None for line in of_key)
+        mfu_to = mfu_without(mfu * duration_ns, duration_ns, key, line_ns) if mfu is not None and has_mfu else None
+        mean_parts = {name: part_ns // count for name, part_ns in parts.most_common()}
+        lines.append(WaterfallLine(key, of_key[0].name, line_ns, line_ns / duration_ns, mfu, mfu_to, mean_parts))
+    left_out = tuple(step.step for step in steps[:num_first])
+    return MeanWaterfall(count, left_out, duration_ns, mfu, tuple(lines), _mean_traffic(steady))
+
+
+def _mean_traffic(steps: Sequence[StepWaterfall]) -> OperandTraffic | None:
+    traffics = [step.traffic for step in steps if step.traffic is not None]
+    if not traffics:
+        return None
+    columns = ([getattr(traffic, name) for traffic in traffics] for name in ("num_bytes", "known_ns", "all_ns"))
+    num_bytes, known_ns, all_ns = (sum(column) // len(steps) for column in columns)
+    return OperandTraffic(num_bytes, known_ns, all_ns, traffics[0].bytes_per_s)
 
 
 def operand_traffic(measured: MeasuredTrace, step: MeasuredStep, bytes_per_s: float | None) -> OperandTraffic | None:

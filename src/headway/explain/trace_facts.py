@@ -75,7 +75,8 @@ def gather_facts(trace: Trace, work: StatedWork | None, device: str | None, *, a
         as_one_step: take the trace as one step.
 
     Raises:
-        ConfigError: the trace has no steps, what Headway wrote into it cannot be read, or it is not of the model given.
+        ConfigError: nothing runs in the trace's steps, what Headway wrote into it cannot be read, or it is not of the
+            model given.
         UsageError: the user's device is not known.
     """
     measured = measure(trace, as_one_step=as_one_step)
