@@ -65,6 +65,7 @@ class Surroundings:
         forward: the annotation `phase:forward`, one for each pass of the whole model.
         chore: what is done around the modules.
         is_compiled: it is in what torch.compile made.
+        outer: the event directly around it.
     """
 
     operator: int = NONE
@@ -76,6 +77,7 @@ class Surroundings:
     forward: int = NONE
     chore: Chore = Chore.NONE
     is_compiled: bool = False
+    outer: int = NONE
 
 
 _NOWHERE = Surroundings()
@@ -170,7 +172,7 @@ def _contexts(trace: Trace) -> list[Surroundings]:
     """Find what lies around each event: events of a thread nest, and those of `trace.host` come outer ones first."""
     host, names = trace.host, trace.names
     contexts: list[Surroundings] = []
-    stack: list[tuple[int, int, Surroundings]] = []  # of each event that is open: its end, its kind, what it brings
+    stack: list[tuple[int, int, Surroundings, int]] = []  # of each open event: end, kind, what it brings, index
     track = NONE
     for i, (kind, name, start, end, its_track, sequence, forward_thread) in enumerate(
         zip(host.kind.tolist(), host.name.tolist(), host.start_ns.tolist(), host.end_ns.tolist(), host.track.tolist(),
@@ -184,7 +186,7 @@ def _contexts(trace: Trace) -> list[Surroundings]:
         outer = stack[-1][2] if stack else _NOWHERE
         context = Surroundings(
             outer.operator, outer.module, outer.phase, outer.backward, outer.is_recomputed, len(stack), outer.forward,
-            outer.chore, outer.is_compiled,
+            outer.chore, outer.is_compiled, stack[-1][3] if stack else NONE,
         )  # fmt: skip
         if kind == Kind.OPERATOR:
             _enter_operator(context, i, names[name], sequence, forward_thread)
@@ -194,13 +196,13 @@ def _contexts(trace: Trace) -> list[Surroundings]:
             _enter_annotation(context, i, names[name], is_python=kind == Kind.PYTHON)
         contexts.append(context)
         # An annotation that an exception left open ends with what lies around it.
-        stack.append((min(end, stack[-1][0]) if stack else end, kind, context))
+        stack.append((min(end, stack[-1][0]) if stack else end, kind, context, i))
     return contexts
 
 
-def _is_over(outer: tuple[int, int, Surroundings], start: int, end: int, kind: int) -> bool:
+def _is_over(outer: tuple[int, int, Surroundings, int], start: int, end: int, kind: int) -> bool:
     """Tell whether an event that began before has ended, and so does not lie around this one."""
-    outer_end, outer_kind, _ = outer
+    outer_end, outer_kind, _, _ = outer
     if outer_end >= end:
         return outer_end <= start
     is_its_beginning = outer_kind == Kind.PYTHON and kind == Kind.ANNOTATION  # record_function.__enter__

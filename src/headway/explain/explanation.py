@@ -16,6 +16,13 @@ from headway.explain.ranks import WaitedFor
 SCHEMA_VERSION = 1
 MOST = 5  # findings that are told: more are no order of work
 UNSEPARATED = "unseparated"
+# Where no bandwidth is known, that of the fastest memory: Xeon Max with HBM2e, and B300 with HBM3e [B/s].
+_FASTEST_CPU_BYTES_PER_S = 1e12
+_FASTEST_BYTES_PER_S = 8e12
+# Times the memory's bandwidth, and bytes. Source: MI300X's Infinity Cache, the largest of an accelerator: 256 MB at 17.2
+# TB/s beside 5.3 TB/s of HBM3 (AMD CDNA 3 white paper, 2023), which is 3.2 times; with room for caches nearer by.
+_CACHE_SPEED = 5
+_LARGEST_CACHE = 2**28
 NO_PROFILE_NOTE = (
     "unseparated: kernels, communication, copies, launches and synchronisation are not separable without a profile. "
     "Record some steps with `--set run.profile.start=N` of `headway train`, or with `headway.profile` in a loop of "
@@ -63,12 +70,15 @@ class OperandTraffic:
         known_ns: time of these operators' kernels [ns].
         all_ns: time of all memory-bound kernels [ns].
         bytes_per_s: of the device's memory [B/s]; None where it is not known.
+        implausible_ns: time of operators whose operands are more than the memory can move in it, so that they read but
+            a part of them, and which is not known [ns].
     """
 
     num_bytes: int
     known_ns: int
     all_ns: int
     bytes_per_s: float | None
+    implausible_ns: int = 0
 
     @property
     def at_bandwidth_ns(self) -> int | None:
@@ -81,6 +91,7 @@ class OperandTraffic:
             "bytes": self.num_bytes,
             "at_bandwidth_ns": self.at_bandwidth_ns,
             "known_ns": self.known_ns,
+            "implausible_ns": self.implausible_ns,
             "bytes_per_s": self.bytes_per_s,
         }
 
@@ -294,29 +305,57 @@ def _mean_traffic(steps: Sequence[StepWaterfall]) -> OperandTraffic | None:
     traffics = [step.traffic for step in steps if step.traffic is not None]
     if not traffics:
         return None
-    columns = ([getattr(traffic, name) for traffic in traffics] for name in ("num_bytes", "known_ns", "all_ns"))
-    num_bytes, known_ns, all_ns = (sum(column) // len(steps) for column in columns)
-    return OperandTraffic(num_bytes, known_ns, all_ns, traffics[0].bytes_per_s)
+    totals = [sum(column) // len(steps) for column in zip(*map(_counts, traffics), strict=True)]
+    num_bytes, known_ns, all_ns, implausible_ns = totals
+    return OperandTraffic(num_bytes, known_ns, all_ns, traffics[0].bytes_per_s, implausible_ns)
+
+
+def _counts(traffic: OperandTraffic) -> tuple[int, int, int, int]:
+    return traffic.num_bytes, traffic.known_ns, traffic.all_ns, traffic.implausible_ns
 
 
 def operand_traffic(measured: MeasuredTrace, step: MeasuredStep, bytes_per_s: float | None) -> OperandTraffic | None:
     """Add up the operands of a step's memory-bound kernels; None where the trace has no shapes of them.
 
-    An operator counts once, however many kernels it launched.
+    An operator counts once, however many kernels it launched; on a CPU it moves nothing itself where one that it calls
+    does. Operands that the memory cannot have moved in the operator's time are not counted.
     """
-    num_bytes = known_ns = all_ns = 0
-    bytes_of: dict[int, int | None] = {}
+    trace, events = measured.trace, measured.events
+    all_ns = 0
+    owned_ns: Counter[int] = Counter()  # of each operator: what its kernels owned, and how long they ran
+    ran_ns: Counter[int] = Counter()
     for owned in (owned for owned in step.owned if owned.line == "memory"):
         all_ns += owned.ns
-        operands = measured.operands_of(owned.event)
-        if operands is None:
+        if measured.operands_of(owned.event) is not None:
+            operator = measured.operator_of(owned.event)
+            owned_ns[operator] += owned.ns
+            ran_ns[operator] += int(events.end_ns[owned.event] - events.start_ns[owned.event])
+    moved = {
+        operator: trace.operands[int(trace.host.operands[operator])].bytes_moved(trace.names[trace.host.name[operator]])
+        for operator in owned_ns
+    }
+    # On a CPU operators stand within each other; the inner one moves what both are called with.
+    moving = [operator for operator, num_bytes in moved.items() if num_bytes] if trace.is_cpu_only else []
+    callers = measured.callers_of(moving)
+    num_bytes = known_ns = implausible_ns = 0
+    for operator, ns in owned_ns.items():
+        operand_bytes = 0 if operator in callers else moved[operator]
+        if operand_bytes is None:
             continue
-        operator = measured.operator_of(owned.event)
-        if operator not in bytes_of:
-            bytes_of[operator] = operands.bytes_moved(measured.trace.names[measured.trace.host.name[operator]])
-            num_bytes += bytes_of[operator] or 0
-        known_ns += owned.ns if bytes_of[operator] is not None else 0
-    return OperandTraffic(num_bytes, known_ns, all_ns, bytes_per_s) if known_ns else None
+        if operand_bytes > _most_bytes(ran_ns[operator], bytes_per_s, is_cpu=trace.is_cpu_only):
+            implausible_ns += ns
+            continue
+        num_bytes += operand_bytes
+        known_ns += ns
+    has_any = known_ns or implausible_ns
+    return OperandTraffic(num_bytes, known_ns, all_ns, bytes_per_s, implausible_ns) if has_any else None
+
+
+def _most_bytes(ns: int, bytes_per_s: float | None, *, is_cpu: bool) -> float:
+    """Bytes that a device can have moved in a time: from its caches what fits into them, the rest from its memory."""
+    memory_bytes_per_s = bytes_per_s or (_FASTEST_CPU_BYTES_PER_S if is_cpu else _FASTEST_BYTES_PER_S)
+    from_caches = min(_CACHE_SPEED * memory_bytes_per_s * ns / 1e9, _LARGEST_CACHE)
+    return from_caches + memory_bytes_per_s * ns / 1e9
 
 
 def num_first_steps(durations_ns: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ launched before, the device waited for itself: for another stream, or between tw
 import heapq
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -141,6 +142,17 @@ class MeasuredTrace:
         """Index of the host event of the operator that launched an event, or that it is; NONE where none is known."""
         launch = int(self.attribution.launch[event])
         return NONE if launch == NONE else self.attribution.contexts[launch].operator
+
+    def callers_of(self, operators: Iterable[int]) -> set[int]:
+        """Find the events of the host around some of them, which ran in the course of these: indices of host events."""
+        contexts = self.attribution.contexts
+        callers: set[int] = set()
+        for operator in operators:
+            outer = contexts[operator].outer
+            while outer != NONE and outer not in callers:
+                callers.add(outer)
+                outer = contexts[outer].outer
+        return callers
 
     def operands_of(self, event: int) -> Operands | None:
         """Operands that the operator was called with; None where that was not recorded."""

@@ -210,11 +210,13 @@ def _details(mean: MeanWaterfall) -> list[str]:
 def _of_traffic(traffic: OperandTraffic) -> str:
     """Bytes beside the time that they take: "their operands are 3.1 GB, 0.58 ms at 5.3 TB/s"."""
     size, unit = (traffic.num_bytes / 1e9, "GB") if traffic.num_bytes >= 1e8 else (traffic.num_bytes / 1e6, "MB")
-    text = f"their operands are {size:,.3g} {unit}"
-    if traffic.at_bandwidth_ns is not None and traffic.bytes_per_s is not None:
+    text = f"their operands are {size:,.3g} {unit}" if traffic.known_ns else "how much they moved is not known"
+    if traffic.known_ns and traffic.at_bandwidth_ns is not None and traffic.bytes_per_s is not None:
         text += f", {format_ms(traffic.at_bandwidth_ns)} ms at {traffic.bytes_per_s / 1e12:,.3g} TB/s"
-    if traffic.known_ns < _NEARLY_ALL * traffic.all_ns:
+    if 0 < traffic.known_ns < _NEARLY_ALL * traffic.all_ns:
         text += f" (known of {format_ms(traffic.known_ns)} ms of them)"
+    if traffic.implausible_ns:
+        text += f"; in {format_ms(traffic.implausible_ns)} ms operators read but a part of theirs, which is not told"
     return text
 
 
