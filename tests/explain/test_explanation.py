@@ -83,3 +83,9 @@ def test_on_a_cpu_views_move_nothing_and_what_an_operator_calls_moves_its_bytes(
 def test_the_first_steps_end_where_one_is_as_fast_as_the_others():
     assert num_first_steps([50, 30, 10, 40, 10, 11, 12, 9]) == 2
     assert num_first_steps([50, 10, 10]) == 0
+
+
+def test_a_virtual_function_of_a_card_has_the_cards_bandwidth(tmp_path):
+    for name in ("AMD Instinct MI300X", "AMD Instinct MI300X VF"):
+        assert memory_bound(tmp_path, device=name).steps[0].traffic.bytes_per_s == 5.3e12
+    assert memory_bound(tmp_path, device="AMD Instinct MI300X MIG 3g").steps[0].traffic.bytes_per_s is None

@@ -19,6 +19,7 @@ from headway.explain.kernels import Work, is_compiled, work_of_kernel, work_of_o
 _ROUNDING_NS = 1000  # older profilers wrote whole microseconds, so an event may seem to begin within the one before
 COMPILING = " (dynamo_timed)"  # ends the names of torch.compile's own work
 _MODULE, _PHASE, _LAYER = "module:", "phase:", "nn.Module: "
+_EVALUATES = "autograd::engine::evaluate_function: "
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 # Source: record_function in torch/distributed/fsdp/_fully_shard, torch/csrc/distributed/c10d/reducer.cpp (torch 2.13).
 _DATA_PARALLEL = ("FSDP::", "torch.distributed.ddp.reducer::")
@@ -216,7 +217,7 @@ def _enter_operator(context: Surroundings, index: int, name: str, sequence: int,
         context.chore = Chore.ACCUMULATION
     elif name.startswith(_DATA_PARALLEL):
         context.chore = Chore.DATA_PARALLEL
-    if forward_thread > 0:
+    if forward_thread > 0 or (forward_thread == NONE and name.startswith(_EVALUATES)):  # torch 1 has no such number
         context.backward, context.is_recomputed, context.module = index, False, ""
     elif NONE not in (sequence, context.backward):
         context.is_recomputed = True  # within backward, only what runs forward again records for autograd

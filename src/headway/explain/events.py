@@ -242,6 +242,7 @@ class Trace:
         device_name: as the file says; "CPU" where nothing ran on a device.
         headway: what Headway wrote beside the events; None in other people's traces.
         capability: compute capability of an NVIDIA device, such as (9, 0); None where the file does not say.
+        notes: what a reader must know of the file, as sentences.
     """
 
     path: Path
@@ -256,6 +257,7 @@ class Trace:
     device_name: str
     headway: Mapping[str, Any] | None
     capability: tuple[int, int] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def is_cpu_only(self) -> bool:

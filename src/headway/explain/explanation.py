@@ -19,8 +19,8 @@ UNSEPARATED = "unseparated"
 # Where no bandwidth is known, that of the fastest memory: Xeon Max with HBM2e, and B300 with HBM3e [B/s].
 _FASTEST_CPU_BYTES_PER_S = 1e12
 _FASTEST_BYTES_PER_S = 8e12
-# Times the memory's bandwidth, and bytes. Source: MI300X's Infinity Cache, the largest of an accelerator: 256 MB at 17.2
-# TB/s beside 5.3 TB/s of HBM3 (AMD CDNA 3 white paper, 2023), which is 3.2 times; with room for caches nearer by.
+# Times the memory's bandwidth, and bytes. Source: MI300X's Infinity Cache, the largest of an accelerator: 256 MB at
+# 17.2 TB/s beside 5.3 TB/s of HBM3 (AMD CDNA 3 white paper, 2023), which is 3.2 times; with room for caches nearer by.
 _CACHE_SPEED = 5
 _LARGEST_CACHE = 2**28
 NO_PROFILE_NOTE = (

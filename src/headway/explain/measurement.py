@@ -172,7 +172,7 @@ def measure(trace: Trace, *, as_one_step: bool = False) -> MeasuredTrace:
         ConfigError: nothing runs in its steps.
     """
     attribution = attribute(trace)
-    notes: list[str] = [] if trace.steps or as_one_step else [_NO_STEPS_NOTE]
+    notes = [*trace.notes, *([] if trace.steps or as_one_step else [_NO_STEPS_NOTE])]
     which = _operators(trace, attribution) if trace.is_cpu_only else _of_one_device(trace, notes)
     computes = [work in _COMPUTES for work in attribution.work]
     windows = step_windows(trace, attribution.launch, computes, which, as_one_step=as_one_step)
