@@ -91,6 +91,8 @@ def test_products_by_size_are_json_too(headway, tmp_path):
     [
         (("--segments", "4"), "--segments cannot take effect without --model. Name the model, or leave it out."),
         (("--recompute", "full"), "--recompute cannot take effect without --model"),
+        (("--forward-only",), "--forward-only cannot take effect without --model"),
+        (("--forward-only", "--recompute", "full"), "--recompute cannot take effect with --forward-only"),
         (("--model", "gpt2"), "--segments is missing, so there is nothing to count"),
         (("--model", "gpt2", "--segments", "4", "--device", "9e99", "--step", "99"), "--step 99: "),
         (("--model", "gpt2", "--segments", "4000", "--device", "1e12"), "is no trace of gpt2 with this workload"),

@@ -3,10 +3,12 @@ import gzip
 import io
 import json
 import lzma
+import random
 import struct
 import sys
 import tarfile
 import zipfile
+from contextlib import suppress
 
 import pytest
 
@@ -14,6 +16,8 @@ from headway.errors import ConfigError
 from headway.explain import trace_files
 from headway.explain.trace import read_trace, read_traces
 from headway.explain.trace_files import foreign_kind, is_packed
+from headway.explain.waterfall import explain
+from helpers.nsight import export
 from helpers.traces import two_kernels_a_step
 
 
@@ -141,6 +145,24 @@ def test_zstd_without_a_reader_names_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "compression.zstd", None)
     with pytest.raises(ConfigError, match=r"compressed by zstd.*pip install zstandard, or unpack the file \(zstd -d t"):
         read_trace(path)
+
+
+@pytest.mark.parametrize("packed", [*PACKED, "sqlite"])
+def test_no_changed_byte_of_a_file_ends_in_another_error(tmp_path, packed):
+    path = tmp_path / "t"
+    if packed == "sqlite":
+        export(path).commit()
+        content = path.read_bytes()
+    else:
+        content = PACKED[packed](written())
+    dice = random.Random(1)
+    for _ in range(40):
+        changed = bytearray(content)
+        for _ in range(dice.choice([1, 3, 30])):
+            changed[dice.randrange(len(changed))] = dice.randrange(256)
+        path.write_bytes(changed[: dice.choice([len(changed), dice.randrange(len(changed))])])
+        with suppress(ConfigError):
+            explain(read_traces(path))
 
 
 @pytest.mark.parametrize(

@@ -93,27 +93,31 @@ def explain(
 ) -> None:
     """Show where every second of a step went: computing by class, communication, copies, idle time by cause.
 
-    The lines of a step add up to it exactly. A step is measured on the device's clock; in a trace of a CPU alone,
-    operators take the place of kernels. Headway's own traces say what was computed; of others, --model and --segments
-    do, for one step of one rank. A run with a profile is explained by that, another one by its records, as far as these
-    tell; explain.json is written into its folder.
+    The lines of a step add up to it exactly. A step lasts from its begin on the host to the end of its work; in a trace
+    of a CPU alone, operators take the place of kernels. Headway's own traces say what was computed; of others, --model
+    and --segments do, for one step of one rank. A run with a profile is explained by that, another one by its records,
+    as far as these tell; explain.json is written into its folder.
 
     Example: headway explain trace.json.gz --by kernel
     """
     if as_json and markdown:
         raise UsageError("--json and --md are two outputs; give one of them.")
+    if forward_only and recompute != "none":
+        raise UsageError("--recompute cannot take effect with --forward-only. Leave one of them out.")
+    # The work that the user states takes the place of what the traces say of theirs.
     stated = None
     if model is not None:
         workload = work.in_patches(model).build()
         cost_model = resolve_for(model, workload, work.supervised, freeze, lora)
         warn_of_unknown(cost_model.unknown)
-        if forward_only and recompute != "none":
-            raise UsageError("--recompute cannot take effect with --forward-only: nothing is computed again without a "
-                             "backward. Leave one of them out.")  # fmt: skip
         stated = StatedWork(model, cost_model, workload, recompute, forward_only)
     else:
-        others = {"--freeze": freeze, "--lora": lora, "--recompute": recompute != "none"}
-        others["--forward-only"] = forward_only
+        others = {
+            "--freeze": freeze,
+            "--lora": lora,
+            "--recompute": recompute != "none",
+            "--forward-only": forward_only,
+        }
         unused = [*work.typed(), *(option for option, value in others.items() if value)]
         if unused:
             raise UsageError(f"{unused[0]} cannot take effect without --model. Name the model, or leave it out.")

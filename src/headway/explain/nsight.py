@@ -47,13 +47,18 @@ def read_export(path: Path, on_event: Callable[[dict[str, Any]], None], notes: l
         with closing(sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True)) as database:
             # The file may be a stranger's: its schema runs no functions, and no cell fills the memory.
             database.execute("PRAGMA trusted_schema = OFF")
+            database.text_factory = _text
             database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
             return _Export(database, path, notes).read(on_event)
-    except (sqlite3.Error, OverflowError, TypeError) as error:
+    except (sqlite3.Error, OverflowError, TypeError, UnicodeError) as error:
         raise ConfigError(
             f"{path} is a SQLite database that cannot be read as an export of Nsight Systems: {error}. Export the "
             "report again: nsys export --type sqlite FILE.nsys-rep"
         ) from error
+
+
+def _text(content: bytes) -> str:
+    return content.decode(errors="replace")
 
 
 class _Export:

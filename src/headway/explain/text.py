@@ -59,6 +59,7 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     # Of an even number the faster of the two in the middle, so that what is shown is a step that there is.
     shown = sorted(waterfalls, key=lambda waterfall: waterfall.duration_ns)[(len(waterfalls) - 1) // 2]
     mean = mean_of(waterfalls)
+    # From the whole to its parts: all steps, the mean one, what it is made of, what to do, and what to know.
     parts = []
     if len(waterfalls) > 1:
         parts.append(table(*_overview(waterfalls)))

@@ -8,6 +8,7 @@ import gzip
 import importlib
 import io
 import lzma
+import sys
 import tarfile
 import zipfile
 import zlib
@@ -26,9 +27,19 @@ _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _TAR_AT, _TAR = 257, b"ustar"
 _HEAD = 512  # bytes by which a kind is told: a tar's header is as long
 _LONGEST_READ = 2**26  # bytes at once, so that a header of an archive cannot ask for all memory
+_ZSTD_MODULES = ("compression.zstd", "zstandard")
 _ENCODINGS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}  # by byte-order mark
 _NAMES = (".json", ".json.gz", ".json.xz", ".json.bz2", ".json.zst")
-_DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile, zipfile.BadZipFile, tarfile.TarError)
+_DAMAGE = (
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    gzip.BadGzipFile,
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    NotImplementedError,  # of a zip of a later version, or packed by another method
+    UnicodeError,  # of members' names
+)
 _KINDS_BY_SUFFIX = {
     ".nsys-rep": "a report of Nsight Systems. Export it: nsys export --type sqlite FILE",
     ".qdrep": "a report of Nsight Systems. Export it: nsys export --type sqlite FILE",
@@ -105,7 +116,7 @@ def read_texts(path: Path, parse: Callable[[str, TextIO], Text]) -> list[Text]:
     """
     try:
         return [parse(trace.name, trace.text) for trace in _texts(path)]
-    except _DAMAGE as error:
+    except _damage() as error:
         raise ConfigError(
             f"{path} is cut off or damaged: {_packer(path)} says {str(error)!r}. Copy or export it again; a profiler "
             "that was killed while it wrote leaves such a file."
@@ -188,9 +199,15 @@ def _decompressed(file: BinaryIO, path: Path, stack: ExitStack) -> BinaryIO:
     return file
 
 
+def _damage() -> tuple[type[Exception], ...]:
+    """Errors of a damaged file, those of the readers of zstd that are loaded among them, which are none of Python's."""
+    loaded = [module for name in _ZSTD_MODULES if (module := sys.modules.get(name)) is not None]
+    return (*_DAMAGE, *(module.ZstdError for module in loaded))
+
+
 def _of_zstd(file: BinaryIO, path: Path) -> BinaryIO:
     """Read zstd by Python's own reader (3.14 on), or by the package zstandard."""
-    for name in ("compression.zstd", "zstandard"):
+    for name in _ZSTD_MODULES:
         try:
             module: Any = importlib.import_module(name)
         except ImportError:

@@ -116,12 +116,14 @@ def _on_device(trace: Trace, launch: Column, computes: Column, which: Column) ->
         )
     # The profiler opens a last step that is closed at once: it launches nothing, and is none.
     steps = trace.steps[: int(step_of.max()) + 1]
+    # When the device was done with each step's predecessors, by the events that count.
     starts, ends = device.start_ns[which], device.end_ns[which]
     finished = _finished(device.track[which], starts, ends, computes[which], step_of, len(steps))
     # A step's work begins when what was launched before it has ended, and not before the host begins it.
     begins = [max(start, done) for (_, start, _), done in zip(steps, finished, strict=True)]
     windows = []
     for order, ((number, start, own_end), end) in enumerate(zip(steps, _host_ends(steps), strict=True)):
+        # The last ends with all of its own events, others where the next one begins, if that has the next number.
         own = step_of == order
         own_ends = int(ends[own].max(initial=0))
         if order + 1 == len(steps):
