@@ -138,6 +138,16 @@ def test_a_header_of_an_archive_cannot_ask_for_all_memory(tmp_path):
         read_traces(path)
 
 
+def test_an_archive_of_more_headers_than_memory_holds_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_files, "_MOST_MEMBERS", 20)
+    monkeypatch.setattr(trace_files, "_LONGEST_DIRECTORY", 1000)
+    for pack in (zipped, tarred):
+        path = tmp_path / "job"
+        path.write_bytes(pack({f"notes {i}.txt": b"" for i in range(30)}))
+        with pytest.raises(ConfigError, match="holds more files than the ranks of a job have"):
+            read_traces(path)
+
+
 def test_zstd_without_a_reader_names_the_way_out(tmp_path, monkeypatch):
     path = tmp_path / "t.json.zst"
     path.write_bytes(zstandard_of(written()))

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.explain.measurement import measure
+from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from headway.explain.windows import step_windows
@@ -47,6 +48,9 @@ def test_a_step_ends_with_its_last_kernel_where_that_ends_after_the_host(tmp_pat
     assert step.duration_ns == 1050 * US
     assert lines_of(step) == {"idle.data": 600, "copies": 30, "matmul": 150, "memory": 130, "idle.launch": 140}
     assert any("1.05 ms. On the host it lasted 1.00 ms, on the device 0.33 ms" in note for note in explanation.notes)
+    assert "Step 18 of rank 0 on unknown device: 1.05 ms (1.00 ms on the host)" in as_text(explanation)
+    record = step.to_dict()
+    assert (record["duration_ns"], record["host_ns"], record["device_ns"]) == (1050 * US, 1000 * US, 330 * US)
 
 
 def test_kernels_of_the_step_before_that_still_run_are_not_the_steps_own(tmp_path):

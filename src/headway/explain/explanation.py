@@ -126,10 +126,13 @@ class StepWaterfall:
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
+        window = None if self.measured is None else self.measured[1].window
         return {
             "step": self.step,
             "rank": self.rank,
             "duration_ns": self.duration_ns,
+            "host_ns": None if window is None else window.host_ns,
+            "device_ns": None if window is None else window.device_ns,
             "mfu": self.mfu,
             "is_edge": self.is_edge,
             "lines": [line.to_dict() for line in self.lines],

@@ -42,6 +42,7 @@ _LONGEST_NAME = 100  # where there is no terminal
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTED)
 _WITH_PARTS = {"matmul", "memory", "idle.sync", "aside"}
 _NEARLY_ALL = 0.98
+_SAME_LENGTH = 0.02  # of a step on the host: what differs by less is not told
 _LEAST_WAIT = 0.01  # of a step
 _NOT_A_LOSS = {"useful", "matmul"}
 
@@ -104,7 +105,9 @@ def _title(shown: StepWaterfall, mean: MeanWaterfall, num_ranks: int, *, markdow
     if mean.num_steps > 1:
         title = f"the mean of {mean.num_steps:,} steps"
     title += f" of {num_ranks} ranks" if num_ranks > 1 and mean.num_steps > 1 else f" of rank {shown.rank}"
-    title += f" on {shown.device_name}: {format_ms(mean.duration_ns)} ms"
+    title += (
+        f" on {shown.device_name}: {format_ms(mean.duration_ns)} ms{_on_host(shown) if mean.num_steps == 1 else ''}"
+    )
     if mean.mfu is not None:
         title += f", MFU {format_share(mean.mfu)}"
     if mean.num_steps > 1:
@@ -115,6 +118,14 @@ def _title(shown: StepWaterfall, mean: MeanWaterfall, num_ranks: int, *, markdow
         title += f"; slow first steps are not in the mean: {', '.join(map(str, mean.left_out))}"
     title = title[0].upper() + title[1:]
     return f"**{markdown_text(title)}**" if markdown else render_lines([printable(title)])
+
+
+def _on_host(shown: StepWaterfall) -> str:
+    """How long the step lasted on the host, where its window is less sure and of another length."""
+    host_ns = shown.measured[1].window.host_ns if shown.measured is not None and shown.is_edge else None
+    if host_ns is None or abs(shown.duration_ns - host_ns) <= _SAME_LENGTH * host_ns:
+        return ""
+    return f" ({format_ms(host_ns)} ms on the host)"
 
 
 def _overview(waterfalls: Sequence[StepWaterfall]) -> tuple[list[Column], list[list[str]], None]:

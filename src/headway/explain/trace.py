@@ -29,18 +29,19 @@ _MAX_VALUE = 2**26  # characters of one value; the largest seen, 20 MB, is a lis
 _SPACE = re.compile(r"[ \t\r\n]*")
 _MOST_CHARACTERS = 2**33  # of one file, all its traces together: what is compressed may be a thousand times as long
 _NEAR_END = 16  # characters: a word, a number or an escape that ends with the part in hand is no longer
-# Categories of events, in lower case: torch 1.8 to 1.12 wrote `Kernel`, `Memcpy`, `Memset`, `Runtime` and `Operator`.
 _KINDS = {
     "kernel": Kind.KERNEL,
     "gpu_memcpy": Kind.MEMCPY,
-    "memcpy": Kind.MEMCPY,
     "gpu_memset": Kind.MEMSET,
-    "memset": Kind.MEMSET,
     "cpu_op": Kind.OPERATOR,
-    "operator": Kind.OPERATOR,
     "user_annotation": Kind.ANNOTATION,
     "python_function": Kind.PYTHON,
-    "runtime": Kind.LAUNCH,
+    # As torch 1.8 to 1.12 wrote them.
+    "Kernel": Kind.KERNEL,
+    "Memcpy": Kind.MEMCPY,
+    "Memset": Kind.MEMSET,
+    "Operator": Kind.OPERATOR,
+    "Runtime": Kind.LAUNCH,
 }
 # Spans that say nothing of an accelerator's work beside its kernels.
 _SPANS = {"gpu_user_annotation", "cuda_sync", "overhead", "trace", "cuda_profiler_range", "collective_comm", "async"}
@@ -95,7 +96,7 @@ def _trace(path: Path, builder: "_Builder", metadata: Mapping[str, Any], notes: 
             f"{path} holds no operator, kernel or annotation. Profile with activities=[ProfilerActivity.CPU, "
             "ProfilerActivity.CUDA] around some training steps."
         )
-    foreign = builder.foreign_events()
+    foreign = builder.foreign_events(events)
     if foreign and not (events.kind <= Kind.MEMSET).any():
         raise ConfigError(
             f"{path} holds {foreign} of an accelerator that Headway does not know: it reads kernels of CUDA, ROCm, XPU "
@@ -165,7 +166,6 @@ class _Builder:
         self.operands: list[Operands] = []
         self._name = name
         self._foreign: Counter[tuple[str, Any]] = Counter()  # events of unknown categories, by category and process
-        self._host_processes: set[Any] = set()
         self._indices: dict[str, int] = {}
         self._indices_of_operands: dict[str, int] = {}
         self._tracks: dict[tuple[Any, Any], int] = {}
@@ -175,7 +175,7 @@ class _Builder:
         category = event.get("cat")
         if event.get("ph") != "X" or not isinstance(category, str):
             return
-        kind = _KINDS.get(category.lower())
+        kind = _KINDS.get(category)
         if kind is None:
             if not category.endswith(("_runtime", "_driver")):  # cuda_, xpu_, privateuse1_
                 self._pass_over(category, event)
@@ -202,11 +202,13 @@ class _Builder:
         if category.lower() not in _SPANS and isinstance(event.get("pid"), int) and event.get("dur"):
             self._foreign[category[:40], event["pid"]] += 1
 
-    def foreign_events(self) -> str:
+    def foreign_events(self, events: Events) -> str:
         """Name the events of unknown categories in processes without operators: of devices; "" without any."""
+        tracks = set(events.track[np.isin(events.kind, (Kind.OPERATOR, Kind.ANNOTATION))].tolist())
+        hosts = {process for (process, _), track in self._tracks.items() if track in tracks}
         counts: Counter[str] = Counter()
         for (category, process), count in self._foreign.items():
-            if process not in self._host_processes:
+            if process not in hosts:
                 counts[category] += count
         return " and ".join(f"{count:,} events of category {name!r}" for name, count in counts.most_common(3))
 
@@ -216,8 +218,6 @@ class _Builder:
         end_ns = start_ns + max(0, nanoseconds(event["dur"]))
         process, thread = event["pid"], event["tid"]
         device = group = NONE
-        if kind in (Kind.OPERATOR, Kind.ANNOTATION):
-            self._host_processes.add(process)
         # On a device the stream stands for the thread; name, group and size tell which collective a kernel belongs to.
         if kind <= Kind.MEMSET:
             device, thread = integer(arguments.get("device", process)), arguments.get("stream", thread)

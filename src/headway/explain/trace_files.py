@@ -27,6 +27,9 @@ _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 _TAR_AT, _TAR = 257, b"ustar"
 _HEAD = 512  # bytes by which a kind is told: a tar's header is as long
 _LONGEST_READ = 2**26  # bytes at once, so that a header of an archive cannot ask for all memory
+_MOST_MEMBERS = 100_000  # headers of a tar, of all kinds
+_LONGEST_DIRECTORY = 2**24  # bytes of a zip's list of files
+_ZIP_END_BYTES = 2**16 + 22  # the record at a zip's end, with the longest comment behind it
 _ZSTD_MODULES = ("compression.zstd", "zstandard")
 _ENCODINGS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}  # by byte-order mark
 _NAMES = (".json", ".json.gz", ".json.xz", ".json.bz2", ".json.zst")
@@ -141,6 +144,7 @@ def _texts(path: Path) -> Iterator[TraceText]:
 
 
 def _of_zip(raw: BinaryIO, path: Path) -> Iterator[TraceText]:
+    _check_directory(raw, path)
     with zipfile.ZipFile(raw) as archive:
         members = [member for member in archive.infolist() if _is_trace_name(member.filename)]
         _check_members([member.filename for member in members], path)
@@ -151,11 +155,29 @@ def _of_zip(raw: BinaryIO, path: Path) -> Iterator[TraceText]:
                 yield _of_member(cast(BinaryIO, file), path, member.filename, stack)
 
 
+def _check_directory(raw: BinaryIO, path: Path) -> None:
+    """Refuse a zip whose list of files is so long that it fills the memory."""
+    size = raw.seek(0, io.SEEK_END)
+    raw.seek(max(0, size - _ZIP_END_BYTES))
+    tail = raw.read()
+    at = tail.rfind(b"PK\x05\x06")
+    # Bytes 12 to 16 of the end record; all bits are set where a zip64 has a longer one.
+    if at >= 0 and int.from_bytes(tail[at + 12 : at + 16], "little") > _LONGEST_DIRECTORY:
+        raise _too_many(path)
+    raw.seek(0)
+
+
+def _too_many(path: Path) -> ConfigError:
+    return ConfigError(f"{path} holds more files than the ranks of a job have. Unpack it, and give the traces.")
+
+
 def _of_tar(content: BinaryIO, path: Path) -> Iterator[TraceText]:
     # The members' names come one by one, so how many there are is known only behind them.
     names: list[str] = []
     with tarfile.open(fileobj=_ShortReads(content), mode="r:") as archive:
-        for member in archive:
+        for count, member in enumerate(archive):
+            if count > _MOST_MEMBERS:
+                raise _too_many(path)
             if not member.isreg() or not _is_trace_name(member.name):
                 continue
             names.append(member.name)
