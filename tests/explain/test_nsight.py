@@ -7,13 +7,13 @@ import pytest
 from headway.errors import ConfigError
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.nsight import US, export
+from helpers.traces import US, nsight_export
 
 
 @pytest.mark.parametrize("step_name", ["iteration {}", "step_{}", "ProfilerStep#{}", "Train Iter: {}"])
 def test_an_export_is_explained_like_a_trace(tmp_path, step_name):
     path = tmp_path / "report.sqlite"
-    database = export(path, step_name=step_name)
+    database = nsight_export(path, step_name=step_name)
     # Another process with numbers of its own, and fewer kernels.
     database.execute(
         f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES ({10**15}, {10**15 + 50 * US}, 1, 1, 7, 1, {78 * 2**24}, 0, 0)"
@@ -29,7 +29,7 @@ def test_an_export_is_explained_like_a_trace(tmp_path, step_name):
 
 def test_an_export_without_named_steps_is_taken_whole(tmp_path):
     path = tmp_path / "report.sqlite"
-    export(path, step_name="forward pass {}").commit()
+    nsight_export(path, step_name="forward pass {}").commit()
     explanation = explain([read_trace(path)])
     assert [step.duration_ns for step in explanation.steps] == [260 * US]
     assert any(note.startswith("the trace has no steps") for note in explanation.notes)

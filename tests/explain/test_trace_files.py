@@ -17,8 +17,7 @@ from headway.explain import trace_files
 from headway.explain.trace import read_trace, read_traces
 from headway.explain.trace_files import foreign_kind, is_packed
 from headway.explain.waterfall import explain
-from helpers.nsight import export
-from helpers.traces import two_kernels_a_step
+from helpers.traces import nsight_export, two_kernels_a_step
 
 
 def written(rank=0):
@@ -161,7 +160,7 @@ def test_zstd_without_a_reader_names_the_way_out(tmp_path, monkeypatch):
 def test_no_changed_byte_of_a_file_ends_in_another_error(tmp_path, packed):
     path = tmp_path / "t"
     if packed == "sqlite":
-        export(path).commit()
+        nsight_export(path).commit()
         content = path.read_bytes()
     else:
         content = PACKED[packed](written())
