@@ -19,8 +19,8 @@ from headway.explain.kernels import Work
 from headway.explain.windows import StepWindow, step_windows
 
 _NO_STEPS_NOTE = (
-    "the trace has no steps, so all of it is taken as one. Call profiler.step() after each step, with a schedule, to "
-    "see them."
+    "the trace has no steps, so all of it is taken as one. Call profiler.step() after each step, with a schedule (for "
+    "Nsight Systems, open an NVTX range named step N), to see them."
 )
 _COMPUTES = {Work.MATMUL, Work.MEMORY, Work.UNKNOWN}
 _PRIORITIES = {Work.MATMUL: 0, Work.MEMORY: 1, Work.UNKNOWN: 1, Work.COMMUNICATION: 2, Work.COPY: 3}
