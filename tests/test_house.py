@@ -108,6 +108,8 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 OPTIONS_OF_OTHERS = {  # of other programs, and CSS's own variables
     "headway.audit.formats": {"--log-throughput"},  # of Megatron-LM, which wrote the log
     "headway.audit.logs": {"--callbacks"},  # of ms-swift
+    "headway.explain.nsight": {"--trace", "--type"},  # of nsys, which exports its reports
+    "headway.explain.trace_files": {"--type"},
     "headway.predict.tune.measure": {"--standalone", "--nproc-per-node"},  # of torchrun, which is started
 }
 

@@ -39,7 +39,9 @@ def test_json_by_component_has_the_share_that_is_attributed(headway, trace):
 def test_a_step_as_markdown(headway, trace):
     code, out, _ = headway("explain", trace, "--step", "1", "--rank", "0", "--md")
     assert code == 0
-    assert out.startswith("**Step 1 of rank 0 on A device: 0.10 ms, MFU 30.0 %**\n\n| where the time went |")
+    assert out.startswith(
+        "**Step 1 of rank 0 on A device: 1.09 ms (0.05 ms on the host), MFU 2.8 %**\n\n| where the time went |"
+    )
 
 
 def test_two_outputs_at_once_are_a_wrong_use(headway, trace):
@@ -91,6 +93,8 @@ def test_products_by_size_are_json_too(headway, tmp_path):
     [
         (("--segments", "4"), "--segments cannot take effect without --model. Name the model, or leave it out."),
         (("--recompute", "full"), "--recompute cannot take effect without --model"),
+        (("--forward-only",), "--forward-only cannot take effect without --model"),
+        (("--forward-only", "--recompute", "full"), "--recompute cannot take effect with --forward-only"),
         (("--model", "gpt2"), "--segments is missing, so there is nothing to count"),
         (("--model", "gpt2", "--segments", "4", "--device", "9e99", "--step", "99"), "--step 99: "),
         (("--model", "gpt2", "--segments", "4000", "--device", "1e12"), "is no trace of gpt2 with this workload"),

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -185,10 +186,39 @@ def test_an_empty_metrics_jsonl_is_an_error_with_a_way_out(headway, run):
     assert not (run / "explain.json").exists()
 
 
-@pytest.mark.parametrize("content", [b"# A page\n\nof prose.\n", b"\x89PNG\r\n\x1a\n\x00\x00", b""])
-def test_a_file_that_is_nothing_of_the_kind_is_an_error_that_names_the_kinds(headway, tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"\x89PNG\r\n\x1a\n\x00\x00", "a picture."),
+        (b"", "empty: a program that was killed before it wrote leaves such a file."),
+        (b"\x80\x04\x95\x00", "a pickle of Python, such as a snapshot of torch's memory."),
+    ],
+)
+def test_a_file_that_can_be_nothing_of_the_kind_is_an_error_in_a_sentence(headway, tmp_path, content, kind):
     path = tmp_path / "file"
     path.write_bytes(content)
+    result = headway("explain", path)
+    assert result.code == 2
+    assert said(result).startswith(f"Error: {path} is {kind}")
+    assert "torchtitan" not in said(result)
+
+
+def test_an_archive_of_ranks_is_explained_as_one_job(headway, tmp_path):
+    names = []
+    for rank in (0, 1, 2):
+        trace = two_kernels_a_step(3)
+        names.append(trace.write(tmp_path / f"rank{rank}.json", distributedInfo={"rank": rank, "world_size": 3}))
+    path = tmp_path / "job.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for name in names:
+            archive.add(name, name.name)
+    result = headway("explain", path, "--json")
+    assert {step["rank"] for step in json.loads(result.out)["steps"]} == {0, 1, 2}
+
+
+def test_text_that_is_nothing_of_the_kind_is_an_error_that_names_the_kinds(headway, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"# A page\n\nof prose.\n")
     result = headway("explain", path)
     assert result.code == 2
     assert f"{path} is no trace of torch.profiler and no records of a run, and as a log:" in said(result)

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from headway.explain.events import Operands, Product
 from headway.explain.trace import read_trace
@@ -19,13 +20,37 @@ def operands(*tensors, strides=None):
         ("aten::zero_", [("float", [8, 4])], 128),
         ("aten::sum", [("float", [8, 4]), ("ScalarList", [])], 128),
         ("triton_red_fused_add_0", [("float", [8, 4]), ("float", [8]), ("Scalar", [])], 128 + 32),
-        ("aten::embedding", [("float", [1000, 4]), ("long int", [8])], None),  # it reads some rows of the table
+        ("aten::embedding", [("float", [1000, 4]), ("long int", [8])], 64 + 2 * 8 * 16),  # eight rows of the table
+        ("aten::embedding", [("c10::Half", [1000, 4]), ("long int", [2, 3]), ("", [])], 48 + 2 * 6 * 8),
+        ("aten::gather", [("float", [8, 1000]), ("Scalar", []), ("long int", [8, 1])], 64 + 2 * 8 * 4),
+        ("aten::embedding", [("float", [1000, 4])], None),
+        ("aten::index_select", [("float", [1000, 4]), ("Scalar", []), ("long int", [8])], None),  # along which axis?
+        ("aten::transpose", [("float", [8, 4]), ("Scalar", []), ("Scalar", [])], 0),
+        ("aten::empty_like", [("float", [8, 4])], 0),
+        ("fbgemm::split_embedding_codegen_lookup_adagrad_function", [("float", [640_649_648]), ("long", [8])], None),
+        ("mylib::scaled_gather", [("float", [1000, 4]), ("long", [8])], None),
         ("aten::cat", [("TensorList", [[8, 4], [8, 4]]), ("Scalar", [])], None),
         ("aten::add", [("Scalar", []), ("", [])], None),
     ],
 )
 def test_an_operator_moves_what_it_reads_and_what_it_writes(operator, tensors, num_bytes):
     assert operands(*tensors).bytes_moved(operator) == num_bytes
+
+
+def test_what_torchs_schemas_call_an_alias_moves_nothing():
+    """The result is an operand's memory, and neither is written to."""
+    aliases = set()
+    for schema in torch._C._jit_get_all_schemas():
+        returned = [value.alias_info for value in schema.returns if value.alias_info is not None]
+        taken = [value.alias_info for value in schema.arguments if value.alias_info is not None]
+        if schema.name.startswith("aten::") and returned and not any(info.is_write for info in [*returned, *taken]):
+            aliases.add(schema.name)
+    views = {name for name in aliases if operands(("float", [8, 4])).bytes_moved(name) == 0}
+    others = {name.removeprefix("aten::") for name in aliases - views}
+    assert len(views) > 60
+    # Of containers, of sparse tensors, of remote references, and of autograd's own bookkeeping.
+    public = {name for name in others if not name.startswith("_")}
+    assert public <= {"coalesce", "get", "keys", "local_value", "to_here"}
 
 
 def test_an_expanded_tensor_is_read_as_often_as_memory_holds_it():

@@ -46,6 +46,46 @@ def test_nothing_is_said_where_no_shapes_were_recorded(tmp_path):
     assert "operands" not in as_text(found)
 
 
+def test_operands_that_the_memory_cannot_have_moved_are_not_counted(tmp_path):
+    """A table of 4 GB in 40 us would be 100 TB/s: the operator read some rows of it, and which is not told."""
+    trace = WrittenTrace()
+    table = [2**20, 1024]
+    trace.launched("look", 0, 100 * US, 40 * US, 1, operator="aten::add", operands=([table],))
+    trace.launched("mul", 20 * US, 150 * US, 60 * US, 2, operator="aten::mul", operands=([[1024, 256]],))
+    path = trace.write(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA H200"}])
+    explanation = explain([read_trace(path)], as_one_step=True)
+    traffic = explanation.steps[0].traffic
+    assert (traffic.num_bytes, traffic.known_ns, traffic.implausible_ns) == (2 * 2**20, 60 * US, 40 * US)
+    text = " ".join(as_text(explanation).split())
+    assert "in 0.04 ms operators read but a part of theirs, which is not told" in text
+
+
+def test_a_small_operand_may_come_out_of_a_cache_faster_than_memory_is(tmp_path):
+    trace = WrittenTrace()
+    trace.launched("mul", 0, 100 * US, 2 * US, 1, operator="aten::mul", operands=([[1024, 2048]],))  # 16.8 MB in 2 us
+    path = trace.write(tmp_path / "t.json", deviceProperties=[{"name": "NVIDIA H200"}])
+    assert explain([read_trace(path)], as_one_step=True).steps[0].traffic.num_bytes == 2 * 2**23
+
+
+def test_on_a_cpu_views_move_nothing_and_what_an_operator_calls_moves_its_bytes(tmp_path):
+    trace = WrittenTrace()
+    sizes = {"Input Dims": [[1024, 256]], "Input type": ["float"]}
+    trace.operator("aten::reshape", 0, 100 * US, **sizes)
+    trace.operator("aten::clone", 5 * US, 90 * US, **sizes)
+    trace.operator("aten::copy_", 10 * US, 80 * US, **{"Input Dims": [[1024, 256]] * 2, "Input type": ["float"] * 2})
+    trace.operator("aten::transpose", 110 * US, 10 * US, **sizes)
+    trace.operator("aten::as_strided", 112 * US, 5 * US, **sizes)
+    (step,) = explain([read_trace(trace.write(tmp_path / "t.json"))], as_one_step=True).steps
+    assert step.traffic.num_bytes == 2 * 2**20
+    assert step.traffic.known_ns == 110 * US
+
+
 def test_the_first_steps_end_where_one_is_as_fast_as_the_others():
     assert num_first_steps([50, 30, 10, 40, 10, 11, 12, 9]) == 2
     assert num_first_steps([50, 10, 10]) == 0
+
+
+def test_a_virtual_function_of_a_card_has_the_cards_bandwidth(tmp_path):
+    for name in ("AMD Instinct MI300X", "AMD Instinct MI300X VF"):
+        assert memory_bound(tmp_path, device=name).steps[0].traffic.bytes_per_s == 5.3e12
+    assert memory_bound(tmp_path, device="AMD Instinct MI300X MIG 3g").steps[0].traffic.bytes_per_s is None

@@ -1,5 +1,7 @@
+import csv
 import re
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +45,24 @@ ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::CUD
 )
 def test_a_kernel_is_what_its_operator_is_and_only_then_what_its_name_says(kernel, operator, work):
     assert work_of_kernel(kernel, operator) is work
+
+
+def test_kernels_that_no_operator_launches_are_classed_by_their_names():
+    """Names as their public sources have them; a kernel of Triton is a product where its body has `tl.dot`."""
+    with Path(__file__).with_name("kernel_names.tsv").open() as file:
+        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    assert len({row["name"] for row in rows}) > 250
+    assert len({row["source"].partition(",")[0] for row in rows}) > 15
+    wrong = [(row["name"], work) for row in rows if (work := work_of_kernel(row["name"], None)) != row["work"]]
+    assert wrong == []
+
+
+def test_inductors_own_word_comes_before_the_operators_that_its_kernel_fuses():
+    for operator in ("mm", "convolution", "_softmax_attention", "all_reduce"):
+        for kind in ("poi", "per", "red", "for"):
+            name = f"triton_{kind}_fused_{operator}_0"
+            assert {work_of_kernel(name, around) for around in (None, "CompiledFunction", "vllm::moe")} == {Work.MEMORY}
+    assert work_of_kernel("triton_tem_fused_mm_1", "Torch-Compiled Region: 0/0") is Work.MATMUL
 
 
 @pytest.mark.parametrize(

@@ -207,5 +207,6 @@ def test_many_steps_are_shown_by_their_places_and_the_slow_ones_by_name(tmp_path
     )
     assert "\n1 of 2 slow       500     0  3,000.00" in text
     assert "\n1 of 2 slow      7000     0  3,000.00" in text
-    assert "Step 5001 of rank 0 on unknown device: 1,005.00 ms" in text
+    assert "The mean of 10,000 steps of rank 0 on unknown device: 1,005.40 ms" in text
+    assert "the median is step 5001, 1,005.00 ms" in text
     assert len(text.splitlines()) < 30

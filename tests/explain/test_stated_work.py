@@ -1,7 +1,7 @@
 import pytest
 
 from headway.count import CostModel, Workload
-from headway.count.rows import Row
+from headway.count.rows import ALWAYS, Gradient, Row
 from headway.errors import ConfigError, UsageError
 from headway.explain.breakdown import break_down
 from headway.explain.stated_work import StatedWork
@@ -55,6 +55,27 @@ def test_a_model_a_workload_and_a_peak_split_the_products_of_other_peoples_trace
     assert step.mfu == pytest.approx(0.15)
     assert [row.name for row in break_down(step, "component")][:2] == ["mlp", "head"]
     assert any("work is that of my model, 15.0 kFLOP in each step" in note for note in found.notes)
+
+
+def test_a_trace_of_inference_needs_the_forward_alone(tmp_path):
+    rows = [
+        Row(
+            module,
+            "linear",
+            component,
+            "tokens",
+            flops,
+            (Gradient("dgrad", flops, ALWAYS), Gradient("wgrad", flops, ALWAYS)),
+        )
+        for module, component, flops in (("blocks.0.mlp", "mlp", LAYER), ("head", "head", HEAD))
+    ]
+    model = CostModel("m", tuple(rows), ())
+    trace = traced(tmp_path)
+    for forward_only, useful in ((False, 45), (True, 15)):
+        work = StatedWork("my model", model, Workload([100], slots=120), forward_only=forward_only)
+        (step,) = explain([trace], work=work, device="1e9").steps
+        lines = lines_of(step)
+        assert (lines["useful"], lines["padding"]) == (useful, useful / 5)
 
 
 def test_without_paths_all_products_are_one_component(tmp_path):

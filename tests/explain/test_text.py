@@ -37,28 +37,53 @@ def test_a_waterfall_shows_all_lines_that_took_time_and_the_sum(tmp_path):
         "   2     0  0.10  memory-bound kernels  32.0 %\n"
     )
     assert (
-        "Step 3 of rank 0 on unknown device: 0.10 ms (the median of 3; step and rank show another)\n"
+        "The mean of 3 steps of rank 0 on unknown device: 0.10 ms; the median is step 3, 0.10 ms (step and rank show "
+        "another)\n"
         "\n"
-        "where the time went     ms    share\n"
-        "--------------------  ----  -------  --------------------\n"
-        "matmul-class kernels  0.06   60.0 %  ############\n"
-        "memory-bound kernels  0.03   32.0 %              ######\n"
-        "idle: other           0.01    8.0 %                    ##\n"
-        "--------------------  ----  -------  --------------------\n"
-        "the step              0.10  100.0 %\n"
+        "where the time went     ms    share  median ms\n"
+        "--------------------  ----  -------  ---------  ----------\n"
+        "matmul-class kernels  0.06   60.0 %       0.06  ######\n"
+        "memory-bound kernels  0.03   32.0 %       0.03        ###\n"
+        "idle: other           0.01    8.0 %       0.01           #\n"
+        "--------------------  ----  -------  ---------  ----------\n"
+        "the step              0.10  100.0 %       0.10\n"
     ) in text
+
+
+def test_a_late_batch_every_fourth_step_has_its_line_in_the_mean_though_the_median_step_has_none(tmp_path):
+    trace = WrittenTrace()
+    bounds = [1000 * US]
+    for i in range(9):
+        wait = 400 * US if i % 4 == 0 else 0
+        begin = bounds[-1]
+        trace.annotation("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", begin, wait)
+        trace.launched("gemm", begin + wait + 10 * US, begin + wait + 20 * US, 70 * US, i + 1, operator="aten::mm")
+        bounds.append(begin + wait + 100 * US)
+    trace.steps(*bounds)
+    explanation = explain([read_trace(trace.write(tmp_path / "t.json"))])
+    text = as_text(explanation)
+    # Of steps 2 to 8, which are shown, one waits.
+    assert "The mean of 7 steps" in text
+    assert "idle: waiting for data      0.06   36.4 %       0.00" in text
+    mean = explanation.to_dict()["mean"]
+    assert mean["duration_ns"] == sum(line["ns"] for line in mean["lines"]) == (7 * 100 + 400) * US // 7
+    assert (mean["num_steps"], mean["left_out"]) == (7, [])
+
+
+def test_a_breakdown_of_several_steps_names_the_step_that_it_is_of(tmp_path):
+    assert "By module, of step 3, the median:" in as_text(long_names(tmp_path), "module")
 
 
 def test_with_a_workload_each_line_says_what_mfu_would_be_without_it(tmp_path):
     text = " ".join(as_text(long_names(tmp_path, sidecar())).split())
     assert "on A device: 0.10 ms, MFU 30.0 %" in text
-    assert "memory-bound kernels 0.03 32.0 % 44.1 %" in text
+    assert "memory-bound kernels 0.03 32.0 % 44.1 % 0.03" in text
     assert "slow: head -0.01 -13.8 %" in text
 
 
 def test_markdown_keeps_the_bars_as_code(tmp_path):
     text = as_text(long_names(tmp_path), "module", markdown=True)
-    assert "| memory-bound kernels | 0.03 | 32.0 % | `            ######` |" in text
+    assert "| memory-bound kernels | 0.03 | 32.0 % | 0.03 | `      ###` |" in text
     assert "| model.language_model.layers.17.self_attn.q_proj | 0.06 | 60.0 % | 0.06 | 0.00 | 0.00 | 0.00 |" in text
 
 

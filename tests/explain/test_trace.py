@@ -9,6 +9,7 @@ from headway.errors import ConfigError
 from headway.explain import trace as trace_module
 from headway.explain.events import NONE, Kind
 from headway.explain.trace import nanoseconds, read_trace
+from headway.explain.waterfall import explain
 from helpers.traces import MAIN, WrittenTrace
 
 EPOCH_NS = 1712195495519689204  # more digits than a float has
@@ -58,11 +59,14 @@ def test_a_file_reads_the_same_in_pieces_of_any_size(tmp_path, monkeypatch, chun
     trace = WrittenTrace()
     for i in range(20):
         trace.operator('say "]}," \\ \u00e9', 10 * i, 5, **{"Input Dims": [[2, 3], []]})
+    path = trace.write(tmp_path / "t.json", distributedInfo={"rank": 3})
+    at_once = read_trace(path)
     monkeypatch.setattr(trace_module, "_CHUNK", chunk)
-    events = []
-    beside = trace_module.read_json(trace.write(tmp_path / "t.json", deviceProperties=[]), events.append)
-    assert [event["name"] for event in events] == [event["name"] for event in trace.events]
-    assert beside == {"schemaVersion": 1, "deviceProperties": [], "traceName": "written"}
+    in_pieces = read_trace(path)
+    assert list(in_pieces.names) == list(at_once.names) == [trace.events[0]["name"]]
+    assert in_pieces.host.start_ns.tolist() == at_once.host.start_ns.tolist() == [10 * i for i in range(20)]
+    assert in_pieces.operands == at_once.operands
+    assert in_pieces.rank == 3
 
 
 def test_a_bare_list_of_events_is_a_trace(tmp_path):
@@ -74,13 +78,14 @@ def test_a_bare_list_of_events_is_a_trace(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "the file is cut off"),
+        (b"", "is empty: a program that was killed"),
+        (b"[", "the file is cut off in line 1"),
         (b"loss: 2.3", "does not begin with { or ["),
         (b'{"steps": 3, "a": 1.5}', "no list traceEvents, only the keys: a, steps"),
-        (b'{"traceEvents": [{"ph": "X"', "no JSON, or the file is cut off"),
+        (b'{"traceEvents": [{"ph": "X"', "the file is cut off in line 1, near"),
         (b'{"traceEvents": [{"ph": "M"}', "the file is cut off"),
         (b'{"traceEvents": [3]}', "an event of it is '3', not an object"),
-        (b'{"traceEvents": [{} {}]}', "'{' stands where a comma should"),
+        (b'{"traceEvents": [{} {}]}', "'{' stands where a comma should in line 1, near"),
         (b'{"traceEvents": []}', "holds no operator, kernel or annotation"),
         (b'{"traceEvents": [{"ph": "X", "cat": "cpu_op", "name": "a", "pid": 1, "tid": 1}]}', "event without a name"),
         (b'{"traceEvents": ' + b"[" * 100_000, "no whole trace"),
@@ -109,5 +114,83 @@ def test_a_trace_of_too_many_events_is_refused_with_its_size(tmp_path, monkeypat
     trace = WrittenTrace()
     for i in range(4):
         trace.operator("aten::mm", i, 1)
-    with pytest.raises(ConfigError, match=r"t\.json \(0 MB\) holds more than 3 events.*Profile fewer steps"):
+    with pytest.raises(ConfigError, match=r"t\.json holds more than 3 events.*Profile fewer steps"):
         read_trace(trace.write(tmp_path / "t.json"))
+
+
+def test_one_wrong_comma_is_told_by_its_line_however_long_the_file_is(tmp_path, monkeypatch):
+    """And at once: the value in which it stands is not read to the end of the file for want of its own end."""
+    monkeypatch.setattr(trace_module, "_CHUNK", 1000)
+    lines = [json.dumps({"ph": "M", "name": f"event {i}"}) for i in range(5000)]
+    lines[700] = lines[700].replace(", ", " ")
+    path = tmp_path / "t.json"
+    path.write_text('{"traceEvents": [\n' + ",\n".join(lines) + "]}")
+    with pytest.raises(ConfigError, match=r"Expecting ',' delimiter in line 702, near '.*\"M\" \"name\": \""):
+        read_trace(path)
+
+
+@given(cut=st.integers(2, 4000))
+def test_a_list_of_events_without_its_end_is_read_as_far_as_it_is_whole(tmp_path_factory, cut):
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": i, "dur": 1} for i in range(30)
+    ]
+    text = json.dumps(events, indent=1)[:cut]
+    path = tmp_path_factory.mktemp("t") / "t.json"
+    path.write_text(text)
+    num_whole = text.count("}")  # an object ends with its last brace, and none of these holds another
+    if num_whole:
+        trace = read_trace(path)
+        assert len(trace.host) == num_whole
+        has_end = text.endswith("]")
+        assert [f"the {num_whole:,} that are whole are read" in note for note in trace.notes] == [True] * (not has_end)
+    else:
+        with pytest.raises(ConfigError, match="cut off"):
+            read_trace(path)
+
+
+def test_events_as_torch_1_wrote_them_are_read(tmp_path):
+    """Categories, annotations among the operators, and backward without numbers: as in kineto's samples of 2021."""
+    rows = [
+        ("Operator", "ProfilerStep#5", 100, 200, {}),
+        ("Operator", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 101, 50, {}),
+        ("Operator", "autograd::engine::evaluate_function: AddmmBackward", 160, 40, {}),
+        ("Operator", "aten::mm", 170, 10, {"Input Dims": [[8, 4], [4, 2]], "Input type": ["float", "float"]}),
+        ("Runtime", "cudaLaunchKernel", 171, 2, {"correlation": 7}),
+        ("Kernel", "volta_sgemm_128x64_nn", 180, 20, {"correlation": 7, "device": 0, "stream": 7}),
+        ("Memcpy", "Memcpy HtoD (Pageable -> Device)", 205, 5, {"correlation": 8, "device": 0, "stream": 7}),
+        ("Memset", "Memset (Device)", 215, 5, {"correlation": 9, "device": 0, "stream": 7}),
+    ]
+    events = [
+        {"ph": "X", "cat": category, "name": name, "pid": 0 if "device" in more else 9, "tid": "stream 7", "ts": ts,
+         "dur": dur, "args": more}
+        for category, name, ts, dur, more in rows
+    ]  # fmt: skip
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps({"schemaVersion": 1, "traceEvents": events}))
+    (step,) = explain([read_trace(path)]).steps
+    lines = {line.key: line.ns / 1000 for line in step.lines if line.ns}
+    assert (step.step, step.duration_ns) == (5, 200_000)
+    assert (lines["matmul"], lines["copies"], lines["idle.data"]) == (20, 10, 50)
+    assert next(line.parts for line in step.lines if line.key == "matmul") == {"backward": 20_000}
+
+
+def test_events_of_an_accelerator_that_is_not_known_are_no_cpus(tmp_path):
+    trace = WrittenTrace()
+    trace.operator("aten::mm", 0, 100)
+    trace.event("user_flow", "mine", 0, 5)  # on the host's own process
+    assert read_trace(trace.write(tmp_path / "host.json")).device_name == "CPU"
+    for i in range(1500):
+        trace.event("mtia_ccp_events", "fused", 10 * i, 8, pid=17)
+    with pytest.raises(ConfigError, match="1,500 events of category 'mtia_ccp_events' of an accelerator that Headway"):
+        read_trace(trace.write(tmp_path / "t.json"))
+    trace.kernel("gemm", 0, 10)
+    (note,) = read_trace(trace.write(tmp_path / "t.json")).notes
+    assert note.startswith("1,500 events of category 'mtia_ccp_events' are of a device that Headway does not know")
+
+
+def test_a_trace_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace_module, "_MOST_CHARACTERS", 5_000_000)
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + b" " * 20_000_000))
+    with pytest.raises(ConfigError, match="longer than 5,000,000 characters"):
+        read_trace(path)

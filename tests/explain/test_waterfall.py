@@ -19,7 +19,7 @@ def lines_of(waterfall):
     return {line.key: line.ns / US for line in waterfall.lines if line.ns}
 
 
-def test_a_step_is_measured_on_the_devices_clock_and_edges_are_left_out(tmp_path):
+def test_a_step_begins_when_what_was_launched_before_has_ended_and_edges_are_left_out(tmp_path):
     found = explained(two_kernels_a_step(5), tmp_path)
     assert [(one.step, one.duration_ns) for one in found.steps] == [(2, 100 * US), (3, 100 * US), (4, 100 * US)]
     for one in found.steps:
@@ -28,14 +28,16 @@ def test_a_step_is_measured_on_the_devices_clock_and_edges_are_left_out(tmp_path
 
 def test_an_edge_can_be_asked_for(tmp_path):
     (found,) = explained(two_kernels_a_step(4), tmp_path, step=4).steps
-    assert (found.is_edge, found.duration_ns) == (True, 90 * US)
-    assert lines_of(found) == {"matmul": 60, "memory": 30}
+    assert (found.is_edge, found.duration_ns) == (True, 100 * US)
+    assert lines_of(found) == {"matmul": 60, "memory": 30, "idle.other": 10}
 
 
 def test_a_trace_of_one_step_shows_it_and_says_what_is_less_sure(tmp_path):
     found = explained(two_kernels_a_step(1), tmp_path)
-    assert [one.duration_ns for one in found.steps] == [90 * US]
-    assert any("step 1: first or last of the trace" in note for note in found.notes)
+    (step,) = found.steps
+    assert lines_of(step) == {"matmul": 60, "memory": 30, "idle.launch": 1000}
+    (note,) = (note for note in found.notes if note.startswith("step 1, first or last of the trace"))
+    assert "1.09 ms. On the host it lasted 0.05 ms, on the device 0.09 ms." in note
 
 
 def test_overlapping_streams_are_counted_once_and_what_is_hidden_is_not_exposed(tmp_path):
@@ -111,7 +113,7 @@ def test_kernels_without_a_launch_count_and_the_phases_have_their_lines(tmp_path
     trace.launched("sums", 1096 * US, 2197 * US, 1 * US, 101, operator="aten::sum")
     (found,) = explained(trace, tmp_path).steps
     assert lines_of(found) == {
-        "matmul": 60, "memory": 30, "optimizer": 3, "aside": 1, "unexplained": 4, "idle.other": 2,
+        "matmul": 60, "memory": 30, "optimizer": 3, "aside": 1, "unexplained": 4, "idle.other": 10,
     }  # fmt: skip
 
 
@@ -214,11 +216,12 @@ def test_a_step_or_rank_that_is_not_there_is_an_error(tmp_path, options, said):
         explained(two_kernels_a_step(), tmp_path, **options)
 
 
-def test_a_trace_without_steps_is_an_error_with_a_way_out(tmp_path):
+def test_a_trace_without_steps_is_taken_whole_and_one_whose_steps_do_nothing_is_an_error(tmp_path):
     trace = WrittenTrace()
     trace.launched("gemm", 0, 10, 10, 1)
-    with pytest.raises(ConfigError, match=r"has no steps.*profiler.step.*as_one_step=True"):
-        explained(trace, tmp_path)
+    found = explained(trace, tmp_path)
+    assert [(step.step, step.duration_ns) for step in found.steps] == [(0, 10)]
+    assert any(note.startswith("the trace has no steps, so all of it is taken as one") for note in found.notes)
     idle = two_kernels_a_step(0)
     idle.steps(0, 10, 20)
     idle.kernel("gemm", 5, 10, 1)

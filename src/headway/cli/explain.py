@@ -23,7 +23,8 @@ from headway.explain.products import gemms_record
 from headway.explain.records import explain_records
 from headway.explain.stated_work import StatedWork
 from headway.explain.text import as_text
-from headway.explain.trace import read_trace
+from headway.explain.trace import read_traces
+from headway.explain.trace_files import foreign_kind, is_packed
 from headway.explain.waterfall import explain as explain_traces
 from headway.files import open_plain, read_text
 from headway.log.run_files import METRICS
@@ -44,9 +45,9 @@ def explain(
         list[Path],
         typer.Argument(
             metavar="TRACE...|RUN|LOG",
-            help="Traces of torch.profiler (.json or .json.gz) of torch 2.0 or newer, several of different ranks being "
-            "one job; a run folder or metrics.jsonl; or a log that `headway audit` reads. Two runs, two logs or two "
-            "traces of one rank are compared, the second against the first.",
+            help="Traces of torch.profiler (.json, also compressed by gzip, xz, bzip2 or zstd), several of different "
+            "ranks being one job, also in one zip or tar; a run folder or metrics.jsonl; or a log that `headway audit` "
+            "reads. Two runs, two logs or two traces of one rank are compared, the second against the first.",
             show_default=False,
         ),
     ],
@@ -83,29 +84,40 @@ def explain(
     freeze: options.FreezeOption = None,
     lora: options.LoraOption = None,
     recompute: options.RecomputeOption = "none",
+    forward_only: Annotated[
+        bool, typer.Option("--forward-only", help="With --model: the steps have no backward.")
+    ] = False,
     device: options.DeviceOption = None,
     as_json: options.JsonOption = False,
     markdown: Annotated[bool, typer.Option("--md", help="Print Markdown, for an issue or a pull request.")] = False,
 ) -> None:
     """Show where every second of a step went: computing by class, communication, copies, idle time by cause.
 
-    The lines of a step add up to it exactly. A step is measured on the device's clock; in a trace of a CPU alone,
-    operators take the place of kernels. Headway's own traces say what was computed; of others, --model and --segments
-    do, for one step of one rank. A run with a profile is explained by that, another one by its records, as far as these
-    tell; explain.json is written into its folder.
+    The lines of a step add up to it exactly. A step lasts from its begin on the host to the end of its work; in a trace
+    of a CPU alone, operators take the place of kernels. Headway's own traces say what was computed; of others, --model
+    and --segments do, for one step of one rank. A run with a profile is explained by that, another one by its records,
+    as far as these tell; explain.json is written into its folder.
 
     Example: headway explain trace.json.gz --by kernel
     """
     if as_json and markdown:
         raise UsageError("--json and --md are two outputs; give one of them.")
+    if forward_only and recompute != "none":
+        raise UsageError("--recompute cannot take effect with --forward-only. Leave one of them out.")
+    # The work that the user states takes the place of what the traces say of theirs.
     stated = None
     if model is not None:
         workload = work.in_patches(model).build()
         cost_model = resolve_for(model, workload, work.supervised, freeze, lora)
         warn_of_unknown(cost_model.unknown)
-        stated = StatedWork(model, cost_model, workload, recompute)
+        stated = StatedWork(model, cost_model, workload, recompute, forward_only)
     else:
-        others = {"--freeze": freeze, "--lora": lora, "--recompute": recompute != "none"}
+        others = {
+            "--freeze": freeze,
+            "--lora": lora,
+            "--recompute": recompute != "none",
+            "--forward-only": forward_only,
+        }
         unused = [*work.typed(), *(option for option, value in others.items() if value)]
         if unused:
             raise UsageError(f"{unused[0]} cannot take effect without --model. Name the model, or leave it out.")
@@ -141,8 +153,7 @@ def _keep(record: dict[str, Any], path: Path) -> None:
 _TRACES = "steps-*-rank-*.json.gz"  # as `headway.profile` names them
 _TRACE = re.compile(r"steps-(\d+)-(\d+)-rank-\d+\.json\.gz")
 _BEGINNING = 1 << 16  # bytes of a file by which its format is recognised
-_GZIP_MAGIC = b"\x1f\x8b"
-_JSON = re.compile(rb"\s*(\{\s*[\"}]|\[\s*[{\]])")
+_JSON = re.compile(rb"(?:\xef\xbb\xbf)?\s*(\{\s*[\"}]|\[\s*[{\]])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +181,7 @@ def explained(paths: Sequence[Path], chosen: SourceOptions, *, compares: bool) -
         return _explained(paths[0], chosen)
     are_traces = all(_is_trace(path) for path in paths)
     if are_traces and len(paths) > 2 and not compares:
-        return _of_traces([read_trace(path) for path in paths], chosen)
+        return _of_traces([trace for path in paths for trace in read_traces(path)], chosen)
     if len(paths) != 2:
         raise UsageError(
             f"two things can be compared, not {len(paths)}. Compare run folders or single traces; several ranks of a "
@@ -182,24 +193,26 @@ def explained(paths: Sequence[Path], chosen: SourceOptions, *, compares: bool) -
         raise UsageError(f"{a} and {b} are the same: there is nothing to compare. Give another run or trace as B.")
     if not are_traces:
         return (str(a), _explained(a, chosen)), (str(b), _explained(b, chosen))
-    first, second = read_trace(a), read_trace(b)
-    if not compares and first.rank != second.rank:
-        return _of_traces([first, second], chosen)
-    return (str(a), _of_traces([first], chosen)), (str(b), _of_traces([second], chosen))
+    first, second = read_traces(a), read_traces(b)
+    if not compares and not {trace.rank for trace in first} & {trace.rank for trace in second}:
+        return _of_traces([*first, *second], chosen)
+    return (str(a), _of_traces(first, chosen)), (str(b), _of_traces(second, chosen))
 
 
 def _explained(path: Path, chosen: SourceOptions) -> JobExplanation:
     if path.is_dir():
         traces, about = _newest_window(path)
         if traces:
-            explanation = _of_traces([read_trace(trace) for trace in traces], chosen)
+            explanation = _of_traces([trace for file in traces for trace in read_traces(file)], chosen)
             return replace(explanation, notes=(about, *explanation.notes))
     source = _source_of(path)
     if _is_trace(source):
-        return _of_traces([read_trace(source)], chosen)
+        return _of_traces(read_traces(source), chosen)
     unused = {"--whole": chosen.as_one_step, "--model": chosen.work, "--device": chosen.device}
     for option in (option for option, value in unused.items() if value):
         raise UsageError(f"{option} is about a trace, and {path} has none. Leave it out, or profile some steps.")
+    if not _is_records(source) and (kind := foreign_kind(source, _beginning(source))):
+        raise ConfigError(f"{source} is {kind}.")
     if _is_records(source):
         return explain_records(source, step=chosen.step, rank=chosen.rank)
     return _of_log(source, chosen)
@@ -267,7 +280,9 @@ def _is_trace(path: Path) -> bool:
     if path.is_dir() or _is_records(path) or _is_log_of_json(path):
         return False
     beginning = _beginning(path)
-    return beginning.startswith(_GZIP_MAGIC) or _JSON.match(beginning) is not None
+    is_utf_16 = beginning.startswith((b"\xff\xfe", b"\xfe\xff"))
+    text = beginning.decode("utf-16", "ignore").encode() if is_utf_16 else beginning
+    return is_packed(beginning) or _JSON.match(text) is not None
 
 
 def _is_log_of_json(path: Path) -> bool:

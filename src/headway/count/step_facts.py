@@ -42,7 +42,9 @@ def components_of(*cost_models: CostModel) -> dict[str, str]:
     return components
 
 
-def flops_on_padding(cost_model: CostModel, workload: Workload, recompute: str, ranks: int = 1) -> int | None:
+def flops_on_padding(
+    cost_model: CostModel, workload: Workload, recompute: str, ranks: int = 1, *, forward_only: bool = False
+) -> int | None:
     """Count what layers that run on every slot spend on padding, attention left out; None where it is not known.
 
     Args:
@@ -50,12 +52,13 @@ def flops_on_padding(cost_model: CostModel, workload: Workload, recompute: str, 
         workload: of the step.
         recompute: as for `CostModel.count`.
         ranks: how many share the work; the first one's part is counted.
+        forward_only: as for `CostModel.count`.
     """
     padding = workload.slots - workload.tokens
     if not padding:
         return 0
     try:
-        count = cost_model.count(Workload([padding]), recompute=recompute)
+        count = cost_model.count(Workload([padding]), recompute=recompute, forward_only=forward_only)
     except WorkloadError:  # a model that reads an encoder: its padding is the decoder's or the encoder's
         return None
     rows = [row for row in count.split(ranks)[0].rows if row.driver == "tokens"]

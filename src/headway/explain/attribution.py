@@ -19,6 +19,7 @@ from headway.explain.kernels import Work, is_compiled, work_of_kernel, work_of_o
 _ROUNDING_NS = 1000  # older profilers wrote whole microseconds, so an event may seem to begin within the one before
 COMPILING = " (dynamo_timed)"  # ends the names of torch.compile's own work
 _MODULE, _PHASE, _LAYER = "module:", "phase:", "nn.Module: "
+_EVALUATES = "autograd::engine::evaluate_function: "
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 # Source: record_function in torch/distributed/fsdp/_fully_shard, torch/csrc/distributed/c10d/reducer.cpp (torch 2.13).
 _DATA_PARALLEL = ("FSDP::", "torch.distributed.ddp.reducer::")
@@ -65,6 +66,7 @@ class Surroundings:
         forward: the annotation `phase:forward`, one for each pass of the whole model.
         chore: what is done around the modules.
         is_compiled: it is in what torch.compile made.
+        outer: the event directly around it.
     """
 
     operator: int = NONE
@@ -76,6 +78,7 @@ class Surroundings:
     forward: int = NONE
     chore: Chore = Chore.NONE
     is_compiled: bool = False
+    outer: int = NONE
 
 
 _NOWHERE = Surroundings()
@@ -170,7 +173,7 @@ def _contexts(trace: Trace) -> list[Surroundings]:
     """Find what lies around each event: events of a thread nest, and those of `trace.host` come outer ones first."""
     host, names = trace.host, trace.names
     contexts: list[Surroundings] = []
-    stack: list[tuple[int, int, Surroundings]] = []  # of each event that is open: its end, its kind, what it brings
+    stack: list[tuple[int, int, Surroundings, int]] = []  # of each open event: end, kind, what it brings, index
     track = NONE
     for i, (kind, name, start, end, its_track, sequence, forward_thread) in enumerate(
         zip(host.kind.tolist(), host.name.tolist(), host.start_ns.tolist(), host.end_ns.tolist(), host.track.tolist(),
@@ -184,7 +187,7 @@ def _contexts(trace: Trace) -> list[Surroundings]:
         outer = stack[-1][2] if stack else _NOWHERE
         context = Surroundings(
             outer.operator, outer.module, outer.phase, outer.backward, outer.is_recomputed, len(stack), outer.forward,
-            outer.chore, outer.is_compiled,
+            outer.chore, outer.is_compiled, stack[-1][3] if stack else NONE,
         )  # fmt: skip
         if kind == Kind.OPERATOR:
             _enter_operator(context, i, names[name], sequence, forward_thread)
@@ -194,13 +197,13 @@ def _contexts(trace: Trace) -> list[Surroundings]:
             _enter_annotation(context, i, names[name], is_python=kind == Kind.PYTHON)
         contexts.append(context)
         # An annotation that an exception left open ends with what lies around it.
-        stack.append((min(end, stack[-1][0]) if stack else end, kind, context))
+        stack.append((min(end, stack[-1][0]) if stack else end, kind, context, i))
     return contexts
 
 
-def _is_over(outer: tuple[int, int, Surroundings], start: int, end: int, kind: int) -> bool:
+def _is_over(outer: tuple[int, int, Surroundings, int], start: int, end: int, kind: int) -> bool:
     """Tell whether an event that began before has ended, and so does not lie around this one."""
-    outer_end, outer_kind, _ = outer
+    outer_end, outer_kind, _, _ = outer
     if outer_end >= end:
         return outer_end <= start
     is_its_beginning = outer_kind == Kind.PYTHON and kind == Kind.ANNOTATION  # record_function.__enter__
@@ -214,7 +217,7 @@ def _enter_operator(context: Surroundings, index: int, name: str, sequence: int,
         context.chore = Chore.ACCUMULATION
     elif name.startswith(_DATA_PARALLEL):
         context.chore = Chore.DATA_PARALLEL
-    if forward_thread > 0:
+    if forward_thread > 0 or (forward_thread == NONE and name.startswith(_EVALUATES)):  # torch 1 has no such number
         context.backward, context.is_recomputed, context.module = index, False, ""
     elif NONE not in (sequence, context.backward):
         context.is_recomputed = True  # within backward, only what runs forward again records for autograd

@@ -10,8 +10,7 @@ from headway.explain.explanation import (
     SCHEMA_VERSION,
     UNSEPARATED,
     JobExplanation,
-    StepWaterfall,
-    num_first_steps,
+    mean_of,
 )
 from headway.explain.text import plain_table, sentences
 from headway.report import Column, format_ms, format_share
@@ -158,28 +157,9 @@ def mean_step(name: str, explanation: JobExplanation) -> MeanStep:
         name: what to call the job.
         explanation: at least one step.
     """
-    steps = explanation.steps
-    num_first = 0 if _has_several_ranks(steps) else num_first_steps([step.duration_ns for step in steps])
-    left_out, steady = steps[:num_first], steps[num_first:]
-    totals: dict[str, int] = {}
-    names: dict[str, str] = {}
-    for line in (line for step in steady for line in step.lines):
-        totals[line.key] = totals.get(line.key, 0) + line.ns
-        names[line.key] = line.name
-    total_ns = sum(step.duration_ns for step in steady)
-    count, before, lines = len(steady), 0, {}
-    for key, ns in totals.items():  # a share of the running sum, so that lines add up to the whole nanosecond
-        lines[key] = names[key], (before + ns) // count - before // count
-        before += ns
-    timed_mfu = [(step.mfu, step.duration_ns) for step in steady if step.mfu is not None]
-    mfu = sum(mfu * ns for mfu, ns in timed_mfu) / total_ns if len(timed_mfu) == count else None
-    return MeanStep(
-        name, count, tuple(step.step for step in left_out), total_ns // count, mfu, lines, explanation.notes
-    )
-
-
-def _has_several_ranks(steps: Sequence[StepWaterfall]) -> bool:
-    return len({step.rank for step in steps}) > 1
+    mean = mean_of(explanation.steps)
+    lines = {line.key: (line.name, line.ns) for line in mean.lines}
+    return MeanStep(name, mean.num_steps, mean.left_out, mean.duration_ns, mean.mfu, lines, explanation.notes)
 
 
 def _in_both_orders(first: list[str], second: list[str]) -> list[str]:

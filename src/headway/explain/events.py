@@ -42,8 +42,20 @@ _TYPES = {
 _LISTS = {"TensorList", "GenericList"}  # of tensors whose type is not told
 
 _WRITE_ONLY = {"fill_", "zero_"}
+# Their result is their operand's own memory, seen otherwise, or memory that nothing is written to yet. Where one of
+# them must copy (`reshape`, `contiguous`, `to`), the `copy_` that it calls does. Of ATen, those whose schema returns an
+# alias that is not written to: `view(Tensor(a) self, SymInt[] size) -> Tensor(a)` (torch 2.13).
+_VIEWS = re.compile(
+    r"_?(adjoint|alias|as_strided|as_tensor|broadcast_to|chunk|conj|contiguous|cpu|cuda|detach|diagonal|[dhv]split|"
+    r"empty\w*|expand(_as)?|flatten|imag|lift_fresh|linalg_diagonal|m[HT]|matrix_H|moveaxis|movedim|narrow|neg_view|"
+    r"new_empty\w*|numpy_T|permute|pin_memory|positive|ravel|real|reshape(_as|_alias)?|resize(_as)?|resolve_(conj|neg)|"
+    r"select|slice(_inverse)?|split(_with_sizes)?|squeeze|swap(axes|dims)|t|tensor_split|to|transpose|unbind|unflatten|"
+    r"unfold|unsafe_view|unsqueeze|values|((ccol|crow|col|row)_)?indices|view(_as(_real|_complex)?)?)_?"
+)
 # They touch a part of an operand, and which is not told.
 _PICKING = re.compile(r"embedding\w*|index\w*|gather\w*|scatter\w*|take\w*|masked_select|masked_scatter_?|nll_loss\w*")
+# Namespaces whose operators work element by element unless said otherwise; those of others may read what they like.
+_ELEMENTWISE_NAMESPACES = {"aten", "prims", ""}
 # What they give back is small beside what they read.
 _REDUCING = re.compile(
     r"(nan)?(sum|mean|prod|median)|(linalg_)?(vector_)?norm|a?(max|min)|aminmax|arg(max|min)|(std|var)(_mean)?|logsumexp|all|"
@@ -157,19 +169,36 @@ class Operands:
 
         All that it reads, once, and what it writes: as much as its largest operand, as of what works element by
         element; nothing where it reduces; one of its operands where that is written in place of a result (`copy_`,
-        generated kernels of Triton).
+        generated kernels of Triton). A view moves nothing, a look-up the rows that it finds.
 
         >>> Operands.read([[8, 4], [4], []], ["float", "float", "Scalar"], None).bytes_moved("aten::add")
         272
         """
-        name = operator.rpartition("::")[2].removesuffix("_out")
+        namespace, _, name = operator.rpartition("::")
+        name = name.removesuffix("_out")
+        if _VIEWS.fullmatch(name):
+            return 0
+        if namespace not in _ELEMENTWISE_NAMESPACES:
+            return None
         operand_bytes = [count * _TYPES[kind][0] for count, kind in zip(self.num_read, self.types, strict=True) if kind]
+        if name in ("embedding", "gather"):
+            return self._bytes_looked_up(operand_bytes)
         if self.has_list or not operand_bytes or _PICKING.fullmatch(name):
             return None
         if name in _WRITE_ONLY:
             return operand_bytes[0]
         writes_an_operand = name == "copy_" or name.startswith("triton_")
         return sum(operand_bytes) + (0 if writes_an_operand or _REDUCING.fullmatch(name) else max(operand_bytes))
+
+    def _bytes_looked_up(self, operand_bytes: Sequence[int]) -> int | None:
+        """Bytes of a look-up: the indices, and each element or row of the table that one names, read and written."""
+        if len(operand_bytes) < 2 or not self.types[0]:
+            return None
+        where = max(i for i, kind in enumerate(self.types) if kind)
+        rows = math.prod(self.sizes[where])
+        # `gather` has as many axes in its indices as in its table, and picks elements; `embedding` picks whole rows.
+        width = 1 if len(self.sizes[where]) == len(self.sizes[0]) and where > 1 else math.prod(self.sizes[0][1:])
+        return operand_bytes[-1] + 2 * rows * width * _TYPES[self.types[0]][0]
 
     def product(self, operator: str) -> Product | None:
         """Sizes of the matrix product that an operator computes; None if it is none, or its sizes were not recorded.
@@ -213,6 +242,7 @@ class Trace:
         device_name: as the file says; "CPU" where nothing ran on a device.
         headway: what Headway wrote beside the events; None in other people's traces.
         capability: compute capability of an NVIDIA device, such as (9, 0); None where the file does not say.
+        notes: what a reader must know of the file, as sentences.
     """
 
     path: Path
@@ -227,6 +257,7 @@ class Trace:
     device_name: str
     headway: Mapping[str, Any] | None
     capability: tuple[int, int] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def is_cpu_only(self) -> bool:

@@ -3,6 +3,7 @@
 A waterfall has lines, each a use or a loss of time with a name, that add up to the step exactly.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -15,6 +16,13 @@ from headway.explain.ranks import WaitedFor
 SCHEMA_VERSION = 1
 MOST = 5  # findings that are told: more are no order of work
 UNSEPARATED = "unseparated"
+# Where no bandwidth is known, that of the fastest memory: Xeon Max with HBM2e, and B300 with HBM3e [B/s].
+_FASTEST_CPU_BYTES_PER_S = 1e12
+_FASTEST_BYTES_PER_S = 8e12
+# Times the memory's bandwidth, and bytes. Source: MI300X's Infinity Cache, the largest of an accelerator: 256 MB at
+# 17.2 TB/s beside 5.3 TB/s of HBM3 (AMD CDNA 3 white paper, 2023), which is 3.2 times; with room for caches nearer by.
+_CACHE_SPEED = 5
+_LARGEST_CACHE = 2**28
 NO_PROFILE_NOTE = (
     "unseparated: kernels, communication, copies, launches and synchronisation are not separable without a profile. "
     "Record some steps with `--set run.profile.start=N` of `headway train`, or with `headway.profile` in a loop of "
@@ -47,6 +55,11 @@ class WaterfallLine:
     mfu_to: float | None = None
     parts: dict[str, int] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Give the JSON-ready record."""
+        return {"name": self.name, "ns": self.ns, "share": self.share, "key": self.key, "mfu_from": self.mfu_from,
+                "mfu_to": self.mfu_to, "parts": self.parts}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class OperandTraffic:
@@ -57,12 +70,15 @@ class OperandTraffic:
         known_ns: time of these operators' kernels [ns].
         all_ns: time of all memory-bound kernels [ns].
         bytes_per_s: of the device's memory [B/s]; None where it is not known.
+        implausible_ns: time of operators whose operands are more than the memory can move in it, so that they read but
+            a part of them, and which is not known [ns].
     """
 
     num_bytes: int
     known_ns: int
     all_ns: int
     bytes_per_s: float | None
+    implausible_ns: int = 0
 
     @property
     def at_bandwidth_ns(self) -> int | None:
@@ -75,6 +91,7 @@ class OperandTraffic:
             "bytes": self.num_bytes,
             "at_bandwidth_ns": self.at_bandwidth_ns,
             "known_ns": self.known_ns,
+            "implausible_ns": self.implausible_ns,
             "bytes_per_s": self.bytes_per_s,
         }
 
@@ -86,7 +103,7 @@ class StepWaterfall:
     Attributes:
         step: its number.
         rank: of the process.
-        duration_ns: from the step's first device event to the next step's [ns]; on a CPU, between the annotations.
+        duration_ns: from the step's begin on the host, or the end of what ran before, to the end of its work [ns].
         mfu: of the step; None without its workload and a peak.
         lines: they add up to `duration_ns`.
         is_edge: first or last of its trace, so that its window is less sure.
@@ -109,18 +126,48 @@ class StepWaterfall:
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
-        lines = [
-            {"name": line.name, "ns": line.ns, "share": line.share, "key": line.key, "mfu_from": line.mfu_from,
-             "mfu_to": line.mfu_to, "parts": line.parts}
-            for line in self.lines
-        ]  # fmt: skip
+        window = None if self.measured is None else self.measured[1].window
         return {
             "step": self.step,
             "rank": self.rank,
             "duration_ns": self.duration_ns,
+            "host_ns": None if window is None else window.host_ns,
+            "device_ns": None if window is None else window.device_ns,
             "mfu": self.mfu,
             "is_edge": self.is_edge,
-            "lines": lines,
+            "lines": [line.to_dict() for line in self.lines],
+            "memory_bound": None if self.traffic is None else self.traffic.to_dict(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MeanWaterfall:
+    """The mean of a job's steps: each line's time over all steps and ranks / their number.
+
+    Attributes:
+        num_steps: steps in the mean; one of several ranks counts for each.
+        left_out: numbers of slow first steps that are not in it.
+        duration_ns: of the mean step [ns].
+        mfu: total over total; None where it is not known.
+        lines: they add up to `duration_ns`.
+        traffic: what memory-bound kernels had to move; None where no shapes were recorded.
+    """
+
+    num_steps: int
+    left_out: tuple[int, ...]
+    duration_ns: int
+    mfu: float | None
+    lines: tuple[WaterfallLine, ...]
+    traffic: OperandTraffic | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the JSON-ready record."""
+        return {
+            "num_steps": self.num_steps,
+            "left_out": list(self.left_out),
+            "duration_ns": self.duration_ns,
+            "mfu": self.mfu,
+            "lines": [line.to_dict() for line in self.lines],
             "memory_bound": None if self.traffic is None else self.traffic.to_dict(),
         }
 
@@ -175,6 +222,7 @@ class JobExplanation:
         return {
             "schema_version": SCHEMA_VERSION,
             "steps": [step.to_dict() for step in self.steps],
+            "mean": mean_of(self.steps).to_dict(),
             "findings": [finding.to_dict() for finding in self.findings],
             "notes": list(self.notes),
             "waited_for": [wait.to_dict() for wait in self.waited_for],
@@ -223,24 +271,95 @@ def mfu_without(at_peak_ns: float | None, duration_ns: int, key: str, ns: int) -
     return at_peak_ns / (duration_ns - ns)
 
 
+def mean_of(steps: Sequence[StepWaterfall]) -> MeanWaterfall:
+    """Add up the waterfalls of steps and divide by their number, in whole nanoseconds.
+
+    Args:
+        steps: at least one. Slow ones that a run of one rank begins with are left out.
+    """
+    is_one_rank = len({step.rank for step in steps}) == 1
+    num_first = num_first_steps([step.duration_ns for step in steps]) if is_one_rank else 0
+    steady = steps[num_first:]
+    count, total_ns = len(steady), sum(step.duration_ns for step in steady)
+    timed_mfu = [(step.mfu, step.duration_ns) for step in steady if step.mfu is not None]
+    mfu = sum(mfu * ns for mfu, ns in timed_mfu) / total_ns if len(timed_mfu) == count else None
+    # Lines of one key, in the order in which they come first.
+    by_key: dict[str, list[WaterfallLine]] = {}
+    for line in (line for step in steady for line in step.lines):
+        by_key.setdefault(line.key, []).append(line)
+    duration_ns, before, lines = total_ns // count, 0, []
+    for key, of_key in by_key.items():
+        ns = sum(line.ns for line in of_key)
+        parts: Counter[str] = Counter()
+        for line in of_key:
+            parts.update(line.parts)
+        # A share of the running sum, so that the lines add up to the whole nanosecond.
+        line_ns = (before + ns) // count - before // count
+        before += ns
+        has_mfu = any(line.mfu_to is not None for line in of_key)
+        mfu_to = mfu_without(mfu * duration_ns, duration_ns, key, line_ns) if mfu is not None and has_mfu else None
+        mean_parts = {name: part_ns // count for name, part_ns in parts.most_common()}
+        lines.append(WaterfallLine(key, of_key[0].name, line_ns, line_ns / duration_ns, mfu, mfu_to, mean_parts))
+    left_out = tuple(step.step for step in steps[:num_first])
+    return MeanWaterfall(count, left_out, duration_ns, mfu, tuple(lines), _mean_traffic(steady))
+
+
+def _mean_traffic(steps: Sequence[StepWaterfall]) -> OperandTraffic | None:
+    traffics = [step.traffic for step in steps if step.traffic is not None]
+    if not traffics:
+        return None
+    totals = [sum(column) // len(steps) for column in zip(*map(_counts, traffics), strict=True)]
+    num_bytes, known_ns, all_ns, implausible_ns = totals
+    return OperandTraffic(num_bytes, known_ns, all_ns, traffics[0].bytes_per_s, implausible_ns)
+
+
+def _counts(traffic: OperandTraffic) -> tuple[int, int, int, int]:
+    return traffic.num_bytes, traffic.known_ns, traffic.all_ns, traffic.implausible_ns
+
+
 def operand_traffic(measured: MeasuredTrace, step: MeasuredStep, bytes_per_s: float | None) -> OperandTraffic | None:
     """Add up the operands of a step's memory-bound kernels; None where the trace has no shapes of them.
 
-    An operator counts once, however many kernels it launched.
+    An operator counts once, however many kernels it launched; on a CPU it moves nothing itself where one that it calls
+    does. Operands that the memory cannot have moved in the operator's time are not counted.
     """
-    num_bytes = known_ns = all_ns = 0
-    bytes_of: dict[int, int | None] = {}
+    trace, events = measured.trace, measured.events
+    # Time by operator, of those whose operands were recorded.
+    all_ns = 0
+    owned_ns: Counter[int] = Counter()  # of each operator: what its kernels owned, and how long they ran
+    ran_ns: Counter[int] = Counter()
     for owned in (owned for owned in step.owned if owned.line == "memory"):
         all_ns += owned.ns
-        operands = measured.operands_of(owned.event)
-        if operands is None:
+        if measured.operands_of(owned.event) is not None:
+            operator = measured.operator_of(owned.event)
+            owned_ns[operator] += owned.ns
+            ran_ns[operator] += int(events.end_ns[owned.event] - events.start_ns[owned.event])
+    moved = {
+        operator: trace.operands[int(trace.host.operands[operator])].bytes_moved(trace.names[trace.host.name[operator]])
+        for operator in owned_ns
+    }
+    # On a CPU operators stand within each other; the inner one moves what both are called with.
+    moving = [operator for operator, num_bytes in moved.items() if num_bytes] if trace.is_cpu_only else []
+    callers = measured.callers_of(moving)
+    num_bytes = known_ns = implausible_ns = 0
+    for operator, ns in owned_ns.items():
+        operand_bytes = 0 if operator in callers else moved[operator]
+        if operand_bytes is None:
             continue
-        operator = measured.operator_of(owned.event)
-        if operator not in bytes_of:
-            bytes_of[operator] = operands.bytes_moved(measured.trace.names[measured.trace.host.name[operator]])
-            num_bytes += bytes_of[operator] or 0
-        known_ns += owned.ns if bytes_of[operator] is not None else 0
-    return OperandTraffic(num_bytes, known_ns, all_ns, bytes_per_s) if known_ns else None
+        if operand_bytes > _most_bytes(ran_ns[operator], bytes_per_s, is_cpu=trace.is_cpu_only):
+            implausible_ns += ns
+            continue
+        num_bytes += operand_bytes
+        known_ns += ns
+    has_any = known_ns or implausible_ns
+    return OperandTraffic(num_bytes, known_ns, all_ns, bytes_per_s, implausible_ns) if has_any else None
+
+
+def _most_bytes(ns: int, bytes_per_s: float | None, *, is_cpu: bool) -> float:
+    """Bytes that a device can have moved in a time: from its caches what fits into them, the rest from its memory."""
+    memory_bytes_per_s = bytes_per_s or (_FASTEST_CPU_BYTES_PER_S if is_cpu else _FASTEST_BYTES_PER_S)
+    from_caches = min(_CACHE_SPEED * memory_bytes_per_s * ns / 1e9, _LARGEST_CACHE)
+    return from_caches + memory_bytes_per_s * ns / 1e9
 
 
 def num_first_steps(durations_ns: Sequence[int]) -> int:

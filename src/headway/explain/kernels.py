@@ -32,22 +32,66 @@ _NO_PRODUCTS = re.compile(
     r"padding|stride|dilation|groups"
 )
 _PRODUCT_NAMES = re.compile(r"inner|_?thnn_conv.*")  # products by their names as a whole
-_MATMUL_KERNELS = re.compile(
-    r"gemm|gemv|scudnn|xdlops|cijk_|cutlass|xmma|nvjet|cublas|(?<![a-z])conv|wgrad|dgrad|fprop|implicit|winograd|fmha|flash|"
-    r"attn|attention|triton_tem|_mm_|mfma|bmm_kernel",
-    flags=re.IGNORECASE,
+# Names of kernels, for those that no operator of PyTorch launches: in the order of this table, the first that matches.
+# A word of a name that also holds a product's (`reshape_and_cache_flash`, `flash_bwd_convert_dq`) stands before it.
+# Names are in lower case here, with one underscore before, between and behind their words.
+#
+# Sources of the names, of July to November 2026: Inductor (torch 2.0 and 2.13, torch/_inductor); Triton's tutorials 01
+# to 10; Liger-Kernel ead96b61; Unsloth 015bdef0; flash-linear-attention bc3b101d; Mamba e9594ce; bitsandbytes 95f9af30;
+# gpt-oss 7b58334 and its triton_kernels; megablocks 78eea65; FlashAttention 0251105a; FlashInfer fb28d724, which holds
+# TensorRT-LLM's; SGLang 0.5.2; vLLM's in traces of TraceLens 171dd74; DeepGEMM 54e2261; SageAttention d1a57a5; AITER
+# e4048607; MIOpen 2d1fd997; cuBLAS, cuDNN, CUTLASS, hipBLASLt and ATen in the public traces that the tests name.
+_NAMES_OF_KERNELS: tuple[tuple[Work, str], ...] = (
+    # Inductor names a kernel after the operators that it fuses, so its own word comes first: pointwise, reduction, ...
+    (Work.MEMORY, r"^_triton_(poi|per|red|for|spl|coo|unk)_|^_triton_\d"),
+    (Work.MATMUL, r"^_triton_(tem|mm|bmm|convolution|flex|scaled)"),
+    (
+        Work.COMMUNICATION,
+        r"nccl|rccl|mscclpp|msccl|nvshmem|rocshmem|deep_?ep_(intra|inter)node|cross_device_reduce|symm_mem|multimem_|"
+        r"all_?reduce|reduce_?scatter|all_?gather|all_?to_?all|moe_a2_?a|lamport|oneccl|quickreduce|send_?recv",
+    ),
+    # What prepares a product or finishes it.
+    (
+        Work.MEMORY,
+        r"quant|_args_$|src2dst|reorder|permute|transpose|(?<!auto)convert|im2col|col2_?im|preprocess|swizzle|interleave|repack|"
+        r"combine|merge_(attn|state)|(attention|attn|packed|evict)_mask|and_cache|(store|set|copy)\w*_kv_?(cache|buffer)|causal_conv1d|padded_copy|attn_?res_|"
+        r"dot_do_o|_stage[23]|clear_",
+    ),
+    # Products by what no other kernel is called: libraries of matrix products, attention, mixtures of experts, LoRA.
+    (
+        Work.MATMUL,
+        r"gemm|gemv|scudnn|mat_?mul|_b?mm_|bmm_|cijk_|nvjet|xmma|cublas|tensorop|mfma|wgmma|xdlops|split_?k_?|fmha|marlin|"
+        r"(up|down|gate)_proj_|lora_(a|b|expand|shrink)_|[bs]gmv|_(sdd|dsd|dds)_|mqa_logits|sdpa|_fwd_grouped_kernel|"
+        r"(prefill|decode)_with_\w*kv_?cache|scaled_dot_kkt",
+    ),
+    # Element by element, by rows, or by places: whatever they are part of.
+    (
+        Work.MEMORY,
+        r"element|reduc|norm|soft_?max|rope_|rotary|embedding|embs_|dropout|copy|fill|memset|cast|scatter|gather|pool|"
+        r"bn_|adam|sgd|lamb|lion_|adagrad|optimizer|multi_tensor|act_and_mul|activ|silu|swish|gelu|glu_|relu|sigmoid|"
+        r"tanh|cross_entropy|loss|jsd|kl_?div|cumsum|segsum|top_?k|sort|argmax|sampling|philox|align|routing|router|"
+        r"histogram|prefix_sum|split_embedding|sparsemax|log_?sum_?exp|grpo|solve_tril|compute_grad_input|part_grad_gamma|"
+        r"bit_?(mask|matrix)|_mask(ed)?_|_gate_|gating|token_shift|finalize|expand_input|offsets|"
+        r"_(add|mul|addcmul|sum|mean|bias|index|range|indices|residual|update|concat|cat|reshape|pad|mhc|dyt|ce)_|"
+        r"tensor_op|op\d?d?_?tensor|state_passing|selective|recurrent|rwkv\d?_mix|seq_mix|distance|nchw_?to|nhwc_?to|"
+        r"kv_indices|token_pool|^_(exact|approx)_(forward|backward)_kernel|_d?fg_|lstm|gru_|cub_|thrust|rocprim|hipcub",
+    ),
+    # Attention, linear attention, convolutions and experts, by words that the kernels around them have as well.
+    (
+        Work.MATMUL,
+        r"attn|attention|neighborhood|flash|mha|_mla_|_sage_fwd|^_(fwd|bwd)(_grouped)?_kernel|^_bwd_d(q|kv|kdv)|"
+        r"_conv(?!ert)|convol|winograd|dgrad|wgrad|fprop|implicit|moe|"
+        r"chunk\w*_(fwd|bwd)|chunk_(scan|state)|parallel_\w+_(fwd|bwd)|_(forward|backward)_chunk_out|(recompute_w_u|_wu)_fwd|"
+        r"wy_repr|inverse_kernel|mamba3_siso_(fwd|bwd_kernel_dqkv)",
+    ),
 )
-_COMMUNICATION_KERNELS = re.compile(
-    r"nccl|rccl|mscclpp|nvshmem|rocshmem|deep_?ep|cross_device_reduce|symm_mem|multimem_|one_shot_all_?reduce|"
-    r"two_shot_all_?reduce|oneccl",
-    flags=re.IGNORECASE,
-)
-_MEMORY_KERNELS = re.compile(
-    r"at::native|at_cuda_detail|cub::|thrust|rocprim|hipcub|triton_(poi|red|per|for|mm_?plus)|multi_tensor_apply|elementwise|"
-    r"reduce|norm|transpose|softmax|embedding|dropout|copy|fill|cast|scatter|gather|rope|swiglu|gelu|silu|bn_|pooling|"
-    r"subtensorop|permute|adam|sgd",
-    flags=re.IGNORECASE,
-)
+_KERNEL_CLASSES = tuple((work, re.compile(pattern)) for work, pattern in _NAMES_OF_KERNELS)
+# In template arguments a product's words come first: they tell of its conversions and layouts as well.
+_CLASSES_BY_ARGUMENTS = (*_KERNEL_CLASSES[:3], _KERNEL_CLASSES[4], _KERNEL_CLASSES[3], *_KERNEL_CLASSES[5:])
+_ELEMENTWISE_LIBRARIES = re.compile(r"at::native|at_cuda_detail|\bcub::|thrust::|rocprim|hipcub|fbgemm_gpu::")
+# Kernels that only call what their first template argument is.
+_WRAPPERS = re.compile(r"(cutlass::\w*|cutlass\w*::|enable_\w+::)?(device_kernel|Kernel2?|kernel)")
+_INDUCTOR = re.compile(r"triton_(poi|per|red|for)_")
 _ATTENTION = re.compile(r"attention|attn|flash|fmha", flags=re.IGNORECASE)
 _COMPILED = re.compile(r"Torch-Compiled Region|CompiledFunction|## Call CompiledFxGraph|graph_\d+_\w*fused")
 _ENGINE = re.compile(
@@ -102,9 +146,10 @@ def is_compiled(name: str) -> bool:
 
 @cache
 def _by_both(name: str, operator: str) -> Work:
-    if _COMMUNICATION_KERNELS.search(name):
-        return Work.COMMUNICATION
-    return _by_operator(operator) or _by_kernel(name)
+    by_name = _by_kernel(name)
+    if by_name is Work.COMMUNICATION or _INDUCTOR.match(name):
+        return by_name
+    return _by_operator(operator) or by_name
 
 
 @cache
@@ -126,8 +171,48 @@ def _is_product(operator: str) -> bool:
 
 @cache
 def _by_kernel(name: str) -> Work:
-    if _COMMUNICATION_KERNELS.search(name):
-        return Work.COMMUNICATION
-    if _MATMUL_KERNELS.search(name.partition("(")[0]) and "at::native" not in name:
-        return Work.MATMUL
-    return Work.MEMORY if _MEMORY_KERNELS.search(name) else Work.UNKNOWN
+    """Class a kernel by its own name, or where that says nothing by its template arguments and its library."""
+    for text, classes in ((_identifier(name), _KERNEL_CLASSES), (name, _CLASSES_BY_ARGUMENTS)):
+        words = _as_words(text)
+        for work, pattern in classes:
+            if pattern.search(words):
+                return work
+        if _ELEMENTWISE_LIBRARIES.search(name):
+            return Work.MEMORY
+    return Work.UNKNOWN
+
+
+def _as_words(name: str) -> str:
+    """Write an identifier in lower case with an underscore before, between and behind its words."""
+    separated = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W+", "_", f"_{name}_")
+    return re.sub("_+", "_", separated).lower()
+
+
+def _identifier(name: str) -> str:
+    """The function's own name of a kernel's signature: no result, namespace, template arguments nor parameters.
+
+    >>> _identifier("void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float>(float*, int)")
+    'cunn_SoftMaxForward'
+    >>> _identifier("void cutlass::device_kernel<flash::FlashAttnFwdSm90<64> >(flash::Params)")
+    'FlashAttnFwdSm90'
+    >>> _identifier("_ZN5aiter24add_rmsnorm_quant_kernelIDF16bEEvPT0_")
+    'add_rmsnorm_quant_kernel'
+    """
+    if name.startswith("_ZN"):
+        return _mangled_identifier(name)
+    signature = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    function, has_arguments, arguments = signature.partition("<")
+    function = function.partition("(")[0]
+    if has_arguments and _WRAPPERS.fullmatch(function):
+        return _identifier(arguments)
+    return function.rpartition("::")[2]
+
+
+def _mangled_identifier(name: str) -> str:
+    """The last part of a nested name as Itanium's C++ ABI mangles it: each part has its length before it."""
+    at, part = len("_ZN"), ""
+    while match := re.compile(r"\d+").match(name, at):
+        begin = match.end()
+        at = begin + int(match[0])
+        part = name[begin:at]
+    return part

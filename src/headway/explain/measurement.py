@@ -1,26 +1,28 @@
-"""Steps measured: their windows on the device's clock, divided among events that overlap, and idle time by its cause.
+"""Steps measured: their windows divided among events that overlap, and idle time by its cause.
 
-All that a trace tells without a workload. The host runs ahead: while it launches step 12 the device may still work on
-step 10. So a step's window goes from the first device event that was launched in it to the first that was launched in
-the next step. At every moment of it the most important event that runs owns the time. A gap is the host's fault where
-the event that ends it was launched after the gap began; where it had been launched before, the device waited for
-itself: for another stream, or between two kernels.
+All that a trace tells without a workload. At every moment of a step's window the most important event that runs owns
+the time. A gap is the host's fault where the event that ends it was launched after the gap began; where it had been
+launched before, the device waited for itself: for another stream, or between two kernels.
 """
 
 import heapq
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.errors import ConfigError
 from headway.explain.attribution import COMPILING, Attribution, Phase, attribute
 from headway.explain.events import NONE, Column, Events, Kind, Operands, Trace
 from headway.explain.kernels import Work
-from headway.words import Argument
+from headway.explain.windows import StepWindow, step_windows
 
-_WHOLE_TRACE = 0  # number of the one "step" of a trace that is taken whole
+_NO_STEPS_NOTE = (
+    "the trace has no steps, so all of it is taken as one. Call profiler.step() after each step, with a schedule (for "
+    "Nsight Systems, open an NVTX range named step N), to see them."
+)
+_COMPUTES = {Work.MATMUL, Work.MEMORY, Work.UNKNOWN}
 _PRIORITIES = {Work.MATMUL: 0, Work.MEMORY: 1, Work.UNKNOWN: 1, Work.COMMUNICATION: 2, Work.COPY: 3}
 _LEVEL = 100_000  # of the host's operators: deeper nesting than this has not been seen
 ASIDE = (Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILE)
@@ -35,29 +37,6 @@ _LINES = {
 # Calls of the runtime that block the host until the device has finished some work; cudaFree waits for all of it.
 _WAITS = re.compile(r"\w+Synchronize(_ptsz|_v\d+)?|(cuda|hip)(Memcpy(2D|3D)?|MemcpyWithStream|Free|Malloc)|cuMemcpy\w*")
 _ANNOTATED_PHASES = {Phase.DATA_WAIT, Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILE}
-
-
-@dataclass(frozen=True, slots=True)
-class StepWindow:
-    """A step's time.
-
-    Attributes:
-        step: its number.
-        start_ns: beginning [ns].
-        end_ns: end [ns]; the next step begins there.
-        is_edge: the first or the last of a trace of a device: the one still has kernels of before the trace, the other
-            has no successor that ends it.
-    """
-
-    step: int
-    start_ns: int
-    end_ns: int
-    is_edge: bool = False
-
-    @property
-    def ns(self) -> int:
-        """Duration [ns]."""
-        return self.end_ns - self.start_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +143,17 @@ class MeasuredTrace:
         launch = int(self.attribution.launch[event])
         return NONE if launch == NONE else self.attribution.contexts[launch].operator
 
+    def callers_of(self, operators: Iterable[int]) -> set[int]:
+        """Find the events of the host around some of them, which ran in the course of these: indices of host events."""
+        contexts = self.attribution.contexts
+        callers: set[int] = set()
+        for operator in operators:
+            outer = contexts[operator].outer
+            while outer != NONE and outer not in callers:
+                callers.add(outer)
+                outer = contexts[outer].outer
+        return callers
+
     def operands_of(self, event: int) -> Operands | None:
         """Operands that the operator was called with; None where that was not recorded."""
         operator = self.operator_of(event)
@@ -176,15 +166,16 @@ def measure(trace: Trace, *, as_one_step: bool = False) -> MeasuredTrace:
 
     Args:
         trace: the trace.
-        as_one_step: take it as one step.
+        as_one_step: take it as one step, as one without steps is anyway.
 
     Raises:
-        ConfigError: the trace has no steps.
+        ConfigError: nothing runs in its steps.
     """
     attribution = attribute(trace)
-    notes: list[str] = []
+    notes = [*trace.notes, *([] if trace.steps or as_one_step else [_NO_STEPS_NOTE])]
     which = _operators(trace, attribution) if trace.is_cpu_only else _of_one_device(trace, notes)
-    windows = _step_windows(trace, attribution, which, as_one_step=as_one_step)
+    computes = [work in _COMPUTES for work in attribution.work]
+    windows = step_windows(trace, attribution.launch, computes, which, as_one_step=as_one_step)
     causes = _IdleCauses(trace, attribution, which)
     events = (trace.host if trace.is_cpu_only else trace.device).take(which)
     priority = _priorities(trace, attribution, which)
@@ -248,68 +239,6 @@ def _line(work: Work, phase: Phase) -> str:
     if phase is Phase.DATA_WAIT:
         return "idle.data"
     return "optimizer" if phase is Phase.OPTIMIZER else _LINES[work]
-
-
-def _step_windows(trace: Trace, attribution: Attribution, on_device: Column, *, as_one_step: bool) -> list[StepWindow]:
-    """Find the windows of all steps in a trace, in order.
-
-    Args:
-        trace: the trace.
-        attribution: which call launched what.
-        on_device: indices of the device's events that count, by start.
-        as_one_step: take the whole trace as one step.
-
-    Raises:
-        ConfigError: the trace has no steps, or nothing runs in them.
-    """
-    windows = [window for window in _windows(trace, attribution, on_device, as_one_step=as_one_step) if window.ns]
-    if not windows:
-        raise ConfigError(f"{trace.path}: nothing that takes time runs in it. Profile some training steps.")
-    return windows
-
-
-def _windows(trace: Trace, attribution: Attribution, on_device: Column, *, as_one_step: bool) -> list[StepWindow]:
-    if as_one_step:
-        events = trace.host if trace.is_cpu_only else trace.device.take(on_device)
-        return [StepWindow(_WHOLE_TRACE, int(events.start_ns.min()), int(events.end_ns.max()))]
-    if not trace.steps:
-        raise ConfigError(
-            f"{trace.path} has no steps. Call profiler.step() after each step, with a schedule, or give ",
-            Argument("as_one_step", True),
-            " to take the trace as one step.",
-        )
-    if trace.is_cpu_only:
-        starts = [start for _, start, _ in trace.steps]
-        ends = [*starts[1:], trace.steps[-1][2]]
-        return [StepWindow(number, start, end) for (number, start, _), end in zip(trace.steps, ends, strict=True)]
-    return _on_device(trace, attribution, on_device)
-
-
-def _on_device(trace: Trace, attribution: Attribution, on_device: Column) -> list[StepWindow]:
-    launched = on_device[attribution.launch[on_device] != NONE]
-    launched_at = trace.host.start_ns[attribution.launch[launched]]
-    host_starts = np.array([start for _, start, _ in trace.steps], dtype=np.int64)
-    step_of = np.searchsorted(host_starts, launched_at, side="right") - 1
-    begun: list[tuple[int, int]] = []  # number, start of a step that launched something
-    for order, (number, _, _) in enumerate(trace.steps):
-        of_it = launched[step_of == order]
-        if len(of_it):
-            start = int(trace.device.start_ns[of_it].min())
-            if not begun or start > begun[-1][1]:
-                begun.append((number, start))
-    if not begun:
-        raise ConfigError(
-            f"{trace.path}: none of its {len(trace.steps)} steps launched anything on the device. Give ",
-            Argument("as_one_step", True),
-            " to take the trace as one step.",
-        )
-    end = int(trace.device.end_ns[on_device].max())
-    starts = [start for _, start in begun]
-    last = len(begun) - 1
-    return [
-        StepWindow(number, start, following, is_edge=order in (0, last))
-        for order, ((number, start), following) in enumerate(zip(begun, [*starts[1:], end], strict=True))
-    ]
 
 
 def divide(start_ns: Column, end_ns: Column, priority: Column, window: tuple[int, int]) -> Segments:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headway.count import CostModel, Workload, drivers
+from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.count.step_facts import components_of, flops_on_padding, step_facts
 from headway.errors import ConfigError
 from headway.explain.budget import SCHEMA_VERSION, DeviceRates
@@ -36,12 +36,18 @@ class StatedWork:
         cost_model: of the model, with what is frozen or adapted.
         workload: of one step.
         recompute: activation checkpointing, as `CostModel.count` takes it.
+        forward_only: whether the steps have no backward.
     """
 
     name: str
     cost_model: CostModel
     workload: Workload
     recompute: str = "none"
+    forward_only: bool = False
+
+    def count(self) -> FlopCount:
+        """FLOPs of a step."""
+        return self.cost_model.count(self.workload, recompute=self.recompute, forward_only=self.forward_only)
 
 
 def with_stated_work(measured: MeasuredTrace, work: StatedWork, rates: DeviceRates) -> tuple[MeasuredTrace, str]:
@@ -67,14 +73,16 @@ def with_stated_work(measured: MeasuredTrace, work: StatedWork, rates: DeviceRat
             f"[FLOP/s], such as {Argument('device', example='312e12')}."
         )
     # The ledger is counted under the modules' paths; a trace without paths gets one component for all of it.
-    count = cost_model.count(workload, recompute=work.recompute)
+    count = work.count()
     paths = {name.removeprefix(_MODULE) for name in trace.names if name.startswith(_MODULE)}
     if paths:
         _check_paths(paths, work, str(trace.path))
     else:  # one component of all
         count = replace(count, rows=tuple(replace(row, name=ALL) for row in count.rows))
     # The same facts that Headway writes into its own traces; each step has the same work.
-    facts_of_step = step_facts(count, workload, flops_on_padding(cost_model, workload, work.recompute))
+    facts_of_step = step_facts(
+        count, workload, flops_on_padding(cost_model, workload, work.recompute, forward_only=work.forward_only)
+    )
     headway: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "peak_flops_per_s": rates.peak_flops_per_s,
@@ -105,7 +113,7 @@ def check_rates(measured: MeasuredTrace, steps: Sequence[MeasuredStep], work: St
     Raises:
         ConfigError: in one of the steps, matmul-class kernels would have run above the device's peak.
     """
-    count = work.cost_model.count(work.workload, recompute=work.recompute)
+    count = work.count()
     flops = count.total + count.recompute
     for step in steps:
         # a kernel that nothing explains may have been a product
@@ -129,7 +137,7 @@ def note_on_products(measured: MeasuredTrace, steps: Sequence[MeasuredStep], wor
     Products of single matrices are compared with all that the ledger counts but attention, which may run as batches of
     products, and more of them than its mask allows.
     """
-    count = work.cost_model.count(work.workload, recompute=work.recompute)
+    count = work.count()
     counted = sum(row.total + row.recompute for row in count.rows if "pairs" not in row.driver)
     counted += flops_on_padding(work.cost_model, work.workload, work.recompute) or 0
     for step in steps:

@@ -7,7 +7,15 @@ from typing import Literal
 
 from headway.explain.attribution import Phase
 from headway.explain.breakdown import NO_ATTENTION, NO_KERNEL, BreakdownRow, By, attributed_share, break_down
-from headway.explain.explanation import Finding, JobExplanation, OperandTraffic, StepWaterfall, WaterfallLine
+from headway.explain.explanation import (
+    Finding,
+    JobExplanation,
+    MeanWaterfall,
+    OperandTraffic,
+    StepWaterfall,
+    WaterfallLine,
+    mean_of,
+)
 from headway.explain.products import GemmRow, gemms_of
 from headway.report import (
     Column,
@@ -34,12 +42,13 @@ _LONGEST_NAME = 100  # where there is no terminal
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTED)
 _WITH_PARTS = {"matmul", "memory", "idle.sync", "aside"}
 _NEARLY_ALL = 0.98
+_SAME_LENGTH = 0.02  # of a step on the host: what differs by less is not told
 _LEAST_WAIT = 0.01  # of a step
 _NOT_A_LOSS = {"useful", "matmul"}
 
 
 def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None, *, markdown: bool = False) -> str:
-    """Render an explanation: all steps in a line each, and the step of median duration in full.
+    """Render an explanation: all steps in a line each, and their mean in full beside the step of median duration.
 
     Args:
         explanation: at least one step.
@@ -50,17 +59,21 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     waterfalls = explanation.steps
     # Of an even number the faster of the two in the middle, so that what is shown is a step that there is.
     shown = sorted(waterfalls, key=lambda waterfall: waterfall.duration_ns)[(len(waterfalls) - 1) // 2]
+    mean = mean_of(waterfalls)
+    # From the whole to its parts: all steps, the mean one, what it is made of, what to do, and what to know.
     parts = []
     if len(waterfalls) > 1:
         parts.append(table(*_overview(waterfalls)))
-    parts.append(_title(shown, len(waterfalls), markdown=markdown))
-    drawn = table(*_waterfall(shown))
-    parts.append(drawn if markdown else _with_colour(drawn, _dearest(shown)))
-    details = [*_details(shown), *_of_ranks(explanation, shown)]
+    parts.append(_title(shown, mean, len({waterfall.rank for waterfall in waterfalls}), markdown=markdown))
+    drawn = table(*_waterfall(mean, shown))
+    parts.append(drawn if markdown else _with_colour(drawn, _dearest(mean)))
+    details = [*_details(mean), *_of_ranks(explanation, shown)]
     if details:
         parts.append(sentences(details, markdown=markdown))
     if explanation.findings:
         parts.append(_findings(explanation.findings, markdown=markdown))
+    if by is not None and mean.num_steps > 1:
+        parts.append(sentences([f"By {by}, of step {shown.step}, the median:"], markdown=markdown))
     if by == "gemm":
         parts.append(table(*_gemms(gemms_of(shown), shown)))
     elif by is not None:
@@ -85,16 +98,34 @@ def sentences(lines: Sequence[str], *, markdown: bool) -> str:
     return render_lines([printable(line) for line in lines])
 
 
-def _title(shown: StepWaterfall, count: int, *, markdown: bool) -> str:
-    is_whole = shown.measured is not None and not shown.measured[0].trace.steps
+def _title(shown: StepWaterfall, mean: MeanWaterfall, num_ranks: int, *, markdown: bool) -> str:
+    """The step of median duration, which is all there is of one step, or the mean with that step behind it."""
+    is_whole = shown.measured is not None and shown.step == 0 and not shown.measured[0].trace.steps
     title = "the whole trace" if is_whole else f"step {shown.step}"
-    title += f" of rank {shown.rank} on {shown.device_name}: {format_ms(shown.duration_ns)} ms"
-    if shown.mfu is not None:
-        title += f", MFU {format_share(shown.mfu)}"
-    if count > 1:
-        title += f" (the median of {count}; {Argument('step')} and {Argument('rank')} show another)"
+    if mean.num_steps > 1:
+        title = f"the mean of {mean.num_steps:,} steps"
+    title += f" of {num_ranks} ranks" if num_ranks > 1 and mean.num_steps > 1 else f" of rank {shown.rank}"
+    title += (
+        f" on {shown.device_name}: {format_ms(mean.duration_ns)} ms{_on_host(shown) if mean.num_steps == 1 else ''}"
+    )
+    if mean.mfu is not None:
+        title += f", MFU {format_share(mean.mfu)}"
+    if mean.num_steps > 1:
+        of_rank = f" of rank {shown.rank}" if num_ranks > 1 else ""
+        title += f"; the median is step {shown.step}{of_rank}, {format_ms(shown.duration_ns)} ms"
+        title += f" ({Argument('step')} and {Argument('rank')} show another)"
+    if mean.left_out:
+        title += f"; slow first steps are not in the mean: {', '.join(map(str, mean.left_out))}"
     title = title[0].upper() + title[1:]
     return f"**{markdown_text(title)}**" if markdown else render_lines([printable(title)])
+
+
+def _on_host(shown: StepWaterfall) -> str:
+    """How long the step lasted on the host, where its window is less sure and of another length."""
+    host_ns = shown.measured[1].window.host_ns if shown.measured is not None and shown.is_edge else None
+    if host_ns is None or abs(shown.duration_ns - host_ns) <= _SAME_LENGTH * host_ns:
+        return ""
+    return f" ({format_ms(host_ns)} ms on the host)"
 
 
 def _overview(waterfalls: Sequence[StepWaterfall]) -> tuple[list[Column], list[list[str]], None]:
@@ -140,43 +171,50 @@ def _overview_steps(waterfalls: Sequence[StepWaterfall]) -> list[tuple[str, Step
     return [*chosen, *((f"1 of {len(slow)} slow", waterfall) for waterfall in in_order)]
 
 
-def _dearest(waterfall: StepWaterfall) -> WaterfallLine | None:
+def _dearest(waterfall: StepWaterfall | MeanWaterfall) -> WaterfallLine | None:
     losses = [line for line in waterfall.lines if line.ns > 0 and line.key not in _NOT_A_LOSS]
     return max(losses, key=lambda line: line.ns, default=None)
 
 
-def _waterfall(shown: StepWaterfall) -> tuple[list[Column], list[list[str]], list[str]]:
-    has_mfu = shown.mfu is not None
+def _waterfall(mean: MeanWaterfall, median_step: StepWaterfall) -> tuple[list[Column], list[list[str]], list[str]]:
+    """Lines of the mean; of several steps with those of the median one beside them."""
+    has_mfu, has_median = mean.mfu is not None, mean.num_steps > 1
     columns = [Column("where the time went", "left"), Column("ms"), Column("share")]
-    columns += [*([Column("MFU without")] if has_mfu else []), Column("", "left")]
+    columns += [*([Column("MFU without")] if has_mfu else []), *([Column("median ms")] if has_median else [])]
+    columns.append(Column("", "left"))
+    median_ns = {line.key: line.ns for line in median_step.lines}
+    width = _BAR // 2 if has_median else _BAR
     rows = []
     before_ns = 0
-    for line in shown.lines:
+    for line in mean.lines:
         after_ns = before_ns + line.ns
-        if line.ns:
+        if line.ns or median_ns.get(line.key):
             mfu = [] if not has_mfu else ["" if line.mfu_to is None else format_share(line.mfu_to)]
-            bar = _bar(before_ns, after_ns, shown.duration_ns)
-            rows.append([line.name, format_ms(line.ns), format_share(line.share), *mfu, bar])
+            of_median = [format_ms(median_ns.get(line.key, 0))] if has_median else []
+            bar = _bar(before_ns, after_ns, mean.duration_ns, width)
+            rows.append([line.name, format_ms(line.ns), format_share(line.share), *mfu, *of_median, bar])
         before_ns = after_ns
-    return columns, rows, ["the step", format_ms(shown.duration_ns), format_share(1.0), *([""] if has_mfu else []), ""]
+    of_median = [format_ms(median_step.duration_ns)] if has_median else []
+    total = ["the step", format_ms(mean.duration_ns), format_share(1.0), *([""] if has_mfu else []), *of_median, ""]
+    return columns, rows, total
 
 
-def _bar(before_ns: int, after_ns: int, duration_ns: int) -> str:
+def _bar(before_ns: int, after_ns: int, duration_ns: int, width: int) -> str:
     """A bar that begins where that of the line before ended; below zero it goes back."""
-    begin, end = (min(_BAR, max(0, round(_BAR * at / duration_ns))) for at in (before_ns, after_ns))
+    begin, end = (min(width, max(0, round(width * at / duration_ns))) for at in (before_ns, after_ns))
     if end < begin:
         return " " * end + "<" * (begin - end)
     if end == begin:
-        return " " * min(begin, _BAR - 1) + "|"
+        return " " * min(begin, width - 1) + "|"
     return " " * begin + "#" * (end - begin)
 
 
-def _details(shown: StepWaterfall) -> list[str]:
+def _details(mean: MeanWaterfall) -> list[str]:
     details = []
-    for line in shown.lines:
+    for line in mean.lines:
         if line.key in _WITH_PARTS and line.ns and line.parts:
             parts = ", ".join(f"{name} {format_ms(ns)} ms" for name, ns in [*line.parts.items()][:4])
-            more = f"; {_of_traffic(shown.traffic)}" if line.key == "memory" and shown.traffic is not None else ""
+            more = f"; {_of_traffic(mean.traffic)}" if line.key == "memory" and mean.traffic is not None else ""
             details.append(f"{line.name}: {parts}{more}.")
     return details
 
@@ -184,11 +222,13 @@ def _details(shown: StepWaterfall) -> list[str]:
 def _of_traffic(traffic: OperandTraffic) -> str:
     """Bytes beside the time that they take: "their operands are 3.1 GB, 0.58 ms at 5.3 TB/s"."""
     size, unit = (traffic.num_bytes / 1e9, "GB") if traffic.num_bytes >= 1e8 else (traffic.num_bytes / 1e6, "MB")
-    text = f"their operands are {size:,.3g} {unit}"
-    if traffic.at_bandwidth_ns is not None and traffic.bytes_per_s is not None:
+    text = f"their operands are {size:,.3g} {unit}" if traffic.known_ns else "how much they moved is not known"
+    if traffic.known_ns and traffic.at_bandwidth_ns is not None and traffic.bytes_per_s is not None:
         text += f", {format_ms(traffic.at_bandwidth_ns)} ms at {traffic.bytes_per_s / 1e12:,.3g} TB/s"
-    if traffic.known_ns < _NEARLY_ALL * traffic.all_ns:
+    if 0 < traffic.known_ns < _NEARLY_ALL * traffic.all_ns:
         text += f" (known of {format_ms(traffic.known_ns)} ms of them)"
+    if traffic.implausible_ns:
+        text += f"; in {format_ms(traffic.implausible_ns)} ms operators read but a part of theirs, which is not told"
     return text
 
 

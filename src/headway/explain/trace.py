@@ -4,11 +4,10 @@ Source: the fields are those of libkineto's output_json.cpp and of torch.profile
 published traces of NVIDIA and AMD devices and of CPUs.
 """
 
-import gzip
 import json
 import re
-import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -18,7 +17,8 @@ import numpy as np
 
 from headway.errors import ConfigError
 from headway.explain.events import NONE, Events, Kind, Operands, Trace
-from headway.files import open_plain
+from headway.explain.nsight import read_export
+from headway.explain.trace_files import is_database, read_texts
 from headway.report.numbers import integer
 
 MAX_EVENTS = 4_000_000  # some 2 GB and a few minutes
@@ -27,7 +27,8 @@ _STEP_NUMBER = re.compile("[0-9]{1,18}")
 _CHUNK = 2**20  # characters read at a time
 _MAX_VALUE = 2**26  # characters of one value; the largest seen, 20 MB, is a list of log lines
 _SPACE = re.compile(r"[ \t\r\n]*")
-_GZIP_MAGIC = b"\x1f\x8b"
+_MOST_CHARACTERS = 2**33  # of one file, all its traces together: what is compressed may be a thousand times as long
+_NEAR_END = 16  # characters: a word, a number or an escape that ends with the part in hand is no longer
 _KINDS = {
     "kernel": Kind.KERNEL,
     "gpu_memcpy": Kind.MEMCPY,
@@ -35,26 +36,74 @@ _KINDS = {
     "cpu_op": Kind.OPERATOR,
     "user_annotation": Kind.ANNOTATION,
     "python_function": Kind.PYTHON,
+    # As torch 1.8 to 1.12 wrote them.
+    "Kernel": Kind.KERNEL,
+    "Memcpy": Kind.MEMCPY,
+    "Memset": Kind.MEMSET,
+    "Operator": Kind.OPERATOR,
+    "Runtime": Kind.LAUNCH,
 }
+# Spans that say nothing of an accelerator's work beside its kernels.
+_SPANS = {"gpu_user_annotation", "cuda_sync", "overhead", "trace", "cuda_profiler_range", "collective_comm", "async"}
+# In torch 1, annotations were operators too; these names are the loop's.
+_ANNOTATION_NAMES = ("ProfilerStep#", "Optimizer.", "enumerate(DataLoader)#", "module:", "phase:", "nccl:", "gloo:")
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace of torch.profiler: .json or .json.gz, of torch 2.0 or newer, of any device.
+    """Read a file that holds one trace; see `read_traces`.
+
+    Raises:
+        ConfigError: as there, or the file holds several.
+    """
+    traces = read_traces(path)
+    if len(traces) > 1:
+        raise ConfigError(
+            f"{path} holds {len(traces)} traces, and one is wanted here. Unpack it, and give one of them."
+        )
+    return traces[0]
+
+
+def read_traces(path: Path) -> list[Trace]:
+    """Read the traces in a file, of any device: JSON of torch.profiler, packed or not, a zip or tar of ranks, SQLite.
 
     Args:
         path: the file.
 
     Raises:
-        ConfigError: the file is no trace, is cut off, holds nothing that took time, or more than MAX_EVENTS events.
+        ConfigError: it holds no trace, is cut off, holds nothing that took time, or more than MAX_EVENTS events.
     """
-    builder = _Builder(path)
-    metadata = read_json(path, builder.add)
+    if is_database(path):
+        builder, notes = _Builder(str(path)), list[str]()
+        metadata = read_export(path, builder.add, notes)
+        return [_trace(path, builder, metadata, notes)]
+    num_read = 0  # characters of all traces so far
+
+    def parse(name: str, text: TextIO) -> Trace:
+        nonlocal num_read
+        builder, notes = _Builder(name), list[str]()
+        values = _Values(text, name, notes, most=_MOST_CHARACTERS - num_read)
+        metadata = values.read(builder.add)
+        num_read += values.num_read
+        return _trace(Path(name), builder, metadata, notes)
+
+    return read_texts(path, parse)
+
+
+def _trace(path: Path, builder: "_Builder", metadata: Mapping[str, Any], notes: list[str]) -> Trace:
     events = builder.events()
     if not len(events):
         raise ConfigError(
             f"{path} holds no operator, kernel or annotation. Profile with activities=[ProfilerActivity.CPU, "
             "ProfilerActivity.CUDA] around some training steps."
         )
+    foreign = builder.foreign_events(events)
+    if foreign and not (events.kind <= Kind.MEMSET).any():
+        raise ConfigError(
+            f"{path} holds {foreign} of an accelerator that Headway does not know: it reads kernels of CUDA, ROCm, XPU "
+            "and PrivateUse1 (categories kernel, gpu_memcpy, gpu_memset). What the host did alone says nothing of it."
+        )
+    if foreign:
+        notes.append(f"{foreign} are of a device that Headway does not know, and are left out.")
     # The device's events by start, whatever their stream; the host's by thread, outer events before those within them.
     # Kinds up to MEMSET are the device's, the others the host's.
     on_device = events.kind <= Kind.MEMSET
@@ -79,6 +128,7 @@ def read_trace(path: Path) -> Trace:
         device_name=_device_name(metadata, is_cpu=len(device) == 0),
         headway=headway if isinstance(headway, Mapping) else None,
         capability=_capability(metadata),
+        notes=tuple(notes),
     )
 
 
@@ -111,10 +161,11 @@ def nanoseconds(microseconds: int | str) -> int:
 class _Builder:
     """Columns that grow by an event at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, name: str) -> None:
         self.names: list[str] = []
         self.operands: list[Operands] = []
-        self._path = path
+        self._name = name
+        self._foreign: Counter[tuple[str, Any]] = Counter()  # events of unknown categories, by category and process
         self._indices: dict[str, int] = {}
         self._indices_of_operands: dict[str, int] = {}
         self._tracks: dict[tuple[Any, Any], int] = {}
@@ -127,21 +178,39 @@ class _Builder:
         kind = _KINDS.get(category)
         if kind is None:
             if not category.endswith(("_runtime", "_driver")):  # cuda_, xpu_, privateuse1_
+                self._pass_over(category, event)
                 return
             kind = Kind.LAUNCH
+        if category == "Operator" and str(event.get("name")).startswith(_ANNOTATION_NAMES):
+            kind = Kind.ANNOTATION
         if len(self._rows) >= MAX_EVENTS * len(Events.__slots__):
             raise ConfigError(
-                f"{self._path} ({self._path.stat().st_size / 1e6:,.0f} MB) holds more than {MAX_EVENTS:,} events, the "
-                "most that are read. Profile fewer steps (schedule(active=3)), or without with_stack."
+                f"{self._name} holds more than {MAX_EVENTS:,} events, the most that are read. Profile fewer steps "
+                "(schedule(active=3)), or without with_stack."
             )
         try:
             row = self._row(event, kind)
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise ConfigError(
-                f"{self._path} holds an event without a name or a time that can be read: {str(event)[:200]}. "
+                f"{self._name} holds an event without a name or a time that can be read: {str(event)[:200]}. "
                 "Export the trace again with export_chrome_trace."
             ) from error
         self._rows.extend(row)
+
+    def _pass_over(self, category: str, event: dict[str, Any]) -> None:
+        """Count an event of a category that is not read; of processes by number, as devices and hosts have them."""
+        if category.lower() not in _SPANS and isinstance(event.get("pid"), int) and event.get("dur"):
+            self._foreign[category[:40], event["pid"]] += 1
+
+    def foreign_events(self, events: Events) -> str:
+        """Name the events of unknown categories in processes without operators: of devices; "" without any."""
+        tracks = set(events.track[np.isin(events.kind, (Kind.OPERATOR, Kind.ANNOTATION))].tolist())
+        hosts = {process for (process, _), track in self._tracks.items() if track in tracks}
+        counts: Counter[str] = Counter()
+        for (category, process), count in self._foreign.items():
+            if process not in hosts:
+                counts[category] += count
+        return " and ".join(f"{count:,} events of category {name!r}" for name, count in counts.most_common(3))
 
     def _row(self, event: dict[str, Any], kind: Kind) -> tuple[int, ...]:
         arguments = event.get("args") or {}
@@ -237,63 +306,52 @@ def _capability(metadata: Mapping[str, Any]) -> tuple[int, int] | None:
     return None
 
 
-def read_json(path: Path, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Read a trace, hand over each event, and return what stands beside the events.
-
-    Numbers with a fraction arrive as text, as they are written: a timestamp in microseconds since 1970 with three
-    decimals has more digits than a float.
-
-    Args:
-        path: a file of JSON, compressed by gzip or not, whatever its name says.
-        on_event: called with each object in `traceEvents`.
-
-    Returns:
-        The other keys of the file; empty where the file is a bare list of events.
-
-    Raises:
-        ConfigError: the file cannot be read, is cut off, or is no trace.
-    """
-    try:
-        with open_plain(path) as file:
-            is_gzip = file.read(2) == _GZIP_MAGIC
-        with (
-            gzip.open(path, "rt", encoding="utf-8", errors="replace")
-            if is_gzip
-            else path.open(encoding="utf-8", errors="replace")
-        ) as text:
-            return _Values(text, path).read(on_event)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(
-            f"{path} is cut off or damaged: gzip says {str(error)!r}. Copy or export it again; a profiler "
-            "that was killed while it wrote leaves such a file."
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}. Name a trace file.") from error
+class _EndOfTextError(Exception):
+    """The text ends where more of it must come."""
 
 
 class _Values:
-    """A text of which the part in hand begins at `_at`; more is read when a value does not end in it."""
+    """A text of which the part in hand begins at `_at`; more is read when a value does not end in it.
 
-    def __init__(self, text: TextIO, path: Path) -> None:
+    Numbers with a fraction arrive as text, as they are written: a timestamp in microseconds since 1970 with three
+    decimals has more digits than a float.
+    """
+
+    def __init__(self, text: TextIO, name: str, notes: list[str], most: int = _MOST_CHARACTERS) -> None:
+        self.num_read = 0  # characters
         self._text = text
-        self._path = path
+        self._name = name
+        self._notes = notes
+        self._most = most
         self._decode = json.JSONDecoder(strict=False, parse_float=str).raw_decode
         self._buffer = ""
         self._at = 0
+        self._lines = 1  # number of the line in which the part in hand begins
 
     def read(self, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Hand over each object of `traceEvents`, and return what stands beside them: nothing beside a bare list.
+
+        Raises:
+            ConfigError: the text is cut off, or no trace.
+        """
+        try:
+            return self._read(on_event)
+        except _EndOfTextError as error:
+            raise self._no_trace(f"the file is cut off {self._place(len(self._buffer))}") from error
+
+    def _read(self, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         metadata: dict[str, Any] = {}
         has_events = False
         opening = self._next()
         if opening == "[":
-            self._events(on_event)
+            self._bare_events(on_event)
             return metadata
         if opening != "{":
             raise self._no_trace("it does not begin with { or [")
         for _ in self._items("}"):
             key = self._value()
             if self._next() != ":" or not isinstance(key, str):
-                raise self._no_trace("a key is not followed by a value")
+                raise self._no_trace(f"a key is not followed by a value {self._place(self._at)}")
             self._skip_space()
             if key == "traceEvents" and self._peek() == "[":
                 self._at += 1
@@ -303,8 +361,28 @@ class _Values:
                 metadata[key] = self._value()
         if not has_events:
             keys = ", ".join(sorted(metadata)[:5]) or "none"
-            raise self._no_trace(f"it has no list traceEvents, only the keys: {keys}")
+            by_rocprof = "; rocprofv3 wrote it" if any(key.startswith("rocprofiler") for key in metadata) else ""
+            raise self._no_trace(f"it has no list traceEvents, only the keys: {keys}{by_rocprof}")
         return metadata
+
+    def _bare_events(self, on_event: Callable[[dict[str, Any]], None]) -> None:
+        """Events of a list without more around it, whose end may be missing: the format of Chrome's traces says so."""
+        count = 0
+
+        def counted(event: dict[str, Any]) -> None:
+            nonlocal count
+            on_event(event)
+            count += 1
+
+        try:
+            self._events(counted)
+        except _EndOfTextError:
+            if not count:
+                raise
+            self._notes.append(
+                f"the list of events in {self._name} has no end, as a profiler that was killed leaves it: the "
+                f"{count:,} that are whole are read."
+            )
 
     def _events(self, on_event: Callable[[dict[str, Any]], None]) -> None:
         for _ in self._items("]"):
@@ -326,31 +404,49 @@ class _Values:
             if mark == closing:
                 return
             if mark != ",":
-                raise self._no_trace(f"{mark!r} stands where a comma should")
+                raise self._no_trace(f"{mark!r} stands where a comma should {self._place(self._at - 1)}")
 
     def _value(self) -> Any:
         while True:
+            wrong: Exception | None = None
             try:
                 value, end = self._decode(self._buffer, self._at)
-                if end < len(self._buffer):  # else a number may go on
+                if end < len(self._buffer) or self._buffer[end - 1] in '}]"':  # else a number may go on
                     self._at = end
                     return value
-                wrong: Exception | None = None
             except (ValueError, RecursionError) as error:
                 wrong = error
-            # More of the text mends no list nested too deeply, and no number of too many digits for Python.
-            ends_early = wrong is None or isinstance(wrong, json.JSONDecodeError)
-            if not ends_early or not self._more():
-                raise self._no_trace("a value in it is no JSON, or the file is cut off") from wrong
+            # More of the text mends a value that ends with the part in hand, or a string in it; nothing else.
+            if isinstance(wrong, json.JSONDecodeError):
+                is_open = wrong.msg.startswith("Unterminated string")
+                if not is_open and wrong.pos < len(self._buffer) - _NEAR_END:
+                    raise self._no_trace(f"{wrong.msg} {self._place(wrong.pos)}") from wrong
+            elif wrong is not None:
+                raise self._no_trace(f"a value {self._place(self._at)} is nested too deeply, or no number") from wrong
+            if not self._more():
+                if isinstance(wrong, json.JSONDecodeError) and wrong.pos < len(self._buffer.rstrip()):
+                    is_cut_off = wrong.msg.startswith(("Unterminated", "Invalid"))
+                    if not is_cut_off:
+                        raise self._no_trace(f"{wrong.msg} {self._place(wrong.pos)}") from wrong
+                raise _EndOfTextError from wrong
 
     def _more(self) -> bool:
+        self._lines += self._buffer.count("\n", 0, self._at)
         self._buffer = self._buffer[self._at :]
         self._at = 0
         if len(self._buffer) > _MAX_VALUE:
-            raise self._no_trace(f"one value in it is longer than {_MAX_VALUE:,} characters")
+            raise self._no_trace(f"the value {self._place(0)} is longer than {_MAX_VALUE:,} characters")
         chunk = self._text.read(max(_CHUNK, len(self._buffer)))
         self._buffer += chunk
+        self.num_read += len(chunk)
+        if self.num_read > self._most:
+            raise self._no_trace(f"it is longer than {_MOST_CHARACTERS:,} characters, the most that are read of a file")
         return bool(chunk)
+
+    def _place(self, at: int) -> str:
+        """A place of the part in hand: "in line 12, near '...'"."""
+        line = self._lines + self._buffer.count("\n", 0, at)
+        return f"in line {line:,}, near {self._buffer[max(0, at - 30) : at + 10]!r}"
 
     def _skip_space(self) -> None:
         while True:
@@ -366,12 +462,12 @@ class _Values:
         self._skip_space()
         mark = self._peek()
         if not mark:
-            raise self._no_trace("the file is cut off")
+            raise _EndOfTextError
         self._at += 1
         return mark
 
     def _no_trace(self, why: str) -> ConfigError:
         return ConfigError(
-            f"{self._path} is no whole trace of PyTorch's profiler: {why}. Give what "
+            f"{self._name} is no whole trace of PyTorch's profiler: {why}. Give what "
             "torch.profiler.profile(...).export_chrome_trace(FILE) writes, as .json or .json.gz."
         )

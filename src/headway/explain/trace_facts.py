@@ -75,7 +75,8 @@ def gather_facts(trace: Trace, work: StatedWork | None, device: str | None, *, a
         as_one_step: take the trace as one step.
 
     Raises:
-        ConfigError: the trace has no steps, what Headway wrote into it cannot be read, or it is not of the model given.
+        ConfigError: nothing runs in the trace's steps, what Headway wrote into it cannot be read, or it is not of the
+            model given.
         UsageError: the user's device is not known.
     """
     measured = measure(trace, as_one_step=as_one_step)
@@ -134,7 +135,8 @@ def _rates(measured: MeasuredTrace, device: str | None) -> DeviceRates:
     # Rates that Headway wrote into the trace come first, unless the user names a device.
     written = None if trace.headway is None else NeededWork(trace.headway, str(trace.path))
     recorded_bandwidth = written.bytes_per_s if written is not None else None
-    bytes_per_s = recorded_bandwidth or _bandwidth(device) or _bandwidth(trace.device_name)
+    hardware = _hardware_name(trace.device_name)
+    bytes_per_s = recorded_bandwidth or _bandwidth(device) or _bandwidth(hardware)
     ceiling = written.ceiling_flops_per_s if written is not None else None
     if device is None and written is not None and written.peak_flops_per_s is not None:
         return DeviceRates(written.peak_flops_per_s, ceiling, bytes_per_s)
@@ -151,7 +153,7 @@ def _rates(measured: MeasuredTrace, device: str | None) -> DeviceRates:
             if device is not None:
                 named_devices(device)  # refuses what is no device
             return replace(unknown, why_no_peak="the trace does not say in which precision its products ran.")
-        peak = named_peak(device, dtype) if device is not None else peak_elsewhere(trace.device_name, dtype)
+        peak = named_peak(device, dtype) if device is not None else peak_elsewhere(hardware, dtype)
     except UnknownDeviceError as error:
         if device is None:
             why = f"no peak in {dtype} is known of {trace.device_name!r}, on which it ran."
@@ -186,6 +188,15 @@ def _is_rate(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _hardware_name(name: str) -> str:
+    """Name a device without what a cloud's driver adds to it: a virtual function (SR-IOV) has the card to itself.
+
+    >>> _hardware_name("AMD Instinct MI300X VF")
+    'AMD Instinct MI300X'
+    """
+    return name.removesuffix(" VF")
 
 
 def _bandwidth(name: str | None) -> float | None:

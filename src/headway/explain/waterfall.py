@@ -25,9 +25,12 @@ from headway.explain.owners import Owners
 from headway.explain.ranks import RankStep, WaitedFor, waited_for
 from headway.explain.stated_work import StatedWork, check_rates, note_on_products
 from headway.explain.trace_facts import Collectives, TraceFacts, gather_facts, waiting_in
+from headway.explain.windows import StepWindow
+from headway.report import format_ms
 from headway.report.step_lines import NAMES, SLOW
 from headway.words import Argument
 
+_LONGER = 1.02  # than the device's part of a whole trace: less is how a profiler starts and stops
 _NAMES_ON_CPU = {
     MATMUL: "matmul-class operators",
     "memory": "memory-bound operators",
@@ -58,13 +61,13 @@ def explain(
         traces: one of each rank, at least one.
         step: only this one; it may be the first or the last of a trace.
         rank: only this one; the others still tell how long collectives take.
-        as_one_step: take each trace as one step.
+        as_one_step: take each trace as one step, as one without steps is anyway.
         work: model and workload of each step of each rank, in place of what the traces say.
         device: name or dense peak [FLOP/s] of the device, in place of what the traces say.
 
     Raises:
-        ConfigError: two traces are of one rank, a trace has no steps, there is no such step or rank, or a trace is not
-            of the model given.
+        ConfigError: two traces are of one rank, nothing runs in a trace's steps, there is no such step or rank, or a
+            trace is not of the model given.
         UsageError: the device is not known.
 
     The first and the last step of a device's trace are left out where there are others.
@@ -147,17 +150,32 @@ def _chosen(measured: MeasuredTrace, step: int | None) -> tuple[list[MeasuredSte
                 Argument("step", step), f": {measured.trace.path} has the steps {', '.join(steps)}.", choices=steps
             )
     else:
-        chosen = [shown for shown in measured.steps if not shown.window.is_edge]
-        if chosen:
-            left_out = [str(shown.window.step) for shown in measured.steps if shown.window.is_edge]
-            numbers = " and ".join(left_out)
-            note = f"steps {numbers}, the first and the last of the trace, are left out; "
-            note += f"{Argument('step', example='N')} shows them."
-            return chosen, [note] if left_out else []
-        chosen = list(measured.steps)
-    edges = [str(shown.window.step) for shown in chosen if shown.window.is_edge]
-    note = f"step {' and '.join(edges)}: first or last of the trace, so where the window begins or ends is less sure."
-    return chosen, [note] if edges else []
+        chosen = [shown for shown in measured.steps if not shown.window.is_edge] or list(measured.steps)
+    left_out = [str(shown.window.step) for shown in measured.steps if shown.window.is_edge]
+    if step is None and left_out and len(chosen) < len(measured.steps):
+        note = f"steps {' and '.join(left_out)}, the first and the last of the trace, are left out; "
+        return chosen, [f"{note}{Argument('step', example='N')} shows them."]
+    notes = [_note_on_window(shown.window) for shown in chosen]
+    return chosen, [note for note in notes if note]
+
+
+def _note_on_window(window: StepWindow) -> str:
+    """Both durations of a step where its window is less sure: of an edge, or of a whole trace; "" of others."""
+    if window.host_ns is None or window.device_ns is None:
+        return ""
+    on_host, on_device = format_ms(window.host_ns), format_ms(window.device_ns)
+    if window.is_edge:
+        return (
+            f"step {window.step}, first or last of the trace, goes from its begin on the host, or the end of what ran "
+            f"before it, to its end there or that of its last kernel: {format_ms(window.ns)} ms. On the host it lasted "
+            f"{on_host} ms, on the device {on_device} ms."
+        )
+    if window.host_ns > _LONGER * window.ns and window.ns == window.device_ns:
+        return (
+            f"the whole trace is taken from the device's first event to its last, {on_device} ms; the host's events "
+            f"span {on_host} ms."
+        )
+    return ""
 
 
 def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectives]) -> StepWaterfall:
