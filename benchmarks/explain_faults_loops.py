@@ -30,6 +30,7 @@ NUM_HEALTHY, NUM_STEPS = 9, 16  # steps without the fault, and with it
 WINDOW = range(9, 12)  # profiled steps
 NUM_WARM = 3  # first steps, which are not timed
 Batch = dict[str, torch.Tensor]
+Times = tuple[float, float]  # of a healthy step and of a faulty one [s]
 Step = Callable[["Loop", Batch, Callable[[Batch], None]], None]
 
 
@@ -162,11 +163,11 @@ def usual_s(ends: Sequence[float], without: range = range(0)) -> float:
     )
 
 
-def run_plain(make: Callable[[bool], Loop], folder: Path, *, ranks: Sequence[int] = (0,)) -> float:
+def run_plain(make: Callable[[bool], Loop], folder: Path, *, ranks: Sequence[int] = (0,)) -> Times:
     """Run a loop of one's own without and with its fault.
 
     Returns:
-        Share of the faulty step that the fault takes.
+        Time of a healthy step and of a faulty one [s].
     """
     healthy = make(False)
     ends = []
@@ -188,10 +189,10 @@ def run_plain(make: Callable[[bool], Loop], folder: Path, *, ranks: Sequence[int
             meter.step()
             ends.append(own_s())
     meter.close()
-    return 1 - healthy_s / usual_s(ends, WINDOW)
+    return healthy_s, usual_s(ends, WINDOW)
 
 
-def run_ddp(make: Callable[[bool], Loop], folder: Path) -> float:
+def run_ddp(make: Callable[[bool], Loop], folder: Path) -> Times:
     """Run a loop of one's own on several processes that average gradients."""
     dist.init_process_group("gloo")
     try:
@@ -225,7 +226,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.samples[index]}
 
 
-def run_trainer(make: Callable[[bool], dict[str, Any]], folder: Path) -> float:
+def run_trainer(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
     """Run Hugging Face's Trainer without and with a fault; `make` gives its model, data, callbacks and arguments."""
     seconds = []
     for is_faulty in (False, True):
@@ -251,10 +252,10 @@ def run_trainer(make: Callable[[bool], dict[str, Any]], folder: Path) -> float:
         with profile:
             trainer.train()
         seconds.append(usual_s(clock.begins[1:], WINDOW if is_faulty else range(0)))
-    return 1 - seconds[0] / seconds[1]
+    return seconds[0], seconds[1]
 
 
-def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> float:
+def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
     """Run `headway train` on digits without and with a fault; `make` gives settings by dotted key, and `held_up`."""
     from headway.config import parse_config
     from headway.meter.run_meter import RunMeter
@@ -295,7 +296,7 @@ def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> float:
         seconds.append(usual_s(ends, WINDOW if is_faulty else range(0)))
     (folder / "metrics.jsonl").write_bytes((folder / "run" / "metrics.jsonl").read_bytes())
     (folder / "profile").symlink_to(folder / "run" / "profile")
-    return 1 - seconds[0] / seconds[1]
+    return seconds[0], seconds[1]
 
 
 def ranks_of(num_ranks: int) -> Iterator[dict[str, str]]:
