@@ -39,7 +39,7 @@ _NOT_A_LOSS = {"useful", "matmul"}
 
 
 def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None, *, markdown: bool = False) -> str:
-    """Render an explanation: all steps in a line each, and the step of median duration in full.
+    """Render an explanation: what to do first, all steps in a line each, and the step of median duration in full.
 
     Args:
         explanation: at least one step.
@@ -50,7 +50,7 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     waterfalls = explanation.steps
     # Of an even number the faster of the two in the middle, so that what is shown is a step that there is.
     shown = sorted(waterfalls, key=lambda waterfall: waterfall.duration_ns)[(len(waterfalls) - 1) // 2]
-    parts = []
+    parts = [_findings(explanation.findings, markdown=markdown)] if explanation.findings else []
     if len(waterfalls) > 1:
         parts.append(table(*_overview(waterfalls)))
     parts.append(_title(shown, len(waterfalls), markdown=markdown))
@@ -59,8 +59,6 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     details = [*_details(shown), *_of_ranks(explanation, shown)]
     if details:
         parts.append(sentences(details, markdown=markdown))
-    if explanation.findings:
-        parts.append(_findings(explanation.findings, markdown=markdown))
     if by == "gemm":
         parts.append(table(*_gemms(gemms_of(shown), shown)))
     elif by is not None:
@@ -202,7 +200,7 @@ def _of_ranks(explanation: JobExplanation, shown: StepWaterfall) -> list[str]:
 
 
 def _findings(findings: Sequence[Finding], *, markdown: bool) -> str:
-    """List what to do first, the dearest first: what each costs, what was seen, the likely cause, what to try."""
+    """List what to do first, the largest first: what each costs, what was seen, the likely cause, what to try."""
     lines = ["**What to do first**", ""] if markdown else ["What to do first"]
     for number, finding in enumerate(findings, start=1):
         title = f"{finding.id}: up to {format_share(finding.share)} of the time"

@@ -30,7 +30,7 @@ _CHORES = {  # what took time, why, what to do in any loop, and in `headway trai
                     "data.bucket_tokens; speed.recompiles: error names the guard that failed"),
     Phase.CHECKPOINT: ("checkpoints took",
                        "the state is saved often, or training waits until it is written.",
-                       "save less often, and write while training goes on (torch.distributed.checkpoint.async_save).",
+                       "save less often, and write while training goes on (async_save of torch.distributed).",
                        "a larger checkpoint.every, checkpoint.asynchronous: true"),
     Phase.LOGGING: ("logging took",
                     "numbers are read back and written at every step.",

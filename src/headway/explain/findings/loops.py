@@ -131,8 +131,8 @@ def parameter_loop(evidence: StepEvidence) -> Observation | None:
         f"{len(events) / evidence.num_steps:,.0f} operators a step ({names}) run outside of the model, its backward "
         f"and the optimizer, for {evidence.share(ns)} of the time.",
         "the loop goes over tensors one by one, as for an average of the weights, clipping or statistics.",
-        "torch._foreach_ operators, which take a list of tensors at once (torch.nn.utils.clip_grad_norm_, "
-        "torch.optim.swa_utils.AveragedModel with use_buffers and multi_avg_fn), or do it every some steps.",
+        "operators that take a list of tensors at once (torch._foreach_*, clip_grad_norm_, AveragedModel with a "
+        "multi_avg_fn), or do it every some steps.",
         setting="optim.ema and optim.clip, which take all tensors at once",
     )
 

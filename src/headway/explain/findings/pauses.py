@@ -117,7 +117,8 @@ class StepPauses:
             end_ns = window.end_ns if event == NONE else min(int(events.start_ns[event]), window.end_ns)
             collected_ns = min(ns, _overlap(self.collections, end_ns - ns, end_ns))
             preempted_ns = self._preempted_ns(end_ns - ns, end_ns)
-            is_long = ns - collected_ns - preempted_ns >= long_ns
+            # What the counts leave of a gap that was mostly another process's is not known well enough.
+            is_long = ns - collected_ns - preempted_ns >= max(long_ns, preempted_ns)
             gaps.append(Pause(ns, end_ns - ns, end_ns, event, collected_ns, preempted_ns, is_long))
         return tuple(sorted(gaps, key=lambda gap: gap.start_ns))
 

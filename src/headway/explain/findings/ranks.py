@@ -156,7 +156,7 @@ def reduces_each_pass(evidence: StepEvidence) -> Observation | None:
         f"gradients are exchanged after each of {most} passes of a step; once would save "
         f"{evidence.share(round(repeated_ns))} of the time.",
         "gradients are accumulated over several passes, and data parallelism sends them after every one.",
-        "model.no_sync() around all passes but the last (DDP), set_requires_gradient_sync(False) (FSDP2).",
+        "no_sync() around all passes but the last (DDP), set_requires_gradient_sync(False) (FSDP2).",
         setting="parallel.reduce: step",
     )
 
