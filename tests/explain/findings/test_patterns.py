@@ -167,3 +167,15 @@ def test_gradients_that_are_sent_after_each_pass_are_found(tmp_path, passes, exc
     if us is not None:
         assert found["reduces-each-pass"].ns == us * US
         assert "after each of 4 passes" in found["reduces-each-pass"].seen
+
+
+def test_many_tokens_are_no_vocabulary(tmp_path):
+    """The gradient of a weight is a product over tokens, which may be many times the width."""
+
+    def step(trace, at, number):
+        trace.launched("gemm", at, at + 1000 * US, 20 * US, number + 1, operator="aten::mm")
+        trace.operator("MmBackward0", at + 5 * US, 40 * US, sequence=number + 1, forward_thread=1)
+        weights = ([[128, 50_000], [50_000, 128]], "float")
+        trace.launched("gemm", at + 6 * US, at + 1020 * US, 80 * US, number + 2, operator="aten::mm", operands=weights)
+
+    assert "large-head" not in findings_of(tmp_path, paced_steps(step))

@@ -142,11 +142,11 @@ def _beside_the_model(evidence: StepEvidence) -> list[EventTime]:
 
     None where the trace does not tell passes of the model from the rest.
     """
-    told = {id(event.trace) for event in evidence.spent if event.trace.attribution.passes[event.event] != NONE}
+    traces = {id(event.trace) for event in evidence.spent if event.trace.attribution.passes[event.event] != NONE}
     return [
         event
         for event in evidence.spent
-        if id(event.trace) in told
+        if id(event.trace) in traces
         and event.phase is Phase.FORWARD
         and not event.module
         and event.line != "communication"
@@ -177,8 +177,8 @@ def read_backs(evidence: StepEvidence) -> Observation | None:
     if len(reads) < _MANY_READ_BACKS * evidence.num_steps:
         return None
     # In the loop itself what makes the numbers is there for them; in a module, the operators right before the reading.
-    beside = _beside_the_model(evidence)
-    own = beside if sum(event.operator == _READ_BACK for event in beside) * 2 > len(reads) else []
+    loop_events = _beside_the_model(evidence)
+    own = loop_events if sum(event.operator == _READ_BACK for event in loop_events) * 2 > len(reads) else []
     positions = {id(event) for event in own}
     makers = []
     feeding = 0

@@ -88,7 +88,8 @@ def large_head(evidence: StepEvidence) -> Observation | None:
     """A projection on a vocabulary that outweighs the rest of the model, with the loss over it."""
     sides: Counter[tuple[int, int]] = Counter()
     for event in evidence.spent:
-        product = event.product
+        # Only in forward are both sides the weight's; of its gradient one is the number of tokens.
+        product = event.product if event.phase is Phase.FORWARD else None
         if product is not None and product.batch == 1 and event.line == MATMUL:
             width, vocabulary = sorted((product.k, product.n))
             if vocabulary >= max(_LEAST_VOCABULARY, _MANY_TIMES_THE_WIDTH * width):
@@ -168,16 +169,16 @@ def anomaly_mode(evidence: StepEvidence) -> Observation | None:
 def memory_bound(evidence: StepEvidence) -> Observation | None:
     """Kernels without products on a device, beyond what their bytes take at full bandwidth."""
     traffic = [step.traffic for step in evidence.steps]
-    known = [part for part in traffic if part is not None and part.at_bandwidth_ns is not None]
-    if evidence.is_cpu or len(known) < len(traffic):
+    parts = [part for part in traffic if part is not None and part.at_bandwidth_ns is not None]
+    if evidence.is_cpu or len(parts) < len(traffic):
         return None
     # Of kernels whose operands are known; of the others nobody can tell what they could save.
-    ns = sum(max(0, part.known_ns - (part.at_bandwidth_ns or 0)) for part in known)
+    ns = sum(max(0, part.known_ns - (part.at_bandwidth_ns or 0)) for part in parts)
     share = evidence.share(evidence.ns("memory"))
     return Observation(
         ns,
         f"kernels without products took {share} of the time, mostly in {dearest_parts(evidence, 'memory')}; full "
-        f"bandwidth would move their operands in {evidence.share(sum(part.at_bandwidth_ns or 0 for part in known))}.",
+        f"bandwidth would move their operands in {evidence.share(sum(part.at_bandwidth_ns or 0 for part in parts))}.",
         "many kernels read and write all of their operands, or are too small for the device.",
         "torch.compile, or fused kernels (Liger, Apex), which keep what they pass on, on the chip; larger batches "
         "where kernels are small.",

@@ -139,11 +139,11 @@ class StepPauses:
             return []
         busy_until = np.maximum.accumulate(np.concatenate([[window.start_ns], events.end_ns[inside]]))[:-1]
         lengths = events.start_ns[inside] - busy_until
-        late = self.step.idle.late_before
+        late_before = self.step.idle.late_before
         return [
             (int(length), int(event))
             for length, event in zip(lengths.tolist(), inside.tolist(), strict=True)
-            if length > 0 and not late[event]
+            if length > 0 and not late_before[event]
         ]
 
     def surrounding(self, pause: Pause) -> int:
