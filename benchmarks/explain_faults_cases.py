@@ -184,10 +184,10 @@ def pads_to_maximum(is_faulty: bool) -> Loop:
     return Loop(small_model(), batches(samples, collate=partial(padded, to=256) if is_faulty else padded))
 
 
-@case("lengths that vary, padded to the longest of 16", "padding")
+@case("lengths that vary, padded to the longest of 48", "padding")
 def pads_to_longest(is_faulty: bool) -> Loop:
     """Pad batches of unsorted lengths; healthy: as many tokens without padding."""
-    return Loop(small_model(), batches(Lengths(512, varied=True) if is_faulty else Lengths(MEAN_LENGTH), 16))
+    return Loop(small_model(), batches(Lengths(512, varied=True) if is_faulty else Lengths(MEAN_LENGTH), 48))
 
 
 @case("a vocabulary of 60,000 on a width of 64", "large-head")

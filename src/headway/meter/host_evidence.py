@@ -107,16 +107,15 @@ class HostEvidence:
             self._collections.pop().__exit__(None, None, None)
 
     def _sample(self, thread: int) -> None:
-        # A sampler that loses its core in the middle of a sample holds the loop up too, which needs its lock.
         own = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-        before, delay_before = time.perf_counter_ns(), _waited_for_core_ns(self._task) + _waited_for_core_ns(own)
+        before, delay_before = time.perf_counter_ns(), _waited_for_core_ns(self._task)
         while not self._ended.wait(self._every_s):
+            own_delay_before = _waited_for_core_ns(own)
             frame = sys._current_frames().get(thread)
             if frame is None:
                 return
-            now, delay = time.perf_counter_ns(), _waited_for_core_ns(self._task) + _waited_for_core_ns(own)
-            if delay - delay_before > _LEAST_DELAY_NS and len(self._preempted) < _MOST_RUNS:
-                self._preempted.append([before, now, delay - delay_before])
+            now, delay = time.perf_counter_ns(), _waited_for_core_ns(self._task)
+            self._note_delay(before, now, delay - delay_before)
             before, delay_before = now, delay
             stack = self._stacks.setdefault(self._stack(frame), len(self._stacks))
             del frame  # it holds the loop's variables
@@ -129,6 +128,13 @@ class HostEvidence:
                 longest = sorted(self._runs, key=lambda run: run[0] - run[1])[: _MOST_RUNS // 2]
                 self._runs = sorted(longest)
                 self._every_s *= 2
+            # A sampler that loses its core in the middle of a sample holds up the loop too, which needs Python's lock.
+            self._note_delay(now, time.perf_counter_ns(), _waited_for_core_ns(own) - own_delay_before)
+
+    def _note_delay(self, begin_ns: int, end_ns: int, delay_ns: int) -> None:
+        """Note for how long a thread had no core in some time [ns]."""
+        if delay_ns > _LEAST_DELAY_NS and len(self._preempted) < _MOST_RUNS:
+            self._preempted.append([begin_ns, end_ns, delay_ns])
 
     def _stack(self, frame: FrameType | None) -> tuple[str, ...]:
         """Name the innermost frames: those around the innermost one, and the first of the loop's own code."""

@@ -192,7 +192,7 @@ def dearest_parts(evidence: StepEvidence, line: str) -> str:
     for event in evidence.spent:
         if event.line == line:
             # Layers of one kind are one part: their numbers are left out.
-            parts[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", event.module) or event.operator or event.name] += event.ns
+            parts[re.sub(r"(?<=[._])\d+(?=\.|$)", "*", event.module) or event.operator or event.name] += event.ns
     return ", ".join(f"{name[:60]} ({evidence.share(ns)})" for name, ns in parts.most_common(3))
 
 

@@ -31,6 +31,11 @@ _FIRST_USE = 10  # times what other calls of the operator take
 _ALLOCATES = re.compile(r"(cuda|hip|cu)(Host)?(Malloc|Free|MemAlloc|MemFree|HostAlloc|MemCreate|MemMap)\w*")
 _LOADS = re.compile(r"(cu|hip)(ModuleLoad|LibraryLoad|ModuleGetFunction)\w*|cudaFuncGetAttributes")
 _REPLAYS = re.compile(r"(cuda|hip|cu)GraphLaunch\w*")
+_ANNOTATION = "the annotation"
+_NOT_KNOWN_MESSAGE = (
+    "not known: code outside of PyTorch, such as logging, a checkpoint, an evaluation, collecting garbage, a callback, "
+    "or another process that had its core."
+)
 _SURROUNDINGS = ("ProfilerStep#", "phase:", COLLECTION)
 _LOOKED_AT = 40  # longest pauses of a job that are looked at one by one
 # What names of files and functions in a stack tell of a pause: words, the chore that has a finding of its own, else
@@ -43,6 +48,8 @@ _ACTIVITIES = (
      "ask it less often, or in a thread of its own"),
     (r"\(socket\.py|\(ssl\.py|\(http/|urllib|requests/|\(asyncio/", None, "a server is waited for",
      "ask it less often, or in a thread of its own"),
+    (r"^~?_engine_run_backward", None, "backward's engine was between two operators: a hook in C++, or another "
+     "thread that held Python's lock", "look at the trace around the gap, and at other threads"),
     (r"\(copy\.py|\w+/copy\.py", None, "objects are copied in Python", "copy less often, and tensors alone"),
 )  # fmt: skip
 
@@ -165,6 +172,8 @@ class StepPauses:
         host, names = self.host, self.measured.trace.names
         around = self.surrounding(pause)
         name = names[host.name[around]] if around != NONE else ""
+        if around != NONE and host.kind[around] == Kind.ANNOTATION:
+            name = f"{_ANNOTATION} {name}"
         operator = self.measured.attribution.contexts[around].operator if around != NONE else NONE
         operator_name = names[host.name[operator]] if operator != NONE else ""
         if _ALLOCATES.fullmatch(name):
@@ -247,7 +256,7 @@ def _classed(evidence: StepEvidence, kind: str) -> tuple[int, Counter[str], list
         if cause == "pause":
             # What stacks tell to be a chore is that chore, announced to the meter or not.
             stacks = stacks_of(evidence, step, gap)
-            cause = _activity(max(stacks, key=lambda stack: (stacks[stack], stack)))[0] if stacks else cause
+            cause = _activity(stacks.most_common(1)[0][0])[0] if stacks else cause
         if cause == kind:
             ns += gap.own_ns
             places[place] += gap.own_ns
@@ -270,9 +279,10 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
     stacks: Counter[tuple[str, ...]] = Counter()
     for step, gap in members:
         stacks.update(stacks_of(evidence, step, gap))
-    message = f"the host called no operator in {_extent(evidence, members)}: {evidence.share(ns)} of the time."
+    idle = "called no operator" if evidence.is_cpu else "launched nothing"
+    message = f"the host {idle} in {_extent(evidence, members)}: {evidence.share(ns)} of the time."
     if stacks:
-        stack = max(stacks, key=lambda stack: (stacks[stack], stack))
+        stack, _ = stacks.most_common(1)[0]
         _, what, advice = _activity(stack)
         share = stacks[stack] / stacks.total()
         where = f" Python was in {_frames(stack)} for {share:.0%} of it."
@@ -283,14 +293,15 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
         return Observation(
             ns,
             f"{message} It was in {place}.",
-            f"{place} runs on the host while the device has nothing to do.",
+            _NOT_KNOWN_MESSAGE
+            if place.startswith(_ANNOTATION)
+            else f"{place} runs on the host while the device has nothing to do.",
             "do that work ahead of time or in a thread of its own, less often, or not in the step.",
         )
     return Observation(
         ns,
         f"{message} The trace shows nothing that it did meanwhile.",
-        "not known: code outside of PyTorch, such as logging, a checkpoint, an evaluation, collecting garbage, a "
-        "callback, or another process that had its core.",
+        _NOT_KNOWN_MESSAGE,
         "a profile with stacks (with_stack=True, or headway.profile, which samples them), which names the code.",
     )
 
