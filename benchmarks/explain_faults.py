@@ -172,10 +172,12 @@ def render(record: dict[str, Any]) -> str:
     sound = [row for row in record["rows"] if not CASES[row["case"]].names]
     for source in SOURCES:
         right = sum(row[source]["verdict"] == "right" for row in planted)
+        first = sum(row[source]["verdict"] in ("right", "named first, other size") for row in planted)
         alarms = sum(row[source]["verdict"] == "false alarm" for row in sound)
         lines.append(
-            f"By {source}: {right} of {len(planted)} faults are named first with a size within a fifth of the truth "
-            f"(of small ones within {POINTS:.0%} of the step); {alarms} false alarms in {len(sound)} healthy runs."
+            f"By {source}: {first} of {len(planted)} faults are named first, {right} of them with a size within a "
+            f"fifth of the truth (of small ones within {POINTS:.0%} of the step); {alarms} false alarms in "
+            f"{len(sound)} healthy runs."
         )
     return "\n".join([*lines, "", describe_environment(record), ""])
 

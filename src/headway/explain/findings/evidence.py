@@ -279,7 +279,10 @@ class StepEvidence(Evidence[StepWaterfall]):
         if shift_ns is None:
             return []
         rows = self.host_fact("preempted", measured.trace.rank) or ()
-        return [(int(begin) + shift_ns, int(end) + shift_ns, int(ns)) for begin, end, ns in rows]
+        # The system counts a wait when it is over, so it may have begun before the sample before.
+        return [
+            (min(int(begin), int(end) - int(ns)) + shift_ns, int(end) + shift_ns, int(ns)) for begin, end, ns in rows
+        ]
 
     def _shift_ns(self, measured: MeasuredTrace, step: int) -> int | None:
         """From the samples' clock to the trace's, by the beginning of a step that both have [ns]; None without one."""

@@ -38,6 +38,7 @@ _NOT_KNOWN_MESSAGE = (
 )
 _SURROUNDINGS = ("ProfilerStep#", "phase:", COLLECTION)
 _LOOKED_AT = 40  # longest pauses of a job that are looked at one by one
+_ENGINE = re.compile(r"^~?_engine_run_backward")
 # What names of files and functions in a stack tell of a pause: words, the chore that has a finding of its own, else
 # what the host did and what to do about it.
 _ACTIVITIES = (
@@ -48,7 +49,7 @@ _ACTIVITIES = (
      "ask it less often, or in a thread of its own"),
     (r"\(socket\.py|\(ssl\.py|\(http/|urllib|requests/|\(asyncio/", None, "a server is waited for",
      "ask it less often, or in a thread of its own"),
-    (r"^~?_engine_run_backward", None, "backward's engine was between two operators: a hook in C++, or another "
+    (_ENGINE.pattern, None, "backward's engine was between two operators: a hook in C++, or another "
      "thread that held Python's lock", "look at the trace around the gap, and at other threads"),
     (r"\(copy\.py|\w+/copy\.py", None, "objects are copied in Python", "copy less often, and tensors alone"),
 )  # fmt: skip
@@ -124,8 +125,8 @@ class StepPauses:
             end_ns = window.end_ns if event == NONE else min(int(events.start_ns[event]), window.end_ns)
             collected_ns = min(ns, _overlap(self.collections, end_ns - ns, end_ns))
             preempted_ns = self._preempted_ns(end_ns - ns, end_ns)
-            # What the counts leave of a gap that was mostly another process's is not known well enough.
-            is_long = ns - collected_ns - preempted_ns >= max(long_ns, preempted_ns)
+            # What the counts leave of a gap that was nearly all another process's is not known well enough.
+            is_long = ns - collected_ns - preempted_ns >= max(long_ns, preempted_ns // 10)
             gaps.append(Pause(ns, end_ns - ns, end_ns, event, collected_ns, preempted_ns, is_long))
         return tuple(sorted(gaps, key=lambda gap: gap.start_ns))
 
@@ -256,7 +257,11 @@ def _classed(evidence: StepEvidence, kind: str) -> tuple[int, Counter[str], list
         if cause == "pause":
             # What stacks tell to be a chore is that chore, announced to the meter or not.
             stacks = stacks_of(evidence, step, gap)
-            cause = _activity(stacks.most_common(1)[0][0])[0] if stacks else cause
+            stack = stacks.most_common(1)[0][0] if stacks else ()
+            cause = _activity(stack)[0] if stack else cause
+            # Between operators of backward no code of the loop runs: there it waits for a thread that lost its core.
+            if gap.preempted_ns and _ENGINE.match(" ".join(stack)):
+                continue
         if cause == kind:
             ns += gap.own_ns
             places[place] += gap.own_ns
@@ -418,7 +423,10 @@ def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
     operators = [event for event in evidence.spent if event.ns and event.line not in ("aside", "communication")]
     usual_ns = median(event.ns for event in operators) if operators else 0
     large_ns = sum(event.ns for event in operators if event.ns > _TINY_NS)
-    own_ns = evidence.duration_ns - _core_wait_ns(evidence)
+    core_wait_ns = _core_wait_ns(evidence)
+    own_ns = evidence.duration_ns - core_wait_ns
+    if core_wait_ns > own_ns:  # whatever operators took then is other processes' doing
+        return None
     # Half of what the thread computed, at least: every step of a small model has some work to hide calls behind.
     if not operators or usual_ns > _TINY_NS or 2 * large_ns > own_ns:
         return None
@@ -427,7 +435,7 @@ def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
         return None
     pauses_ns = sum(gap.own_ns for step in pauses_of(evidence) for gap in step.gaps if gap.is_long)
     others_ns = sum(evidence.ns(key) for key in ("aside", "communication", "idle.data", "idle.sync"))
-    ns = max(0, evidence.duration_ns - large_ns - pauses_ns - others_ns)
+    ns = max(0, evidence.duration_ns - core_wait_ns - large_ns - pauses_ns - others_ns)
     return Observation(
         ns,
         f"{len(operators) / evidence.num_steps:,.0f} operators a step take {usual_ns / 1e3:,.0f} us each (median), and "
