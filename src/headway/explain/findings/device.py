@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from headway.explain.attribution import Phase
 from headway.explain.events import NONE, Kind
@@ -59,22 +60,28 @@ def unfused_chains(evidence: StepEvidence) -> Observation | None:
     # A module that holds others counts through these; one with a matrix product is no chain of memory-bound kernels.
     calls = _calls(evidence)
     holds_others = {module.rpartition(".")[0] for module in calls}
-    ns, modules = 0.0, 0
+    lengths: dict[str, float] = {}  # of the modules that are chains, kernels a call
     for module, events in of_module.items():
         if module in holds_others:
             continue
         forward = [event for event in events if event.phase in (Phase.FORWARD, Phase.RECOMPUTED)]
         length = _num_kernels(forward, is_cpu=evidence.is_cpu) / calls[module] if calls[module] else 0.0
         if length >= _CHAIN and all(event.line == "memory" for event in events):
-            modules += 1
-            # Each kernel of the chain reads and writes all of its operand, so of `length` passes one would do.
-            ns += sum(event.ns for event in events) * (1 - 1 / length)
-    if not modules:
+            lengths[module] = length
+    if not lengths:
         return None
+    # Each kernel of the chain reads and writes all of its operand, so of `length` passes one would do. Of the steps the
+    # median counts: what comes once, as a core that is taken away, is not the chain's.
+    shares = [
+        sum(event.ns * (1 - 1 / lengths[event.module]) for event in events if event.module in lengths)
+        / step.duration_ns
+        for step, events in zip(evidence.measured_steps, evidence.spent_by_step, strict=True)
+    ]
+    ns = median(shares) * evidence.duration_ns
     return Observation(
         round(ns),
-        f"{modules} modules without matrix products, such as norms and activations, are chains of {_CHAIN} or more "
-        f"memory-bound kernels; one kernel each would save {evidence.share(round(ns))} of the time.",
+        f"{len(lengths)} modules without matrix products, such as norms and activations, are chains of {_CHAIN} or "
+        f"more memory-bound kernels; one kernel each would save {evidence.share(round(ns))} of the time.",
         "norms, activations or rotary embeddings are written out in PyTorch, so each operator reads and writes all.",
         "torch.compile, or modules that are one kernel: torch.nn.RMSNorm, those of Liger.",
         setting="speed.compile: true, or speed.kernels: liger",

@@ -230,10 +230,15 @@ class StepEvidence(Evidence[StepWaterfall]):
         numbers = [number for number in map(as_number, values) if number is not None]
         return sum(numbers) if len(numbers) == len(values) else None
 
+    @property
+    def measured_steps(self) -> list[StepWaterfall]:
+        """Steps that were measured in a trace; the others are made of records."""
+        return [step for step in self.steps if step.measured is not None]
+
     @cached_property
     def spent_by_step(self) -> tuple[tuple[EventTime, ...], ...]:
         """Events that took time of each step that was measured, in their order; a step made of records has none."""
-        return tuple(tuple(_spent(*step.measured)) for step in self.steps if step.measured is not None)
+        return tuple(tuple(_spent(*step.measured)) for step in self.measured_steps if step.measured is not None)
 
     @cached_property
     def spent(self) -> tuple[EventTime, ...]:

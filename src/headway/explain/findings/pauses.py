@@ -6,7 +6,7 @@ collected, or whatever the host's stack tells. Many short ones are launches that
 
 import re
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -422,11 +422,13 @@ def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
     """The same on a CPU, whose operators run within their calls: the short ones are calls and little else."""
     operators = [event for event in evidence.spent if event.ns and event.line not in ("aside", "communication")]
     usual_ns = median(event.ns for event in operators) if operators else 0
-    large_ns = sum(event.ns for event in operators if event.ns > _TINY_NS)
+    # What calls of one kind usually take: a core that was taken away within one of them is not its work.
+    of_kind: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for event in operators:
+        of_kind[event.operator, int(event.trace.events.operands[event.event])].append(event.ns)
+    large_ns = sum(len(calls) * kind_ns for calls in of_kind.values() if (kind_ns := round(median(calls))) > _TINY_NS)
     core_wait_ns = _core_wait_ns(evidence)
     own_ns = evidence.duration_ns - core_wait_ns
-    if core_wait_ns > own_ns:  # whatever operators took then is other processes' doing
-        return None
     # Half of what the thread computed, at least: every step of a small model has some work to hide calls behind.
     if not operators or usual_ns > _TINY_NS or 2 * large_ns > own_ns:
         return None
