@@ -290,6 +290,7 @@ FAULTS = {
     slow_reader: "data-storage",
     slow_decoder: "data-decoding",
 }
+NO_CAUSE = {"largest-loss", "shared-cores"}  # they name no fault of the loop
 FAULTS_OF_A_RANK = {"sleep_on_one_rank": "slow-rank", "heavy_pack": "heavy-pack"}
 
 
@@ -325,11 +326,11 @@ def test_the_first_finding_names_the_planted_fault(tmp_path, plant):
 def test_the_first_finding_names_the_fault_of_a_rank(tmp_path, fault):
     found = found_in_ranks(fault, tmp_path)
     assert [one.id for one in found][:1] == [FAULTS_OF_A_RANK[fault]]
-    assert "mostly for rank 1" in found[0].seen
+    assert "waited for rank 1" in found[0].seen
 
 
 def test_nothing_is_found_in_a_clean_run(tmp_path):
-    assert found_in(clean, tmp_path) == ()
+    assert [finding.id for finding in found_in(clean, tmp_path) if finding.id not in NO_CAUSE] == []
 
 
 @pytest.mark.parametrize(("plant", "modules"), [(clean, None), (written_out_norms, "5 ")])

@@ -31,11 +31,12 @@ def test_a_waterfall_reads_at_80_columns(tmp_path, monkeypatch):
 
 def test_a_waterfall_shows_all_lines_that_took_time_and_the_sum(tmp_path):
     text = as_text(long_names(tmp_path))
-    assert text.startswith(
-        "step  rank    ms  largest loss           share\n"
+    assert text.startswith("What to do first\n\n1. largest-loss: up to 32.0 % of the time\n")  # then the tables
+    assert (
+        "\n\nstep  rank    ms  largest loss           share\n"
         "----  ----  ----  --------------------  ------\n"
         "   2     0  0.10  memory-bound kernels  32.0 %\n"
-    )
+    ) in text
     assert (
         "The mean of 3 steps of rank 0 on unknown device: 0.10 ms; the median is step 3, 0.10 ms (step and rank show "
         "another)\n"
@@ -155,4 +156,5 @@ def test_what_waited_is_named_below_the_waterfall(tmp_path):
     trace.launched("second", 150 * US, 200 * US, 10 * US, 2, operator="aten::add")
     text = as_text(explain([read_trace(trace.write(tmp_path / "t.json"))], as_one_step=True))
     assert "idle: host waits (sync): aten::item (cudaStreamSynchronize) 0.09 ms." in text
-    assert text.startswith("The whole trace of rank 0")
+    assert text.startswith("What to do first\n\n1. synchronisation: ")
+    assert "\n\nThe whole trace of rank 0" in text

@@ -1,11 +1,13 @@
 """Profiles of real loops: what the file holds, that the window changes nothing else, and what goes wrong."""
 
 import copy
+import gc
 import gzip
 import json
 import pickle
 import sys
 import threading
+import time
 from collections import Counter
 from contextlib import nullcontext
 
@@ -20,7 +22,7 @@ from headway.errors import UsageError
 from headway.explain.breakdown import attributed_share, break_down
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from headway.meter import Meter
+from headway.meter import Meter, host_evidence
 from headway.meter.annotations import _compiled_around
 from headway.meter.trace_file import digest_of
 from headway.models.compiling import CompileWatch, compile_blocks
@@ -411,6 +413,88 @@ def test_a_loop_without_a_model_has_no_module_names_unless_it_is_given(tmp_path)
         found = {event["name"] for event in annotations(window.path) if event["name"].startswith("module:")}
         assert found >= names
         assert bool(found) == (model is not None)
+
+
+def paused_loop(tmp_path, action, *, steps=range(2, 4)):
+    """Profile steps that do something else before their work; returns what the file's head says, and annotations."""
+    meter = plain_meter()
+    with headway.profile(meter, tmp_path, steps=steps, report=lambda _: None) as window:
+        loop(meter, before_step=action)
+    return read(window.path)["headway"]["host"], annotations(window.path)
+
+
+def spend_time(_number):
+    """Keep the loop's thread busy for longer than several samples are apart."""
+    end = time.perf_counter() + 0.1
+    while time.perf_counter() < end:
+        pass
+
+
+def test_a_profile_holds_the_stacks_of_its_steps_and_no_others(tmp_path):
+    host, _ = paused_loop(tmp_path, spend_time)
+    own = [number for number, stack in enumerate(host["stacks"]) if stack[0].startswith("spend_time (")]
+    assert own
+    begin, end = min(host["step_ns"].values()), max(host["step_ns"].values())
+    runs = [run for run in host["runs"] if run[2] in own]
+    assert all(run[0] >= begin - 10**9 and run[1] <= end + 60 * 10**9 for run in runs)
+    assert sum(run[1] - run[0] for run in runs) > 0
+    assert len(host["step_ns"]) == 2
+    assert not host["anomaly_mode"]
+
+
+def test_no_thread_and_no_callback_outlasts_the_window(tmp_path):
+    callbacks, threads = list(gc.callbacks), threading.active_count()
+    paused_loop(tmp_path, lambda _: None)
+    assert (gc.callbacks, threading.active_count()) == (callbacks, threads)
+
+
+def test_collections_of_garbage_are_annotated_in_the_window_alone(tmp_path):
+    _, named = paused_loop(tmp_path, lambda _: gc.collect())
+    full = [event for event in named if event["name"] == "gc:collection of generation 2"]
+    assert len(full) == 2  # one in each profiled step, of all steps
+
+
+def test_anomaly_mode_is_noted(tmp_path):
+    with torch.autograd.set_detect_anomaly(True):
+        host, _ = paused_loop(tmp_path, lambda _: None)
+    assert host["anomaly_mode"]
+
+
+def test_what_is_recorded_of_the_host_is_bounded(monkeypatch):
+    """Runs of stacks that never repeat are thinned: the longest stay."""
+    monkeypatch.setattr(host_evidence, "_EVERY_S", 1e-4)
+    monkeypatch.setattr(host_evidence, "_MOST_RUNS", 20)
+    evidence = host_evidence.HostEvidence(lambda _: nullcontext())
+    evidence.open()
+    for line in range(200):
+        exec(compile("\n" * line + "sum(range(20000))", "varied.py", "exec"))
+    evidence.close()
+    facts = evidence.facts()
+    assert len(facts["runs"]) <= 20
+    assert all(begin <= end for begin, end, _ in facts["runs"])
+    json.dumps(facts)
+
+
+def test_an_evaluation_that_logs_goes_on_as_an_evaluation(tmp_path):
+    meter = plain_meter()
+
+    def evaluate(_number):
+        meter.leave("evaluation")
+        with torch.no_grad():
+            for watcher in meter.watchers:
+                watcher.begin("logging")
+                watcher.end("logging")
+            torch.ones(3).exp()
+        meter.back()
+
+    with headway.profile(meter, tmp_path, steps=range(2, 4), report=lambda _: None) as window:
+        loop(meter, before_step=evaluate)
+    events = read(window.path)["traceEvents"]
+    phases = [event for event in events if event.get("name") == "phase:evaluation"]
+    assert len(phases) == 4  # before the logging and after it, in each step
+    exps = [event for event in events if event.get("name") == "aten::exp"]
+    assert len(exps) == 2
+    assert all(any(is_in(event, phase) for phase in phases) for event in exps)
 
 
 def test_importing_the_name_loads_no_torch(monkeypatch):

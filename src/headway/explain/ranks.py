@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headway.report import format_flops, format_ms, format_rate
+from headway.report import format_flops, format_ms, format_rate, format_share
 
 _BUSY = ("matmul", "memory", "unexplained")
 # Lines in which a rank can be late, and what it did in them.
@@ -19,6 +19,7 @@ _LINE_REASONS = {
     "aside": "it logged, evaluated, wrote a checkpoint or compiled for {} more",
 }
 _LEAST_PART = 0.25  # of the waiting; what explains less is not the reason
+_MOST = 0.75  # of the waiting; a cause that covers less is told with its part
 _ALIKE = 0.05  # ratios as near to 1 as this are called the same
 
 
@@ -55,6 +56,8 @@ class WaitedFor:
         cause: "work", "speed", "busy" (longer at work, FLOPs not known), the key of the line in which it was longer
             than the others, or "unknown".
         cause_ns: time that this cost it more than the others' median [ns].
+        cost_ns: what the step would be shorter without its delay: the others wait for it no longer, up to the next one
+            that comes late [ns].
         flops: useful FLOPs of the rank; None where those of some rank are not known.
         flops_of_others: median of the others.
         flops_per_s: useful FLOPs / time in which it computed [FLOP/s]; None likewise.
@@ -66,6 +69,7 @@ class WaitedFor:
     wait_ns: int
     cause: str
     cause_ns: int
+    cost_ns: int = 0
     flops: int | None = None
     flops_of_others: float | None = None
     flops_per_s: float | None = None
@@ -79,8 +83,18 @@ class WaitedFor:
         """Give the JSON-ready record."""
         return asdict(self)
 
+    @property
+    def explained(self) -> float:
+        """Part of the wait that the cause covers, a fraction; 0 where no cause is known."""
+        return min(1.0, self.cause_ns / self.wait_ns) if self.wait_ns > 0 else 0.0
+
     def why(self) -> str:
-        """The reason alone."""
+        """The reason alone, with the part of the wait that it covers where that is not most of it."""
+        if self.cause == "unknown" or self.explained >= _MOST:
+            return self._reason()
+        return f"{self._reason()}, which explains {format_share(self.explained)} of it"
+
+    def _reason(self) -> str:
         if self.cause in _LINE_REASONS:
             return _LINE_REASONS[self.cause].format(f"{format_ms(self.cause_ns)} ms")
         if self.cause == "busy":
@@ -121,6 +135,8 @@ def waited_for(step: int, ranks: Sequence[RankStep]) -> WaitedFor | None:
     wait_ns = waited[slowest.rank] // max(len(others), 1)
     if wait_ns <= 0:
         return None
+    # Without its delay the step would end when the next one comes: the one that waited least for it.
+    cost_ns = min(other.waits.get(slowest.rank, 0) for other in others)
     # Time of the rank above the others' median, for each line in which it did not compute.
     longer = {
         key: round(slowest.spent.get(key, 0) - statistics.median(rank_step.spent.get(key, 0) for rank_step in others))
@@ -149,8 +165,8 @@ def waited_for(step: int, ranks: Sequence[RankStep]) -> WaitedFor | None:
     # What took longest beyond the others is the cause, unless most of the waiting came from elsewhere.
     cause = max(longer, key=longer.__getitem__)
     if longer[cause] < _LEAST_PART * wait_ns:
-        return WaitedFor(step, slowest.rank, wait_ns, "unknown", 0, **rates_and_flops)
-    return WaitedFor(step, slowest.rank, wait_ns, cause, longer[cause], **rates_and_flops)
+        return WaitedFor(step, slowest.rank, wait_ns, "unknown", 0, cost_ns, **rates_and_flops)
+    return WaitedFor(step, slowest.rank, wait_ns, cause, longer[cause], cost_ns, **rates_and_flops)
 
 
 def _why_busy(times_the_work: float, times_as_long: float) -> str:

@@ -48,7 +48,7 @@ _NOT_A_LOSS = {"useful", "matmul"}
 
 
 def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None, *, markdown: bool = False) -> str:
-    """Render an explanation: all steps in a line each, and their mean in full beside the step of median duration.
+    """Render an explanation: what to do first, all steps in a line each, and their mean in full beside the median step.
 
     Args:
         explanation: at least one step.
@@ -60,8 +60,8 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     # Of an even number the faster of the two in the middle, so that what is shown is a step that there is.
     shown = sorted(waterfalls, key=lambda waterfall: waterfall.duration_ns)[(len(waterfalls) - 1) // 2]
     mean = mean_of(waterfalls)
-    # From the whole to its parts: all steps, the mean one, what it is made of, what to do, and what to know.
-    parts = []
+    # What to do first; then from the whole to its parts: all steps, the mean one, what it is made of, what to know.
+    parts = [_findings(explanation.findings, markdown=markdown)] if explanation.findings else []
     if len(waterfalls) > 1:
         parts.append(table(*_overview(waterfalls)))
     parts.append(_title(shown, mean, len({waterfall.rank for waterfall in waterfalls}), markdown=markdown))
@@ -70,8 +70,6 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     details = [*_details(mean), *_of_ranks(explanation, shown)]
     if details:
         parts.append(sentences(details, markdown=markdown))
-    if explanation.findings:
-        parts.append(_findings(explanation.findings, markdown=markdown))
     if by is not None and mean.num_steps > 1:
         parts.append(sentences([f"By {by}, of step {shown.step}, the median:"], markdown=markdown))
     if by == "gemm":
@@ -242,7 +240,7 @@ def _of_ranks(explanation: JobExplanation, shown: StepWaterfall) -> list[str]:
 
 
 def _findings(findings: Sequence[Finding], *, markdown: bool) -> str:
-    """List what to do first, the dearest first: what each costs, what was seen, the likely cause, what to try."""
+    """List what to do first, the largest first: what each costs, what was seen, the likely cause, what to try."""
     lines = ["**What to do first**", ""] if markdown else ["What to do first"]
     for number, finding in enumerate(findings, start=1):
         title = f"{finding.id}: up to {format_share(finding.share)} of the time"

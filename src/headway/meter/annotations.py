@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import TraceError
+from headway.meter.host_evidence import HostEvidence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,11 +36,13 @@ class Annotations:
         self._model = model
         self._handles: list[Any] = []
         self._wrapped: list[tuple[nn.Module, Any]] = []
+        self._host = HostEvidence(_enter)
         self._step: Any = None
         self._phase: tuple[str, Any] | None = None
 
     def open(self) -> None:
-        """Put the hooks in."""
+        """Put the hooks in, and begin to watch the host."""
+        self._host.open()
         if self._model is None:
             return
         root = self._model
@@ -52,6 +55,7 @@ class Annotations:
 
     def close(self) -> None:
         """Take the hooks away, and end what lasts."""
+        self._host.close()
         for handle in self._handles:
             handle.remove()
         for module, call in self._wrapped:
@@ -67,7 +71,15 @@ class Annotations:
         self.switch(None)
         if self._step is not None:
             _exit(self._step)
-        self._step = None if number is None else _enter(f"ProfilerStep#{number}")
+        self._step = None
+        if number is not None:
+            self._host.step(number)
+            self._step = _enter(f"ProfilerStep#{number}")
+
+    @property
+    def host(self) -> dict[str, Any]:
+        """Observations of the host, JSON-ready; see `HostEvidence.facts`."""
+        return self._host.facts()
 
     def switch(self, phase: str | None) -> None:
         """End the phase that lasts, and begin another one; the same one goes on."""

@@ -21,6 +21,7 @@ from headway.meter.trace_file import facts_of, step_facts, write_trace
 if TYPE_CHECKING:
     from torch import nn
 
+_OUTER = ("evaluation", "checkpoint")  # phases in which others may begin and end
 _COMPARED = 10  # steps before the window that its steps' times are compared with
 
 
@@ -92,6 +93,7 @@ class ProfiledSteps(LoopWatcher):
         self._annotations = Annotations(None)
         self._before: deque[StepTime] = deque(maxlen=_COMPARED + 1)  # of the steps before the window
         self._recorded: list[PendingStep] = []
+        self._outer: list[str] = []  # phases around the one that lasts
         self._switching_s = 0.0
 
     def __enter__(self) -> Self:
@@ -140,13 +142,19 @@ class ProfiledSteps(LoopWatcher):
 
     def begin(self, phase: str) -> None:
         """Name a phase that begins."""
-        if self._profiler is not None:
-            self._annotations.switch(phase)
+        if self._profiler is None:
+            return
+        outer = self._annotations.phase
+        if outer in _OUTER and phase != outer:  # an evaluation that logs goes on as one afterwards
+            self._outer.append(outer)
+        self._annotations.switch(phase)
 
     def end(self, phase: str) -> None:
         """End the name of a phase."""
         if self._profiler is not None and self._annotations.phase == phase:
-            self._annotations.switch(None)
+            self._annotations.switch(self._outer.pop() if self._outer else None)
+        elif phase in self._outer:
+            self._outer.remove(phase)
 
     def took(self, step: PendingStep) -> None:
         """Begin to record before the window's first step, and write the file after its last."""
@@ -157,6 +165,7 @@ class ProfiledSteps(LoopWatcher):
             self._open_before(self._meter, number + 1)
             return
         self._recorded.append(step)
+        self._outer.clear()
         if number == self._steps[-1]:
             with self._meter.away("idle"):
                 self._close(self._meter)
@@ -227,6 +236,7 @@ class ProfiledSteps(LoopWatcher):
         first, last = (meter.steps_before + step.number for step in (self._recorded[0], self._recorded[-1]))
         overhead_s, cost = self._overhead()
         facts = facts_of(meter, rank=self._rank, world_size=self._world_size, overhead_s=overhead_s)
+        facts["host"] = self._annotations.host
         facts["steps"] = {str(meter.steps_before + step.number): step_facts(meter, step) for step in self._recorded}
         path = self._folder / f"steps-{first:06d}-{last:06d}-rank-{self._rank}.json.gz"
         self._write(profiler, path, facts)

@@ -6,6 +6,7 @@ from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from helpers.traces import US, paced_steps, products_in_a_row, sidecar, two_kernels_a_step
 
+TRAIN = sidecar(loop="headway train")
 HOPPER = [{"name": "NVIDIA H100", "computeMajor": 9, "computeMinor": 0}]
 
 
@@ -22,7 +23,19 @@ def test_a_side_that_is_no_multiple_of_eight_is_named(tmp_path):
 
 
 def test_an_aligned_product_is_no_finding(tmp_path):
-    assert found_in(tmp_path, products_in_a_row([[4096, 768], [768, 50304]], count=2, us=40)) == {}
+    found = found_in(tmp_path, products_in_a_row([[4096, 768], [768, 50304]], count=2, us=40))
+    assert "misaligned-gemms" not in found
+
+
+def test_a_batched_product_has_lengths_and_no_vocabulary(tmp_path):
+    def step(trace, at, number):
+        trace.launched("gemm", at + US, at + 1000 * US, 100 * US, number + 1, operator="aten::bmm",
+                       operands=([[16, 3137, 64], [16, 64, 3137]], "float"))  # fmt: skip
+
+    found = found_in(tmp_path, paced_steps(step))["misaligned-gemms"]
+    assert "a side of 3,137" in found.seen
+    assert "a sequence length or a number of patches" in found.cause
+    assert "vocabulary" not in found.cause + found.next
 
 
 def test_a_norm_of_many_kernels_is_found(tmp_path):
@@ -59,7 +72,7 @@ def attention(operator, kernel):
     ],
 )
 def test_attention_is_held_against_the_best_kernel_of_its_device(tmp_path, operator, kernel, device, advice):
-    found = found_in(tmp_path, attention(operator, kernel), deviceProperties=device)
+    found = found_in(tmp_path, attention(operator, kernel), deviceProperties=device, headway=TRAIN)
     assert ("slow-attention" in found) == (advice is not None)
     if advice is not None:
         assert advice in found["slow-attention"].next
@@ -78,7 +91,7 @@ def test_attention_is_held_against_the_best_kernel_of_its_device(tmp_path, opera
 )
 def test_recomputation_is_a_finding_where_memory_is_free(tmp_path, memory, is_found):
     beside = {} if memory is None else {"memory": memory}
-    found = found_in(tmp_path, two_kernels_a_step(), headway=sidecar(**beside))
+    found = found_in(tmp_path, two_kernels_a_step(), headway=sidecar(loop="headway train", **beside))
     assert ("recomputation" in found) == is_found
     if is_found:
         assert found["recomputation"].ns == round(8.75 * US)
@@ -101,7 +114,11 @@ def test_padding_is_found_by_the_slots_without_a_token(tmp_path):
 
 def test_a_vision_tower_that_learns_is_found_by_its_backward(tmp_path):
     flops = {"vision.mlp": {"forward": 10_000, "backward": 20_000}}
-    beside = sidecar(components={"": "vision.mlp"}, steps=steps_that_say(useful_flops=flops, recomputed_flops={}))
+    beside = sidecar(
+        loop="headway train",
+        components={"": "vision.mlp"},
+        steps=steps_that_say(useful_flops=flops, recomputed_flops={}),
+    )
     found = found_in(tmp_path, two_kernels_a_step(), headway=beside)["vision-tower"]
     assert found.ns == 40 * US  # two thirds of 60
     assert "model.freeze: [vision]" in found.next

@@ -4,7 +4,7 @@ import pytest
 
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.traces import US, paced_steps, products_in_a_row, shapes, sidecar
+from helpers.traces import US, paced_steps, sidecar
 
 
 def findings_of(tmp_path, trace, **beside):
@@ -13,6 +13,7 @@ def findings_of(tmp_path, trace, **beside):
 
 
 def first_finding(tmp_path, step, **beside):
+    beside.setdefault("headway", sidecar(loop="headway train"))
     return next(iter(findings_of(tmp_path, paced_steps(step), **beside).values()))
 
 
@@ -20,18 +21,6 @@ def two_kernels(trace, at, number, *, second=60, operator="aten::add"):
     """From 3 to 33 us and from `second` + 1 us to the step's end + 3 us, each launched 1 us before it begins."""
     trace.launched("k", at + 2 * US, at + 3 * US, 30 * US, number + 1, operator=operator)
     trace.launched("k", at + second * US, at + (second + 1) * US, (102 - second) * US, number + 2, operator=operator)
-
-
-def test_late_launches_are_the_hosts(tmp_path):
-    found = first_finding(tmp_path, two_kernels)
-    assert (found.id, found.ns, found.share) == ("host-bound", 28 * US, pytest.approx(0.28))
-    assert "speed.compile: true" in found.next
-    assert (found.mfu_from, found.mfu_to) == (None, None)
-
-
-def test_what_the_profiler_adds_is_not_the_hosts_fault(tmp_path):
-    beside = {"headway": sidecar(profiler_overhead_s=10e-6)}
-    assert first_finding(tmp_path, two_kernels, **beside).ns == 18 * US
 
 
 def test_waiting_on_a_synchronisation_names_what_waited(tmp_path):
@@ -112,7 +101,7 @@ def waits_for_data(trace, at, number):
     ],
 )
 def test_waiting_for_data_names_what_its_making_took_longest_with(tmp_path, making_s, rule, setting):
-    beside = sidecar()
+    beside = sidecar(loop="headway train")
     beside["steps"] = {number: {**step, "making_s": making_s} for number, step in beside["steps"].items()}
     trace = read_trace(paced_steps(waits_for_data).write(tmp_path / "t.json", headway=beside))
     first = explain([trace]).findings[0]
@@ -120,57 +109,3 @@ def test_waiting_for_data_names_what_its_making_took_longest_with(tmp_path, maki
     assert first.ns == 40 * US
     assert first.mfu_to == pytest.approx(first.mfu_from / 0.6)
     assert setting in first.next
-
-
-def test_products_that_take_less_than_their_launch_are_found(tmp_path):
-    found = findings_of(tmp_path, products_in_a_row([[1, 8], [8, 8]], count=20, us=2))["small-gemms"]
-    assert found.ns == 40 * US
-    assert "20 matrix products a step, 100% of them aten::addmm" in found.seen
-
-
-@pytest.mark.parametrize("gap", [0, 2])
-def test_large_products_are_not_small_where_the_step_ends_before_they_do(tmp_path, gap):
-    """The device waits for the first product of the next step, of which nothing is within this one."""
-
-    def step(trace, at, number):
-        for i in range(4):
-            launch = at + (1 + i) * US
-            trace.operator("aten::mm", launch, US, **shapes([[512, 512], [512, 512]]))
-            trace.launched("gemm", launch, at + (2 + gap + 20 * i) * US, 20 * US, number + i + 1)
-
-    found = findings_of(tmp_path, paced_steps(step))
-    assert "small-gemms" not in found
-    assert found["host-bound"].share == pytest.approx(0.2, abs=0.03)
-
-
-def test_products_are_judged_by_their_flops_where_a_peak_is_known(tmp_path):
-    trace = products_in_a_row([[512, 64], [64, 64]], count=4, us=20)
-    for peak, is_small in ((1e12, True), (1e11, False)):
-        beside = {"headway": sidecar(peak_flops_per_s=peak, ceiling_flops_per_s=None)}
-        assert ("small-gemms" in findings_of(tmp_path, trace, **beside)) == is_small
-
-
-def optimizer_findings(tmp_path, operators):
-    """Findings of steps with a product, and so many operators of the optimizer, of 100 ns each."""
-
-    def step(trace, at, number):
-        trace.launched("gemm", at, at + 1000 * US, 60 * US, number * 10 + 999, operator="aten::mm")
-        trace.annotation("Optimizer.step#AdamW.step", at + 2 * US, 90 * US)
-        for i, operator in enumerate(operators):
-            launch = at + 3 * US + i * 100
-            trace.operator(operator, launch, 90)
-            trace.call("cudaLaunchKernel", launch, 80, number * 10 + i + 1)
-            trace.kernel("k", at + 1060 * US + i * 100, 100, number * 10 + i + 1)
-
-    return findings_of(tmp_path, paced_steps(step))
-
-
-def test_an_optimizer_that_takes_tensors_one_by_one_is_found(tmp_path):
-    found = optimizer_findings(tmp_path, ["aten::mul_"] * 400)["optimizer-loop"]
-    assert found.ns == 40 * US
-    assert "400 operators a step" in found.seen
-
-
-def test_an_optimizer_that_takes_all_at_once_is_no_finding(tmp_path):
-    assert "optimizer-loop" not in optimizer_findings(tmp_path, ["aten::_foreach_mul_"] * 400)
-    assert "optimizer-loop" not in optimizer_findings(tmp_path, ["aten::mul_"] * 90)

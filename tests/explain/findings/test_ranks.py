@@ -2,6 +2,7 @@
 
 import pytest
 
+from headway.explain.ranks import RankStep, waited_for
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from helpers.traces import US, paced_steps, sidecar
@@ -34,12 +35,27 @@ def test_who_is_waited_for_has_more_work_or_is_slower(tmp_path, flops, rule):
     found = {one.id: one for one in explain(traces).findings}
     assert {"heavy-pack", "slow-rank"} & found.keys() == ({rule} if rule else set())
     if rule:
-        assert found[rule].ns == 25 * US  # of a step and rank: rank 0 waits 50 us of each step, rank 1 not at all
-        assert "mostly for rank 1" in found[rule].seen
+        assert found[rule].ns == 50 * US  # rank 0 waits 50 us of each step; without that, both end so much earlier
+        assert "waited for rank 1" in found[rule].seen
+
+
+def test_without_the_slowest_rank_a_step_lasts_until_the_next_one_comes(tmp_path):
+    busy_us = {0: 40, 1: 70, 2: 90}
+    traces = [rank_of(tmp_path, rank, us, flops=30_000) for rank, us in busy_us.items()]
+    found = {finding.id: finding for finding in explain(traces).findings}["slow-rank"]
+    assert found.ns == 20 * US  # rank 1 comes 20 us before rank 2
+
+
+def test_a_reason_that_covers_a_part_of_a_wait_is_told_as_that_part():
+    others = [RankStep(rank, {"matmul": 50_000}, None, {2: 40_000}) for rank in range(2)]
+    slow = RankStep(2, {"matmul": 50_000, "idle.data": 12_000}, None, {})
+    wait = waited_for(1, [*others, slow])
+    assert (wait.cause, wait.cost_ns, wait.explained) == ("idle.data", 40_000, 0.3)
+    assert wait.why() == "it waited 0.01 ms longer for data, which explains 30.0 % of it"
 
 
 @pytest.mark.parametrize(("kind", "rule"), [("AllGather", "exposed-gathers"), ("AllReduce", "exposed-communication")])
 def test_communication_that_nothing_hides_is_found_by_its_kind(tmp_path, kind, rule):
     (first, *_) = explain([rank_of(tmp_path, 0, 60, kind=kind)]).findings
     assert (first.id, first.ns) == (rule, 40 * US)
-    assert "data.tokens_per_pack" in first.next
+    assert "larger batches" in first.next

@@ -11,7 +11,7 @@ from headway.explain.findings.evidence import Observation, RunEvidence, RunStep,
 from headway.explain.findings.rules import RULES, Rule, find
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.traces import two_kernels_a_step
+from helpers.traces import sidecar, two_kernels_a_step
 
 
 def step_of(mfu=0.3, **us):
@@ -29,19 +29,27 @@ def test_findings_of_records_come_from_their_lines_alone():
 
 
 def test_at_most_five_are_told_the_dearest_first():
-    costs = {"idle.data": 100, "idle.launch": 150, "copies": 60, "communication": 200, "idle.sync": 110}
-    lines = [WaterfallLine(key, key, ns * 1000, ns / 1000) for key, ns in costs.items()]
+    costs = {"idle.data": 100, "copies": 60, "communication": 200, "idle.sync": 110}
+    waits = {"idle.sync": {"aten::item (cudaStreamSynchronize)": 110_000}}
+    lines = [WaterfallLine(key, key, ns * 1000, ns / 1000, parts=waits.get(key, {})) for key, ns in costs.items()]
     parts = {"checkpoint": 180_000, "logging": 70_000}
     lines.append(WaterfallLine("aside", "aside", 250_000, 0.25, parts=parts))
     step = StepWaterfall(1, 0, 1_000_000, None, tuple(lines), is_edge=False, device_name="A device")
     found = find(StepEvidence([step]))
-    assert [one.id for one in found] == ["exposed-communication", "checkpoint", "host-bound", "data-bound", "logging"]
+    assert [one.id for one in found] == [
+        "exposed-communication",
+        "checkpoint",
+        "synchronisation",
+        "data-bound",
+        "logging",
+    ]
     assert len(found) == MOST
     assert found[0].mfu_to is None
 
 
 def test_without_evidence_nothing_is_found(tmp_path):
-    assert explain([read_trace(two_kernels_a_step().write(tmp_path / "t.json"))]).findings == ()
+    found = explain([read_trace(two_kernels_a_step().write(tmp_path / "t.json"))]).findings
+    assert [finding.id for finding in found] == ["largest-loss"]  # which names no cause
     assert find(StepEvidence([])) == find() == ()
 
 
@@ -94,6 +102,16 @@ def test_what_names_no_cause_is_charged_with_what_no_other_finding_names():
 def test_a_loss_is_no_more_than_the_time_of_which_it_is_lost():
     (found,) = find(run=RunEvidence([RunStep(n, SECOND, imbalance=7.0) for n in range(3)]))
     assert (found.id, found.ns, found.share) == ("heavy-pack", SECOND, 1.0)
+
+
+def test_settings_of_headway_train_are_advised_to_those_who_use_it(tmp_path):
+    """A foreign trace, and one of a loop under a meter, name none; every rule has general advice."""
+    steps = {str(number): {**sidecar()["steps"]["1"], "tokens": 40, "slots": 100} for number in range(10)}
+    for loop, is_advised in (("headway train", True), ("a loop of one's own", False), (None, False)):
+        trace = two_kernels_a_step().write(tmp_path / "t.json", headway=sidecar(steps=steps, loop=loop))
+        padding = next(finding for finding in explain([read_trace(trace)]).findings if finding.id == "padding")
+        assert ("data.tokens_per_pack" in padding.next) == is_advised
+        assert "pack samples end to end" in padding.next
 
 
 def test_settings_that_are_named_exist():

@@ -3,6 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from headway.explain.attribution import Phase
 from headway.explain.events import NONE, Kind
@@ -20,26 +21,33 @@ def misaligned_gemms(evidence: StepEvidence) -> Observation | None:
     """Matrix products with a side that tensor cores cannot read well."""
     if evidence.is_cpu:
         return None
-    sides: Counter[int] = Counter()
+    sides: Counter[tuple[int, bool]] = Counter()
     ns = 0
     for event in evidence.spent:
         product = event.product
         if product is not None and event.line == MATMUL:
             # the weight's sides: along them rows of the operands are contiguous
-            odd = [side for side in (product.k, product.n) if side % _ALIGNED and side > 1]
+            odd = {side for side in (product.k, product.n) if side % _ALIGNED and side > 1}
             if odd:
                 ns += round(event.ns * _UNALIGNED_LOSS)
-                sides.update(dict.fromkeys(odd, event.ns))
+                # of a batched product both factors are activations, whose sides are lengths
+                is_batched = event.operator.endswith(("::bmm", "::baddbmm")) or product.batch > 1
+                sides.update({(side, is_batched): event.ns for side in odd})
     if not sides:
         return None
-    ((side, _),) = sides.most_common(1)
+    (((side, is_length), _),) = sides.most_common(1)
+    what, advice = (
+        ("a sequence length or a number of patches", "pad lengths to a multiple of 8 or 64, or leave out the odd token")
+        if is_length
+        else ("a vocabulary or a width", "pad that side (model.resize_token_embeddings(pad_to_multiple_of=64))")
+    )
     return Observation(
         ns,
         f"matrix products with a side of {side:,}, which is no multiple of {_ALIGNED}, took "
         f"{evidence.share(round(ns / _UNALIGNED_LOSS))} of the time.",
-        "a vocabulary or a width that is no multiple of 8 keeps tensor cores from reading whole lines.",
-        f"pad that side to {math.ceil(side / 64) * 64:,} (model.resize_token_embeddings(pad_to_multiple_of=64)); for "
-        "lengths, data.bucket_tokens: 64.",
+        f"{what} that is no multiple of 8 keeps tensor cores from reading whole lines.",
+        f"{advice}: {math.ceil(side / 64) * 64:,} in place of {side:,}.",
+        setting="data.bucket_tokens: 64" if is_length else "",
     )
 
 
@@ -52,24 +60,31 @@ def unfused_chains(evidence: StepEvidence) -> Observation | None:
     # A module that holds others counts through these; one with a matrix product is no chain of memory-bound kernels.
     calls = _calls(evidence)
     holds_others = {module.rpartition(".")[0] for module in calls}
-    ns, modules = 0.0, 0
+    lengths: dict[str, float] = {}  # of the modules that are chains, kernels a call
     for module, events in of_module.items():
         if module in holds_others:
             continue
         forward = [event for event in events if event.phase in (Phase.FORWARD, Phase.RECOMPUTED)]
         length = _num_kernels(forward, is_cpu=evidence.is_cpu) / calls[module] if calls[module] else 0.0
         if length >= _CHAIN and all(event.line == "memory" for event in events):
-            modules += 1
-            # Each kernel of the chain reads and writes all of its operand, so of `length` passes one would do.
-            ns += sum(event.ns for event in events) * (1 - 1 / length)
-    if not modules:
+            lengths[module] = length
+    if not lengths:
         return None
+    # Each kernel of the chain reads and writes all of its operand, so of `length` passes one would do. Of the steps the
+    # median counts: what comes once, as a core that is taken away, is not the chain's.
+    shares = [
+        sum(event.ns * (1 - 1 / lengths[event.module]) for event in events if event.module in lengths)
+        / step.duration_ns
+        for step, events in zip(evidence.measured_steps, evidence.spent_by_step, strict=True)
+    ]
+    ns = median(shares) * evidence.duration_ns
     return Observation(
         round(ns),
-        f"{modules} modules without matrix products, such as norms and activations, are chains of {_CHAIN} or more "
-        f"memory-bound kernels; one kernel each would save {evidence.share(round(ns))} of the time.",
+        f"{len(lengths)} modules without matrix products, such as norms and activations, are chains of {_CHAIN} or "
+        f"more memory-bound kernels; one kernel each would save {evidence.share(round(ns))} of the time.",
         "norms, activations or rotary embeddings are written out in PyTorch, so each operator reads and writes all.",
-        "speed.compile: true, or speed.kernels: liger; in your own model torch.nn.RMSNorm and torch.compile.",
+        "torch.compile, or modules that are one kernel: torch.nn.RMSNorm, those of Liger.",
+        setting="speed.compile: true, or speed.kernels: liger",
     )
 
 
@@ -111,9 +126,9 @@ def slow_attention(evidence: StepEvidence) -> Observation | None:
     memory = [event for event in evidence.spent if "efficient_attention" in event.operator]
     capability = _capability(evidence)
     if memory and capability >= (8, 0):
-        events, kind, advice = memory, "the memory-efficient kernel", "speed.attention: auto, whose masks are segments"
+        events, kind, setting = memory, "the memory-efficient kernel", "speed.attention: auto, whose masks are segments"
     elif flash2 and capability[0] == 9:
-        events, kind, advice = flash2, "FlashAttention-2 on a Hopper device", "speed.attention: fa3"
+        events, kind, setting = flash2, "FlashAttention-2 on a Hopper device", "speed.attention: fa3"
     else:
         return None
     ns = sum(event.ns for event in events) // 2
@@ -121,7 +136,8 @@ def slow_attention(evidence: StepEvidence) -> Observation | None:
         ns,
         f"attention ran by {kind}, for {evidence.share(2 * ns)} of the time.",
         "the device has a faster kernel; FlashAttention-3 is 1.5 to 2 times as fast as 2 (arXiv 2407.08608).",
-        f"{advice}; in a model of transformers attn_implementation.",
+        "FlashAttention where masks allow it: attn_implementation in a model of transformers.",
+        setting=setting,
     )
 
 
@@ -141,15 +157,18 @@ def recomputation(evidence: StepEvidence) -> Observation | None:
     if total is None or peak is None or total - peak < total / 4:  # less may be what a larger pack or the heap needs
         return None
     free = total - peak
-    ns = sum(event.ns for event in evidence.spent if event.phase is Phase.RECOMPUTED) or evidence.ns("recomputation")
-    how = evidence.fact("recompute")
+    again = [event for event in evidence.spent if event.phase is Phase.RECOMPUTED]
+    # On a CPU Python runs again as well, between the operators.
+    ns = sum(event.ns + (event.late_ns if evidence.is_cpu else 0) for event in again) or evidence.ns("recomputation")
+    how = evidence.fact("recompute") or "of some modules"
     return Observation(
         ns,
-        f"recomputation (speed.recompute: {how}) took {evidence.share(ns)} of the time, and {free / 2**30:,.1f} of "
+        f"recomputation ({how}) took {evidence.share(ns)} of the time, and {free / 2**30:,.1f} of "
         f"{total / 2**30:,.1f} GiB were free at the peak.",
         "more blocks are recomputed than memory asks for.",
-        f"speed.recompute: memory:{max(1, int(0.8 * free / 2**30))}GiB, which recomputes only as much as it must, or "
-        "full,-attention.",
+        "checkpoint fewer blocks, or none (gradient_checkpointing_disable()); larger batches use the memory as well.",
+        setting=f"speed.recompute: memory:{max(1, int(0.8 * free / 2**30))}GiB, which recomputes only as much as it "
+        "must, or full,-attention",
     )
 
 
@@ -165,8 +184,8 @@ def padding(evidence: StepEvidence) -> Observation | None:
         f"{empty:.0%} of the slots were padding, on which layers spend as much as on tokens: about "
         f"{evidence.share(ns)} of the time.",
         "samples are padded to the longest of a batch, or packs to a large bucket.",
-        "pack samples end to end: data.strategy: balanced with data.tokens_per_pack; a smaller data.bucket_tokens, or "
-        "null.",
+        "pack samples end to end (DataCollatorWithFlattening, TRL's packing=True), or batch samples of like lengths.",
+        setting="data.strategy: balanced with data.tokens_per_pack; a smaller data.bucket_tokens, or null",
     )
 
 
@@ -194,7 +213,8 @@ def vision_tower(evidence: StepEvidence) -> Observation | None:
         f"matrix products of the vision tower took {evidence.share(ns)} of the time, {evidence.share(saved)} in its "
         "backward.",
         "images are many or large, and the tower learns with the rest.",
-        "model.freeze: [vision], if the tower need not learn; or smaller images (the processor's size).",
+        "freeze the tower, if it need not learn; or smaller images (the processor's size).",
+        setting="model.freeze: [vision]",
     )
 
 
@@ -212,7 +232,8 @@ def uneven_experts(evidence: StepEvidence) -> Observation | None:
         f"the busiest expert of a layer had {ratio:.1f} times the mean of its experts; waiting for it costs up to "
         f"{evidence.share(ns)} of the time.",
         "the router prefers some experts, so others and their devices idle.",
-        "a larger router_aux_loss_coef in the model's config.json, or fewer parallel.expert.",
+        "a larger router_aux_loss_coef in the model's config.json, or experts over fewer devices.",
+        setting="a smaller parallel.expert",
     )
 
 

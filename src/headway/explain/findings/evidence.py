@@ -27,13 +27,15 @@ class Observation(NamedTuple):
         ns: what it costs them [ns].
         message: what was seen, with its number, as a sentence.
         cause: the likely cause, as a sentence.
-        next: what to try next, as a sentence.
+        next: what to try next in any loop, as a sentence.
+        setting: what to set in `headway train`, which is told to those who use it; "" where nothing is.
     """
 
     ns: float
     message: str
     cause: str
     next: str
+    setting: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ class EventTime(NamedTuple):
     """Time that one event took of a step.
 
     Attributes:
-        ns: time that it owned [ns].
+        ns: time of the step that it owned [ns]; of an event at the step's border, or that others overlap, a part.
         late_ns: time before it in which nothing ran, since the host had not launched it yet [ns].
         line: key of the line that its own time counts towards.
         phase: of the step.
@@ -134,6 +136,12 @@ class EventTime(NamedTuple):
     group: str
     trace: MeasuredTrace
     event: int
+
+    @property
+    def duration_ns(self) -> int:
+        """Duration of the whole event, in this step or beyond it, by which it is to be judged [ns]."""
+        events = self.trace.events
+        return int(events.end_ns[self.event] - events.start_ns[self.event])
 
     @property
     def product(self) -> Product | None:
@@ -188,6 +196,15 @@ class StepEvidence(Evidence[StepWaterfall]):
         """Time of the line with a key, and of the lines below it, such as `idle.data` below `idle` [ns]."""
         return sum(ns for name, ns in self._lines.items() if name == key or name.startswith(f"{key}."))
 
+    @property
+    def keys(self) -> list[str]:
+        """Keys of all lines."""
+        return list(self._lines)
+
+    def ns_of(self, key: str) -> int:
+        """Time of one line alone [ns]."""
+        return self._lines[key]
+
     def parts(self, key: str) -> Counter[str]:
         """Parts that a line consists of, over all steps [ns]."""
         return self._parts.get(key, Counter())
@@ -213,12 +230,82 @@ class StepEvidence(Evidence[StepWaterfall]):
         numbers = [number for number in map(as_number, values) if number is not None]
         return sum(numbers) if len(numbers) == len(values) else None
 
+    @property
+    def measured_steps(self) -> list[StepWaterfall]:
+        """Steps that were measured in a trace; the others are made of records."""
+        return [step for step in self.steps if step.measured is not None]
+
+    @cached_property
+    def spent_by_step(self) -> tuple[tuple[EventTime, ...], ...]:
+        """Events that took time of each step that was measured, in their order; a step made of records has none."""
+        return tuple(tuple(_spent(*step.measured)) for step in self.measured_steps if step.measured is not None)
+
     @cached_property
     def spent(self) -> tuple[EventTime, ...]:
-        """Every event that took time of a step; none where a step was made of records."""
-        return tuple(
-            event_time for step in self.steps if step.measured is not None for event_time in _spent(*step.measured)
-        )
+        """Every event that took time of a step."""
+        return tuple(event for events in self.spent_by_step for event in events)
+
+    @property
+    def is_headway_train(self) -> bool:
+        """Whether `headway train` ran the loop, whose settings are then advised; records tell no other loop."""
+        loops = [self.fact("loop", step.rank) for step in self.steps]
+        return all(loop == "headway train" for loop in loops) or not self.spent_by_step
+
+    def host_fact(self, name: str, rank: int) -> Any:
+        """Fact of what a rank's host did beside its operators, as `HostEvidence.facts` has it; None where not known."""
+        host = self.fact("host", rank)
+        return host.get(name) if isinstance(host, Mapping) else None
+
+    @property
+    def is_anomaly_mode(self) -> bool:
+        """Whether autograd's anomaly mode was on in any rank."""
+        return any(self.host_fact("anomaly_mode", rank) for rank in self.ranks)
+
+    def samples(self, measured: MeasuredTrace, step: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+        """Stacks of the loop's thread, sampled in the whole profile.
+
+        Args:
+            measured: the trace.
+            step: number of a step, whose beginning both clocks have; near it they agree best.
+
+        Yields:
+            Begin and end by the trace's clock [ns], and frames, innermost first; frames of packages begin with "~".
+        """
+        rank, shift_ns = measured.trace.rank, self._shift_ns(measured, step)
+        if shift_ns is None:
+            return
+        stacks = [tuple(map(str, stack)) for stack in self.host_fact("stacks", rank) or ()]
+        for begin, end, stack in self.host_fact("runs", rank) or ():
+            yield int(begin) + shift_ns, int(end) + shift_ns, stacks[int(stack)]
+
+    def preempted(self, measured: MeasuredTrace, step: int) -> list[tuple[int, int, int]]:
+        """Times in which the loop's thread had no core: begin and end by the trace's clock, and how much of it [ns]."""
+        shift_ns = self._shift_ns(measured, step)
+        if shift_ns is None:
+            return []
+        rows = self.host_fact("preempted", measured.trace.rank) or ()
+        # The system counts a wait when it is over, so it may have begun before the sample before.
+        return [
+            (min(int(begin), int(end) - int(ns)) + shift_ns, int(end) + shift_ns, int(ns)) for begin, end, ns in rows
+        ]
+
+    def _shift_ns(self, measured: MeasuredTrace, step: int) -> int | None:
+        """From the samples' clock to the trace's, by the beginning of a step that both have [ns]; None without one."""
+        begins = self.host_fact("step_ns", measured.trace.rank) or {}
+        annotated_ns = next((start for number, start, _ in measured.trace.steps if number == step), None)
+        return None if annotated_ns is None or str(step) not in begins else annotated_ns - int(begins[str(step)])
+
+    def time_in(self, word: str) -> int:
+        """Time of the steps in which a frame of the loop's thread had a word in its name [ns]; 0 where not sampled."""
+        total_ns = 0
+        for step in self.steps:
+            if step.measured is not None:
+                measured, own = step.measured
+                window = own.window
+                for begin, end, stack in self.samples(measured, step.step):
+                    if any(word in frame for frame in stack):
+                        total_ns += max(0, min(end, window.end_ns) - max(begin, window.start_ns))
+        return total_ns
 
     @cached_property
     def matmul_ns(self) -> int:

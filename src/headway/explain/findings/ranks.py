@@ -5,13 +5,15 @@ from collections import Counter
 from collections.abc import Collection
 from statistics import median
 
-from headway.explain.findings.evidence import Observation, SteadyEvidence, StepEvidence
-from headway.report import format_share
+from headway.explain.findings.evidence import EventTime, Observation, SteadyEvidence, StepEvidence
+from headway.explain.findings.patterns import num_passes
+from headway.report import format_ms, format_share
 from headway.words import Argument
 
-# Why a rank comes late other than by more work; waiting for data has a rule of its own.
-_SLOW_CAUSES = frozenset({"speed", "idle.launch", "idle.sync", "idle.other", "copies", "aside"})
+# Why a rank comes late other than by more work.
+_SLOW_CAUSES = frozenset({"speed", "idle.data", "idle.launch", "idle.sync", "idle.other", "copies", "aside"})
 _GATHERS = re.compile(r"all_?gather", flags=re.IGNORECASE)
+_REDUCES = re.compile(r"all_?reduce|reduce_?scatter", flags=re.IGNORECASE)
 
 
 def uneven_work(evidence: SteadyEvidence) -> Observation | None:
@@ -52,7 +54,8 @@ def heavy_pack(evidence: StepEvidence) -> Observation | None:
         evidence,
         {"work"},
         "packs are dealt out by number, or by tokens, and not by what they cost.",
-        "data.strategy: balanced, which deals packs of equal cost to the ranks, and a larger data.window.",
+        "batches of equal cost on all ranks, dealt out by FLOPs and not by number.",
+        setting="data.strategy: balanced, which deals packs of equal cost to the ranks, and a larger data.window",
     )
 
 
@@ -67,28 +70,33 @@ def slow_rank(evidence: StepEvidence) -> Observation | None:
     )
 
 
-def _waited_for(evidence: StepEvidence, causes: Collection[str], cause: str, advice: str) -> Observation | None:
-    """Sum up how long ranks waited for others in the steps in which one of some causes was why."""
-    wait_in_step = {wait.step: wait for wait in evidence.waits if wait.cause in causes}
-    waited: Counter[int] = Counter()  # time that the others waited for each rank [ns]
-    in_step: Counter[tuple[int, int]] = Counter()  # the same by rank and step
-    for step in evidence.steps:
-        if step.step in wait_in_step:
-            ns = sum(line.ns for line in step.lines if line.key == "communication.waiting")
-            rank = wait_in_step[step.step].rank
-            waited[rank] += ns
-            in_step[rank, step.step] += ns
-    ns = waited.total()
+def _waited_for(
+    evidence: StepEvidence, causes: Collection[str], cause: str, advice: str, setting: str = ""
+) -> Observation | None:
+    """Sum up what the steps would be shorter without the rank that was waited for, where one of some causes was why.
+
+    Of a cause that covers a part of the wait, that part counts.
+    """
+    waits = {wait.step: wait for wait in evidence.waits if wait.cause in causes}
+    of_rank: Counter[int] = Counter()  # what each rank cost the others [ns]
+    for step in evidence.steps:  # once for each rank, all of which would take their step in less time
+        if step.step in waits:
+            wait = waits[step.step]
+            of_rank[wait.rank] += round(wait.cost_ns * wait.explained)
+    ns = of_rank.total()
     if not ns:
         return None
-    rank = max(waited, key=waited.__getitem__)
-    dearest = max((step for late_rank, step in in_step if late_rank == rank), key=lambda step: in_step[rank, step])
+    rank = max(of_rank, key=of_rank.__getitem__)
+    dearest = max(
+        (wait for wait in waits.values() if wait.rank == rank), key=lambda wait: wait.cost_ns * wait.explained
+    )
     return Observation(
         ns,
-        f"ranks waited {evidence.share(ns)} of their time in collectives, mostly for rank {rank}; in step {dearest} "
-        f"{wait_in_step[dearest].why()}.",
+        f"the others waited for rank {rank}, mostly: without its delay steps would take {evidence.share(ns)} less; in "
+        f"step {dearest.step} they waited {format_ms(dearest.wait_ns)} ms, and {dearest.why()}.",
         cause,
         advice,
+        setting,
     )
 
 
@@ -103,8 +111,10 @@ def exposed_gathers(evidence: StepEvidence) -> Observation | None:
         ns,
         f"only gathers of sharded weights ran for {evidence.share(ns)} of the time.",
         "a block computes for a shorter time than the next block's weights take to arrive.",
-        "larger packs (data.tokens_per_pack), parallel.reshard: false where memory allows it, or a smaller "
-        "parallel.shard with parallel.replicate.",
+        "larger batches, weights that are kept until backward where memory allows it (reshard_after_forward=False), or "
+        "sharding within a node (hybrid sharding).",
+        setting="larger packs (data.tokens_per_pack), parallel.reshard: false, or a smaller parallel.shard with "
+        "parallel.replicate",
     )
 
 
@@ -118,9 +128,41 @@ def exposed_communication(evidence: StepEvidence) -> Observation | None:
         ns,
         f"only communication ran for {evidence.share(ns)} of the time.",
         "gradients are exchanged more often or in more bytes than computing hides, or ranks wait for each other.",
-        "parallel.reduce: step with optim.accumulation, parallel.reduce_dtype: bfloat16, larger packs "
-        "(data.tokens_per_pack); traces of all ranks tell transfer from waiting.",
+        "larger batches, gradients in bfloat16, fewer exchanges; traces of all ranks tell transfer from waiting.",
+        setting="parallel.reduce: step with optim.accumulation, parallel.reduce_dtype: bfloat16, larger packs "
+        "(data.tokens_per_pack)",
     )
+
+
+def reduces_each_pass(evidence: StepEvidence) -> Observation | None:
+    """Gradients that are exchanged after each pass of a step, though the optimizer needs them once."""
+    repeated_ns = 0.0
+    most = 0
+    for events, passes in zip(evidence.spent_by_step, num_passes(evidence), strict=True):
+        exchanges = [event for event in events if event.line == "communication" and _REDUCES.search(_text(event))]
+        if passes < 2 or not exchanges:
+            continue
+        # A bucket is one kind of exchange, of so many elements. Those that every pass has were sent again and again.
+        times = Counter(_text(event) for event in exchanges)
+        repeated = {text for text, number in times.items() if number >= passes}
+        ns = sum(event.ns for event in exchanges if _text(event) in repeated)
+        if repeated and ns:
+            repeated_ns += ns * (1 - 1 / passes)
+            most = max(most, passes)
+    if not most:
+        return None
+    return Observation(
+        repeated_ns,
+        f"gradients are exchanged after each of {most} passes of a step; once would save "
+        f"{evidence.share(round(repeated_ns))} of the time.",
+        "gradients are accumulated over several passes, and data parallelism sends them after every one.",
+        "no_sync() around all passes but the last (DDP), set_requires_gradient_sync(False) (FSDP2).",
+        setting="parallel.reduce: step",
+    )
+
+
+def _text(event: EventTime) -> str:
+    return f"{event.operator or event.name} {event.group}"
 
 
 def _communicated(evidence: StepEvidence) -> tuple[int, int]:

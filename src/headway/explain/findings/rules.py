@@ -13,8 +13,9 @@ from typing import Any, Generic, TypeVar
 
 from headway.explain.attribution import Phase
 from headway.explain.explanation import MOST, Finding
-from headway.explain.findings import device, host, ranks, series
+from headway.explain.findings import device, host, loops, patterns, pauses, ranks, series
 from headway.explain.findings.evidence import Evidence, Observation, RunEvidence, SteadyEvidence, StepEvidence
+from headway.explain.findings.largest import LEAST, largest_loss
 
 EvidenceKind = TypeVar("EvidenceKind", bound=Evidence[Any])
 
@@ -32,8 +33,9 @@ class FindingPlace(IntEnum):
 
     CAUSE = 0
     LIMIT = 1  # costs nothing yet
-    VAGUE = 2  # names no cause, so that it is charged with what no other finding names
-    PASSING = 3  # passes by itself
+    UNEXPLAINED = 2  # the largest loss, of which no cause is known
+    VAGUE = 3  # names no cause, so that it is charged with what no other finding names
+    PASSING = 4  # passes by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Rule(Generic[EvidenceKind]):
             tell, or tells otherwise.
         time: in which its loss lies.
         place: of its finding.
+        lines: beginnings of the keys of the waterfall's lines in which its loss lies.
     """
 
     name: str
@@ -56,60 +59,90 @@ class Rule(Generic[EvidenceKind]):
     look: Callable[[EvidenceKind], Observation | None]
     time: TimeOf = TimeOf.STEPS
     place: FindingPlace = FindingPlace.CAUSE
+    lines: tuple[str, ...] = ()
 
+
+_DATA = ("idle.data",)
+_LATE = ("idle.launch",)
+_ASIDE = ("aside",)
+_KERNELS = ("memory", "slow", "matmul", "optimizer")
 
 # Below its share a finding is not worth a change, or is what every run has. Of two rules of one name the first that
 # sees something tells it. What is charged with the rest stands last.
 RULES: tuple[Rule[Any], ...] = (
     # A loader that keeps up is not waited for at all; 5 % is more than a batch that is late now and then.
-    Rule("data-storage", StepEvidence, 0.05, partial(host.data_wait, part="read"), TimeOf.DATA),
-    Rule("data-decoding", StepEvidence, 0.05, partial(host.data_wait, part="decode"), TimeOf.DATA),
-    Rule("data-tokenising", StepEvidence, 0.05, partial(host.data_wait, part="tokenise"), TimeOf.DATA),
-    Rule("data-bound", StepEvidence, 0.05, partial(host.data_wait, part=""), TimeOf.DATA),
+    Rule("data-storage", StepEvidence, 0.05, partial(host.data_wait, part="read"), TimeOf.DATA, lines=_DATA),
+    Rule("data-decoding", StepEvidence, 0.05, partial(host.data_wait, part="decode"), TimeOf.DATA, lines=_DATA),
+    Rule("data-tokenising", StepEvidence, 0.05, partial(host.data_wait, part="tokenise"), TimeOf.DATA, lines=_DATA),
+    Rule("data-bound", StepEvidence, 0.05, partial(host.data_wait, part=""), TimeOf.DATA, lines=_DATA),
+    # A pause is one gap that is a fiftieth of the step; 5 % is more than one that comes now and then.
+    Rule("host-pause", StepEvidence, 0.05, pauses.host_pause, lines=_LATE),
+    # Collections of young objects take some thousandths of the time in every program.
+    Rule("garbage-collection", StepEvidence, 0.05, pauses.garbage_collection, lines=_LATE),
+    # They belong to the first steps; what a profile of later ones has of them is worth a word.
+    Rule("allocation", StepEvidence, 0.03, pauses.allocation, lines=_LATE),
+    Rule("first-use", StepEvidence, 0.05, pauses.first_use, lines=_LATE),
+    Rule("graph-late", StepEvidence, 0.05, pauses.graph_late, lines=_LATE),
     # A device that is launched ahead never waits; 10 % leaves the step's begin and end, and what a profiler adds.
-    Rule("host-bound", StepEvidence, 0.10, host.host_bound),
+    Rule("launch-bound", StepEvidence, 0.10, pauses.launch_bound, lines=_LATE),
+    # A core is taken away for some per cent of the time wherever the system itself has work.
+    Rule("shared-cores", StepEvidence, 0.15, pauses.contended, lines=("idle.launch", "memory", "slow")),
     # One read-back of a number per step costs a device some 1 %; a loop of them more.
-    Rule("synchronisation", StepEvidence, 0.03, host.synchronisation),
+    Rule("synchronisation", StepEvidence, 0.03, host.synchronisation, lines=("idle.sync",)),
     # A CPU waits for nothing, so what counts is their number; a thousandth leaves out what cannot be measured.
-    Rule("read-back", StepEvidence, 0.001, host.read_backs),
-    Rule("blocking-copy", StepEvidence, 0.03, host.blocking_copies),
+    Rule("read-back", StepEvidence, 0.001, loops.read_backs, lines=("memory", "idle.launch")),
+    Rule("blocking-copy", StepEvidence, 0.03, host.blocking_copies, lines=("copies", "idle.sync")),
     # A fused AdamW moves 28 bytes a parameter: some 1 to 5 % of a step; a loop adds its launches to that.
-    Rule("optimizer-loop", StepEvidence, 0.05, host.optimizer_loop),
+    Rule("optimizer-loop", StepEvidence, 0.05, loops.optimizer_loop, lines=("optimizer", "idle.launch")),
+    # As much as an optimizer that goes over tensors one by one.
+    Rule("parameter-loop", StepEvidence, 0.05, loops.parameter_loop, lines=("memory", "idle.launch")),
     # A few small products, of norms' gains and routers, are in every model.
-    Rule("small-gemms", StepEvidence, 0.10, host.small_gemms),
+    Rule("small-gemms", StepEvidence, 0.10, loops.small_gemms, lines=("slow", "memory", "idle.launch")),
     # After the first steps nothing should be compiled at all; of a run their number counts.
     Rule("recompilation", RunEvidence, 0.0, series.compiled_again, TimeOf.BESIDE),
-    Rule("recompilation", StepEvidence, 0.02, partial(host.beside_training, phase=Phase.COMPILE)),
+    Rule("recompilation", StepEvidence, 0.02, partial(host.beside_training, phase=Phase.COMPILE), lines=_ASIDE),
     # Below, a longer run makes up for it.
     Rule("compiling", RunEvidence, 0.05, series.compiling, TimeOf.BESIDE),
     # Young's formula puts a checkpoint's cost at a few per cent where devices fail daily; more is too often.
-    Rule("checkpoint", StepEvidence, 0.10, partial(host.beside_training, phase=Phase.CHECKPOINT)),
-    Rule("logging", StepEvidence, 0.05, partial(host.beside_training, phase=Phase.LOGGING)),
+    Rule("checkpoint", StepEvidence, 0.10, partial(host.beside_training, phase=Phase.CHECKPOINT), lines=_ASIDE),
+    Rule("logging", StepEvidence, 0.05, partial(host.beside_training, phase=Phase.LOGGING), lines=_ASIDE),
     # Judging is useful work, but a fifth of the time is much of it.
-    Rule("evaluation", StepEvidence, 0.20, partial(host.beside_training, phase=Phase.EVALUATION)),
+    Rule("evaluation", StepEvidence, 0.20, partial(host.beside_training, phase=Phase.EVALUATION), lines=_ASIDE),
     # A run that is watched and kept spends some per cent on both.
     Rule("beside-training", RunEvidence, 0.10, series.beside_training, TimeOf.BESIDE),
-    Rule("misaligned-gemms", StepEvidence, 0.05, device.misaligned_gemms),
-    # Fused norms and activations still take 5 to 10 % of an ordinary step.
-    Rule("unfused-chains", StepEvidence, 0.10, device.unfused_chains),
-    Rule("slow-attention", StepEvidence, 0.03, device.slow_attention),
+    # Nobody leaves it on for its use, so what can be measured is worth a word.
+    Rule("anomaly-mode", StepEvidence, 0.01, patterns.anomaly_mode, lines=_KERNELS),
+    # Sums in 64 bits, as of a norm, take some thousandths.
+    Rule("double-precision", StepEvidence, 0.05, patterns.double_precision, lines=_KERNELS),
+    # Of short sequences the matrix of all pairs is small, and a fused kernel saves little.
+    Rule("eager-attention", StepEvidence, 0.10, patterns.eager_attention, lines=_KERNELS),
+    # A head is a fifth to a quarter of a model of half a billion parameters.
+    Rule("large-head", StepEvidence, 0.40, patterns.large_head, lines=_KERNELS),
+    Rule("misaligned-gemms", StepEvidence, 0.05, device.misaligned_gemms, lines=("slow", "matmul")),
+    # Norms and activations of an ordinary step take 5 to 10 % on a device, written out 10 to 15 % on a CPU.
+    Rule("unfused-chains", StepEvidence, 0.15, device.unfused_chains, lines=("memory",)),
+    # Of an eager step of a large model memory-bound kernels take a fifth, a part of it at full bandwidth.
+    Rule("memory-bound", StepEvidence, 0.20, patterns.memory_bound, lines=("memory",)),
+    Rule("slow-attention", StepEvidence, 0.03, device.slow_attention, lines=("slow", "matmul")),
     # Recomputing attention alone costs some 3 %; a whole forward again is a fifth to a quarter.
-    Rule("recomputation", StepEvidence, 0.05, device.recomputation),
+    Rule("recomputation", StepEvidence, 0.05, device.recomputation, lines=("recomputation", *_KERNELS)),
     # Packs of a balanced plan are 95 to 99 % full.
-    Rule("padding", StepEvidence, 0.10, device.padding),
+    Rule("padding", StepEvidence, 0.10, device.padding, lines=("padding", *_KERNELS)),
     # A frozen tower of ordinary images takes 10 to 20 %; its backward alone more than this is worth the question.
-    Rule("vision-tower", StepEvidence, 0.30, device.vision_tower),
-    Rule("uneven-experts", StepEvidence, 0.05, device.uneven_experts),
+    Rule("vision-tower", StepEvidence, 0.30, device.vision_tower, lines=("slow", "matmul")),
+    Rule("uneven-experts", StepEvidence, 0.05, device.uneven_experts, lines=("slow", "communication")),
     # Boards vary by some per cent, and a product at its power limit runs 5 to 10 % below the highest clock.
-    Rule("throttled-clocks", StepEvidence, 0.10, device.throttled_clocks),
+    Rule("throttled-clocks", StepEvidence, 0.10, device.throttled_clocks, lines=("slow", "matmul")),
     # Packs that are dealt out well lose 1 to 2 %, and equal ranks still come a few per cent apart.
     Rule("heavy-pack", SteadyEvidence, 0.05, ranks.uneven_work),
-    Rule("heavy-pack", StepEvidence, 0.05, ranks.heavy_pack),
+    Rule("heavy-pack", StepEvidence, 0.05, ranks.heavy_pack, lines=("communication",)),
     Rule("slow-rank", SteadyEvidence, 0.0, ranks.slow_device),
-    Rule("slow-rank", StepEvidence, 0.05, ranks.slow_rank),
+    Rule("slow-rank", StepEvidence, 0.05, ranks.slow_rank, lines=("communication", "idle.data")),
+    # An exchange per pass is a habit that costs more with every pass.
+    Rule("reduces-each-pass", StepEvidence, 0.03, ranks.reduces_each_pass, lines=("communication",)),
     # What is exchanged last and first in a step cannot hide.
-    Rule("exposed-gathers", StepEvidence, 0.05, ranks.exposed_gathers),
-    Rule("exposed-communication", StepEvidence, 0.10, ranks.exposed_communication),
+    Rule("exposed-gathers", StepEvidence, 0.05, ranks.exposed_gathers, lines=("communication",)),
+    Rule("exposed-communication", StepEvidence, 0.10, ranks.exposed_communication, lines=("communication",)),
     Rule("unstable-steps", SteadyEvidence, 0.05, series.unstable),
     # Less is not worth a search.
     Rule("slow-steps", SteadyEvidence, 0.02, series.slow_now_and_then),
@@ -129,7 +162,8 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
         run: all steps of a run, as its records or its log tell them; None of a trace.
 
     Returns:
-        At most five, the dearest first; behind them what costs nothing yet, names no cause, or passes by itself.
+        At most five. Those that name a cause come first, the largest before the others; then what costs nothing yet,
+        what names no cause, and what passes by itself.
     """
     kinds: dict[type, Evidence[Any]] = {
         type(evidence): evidence
@@ -137,6 +171,7 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
         if evidence is not None and evidence.num_steps
     }
     findings: dict[str, tuple[FindingPlace, Finding]] = {}
+    covered: list[tuple[str, int]] = []  # of each finding so far, the lines that its loss lies in, and the loss
     named_ns = 0  # time in the steps that findings so far name a cause of, without the wait for data
     for rule in RULES:
         evidence = kinds.get(rule.evidence)
@@ -151,6 +186,10 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
         finding = _finding(rule, observation, evidence, lost_ns, evidence.duration_ns + beside_ns)
         findings[rule.name] = rule.place, finding
         named_ns += finding.ns * evidence.num_steps if rule.time is TimeOf.STEPS else 0
+        covered += [(line, round(lost_ns)) for line in rule.lines]
+    if steps is not None and steps.num_steps and (observation := largest_loss(steps, covered)) is not None:
+        rule = Rule("largest-loss", StepEvidence, LEAST, lambda _: observation, place=FindingPlace.UNEXPLAINED)
+        findings[rule.name] = rule.place, _finding(rule, observation, steps, observation.ns, steps.duration_ns)
     in_order = sorted(findings.values(), key=lambda placed: (placed[0], -placed[1].ns, placed[1].id))
     return tuple(finding for _, finding in in_order[:MOST])
 
@@ -160,14 +199,17 @@ def _finding(
 ) -> Finding:
     """Make the finding of an observation: its loss as a share of a time, and MFU with and without it."""
     lost_ns, useful_ns, mfu_to = min(round(lost_ns), total_ns), evidence.useful_ns, None
-    is_promise = rule.place is not FindingPlace.VAGUE  # whose loss is a bound
+    is_promise = rule.place not in (FindingPlace.VAGUE, FindingPlace.UNEXPLAINED)  # whose losses are bounds
     if is_promise and useful_ns is not None and 0 < lost_ns < total_ns:
         mfu_to = min(evidence.most_mfu, useful_ns / (total_ns - lost_ns))
+    advice = observation.next
+    if observation.setting and isinstance(evidence, StepEvidence) and evidence.is_headway_train:
+        advice = f"{advice.removesuffix('.')}; here: {observation.setting}."
     return Finding(
         id=rule.name,
         seen=observation.message,
         cause=observation.cause,
-        next=observation.next,
+        next=advice,
         ns=evidence.of_a_step(lost_ns),
         share=lost_ns / total_ns,
         mfu_from=None if useful_ns is None else useful_ns / total_ns,

@@ -1,0 +1,318 @@
+"""Loops for `explain_faults.py`: plain, under Hugging Face's Trainer, DDP over gloo, and `headway train`.
+
+Each runs a case twice: without its fault, timed alone, and with it, under the public meter and a profile of a few
+steps. A case is a function from whether the fault is planted to what its loop needs.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import headway
+from headway.integrations import HeadwayCallback
+
+PEAK = headway.Peak("one CPU thread", flops_per_s=60e9, dtype="fp32", source="assumed")
+NUM_HEALTHY, NUM_STEPS = 9, 16  # steps without the fault, and with it
+WINDOW = range(9, 12)  # profiled steps
+NUM_WARM = 3  # first steps, which are not timed
+Batch = dict[str, torch.Tensor]
+Times = tuple[float, float]  # of a healthy step and of a faulty one [s]
+Step = Callable[["Loop", Batch, Callable[[Batch], None]], None]
+
+
+class Lengths(Dataset[torch.Tensor]):
+    """Token sequences: all of the longest length, or of log-normal lengths, each the same whenever it is asked for."""
+
+    def __init__(
+        self, longest: int = 256, *, size: int = 400, vocabulary: int = 1000, varied: bool = False, delay_s: float = 0.0
+    ) -> None:
+        self.longest, self.size, self.vocabulary = longest, size, vocabulary
+        self.varied, self.delay_s = varied, delay_s
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        generator = torch.Generator().manual_seed(index)
+        length = self.longest
+        if self.varied:
+            length = int(torch.empty(1).log_normal_(3.6, 0.7, generator=generator).clamp(16, self.longest))
+        return torch.randint(1, self.vocabulary, (length,), generator=generator)
+
+
+def padded(samples: Sequence[Any], to: int | None = None, delay_s: float = 0.0) -> Batch:
+    """Pad samples to the longest, or to a fixed length."""
+    rows = [sample["input_ids"] if isinstance(sample, dict) else sample for sample in samples]
+    busy(delay_s)
+    ids = torch.zeros(len(rows), to or max(map(len, rows)), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, tokens in enumerate(rows):
+        ids[row, : len(tokens)], mask[row, : len(tokens)] = tokens, 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def packed(samples: Sequence[Any]) -> Batch:
+    """Lay samples end to end in one row."""
+    rows = [sample["input_ids"] if isinstance(sample, dict) else sample for sample in samples]
+    ids = torch.cat(rows)[None]
+    return {"input_ids": ids, "position_ids": torch.cat([torch.arange(len(row)) for row in rows])[None], "labels": ids}
+
+
+def busy(seconds: float) -> None:
+    """Compute in Python for some time of a core [s]."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(1000))
+
+
+def own_s() -> float:
+    """Time by the clock without what the main thread waited for a core that other processes had [s].
+
+    Source: proc_schedstats, Linux: second number of /proc/PID/schedstat [ns]; other systems have the clock alone.
+    """
+    path = Path("/proc/self/schedstat")
+    waited_ns = int(path.read_text().split()[1]) if path.exists() else 0
+    return time.perf_counter() - waited_ns / 1e9
+
+
+def small_model(**sizes: Any) -> Qwen3ForCausalLM:
+    """Draw a Qwen3 of some 800,000 parameters, or of other sizes."""
+    torch.manual_seed(0)
+    defaults = {
+        "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "head_dim": 32,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa", "use_cache": False,
+    }  # fmt: skip
+    return Qwen3ForCausalLM(Qwen3Config(**{**defaults, **sizes})).train()
+
+
+def batches(dataset: Dataset[Any] | None = None, rows: int = 4, *, workers: int = 0, collate: Any = padded) -> Any:
+    """Load batches of a data set over and over."""
+    loader = DataLoader(dataset or Lengths(), batch_size=rows, num_workers=workers, collate_fn=collate)
+    while True:
+        yield from loader
+
+
+def train_step(loop: "Loop", batch: Batch, count: Callable[[Batch], None]) -> None:
+    """Forward, backward and update, as any loop has them."""
+    count(batch)
+    (loop.model if loop.call is None else loop.call)(**batch).loss.backward()
+    loop.update()
+
+
+@dataclass
+class Loop:
+    """A loop of one process.
+
+    Attributes:
+        model: that learns.
+        batches: an endless iterable.
+        optimizer: AdamW, fused, if None.
+        step: what happens between a batch and `meter.step()`.
+        call: what is called in the model's place, as what torch.compile made of it.
+        scale: this loop's time / the time of the faulty loop's work, where the healthy loop does other work.
+        meter: what else Meter takes.
+    """
+
+    model: Any
+    batches: Iterable[Batch] = field(default_factory=batches)
+    optimizer: torch.optim.Optimizer | None = None
+    step: Step = train_step
+    call: Any = None
+    scale: float = 1.0
+    meter: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+
+    def update(self) -> None:
+        """Take the optimizer's step."""
+        assert self.optimizer is not None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def usual_s(ends: Sequence[float], without: range = range(0)) -> float:
+    """Median time of warm steps [s].
+
+    Args:
+        ends: end of each step by the clock [s].
+        without: numbers of steps that are not to count, with the one before and behind them.
+    """
+    steps = enumerate(pairwise(ends), start=2)
+    return statistics.median(
+        end - begin
+        for number, (begin, end) in steps
+        if number > NUM_WARM and number not in range(without.start - 1, without.stop + 2)
+    )
+
+
+def run_plain(make: Callable[[bool], Loop], folder: Path, *, ranks: Sequence[int] = (0,)) -> Times:
+    """Run a loop of one's own without and with its fault.
+
+    Returns:
+        Time of a healthy step and of a faulty one [s].
+    """
+    healthy = make(False)
+    ends = []
+    for _, batch in zip(range(NUM_HEALTHY), healthy.batches, strict=False):
+        healthy.step(healthy, batch, lambda _: None)
+        ends.append(own_s())
+    healthy_s = usual_s(ends) / healthy.scale
+    torch.autograd.set_detect_anomaly(False)
+
+    faulty = make(True)
+    model = faulty.model.module if isinstance(faulty.model, DistributedDataParallel) else faulty.model
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    log_to = [f"jsonl:{folder}/metrics.jsonl"] if is_first else []
+    meter = headway.Meter(model, peak=PEAK, log_every=1, log_to=log_to, **faulty.meter)
+    ends = []
+    with headway.profile(meter, folder / "profile", steps=WINDOW, ranks=ranks):
+        for _, batch in zip(range(NUM_STEPS), meter.batches(faulty.batches), strict=False):
+            faulty.step(faulty, batch, meter.count)
+            meter.step()
+            ends.append(own_s())
+    meter.close()
+    return healthy_s, usual_s(ends, WINDOW)
+
+
+def run_ddp(make: Callable[[bool], Loop], folder: Path) -> Times:
+    """Run a loop of one's own on several processes that average gradients."""
+    dist.init_process_group("gloo")
+    try:
+        return run_plain(make, folder, ranks=range(dist.get_world_size()))
+    finally:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+class Clock(TrainerCallback):
+    """Notes when each step begins: between two lies all that the Trainer does, saving and evaluating included."""
+
+    def __init__(self) -> None:
+        self.begins: list[float] = []
+
+    def on_step_begin(self, *_args: Any, **_options: Any) -> None:
+        """Note the time."""
+        self.begins.append(own_s())
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """A data set as the Trainer wants it: rows of columns."""
+
+    def __init__(self, samples: Lengths) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.samples[index]}
+
+
+def run_trainer(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
+    """Run Hugging Face's Trainer without and with a fault; `make` gives its model, data, callbacks and arguments."""
+    seconds = []
+    for is_faulty in (False, True):
+        options = make(is_faulty)
+        clock, folder_of = Clock(), folder / ("faulty" if is_faulty else "healthy")
+        arguments: dict[str, Any] = {
+            "logging_steps": 2, "save_strategy": "no", "per_device_train_batch_size": 4,
+            **options.get("arguments", {}),
+        }  # fmt: skip
+        callbacks = [clock, *options.get("callbacks", ())]
+        if is_faulty:
+            callbacks = [HeadwayCallback(peak=PEAK, log_to=[f"jsonl:{folder}/metrics.jsonl"]), *callbacks]
+        trainer = Trainer(
+            model=options.get("model") or small_model(),
+            args=TrainingArguments(
+                output_dir=str(folder_of), max_steps=NUM_STEPS if is_faulty else NUM_HEALTHY, report_to=[],
+                use_cpu=True, disable_tqdm=True, **arguments,
+            ),
+            train_dataset=Rows(options.get("samples") or Lengths()), eval_dataset=Rows(Lengths(size=16)),
+            data_collator=options.get("collate", padded), callbacks=callbacks,
+        )  # fmt: skip
+        profile = headway.profile(None, folder / "profile", steps=WINDOW) if is_faulty else nullcontext()
+        with profile:
+            trainer.train()
+        seconds.append(usual_s(clock.begins[1:], WINDOW if is_faulty else range(0)))
+    return seconds[0], seconds[1]
+
+
+def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
+    """Run `headway train` on digits without and with a fault; `make` gives settings by dotted key, and `held_up`."""
+    from headway.config import parse_config
+    from headway.meter.run_meter import RunMeter
+    from headway.synthetic.digits import write_digits, write_reader
+    from headway.train.run import train
+
+    data, model = folder / "data", folder / "model"
+    write_digits(data, num_one_digit=4, num_train=400, num_eval=64, renderings=2)
+    write_reader(model)
+    end_step = RunMeter.step
+    seconds = []
+    for is_faulty in (False, True):
+        options = make(is_faulty)
+        run = folder / "run" if is_faulty else folder / "healthy"
+        config: dict[str, Any] = {
+            "model": {"path": str(model), "random_init": True},
+            "data": {
+                "train": [{"path": str(data / "train.jsonl")}], "eval": str(data / "eval.jsonl"),
+                "tokens_per_pack": 512, "workers": 1,
+            },
+            "optim": {"steps": NUM_STEPS if is_faulty else NUM_HEALTHY, "lr": 1e-3},
+            "speed": {"compile": False},
+            "run": {"folder": str(run), "device": "cpu", "threads": 1},
+        }  # fmt: skip
+        if is_faulty:
+            config["run"]["profile"] = {"start": WINDOW.start, "steps": len(WINDOW)}
+        for key, value in options.get("settings", {}).items():
+            section, _, name = key.partition(".")
+            config.setdefault(section, {})[name] = value
+        ends: list[float] = []
+
+        def noted(*arguments: Any, ends: list[float] = ends, **options: Any) -> Any:
+            ends.append(own_s())
+            return end_step(*arguments, **options)
+
+        with options.get("held_up", nullcontext()), patch.object(RunMeter, "step", noted):
+            train(parse_config(config))
+        seconds.append(usual_s(ends, WINDOW if is_faulty else range(0)))
+    (folder / "metrics.jsonl").write_bytes((folder / "run" / "metrics.jsonl").read_bytes())
+    (folder / "profile").symlink_to(folder / "run" / "profile")
+    return seconds[0], seconds[1]
+
+
+def ranks_of(num_ranks: int) -> Iterator[dict[str, str]]:
+    """Environment variables of each process of a job on this machine."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for rank in range(num_ranks):
+        yield {
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+        }  # fmt: skip
+
+
+def without_sync(model: nn.Module, is_last: bool) -> Any:
+    """Leave gradients unsent unless this is a step's last pass."""
+    return nullcontext() if is_last or not isinstance(model, DistributedDataParallel) else model.no_sync()

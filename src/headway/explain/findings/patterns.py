@@ -1,0 +1,204 @@
+"""Rules that know a pattern of operators: attention that is written out, a large head, 64 bits, checks for NaN."""
+
+import re
+from collections import Counter, defaultdict
+
+from headway.explain.attribution import Phase
+from headway.explain.events import NONE
+from headway.explain.findings.evidence import EventTime, Observation, StepEvidence
+from headway.explain.measurement import MATMUL
+
+_BATCHED = re.compile(r"aten::(bmm|baddbmm|matmul|einsum)$")
+_SOFTMAX = re.compile(r"aten::(_safe)?_?softmax$")
+_SOFTMAX_BACKWARD = re.compile(r"aten::_softmax_backward\w*$")
+_WEIGHTS = re.compile(r"aten::(mm|addmm|linear|convolution|_convolution)$")
+_NEAR = 30  # operators between the products and the softmax: scales, masks, casts, dropout, and what they call
+_LEAST_VOCABULARY = 4096  # sides of a product: what is smaller is no vocabulary
+_MANY_TIMES_THE_WIDTH = 32  # from which a head outweighs a block of the usual twelve widths squared
+_LEAST_ELEMENTS = 1024  # of an operand in 64 bits; single numbers and small tables are often so
+_CHECKS = re.compile(r"aten::(ne|any|is_nonzero|item|_local_scalar_dense|isnan)$")
+_TRACEBACK = "traceback.py"
+
+
+def eager_attention(evidence: StepEvidence) -> Observation | None:
+    """Attention that is written out: a batched product, masks, a softmax over all pairs, another product."""
+    products_ns = passes_ns = number = 0
+    modules: Counter[str] = Counter()
+    for events in _in_order(evidence):
+        for place, event in enumerate(events):
+            is_backward = _SOFTMAX_BACKWARD.match(event.operator) is not None
+            if not is_backward and not (_SOFTMAX.match(event.operator) and _is_outermost(events, place)):
+                continue
+            # In backward stand two products on each side of the softmax: of scores and values, of queries and keys.
+            before = _towards_product(events, place, -1, 2 if is_backward else 1)
+            after = _towards_product(events, place, 1, 2 if is_backward else 1)
+            if before is None or after is None:
+                continue
+            for member in events[before : after + 1]:
+                is_product = member.line == MATMUL
+                products_ns += member.ns if is_product else 0
+                passes_ns += 0 if is_product else member.ns
+            number += not is_backward
+            modules[event.module] += 1
+    if not number:
+        return None
+    where = next((f", in {module}" for module, _ in modules.most_common() if module), "")
+    return Observation(
+        passes_ns,
+        f"attention is written out {number / evidence.num_steps:,.0f} times a step{where} and others: scores, masks "
+        f"and softmax over all pairs of positions take {evidence.share(passes_ns)} of the time, beside "
+        f"{evidence.share(products_ns)} of its products.",
+        "each operator reads and writes a matrix of all pairs of positions, which a fused kernel keeps on the chip.",
+        'attn_implementation="sdpa" or "flash_attention_2" in a model of transformers; '
+        "torch.nn.functional.scaled_dot_product_attention in one's own.",
+        setting="speed.attention: auto",
+    )
+
+
+def _in_order(evidence: StepEvidence) -> list[list[EventTime]]:
+    """Events of each step and thread of work in their order; small parts of operators among them."""
+    per_step: dict[tuple[int, int], list[EventTime]] = defaultdict(list)
+    for step_number, events in enumerate(evidence.spent_by_step):
+        for event in events:
+            if event.line in ("memory", MATMUL):
+                per_step[step_number, int(event.trace.events.track[event.event])].append(event)
+    return list(per_step.values())
+
+
+def _is_outermost(events: list[EventTime], place: int) -> bool:
+    """Whether no softmax stands right before it: on a CPU `aten::softmax` calls `aten::_softmax`."""
+    return place == 0 or not _SOFTMAX.match(events[place - 1].operator)
+
+
+def _towards_product(events: list[EventTime], place: int, direction: int, number: int) -> int | None:
+    """Place of the so-and-so-many-th batched product before or behind an event; None where weights come first."""
+    last = None
+    for at in range(place + direction, place + direction * _NEAR, direction):
+        if not 0 <= at < len(events) or _WEIGHTS.match(events[at].operator):
+            break
+        if _BATCHED.match(events[at].operator) and events[at].line == MATMUL:
+            number -= 1
+            last = at
+            if not number:
+                return at
+    return last
+
+
+def large_head(evidence: StepEvidence) -> Observation | None:
+    """A projection on a vocabulary that outweighs the rest of the model, with the loss over it."""
+    sides: Counter[tuple[int, int]] = Counter()
+    for event in evidence.spent:
+        # Only in forward are both sides the weight's; of its gradient one is the number of tokens.
+        product = event.product if event.phase is Phase.FORWARD else None
+        if product is not None and product.batch == 1 and event.line == MATMUL:
+            width, vocabulary = sorted((product.k, product.n))
+            if vocabulary >= max(_LEAST_VOCABULARY, _MANY_TIMES_THE_WIDTH * width):
+                sides[vocabulary, width] += event.ns
+    if not sides:
+        return None
+    vocabulary, width = max(sides, key=lambda pair: (sides[pair], pair))
+    products_ns = passes_ns = 0
+    for event in evidence.spent:
+        operands = event.trace.operands_of(event.event)
+        if operands is None or not any(vocabulary in size for size in operands.sizes) or "double" in operands.types:
+            continue  # 64 bits have a finding of their own
+        if event.line == MATMUL:
+            products_ns += event.ns
+        else:
+            passes_ns += event.ns
+    ns = products_ns + passes_ns
+    return Observation(
+        ns,
+        f"the projection on {vocabulary:,} tokens from a width of {width:,}, its loss and its weights take "
+        f"{evidence.share(ns)} of the time: {evidence.share(products_ns)} products, {evidence.share(passes_ns)} passes "
+        "over logits and weights.",
+        "the vocabulary is large for the model's width, and logits of all positions are written out.",
+        "a loss that makes logits in chunks or in one kernel with the projection (Liger's fused linear cross entropy, "
+        "cut cross entropy), labels on fewer positions, or a smaller vocabulary.",
+        setting="speed.loss_chunk, speed.kernels: liger",
+    )
+
+
+def double_precision(evidence: StepEvidence) -> Observation | None:
+    """Work on numbers of 64 bits."""
+    events = []
+    for event in evidence.spent:
+        operands = event.trace.operands_of(event.event)
+        if operands is not None and any(
+            kind == "double" and count >= _LEAST_ELEMENTS
+            for kind, count in zip(operands.types, operands.num_read, strict=True)
+        ):
+            events.append(event)
+    if not events:
+        return None
+    all_ns = sum(event.ns for event in events)
+    modules = Counter({event.module: 0 for event in events if event.module})
+    for event in events:
+        if event.module:
+            modules[event.module] += event.ns
+    where = f", most of it in {modules.most_common(1)[0][0]}" if modules else ""
+    return Observation(
+        all_ns // 2,
+        f"operators on tensors of 64-bit floating point took {evidence.share(all_ns)} of the time{where}; in 32 bits "
+        "half of that at most.",
+        "a tensor is made by .double(), by NumPy, or under torch.set_default_dtype(torch.float64), and what follows "
+        "stays in 64 bits; most GPUs compute these 32 to 64 times slower.",
+        ".float() where the tensor is made; 64 bits only for sums that need them.",
+    )
+
+
+def anomaly_mode(evidence: StepEvidence) -> Observation | None:
+    """Anomaly mode, which keeps a stack of every operator and looks for NaN in every gradient."""
+    if not evidence.is_anomaly_mode:
+        return None
+    checks_ns = sum(
+        event.ns + event.late_ns
+        for event in evidence.spent
+        if event.phase is Phase.BACKWARD and _CHECKS.match(event.operator)
+    )
+    stacks_ns = evidence.time_in(_TRACEBACK)
+    ns = checks_ns + stacks_ns
+    return Observation(
+        ns,
+        f"anomaly mode is on: stacks of operators and checks for NaN took {evidence.share(ns)} of the time.",
+        "torch.autograd.set_detect_anomaly(True), or detect_anomaly() around the loop, was left on.",
+        "turn it off; on again for some steps when a loss is NaN.",
+    )
+
+
+def memory_bound(evidence: StepEvidence) -> Observation | None:
+    """Kernels without products on a device, beyond what their bytes take at full bandwidth."""
+    traffic = [step.traffic for step in evidence.steps]
+    parts = [part for part in traffic if part is not None and part.at_bandwidth_ns is not None]
+    if evidence.is_cpu or len(parts) < len(traffic):
+        return None
+    # Of kernels whose operands are known; of the others nobody can tell what they could save.
+    ns = sum(max(0, part.known_ns - (part.at_bandwidth_ns or 0)) for part in parts)
+    share = evidence.share(evidence.ns("memory"))
+    return Observation(
+        ns,
+        f"kernels without products took {share} of the time, mostly in {dearest_parts(evidence, 'memory')}; full "
+        f"bandwidth would move their operands in {evidence.share(sum(part.at_bandwidth_ns or 0 for part in parts))}.",
+        "many kernels read and write all of their operands, or are too small for the device.",
+        "torch.compile, or fused kernels (Liger, Apex), which keep what they pass on, on the chip; larger batches "
+        "where kernels are small.",
+        setting="speed.compile: true, speed.kernels: liger",
+    )
+
+
+def dearest_parts(evidence: StepEvidence, line: str) -> str:
+    """Name the three modules, or the operators where no modules are known, that took most of a line's time."""
+    parts: Counter[str] = Counter()
+    for event in evidence.spent:
+        if event.line == line:
+            # Layers of one kind are one part: their numbers are left out.
+            parts[re.sub(r"(?<=[._])\d+(?=\.|$)", "*", event.module) or event.operator or event.name] += event.ns
+    return ", ".join(f"{name[:60]} ({evidence.share(ns)})" for name, ns in parts.most_common(3))
+
+
+def num_passes(evidence: StepEvidence) -> list[int]:
+    """Number of the model's forward passes of each step that was measured."""
+    return [
+        len({event.trace.attribution.passes[event.event] for event in events} - {NONE})
+        for events in evidence.spent_by_step
+    ]

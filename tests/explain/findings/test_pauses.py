@@ -1,0 +1,197 @@
+"""Gaps in which the host is late, in traces written by hand: a cause is named where the trace shows it, else none."""
+
+import pytest
+
+from headway.explain.trace import read_trace
+from headway.explain.waterfall import explain
+from helpers.traces import US, WrittenTrace, sidecar
+
+MS = 1000 * US
+
+
+def steps_of(step, *, num_steps=3, begin=1000 * MS):
+    """Host steps of 10 ms; `step` writes each one's events, given the trace, its beginning and a number of its own."""
+    trace = WrittenTrace()
+    trace.steps(*(begin + 10 * MS * i for i in range(num_steps + 1)))
+    for i in range(num_steps):
+        step(trace, begin + 10 * MS * i, 1000 * (i + 1))
+    return trace
+
+
+def findings_of(tmp_path, trace, **beside):
+    result = explain([read_trace(trace.write(tmp_path / "t.json", **beside))])
+    return {finding.id: finding for finding in result.findings}
+
+
+def paused(trace, at, number, *, call="cudaLaunchKernel"):
+    """Kernels of 3 ms at the step's beginning and end, 4 ms of nothing between them, each launched just before."""
+    trace.launched("k", at, at + US, 3 * MS, number + 1, operator="aten::add")
+    trace.call(call, at + 7 * MS - 2 * US, US, number + 2)
+    trace.kernel("k", at + 7 * MS, 3 * MS, number + 2)
+
+
+LATE = {"host-pause", "launch-bound", "allocation", "first-use", "graph-late", "garbage-collection", "synchronisation"}
+
+
+def test_a_long_gap_of_which_the_trace_shows_nothing_has_no_cause(tmp_path):
+    found = findings_of(tmp_path, steps_of(paused))
+    assert LATE & found.keys() == {"host-pause"}
+    assert found["host-pause"].ns == pytest.approx(4 * MS, abs=3 * US)
+    assert "1 pause a step" in found["host-pause"].seen.replace("1.0", "1")
+    assert "shows nothing" in found["host-pause"].seen
+    assert found["host-pause"].cause.startswith("not known")
+
+
+def test_many_short_gaps_are_launches(tmp_path):
+    def step(trace, at, number):
+        for i in range(100):
+            begin = at + 100 * US * i
+            trace.launched("k", begin, begin + 2 * US, 40 * US, number + i, operator="aten::add")
+
+    found = findings_of(tmp_path, steps_of(step))
+    assert LATE & found.keys() == {"launch-bound"}
+    assert found["launch-bound"].share == pytest.approx(0.6, abs=0.01)
+    assert "100 gaps a step" in found["launch-bound"].seen
+
+
+def test_what_the_profiler_adds_is_not_the_hosts_fault(tmp_path):
+    def step(trace, at, number):
+        for i in range(100):
+            begin = at + 100 * US * i
+            trace.launched("k", begin, begin + 2 * US, 40 * US, number + i, operator="aten::add")
+
+    found = findings_of(tmp_path, steps_of(step), headway=sidecar(profiler_overhead_s=2e-3))
+    assert found["launch-bound"].share == pytest.approx(0.4, abs=0.01)
+
+
+@pytest.mark.parametrize(("call", "rule"), [("cudaMalloc", "allocation"), ("cuModuleLoadData", "first-use")])
+def test_a_gap_in_a_call_of_the_runtime_is_what_the_call_does(tmp_path, call, rule):
+    def step(trace, at, number):
+        paused(trace, at, number)
+        trace.operator("aten::max_pool2d", at + 3 * MS, 4 * MS - 5 * US)
+        trace.call(call, at + 3 * MS + US, 4 * MS - 8 * US, number + 50)
+
+    found = findings_of(tmp_path, steps_of(step))
+    assert LATE & found.keys() == {rule}
+    assert "aten::max_pool2d" in found[rule].seen
+
+
+def test_waiting_for_memory_is_no_read_of_a_number(tmp_path):
+    def step(trace, at, number):
+        trace.launched("k", at, at + US, 3 * MS, number + 1, operator="aten::add")
+        trace.operator("aten::empty", at + MS, 5 * MS)
+        trace.call("cudaMalloc", at + MS + US, 5 * MS - 5 * US, number + 50)
+        trace.launched("k", at + 7 * MS - 2 * US, at + 7 * MS, 3 * MS, number + 2, operator="aten::add")
+
+    assert LATE & findings_of(tmp_path, steps_of(step)).keys() == {"allocation"}
+
+
+@pytest.mark.parametrize(("later_ms", "is_first_use"), [(0.1, True), (3.9, False)])
+def test_the_first_call_of_an_operator_is_first_use_where_later_ones_are_short(tmp_path, later_ms, is_first_use):
+    numbers = []
+
+    def step(trace, at, number):
+        paused(trace, at, number)
+        is_first = not numbers
+        numbers.append(number)
+        duration = 4 * MS - 5 * US if is_first else round(later_ms * MS)
+        trace.operator("aten::cudnn_convolution", at + 3 * MS + 2 * US, duration)
+
+    trace = steps_of(step)
+    read = read_trace(trace.write(tmp_path / "t.json"))
+    found = {finding.id: finding for finding in explain([read], step=1).findings}
+    assert LATE & found.keys() == ({"first-use"} if is_first_use else {"host-pause"})
+    assert "aten::cudnn_convolution" in next(iter(found.values())).seen
+
+
+def test_a_graph_that_is_replayed_late_is_no_storm_of_launches(tmp_path):
+    def step(trace, at, number):
+        paused(trace, at, number, call="cudaGraphLaunch")
+
+    found = findings_of(tmp_path, steps_of(step))
+    assert LATE & found.keys() == {"graph-late"}
+    assert "before a graph was replayed" in found["graph-late"].seen
+
+
+def host(runs=(), stacks=(), *, clock=500 * MS, preempted=(), **more):
+    """What a profile records of the host; its clock is behind the trace's, whose first step begins at 1,000 ms."""
+    begins = {str(number): clock + 10 * MS * (number - 1) for number in range(1, 4)}
+    return {
+        "step_ns": begins, "core_wait_ns": {}, "stacks": [list(stack) for stack in stacks],
+        "runs": [list(run) for run in runs], "preempted": [list(row) for row in preempted],
+        "anomaly_mode": False, **more,
+    }  # fmt: skip
+
+
+STACKS = {
+    "host-pause": ("~post (requests/api.py:59)", "tell (mine/train.py:12)"),
+    "logging": ("emit (mine/handlers.py:3)", "~handle (logging/__init__.py:978)", "tell (mine/train.py:12)"),
+    "checkpoint": ("~_write (torch/serialization.py:9)", "keep (mine/train.py:12)"),
+    "evaluation": ("next (mine/data.py:5)", "evaluate (mine/train.py:12)"),
+}
+
+
+@pytest.mark.parametrize("rule", STACKS)
+def test_a_sampled_stack_names_what_the_loop_did(tmp_path, rule):
+    runs = [(500 * MS + 10 * MS * i + 3 * MS, 500 * MS + 10 * MS * i + 7 * MS, 0) for i in range(3)]
+    beside = sidecar(host=host(runs, [STACKS[rule]]))
+    found = findings_of(tmp_path, steps_of(paused), headway=beside)
+    assert rule in found
+    assert found[rule].ns == pytest.approx(4 * MS, abs=3 * US)
+    if rule == "host-pause":
+        assert "post (requests/api.py:59), called by tell (mine/train.py:12)" in found[rule].seen
+        assert found[rule].cause == "a server is waited for."
+    else:
+        assert "host-pause" not in found
+
+
+def test_stacks_of_other_moments_name_nothing(tmp_path):
+    runs = [(500 * MS, 500 * MS + 2 * MS, 0)]  # while the first kernel ran
+    found = findings_of(tmp_path, steps_of(paused), headway=sidecar(host=host(runs, [STACKS["checkpoint"]])))
+    assert "shows nothing" in found["host-pause"].seen
+    assert "checkpoint" not in found
+
+
+def test_a_gap_in_which_another_process_had_the_core_is_no_pause_of_the_loop(tmp_path):
+    preempted = [(500 * MS + 10 * MS * i + 3 * MS, 500 * MS + 10 * MS * i + 7 * MS, 4 * MS) for i in range(3)]
+    waits = {str(number): (number - 1) * 4 * MS for number in range(1, 5)}
+    beside = sidecar(host=host(preempted=preempted, core_wait_ns=waits))
+    found = findings_of(tmp_path, steps_of(paused), headway=beside)
+    assert LATE & found.keys() == set()
+    assert found["shared-cores"].share == pytest.approx(0.4, abs=0.01)
+    assert "shared-cores" not in findings_of(tmp_path, steps_of(paused), headway=sidecar(host=host()))
+
+
+def test_a_collection_is_told_from_other_pauses(tmp_path):
+    def step(trace, at, number):
+        paused(trace, at, number)
+        trace.annotation("gc:collection of generation 2", at + 3 * MS + 10 * US, 3900 * US)
+
+    found = findings_of(tmp_path, steps_of(step))
+    assert LATE & found.keys() == {"garbage-collection"}
+    assert found["garbage-collection"].ns == 3900 * US
+
+
+def test_a_collection_while_the_device_works_costs_nothing(tmp_path):
+    def step(trace, at, number):
+        trace.launched("k", at, at + US, 10 * MS, number + 1, operator="aten::add")
+        trace.annotation("gc:collection of generation 2", at + 3 * MS, 4 * MS)
+
+    assert LATE & findings_of(tmp_path, steps_of(step)).keys() == set()
+
+
+def on_a_cpu(trace, at, *, number_of_operators, us, gap_us):
+    for i in range(number_of_operators):
+        trace.operator("aten::add", at + i * (us + gap_us) * US, us * US)
+
+
+def test_short_operators_on_a_cpu_are_calls_and_long_ones_work(tmp_path):
+    def short(trace, at, _number):
+        on_a_cpu(trace, at, number_of_operators=500, us=8, gap_us=12)
+
+    def long(trace, at, _number):
+        on_a_cpu(trace, at, number_of_operators=50, us=180, gap_us=20)
+
+    found = findings_of(tmp_path, steps_of(short))
+    assert found["launch-bound"].share == pytest.approx(1.0, abs=0.01)
+    assert "launch-bound" not in findings_of(tmp_path, steps_of(long))
