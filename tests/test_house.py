@@ -131,6 +131,18 @@ def test_the_core_speaks_python_and_not_the_command_line(files):
     assert {name: rest for name, rest in options.items() if rest} == {}
 
 
+def test_commands_print_their_results_in_one_way(files):
+    """`print_result` takes the record and the text of a result; JSON is printed nowhere else, but for JSON Schema."""
+    printing = {
+        file.name
+        for file in files.values()
+        if file.room == "cli"
+        for call in ast.walk(file.tree)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "print" and "json" in ast.unparse(call)
+    }
+    assert printing == {"headway.cli.output", "headway.cli.config"}
+
+
 def rewritten_errors(tree):
     """Yield lines in which the text of an error that was caught is taken apart or rewritten."""
     for function in ast.walk(tree):

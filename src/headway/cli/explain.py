@@ -11,7 +11,7 @@ import typer
 
 from headway.cache import write_whole
 from headway.cli import options
-from headway.cli.output import warn, warn_of_unknown
+from headway.cli.output import print_result, warn, warn_of_unknown
 from headway.cli.workload import WorkloadOptions, resolve_for
 from headway.errors import ConfigError, LogError, UsageError
 from headway.explain.breakdown import breakdown_record
@@ -132,14 +132,14 @@ def explain(
             written["by"] = gemms_record(waterfall) if by == "gemm" else breakdown_record(waterfall, by)
     if paths[0].is_dir() and step is None and rank is None:
         _keep(record, paths[0] / "explain.json")
-    print(json.dumps(record) if as_json else as_text(explanation, by, markdown=markdown))
+    print_result(lambda: record, lambda: as_text(explanation, by, markdown=markdown), as_json=as_json)
 
 
 def _compare(pair: Pair, by: _Rows | None, *, as_json: bool, markdown: bool) -> None:
     if by is not None:
         raise UsageError(f"--by {by} cannot take effect in a comparison, which is by line. Leave it out.")
     compared = compare(*pair)
-    print(json.dumps(compared.to_dict()) if as_json else comparison_text(compared, markdown=markdown))
+    print_result(compared.to_dict, lambda: comparison_text(compared, markdown=markdown), as_json=as_json)
 
 
 def _keep(record: dict[str, Any], path: Path) -> None:

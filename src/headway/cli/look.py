@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ import typer
 from headway.cli import options
 from headway.cli.index import build_indices
 from headway.cli.opened import read_template
-from headway.cli.output import needs_extra, print_json, say, warn
+from headway.cli.output import needs_extra, print_result, say, warn
 from headway.cli.resolve import resolve_cost_model
 from headway.errors import DataError, UsageError
 from headway.files import is_taken, write_output
@@ -116,19 +117,18 @@ def look(
         chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
         chosen |= {"packing_length": packing_length, "settings": settings}
         shown = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
-    if as_json:
-        print_json(_record(shown))
-    elif html is not None:
+    if html is not None:
         from headway.pages.samples import samples_page
 
         write_output(html, samples_page(shown), option="--html", new=True)
         say(f"{html}: {format_count(len(shown.samples))} samples and {format_count(len(shown.packs))} packs")
-    else:
-        width = max(40, shutil.get_terminal_size((100, 24)).columns)
-        coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        from headway.cli.look_text import paragraphs
+        return
+    width = max(40, shutil.get_terminal_size((100, 24)).columns)
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    from headway.cli.look_text import paragraphs
 
-        print("\n\n".join(paragraphs(shown, width, tokens or 400, coloured=coloured)))
+    text = partial(paragraphs, shown, width, tokens or 400, coloured=coloured)
+    print_result(lambda: _record(shown), lambda: "\n\n".join(text()), as_json=as_json)
 
 
 def _refuse(values: "Mapping[str, object]", why: str) -> None:

@@ -16,17 +16,12 @@ from headway.report.terminal import coloured, width_of, wrapped
 SCHEMA_VERSION = 1  # of every object that --json prints
 
 
-def print_json(record: Mapping[str, Any]) -> None:
-    """Print a result as one JSON object; its keys are a contract, which `schema_version` names."""
-    print(json.dumps({"schema_version": SCHEMA_VERSION, **record}))
-
-
 def print_result(record: Callable[[], Mapping[str, Any]], text: Callable[[], str], *, as_json: bool) -> None:
-    """Print what a command found: its record as one JSON object, or its text for people. Only one of them is made."""
-    if as_json:
-        print_json(record())
-    else:
-        print(text())
+    """Print what a command found: its record as one JSON object, or its text for people. Only one of them is made.
+
+    The keys of a record are a contract, which `schema_version` names.
+    """
+    print(json.dumps({"schema_version": SCHEMA_VERSION, **record()}) if as_json else text())
 
 
 def say(text: str, *, on_stderr: bool = False, flush: bool = False) -> None:

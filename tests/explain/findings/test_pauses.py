@@ -51,7 +51,7 @@ def test_many_short_gaps_are_launches(tmp_path):
     found = findings_of(tmp_path, steps_of(step))
     assert LATE & found.keys() == {"launch-bound"}
     assert found["launch-bound"].share == pytest.approx(0.6, abs=0.01)
-    assert "100 gaps a step" in found["launch-bound"].seen
+    assert "101 gaps a step" in found["launch-bound"].seen
 
 
 def test_what_the_profiler_adds_is_not_the_hosts_fault(tmp_path):
