@@ -190,6 +190,8 @@ class Meter(StepMeter):
         if self._sinks is not None:
             with self.boundary.guard("Records of the meter's windows"):
                 self._sinks.write(window.to_dict())
+        if not window.num_steps:  # for the records alone: a run that compiles in every step has no other ones
+            return None
         if self._on_window is not None:
             self._on_window(window)
         return window

@@ -12,7 +12,7 @@ from headway.meter.clock import Mark, Span
 from headway.meter.goodput import Goodput
 from headway.meter.memory_traffic import Traffic
 from headway.meter.step_clock import StepTime
-from headway.meter.tally import NS, Sums
+from headway.meter.tally import AWAY_FOR, NS, Sums
 
 _MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
 
@@ -162,6 +162,8 @@ class PendingSteps:
                 self._goodput.move("data wait", "step", waited_ns - wait_ns)
         self._last_end = time.end
         self.extra = dict(step.extra)
+        for bucket in AWAY_FOR:
+            totals[f"{bucket}_ns"] += round(time.away_for_s.get(bucket, 0.0) * NS)
         if not counted:
             totals["num_left_out"] += 1
             totals["left_out_ns"] += wall_ns

@@ -1,6 +1,6 @@
 """Times of steps: begin, end, what they wait for, and what is not training: every second of a loop in one place."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,6 +21,7 @@ class StepTime(NamedTuple):
 
     end: Mark
     away_s: float  # time within it that was not training, by the host's clock [s]
+    away_for_s: Mapping[str, float]  # the same by bucket, such as "compile" [s]
     waits: list[Span]  # waits for data
     compiled: bool  # whether something was compiled in it
 
@@ -85,7 +86,7 @@ class StepClock:
         self._waits_since: Mark | None = None
         self._left_s: float | None = None
         self._left_for: Bucket | None = None
-        self._away_s = 0.0
+        self._away_for_s: dict[str, float] = {}
         self._last = self._mark()
 
     def start(self) -> None:
@@ -150,9 +151,10 @@ class StepClock:
         if self._left_s is None:
             return
         self._mark().wait()
-        self._away_s += self._clock() - self._left_s
-        if self._left_for in _PHASES:
-            self._end(self._left_for)
+        bucket = str(self._left_for)
+        self._away_for_s[bucket] = self._away_for_s.get(bucket, 0.0) + self._clock() - self._left_s
+        if bucket in _PHASES:
+            self._end(bucket)
         self._left_s = self._left_for = None
         self._energy.back()
         self._charge("step")
@@ -190,9 +192,14 @@ class StepClock:
         self.back()
         end = self._mark()  # a clock that has stepped back, as some virtual machines' do, makes a step of no time
         self._compilation.watch()
-        time = StepTime(end, self._away_s, self._waits, self._compilation.happened())
-        self._waits, self._away_s, self._last = [], 0.0, end
+        time = StepTime(end, self._away_s, self._away_for_s, self._waits, self._compilation.happened())
+        self._waits, self._away_for_s, self._last = [], {}, end
         return time
+
+    @property
+    def _away_s(self) -> float:
+        """Time since the last step that was not training [s]."""
+        return sum(self._away_for_s.values())
 
     def _finish(self) -> None:
         """Wait for the device, and charge the time since the last step as idle."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -162,6 +162,8 @@ class Window(Utilisation):
         left_out_s: their time [s].
         away_s: time within the counted steps that was not training and is not in `wall_s`: evaluations, checkpoints,
             compiling, each in the step that ends after it [s].
+        away_for_s: time of compiling, evaluations and checkpoints by these names, within steps that are left out as well
+            [s].
         num_skipped: counted steps whose update the loop skipped (a gradient scaler that found inf); computed all the
             same.
         segments: segments.
@@ -192,6 +194,7 @@ class Window(Utilisation):
     rank_busy_s: tuple[float, ...]
     rank_busy_flops: tuple[int, ...]
     away_s: float = 0.0
+    away_for_s: Mapping[str, float] = field(default_factory=dict)
     peak_memory_bytes: int = 0
     ceiling_flops_per_s: float = math.nan
     num_batches: int = 0
@@ -297,6 +300,7 @@ class Window(Utilisation):
             "num_left_out": self.num_left_out,
             "left_out_s": self.left_out_s,
             "away_s": self.away_s,
+            **{f"{bucket}_s": seconds for bucket, seconds in self.away_for_s.items()},
             "num_skipped": self.num_skipped,
             "step_s": self.step_s,
             # rates of all devices together, and of one
