@@ -162,7 +162,7 @@ class Window(Utilisation):
         left_out_s: their time [s].
         away_s: time within the counted steps that was not training and is not in `wall_s`: evaluations, checkpoints,
             compiling, each in the step that ends after it [s].
-        away_for_s: time of compiling, evaluations and checkpoints by these names, within steps that are left out as well
+        away_for_s: time of compiling, evaluations and checkpoints by these names, also within steps that are left out
             [s].
         num_skipped: counted steps whose update the loop skipped (a gradient scaler that found inf); computed all the
             same.

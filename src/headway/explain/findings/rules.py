@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from headway.explain.attribution import Phase
 from headway.explain.explanation import MOST, Finding
-from headway.explain.findings import device, host, ranks, series
+from headway.explain.findings import device, host, ranks, recorded, series
 from headway.explain.findings.evidence import Evidence, Observation, RunEvidence, SteadyEvidence, StepEvidence
 
 EvidenceKind = TypeVar("EvidenceKind", bound=Evidence[Any])
@@ -87,15 +87,17 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("logging", StepEvidence, 0.05, partial(host.beside_training, phase=Phase.LOGGING)),
     # Judging is useful work, but a fifth of the time is much of it.
     Rule("evaluation", StepEvidence, 0.20, partial(host.beside_training, phase=Phase.EVALUATION)),
-    # A run that is watched and kept spends some per cent on both.
-    Rule("beside-training", RunEvidence, 0.10, series.beside_training, TimeOf.BESIDE),
+    Rule("checkpoint", RunEvidence, 0.10, partial(series.beside, what="checkpoint"), TimeOf.BESIDE),
+    Rule("evaluation", RunEvidence, 0.20, partial(series.beside, what="evaluation"), TimeOf.BESIDE),
     Rule("misaligned-gemms", StepEvidence, 0.05, device.misaligned_gemms),
     # Fused norms and activations still take 5 to 10 % of an ordinary step.
     Rule("unfused-chains", StepEvidence, 0.10, device.unfused_chains),
     Rule("slow-attention", StepEvidence, 0.03, device.slow_attention),
+    Rule("recomputation", SteadyEvidence, 0.05, recorded.recomputation),
     # Recomputing attention alone costs some 3 %; a whole forward again is a fifth to a quarter.
     Rule("recomputation", StepEvidence, 0.05, device.recomputation),
     # Packs of a balanced plan are 95 to 99 % full.
+    Rule("padding", SteadyEvidence, 0.10, recorded.padding),
     Rule("padding", StepEvidence, 0.10, device.padding),
     # A frozen tower of ordinary images takes 10 to 20 %; its backward alone more than this is worth the question.
     Rule("vision-tower", StepEvidence, 0.30, device.vision_tower),
@@ -110,6 +112,8 @@ RULES: tuple[Rule[Any], ...] = (
     # What is exchanged last and first in a step cannot hide.
     Rule("exposed-gathers", StepEvidence, 0.05, ranks.exposed_gathers),
     Rule("exposed-communication", StepEvidence, 0.10, ranks.exposed_communication),
+    # Other work on a machine makes steps some per cent slower now and then; below, nobody looks for a reason.
+    Rule(series.CHANGED, SteadyEvidence, 0.05, series.changed),
     Rule("unstable-steps", SteadyEvidence, 0.05, series.unstable),
     # Less is not worth a search.
     Rule("slow-steps", SteadyEvidence, 0.02, series.slow_now_and_then),
