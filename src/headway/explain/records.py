@@ -34,6 +34,11 @@ UNFINISHED_NOTE = "the run has not ended, or was killed"  # how the note on it b
 _MOST_STEPS = 2**53  # a larger number is no float
 _MOST_FLOPS = 10**30  # of all devices in one record
 _LOST_WORK = ("recomputation", "padding")  # keys of lines of what is computed in vain
+_PHASE_LINES = {
+    "optimizer": "optimizer",
+    **{gap: f"gap.{gap}" for gap in ("input", "gradients", "after")},
+}  # keys of the lines of phases
+_FACTS = ("optimizer", "anomaly_mode", "weights_dtype")  # about the loop, that rules read
 _ALL_COMPONENTS = "all components"  # of FLOPs that the record does not divide
 
 
@@ -53,12 +58,14 @@ class _StepRecord:
         """Time of a step that the record has under a name in seconds, its share of the record's [ns]."""
         return round((quantity(self.record.get(name)) or 0.0) * 1e9) // self.num_steps
 
-    def times_ns(self, name: str) -> dict[str, int]:
-        """Times of a step by name that the record has, in seconds of one step [ns]; none where it has none."""
-        times = self.record.get(name)
-        if not isinstance(times, Mapping):
+    def phases_ns(self) -> dict[str, int]:
+        """Phases of a step [ns], as those of the sampled steps divide it; none where no step was sampled."""
+        times = self.record.get("phases_s")
+        seconds = {} if not isinstance(times, Mapping) else {str(k): quantity(s) or 0.0 for k, s in times.items()}
+        whole_s = sum(seconds.values())
+        if not whole_s:
             return {}
-        return {str(key): round((quantity(seconds) or 0.0) * 1e9) for key, seconds in times.items()}
+        return {name: round(s / whole_s * self.wall_ns / self.num_steps) for name, s in seconds.items()}
 
 
 def explain_records(path: Path, *, step: int | None = None, rank: int | None = None) -> JobExplanation:
@@ -166,7 +173,10 @@ def _findings(entries: list[_StepRecord], waterfalls: list[StepWaterfall], run: 
 def _facts(entries: list[_StepRecord]) -> dict[str, Any]:
     """Facts that rules about single steps may ask of the loop, under the names that a trace has for it."""
     return {
-        "steps": {str(entry.step): {key: entry.record.get(key) for key in ("tokens", "slots")} for entry in entries}
+        "steps": {
+            str(entry.step): {key: entry.record.get(key) for key in ("tokens", "slots", "making_s")}
+            for entry in entries
+        }
     }
 
 
@@ -294,7 +304,7 @@ def _lost_work(entry: _StepRecord) -> dict[str, int]:
         integer(flops.get(name) or 0, largest=_MOST_FLOPS) for name in ("total", "recompute", "forward")
     )
     # Forward and backward where they were timed, else all but waiting for data.
-    phases_ns, wall_ns = entry.times_ns("phases_s"), entry.wall_ns // entry.num_steps
+    phases_ns, wall_ns = entry.phases_ns(), entry.wall_ns // entry.num_steps
     computing_ns = wall_ns - min(wall_ns, entry.ns("data_wait_s"))
     if phases_ns:
         computing_ns = min(computing_ns, phases_ns.get("forward", 0) + phases_ns.get("backward", 0))
@@ -324,6 +334,10 @@ def _waterfall(entry: _StepRecord, work: Mapping[str, Need] | None, device_name:
     waited_s = entry.record.get("data_wait_s")
     if waited_s is not None and not entry.is_left_out:
         amounts.append(("idle.data", NAMES["idle.data"], round(waited_s * 1e9 / entry.num_steps), {}))
+    # Phases in which the model does not compute, each where it was seen.
+    for phase, key in _PHASE_LINES.items():
+        if phase_ns := entry.phases_ns().get(phase, 0):
+            amounts.append((key, NAMES[key], phase_ns, {}))
     away_ns = entry.away_ns // entry.num_steps
     if "away_s" in entry.record or entry.is_left_out:
         amounts.append(("aside", NAMES["aside"], away_ns, {}))
@@ -434,6 +448,8 @@ def _run_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | 
     tokens = (quantity(record.get("tokens")) or 0.0) / entry.num_steps
     work = useful_ns or tokens
     peak_memory, slowest = quantity(record.get("peak_memory_bytes")), record.get("slowest_rank")
+    memory_bytes = memory_bytes or integer(record.get("device_memory_bytes") or 0)
+    lead_s, late_rank = record.get("host_lead_s"), record.get("late_rank")
     return RunStep(
         step=entry.step,
         duration_ns=duration_ns,
@@ -451,6 +467,14 @@ def _run_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | 
         empty_share=quantity(record.get("padding_share")) or 0.0,
         recomputed_ns=ns.get("recomputation", 0),
         stage=_stage(record),
+        phases_ns=entry.phases_ns(),
+        lead_ns=None if lead_s is None else round((quantity(lead_s) or 0.0) * 1e9),
+        collection_ns=entry.ns("collection_s"),
+        places=_places(record),
+        late_rank=None if late_rank is None else integer(late_rank),
+        late_ns=round((quantity(record.get("late_rank_s")) or 0.0) * 1e9),
+        late_phase=str(record.get("late_rank_phase") or ""),
+        facts={name: record.get(name) for name in _FACTS},
     )
 
 
@@ -460,3 +484,11 @@ def _stage(record: Mapping[str, Any]) -> frozenset[str]:
     if not isinstance(sources, Mapping):
         return frozenset()
     return frozenset(name for name, source in sources.items() if isinstance(source, Mapping) and source.get("tokens"))
+
+
+def _places(record: Mapping[str, Any]) -> tuple[tuple[str, str, str, int], ...]:
+    """Code that the loop's thread was in between its phases: gap, code, purpose, and time of a step [ns]."""
+    return tuple(
+        (str(place["phase"]), str(place["code"]), str(place["purpose"]), round((quantity(place["s"]) or 0.0) * 1e9))
+        for place in record.get("places") or ()
+    )

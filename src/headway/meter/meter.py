@@ -176,7 +176,7 @@ class Meter(StepMeter):
         memory = max(memory for memory, *_ in every)
         window = self._tally.window(ranks, memory, self._step, self._pending.extra)
         self._warn(window)
-        return window
+        return None if window is None else self._of_loop(window)
 
     def _take(self) -> list[int]:
         self._left_out = []

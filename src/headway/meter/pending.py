@@ -11,6 +11,7 @@ from headway.meter.batches import workload_of
 from headway.meter.clock import Mark, Span
 from headway.meter.goodput import Goodput
 from headway.meter.memory_traffic import Traffic
+from headway.meter.phases import LAUNCHING, StepPhases
 from headway.meter.step_clock import StepTime
 from headway.meter.tally import AWAY_FOR, NS, Sums
 
@@ -179,10 +180,24 @@ class PendingSteps:
         # busy: inside of forwards and backwards, without waits for data in them
         busy_s = sum(span.seconds - sum(wait.seconds for wait in waits) for span, waits in step.forwards)
         totals["busy_ns"] += round(busy_s * NS)
+        totals["collection_ns"] += round(time.collection_s * NS)
+        if time.phases is not None:
+            self._take_phases(time.phases)
         totals["num_steps"] += 1
         totals["num_skipped"] += step.skipped
         self._updates[0] += 1
         self._updates[1] += step.skipped
+
+    def _take_phases(self, phases: StepPhases) -> None:
+        totals = self._sums.totals
+        totals["num_sampled"] += 1
+        for phase, seconds in phases.seconds().items():
+            totals[f"{phase}_phase_ns"] += round(seconds * NS)
+        host_s = phases.host_seconds()
+        totals["host_ns"] += round(sum(host_s.get(phase, 0.0) for phase in LAUNCHING) * NS)
+        lead_s = phases.lead_s()
+        if lead_s is not None:  # at least 1 ns, since 0 is a CPU's
+            totals["lead_ns"] += max(1, round(lead_s * NS))
 
     def _count(self) -> None:
         for billed, workloads in self._workloads.items():

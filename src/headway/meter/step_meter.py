@@ -4,7 +4,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from headway.count import CostModel, Workload
@@ -13,15 +13,19 @@ from headway.errors import UsageError
 from headway.meter.batches import input_gradients_of, read_or_copy
 from headway.meter.clock import ForwardTimer
 from headway.meter.environment import (
+    anomaly_mode,
     bandwidth_of,
     device_here,
     device_of,
     largest_memory,
     peak_of,
+    settings_of,
     traffic_or_warn,
 )
 from headway.meter.goodput import Goodput
+from headway.meter.pauses import PlaceSampler
 from headway.meter.pending import Billing, PendingStep, PendingSteps
+from headway.meter.phases import PhaseTimer
 from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.tally import Tally, Yardstick
 from headway.meter.window import Window
@@ -102,7 +106,14 @@ class StepMeter(StepClock, ABC):
         self._run: Window | None = None
         self._has_warned_of_no_batch = False
         # forwards are timed where there is a module, and steps wait here until the device has passed them
-        self._forwards = None if isinstance(model, CostModel) else ForwardTimer(model, self._mark)
+        if isinstance(model, CostModel):
+            self._forwards = None
+        else:
+            self._forwards = ForwardTimer(model, self._mark)
+            has_queue = self.device is not None and self.device.type == "cuda"
+            self._phases = PhaseTimer(model, self._mark, self.boundary, has_queue=has_queue)
+        self._places: PlaceSampler | None = None
+        self._settings = settings_of(model, self.device)
         self._batches: list[tuple[Any, Billing]] = []
         self._pending = PendingSteps(self.models, loop.recompute, self._last)
 
@@ -119,8 +130,29 @@ class StepMeter(StepClock, ABC):
         )
         self.watchers += LoopWatcher.waiting
         LoopWatcher.waiting.clear()
+        if self._phases is not None and self._is_first:
+            with self.boundary.guard("The places that this loop pauses in"):
+                self._places = PlaceSampler(self._phases)
         for watcher in tuple(self.watchers):
             watcher.start(self)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this rank writes the records."""
+        import torch.distributed as dist
+
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+    def _of_loop(self, window: Window) -> Window:
+        """Add what this rank knows of its loop to a window."""
+        loop = dict(self._settings)
+        with self.boundary.guard("Facts about this loop"):
+            if self._phases is not None:
+                loop["optimizer"] = self._phases.optimizer or None
+            if self._places is not None:
+                loop["places"] = self._places.take(max(1, window.num_steps), window.wall_s)
+            loop["anomaly_mode"] = anomaly_mode()
+        return replace(window, loop=loop)
 
     def _opens(self) -> bool:
         """Open what windows need; returns whether steps are kept one by one, for several ranks to sum up."""
@@ -174,7 +206,7 @@ class StepMeter(StepClock, ABC):
 
     def _ended_step(self, skipped: bool, extra: dict[str, float], num_warmup_steps: int) -> PendingStep:
         """End a step, whose numbers wait until the device has passed it."""
-        time = self._end_step()
+        time = self._end_step(self.num_steps)
         self.num_steps += 1
         if not self._batches and not self._has_warned_of_no_batch:
             self._has_warned_of_no_batch = True
@@ -241,6 +273,8 @@ class StepMeter(StepClock, ABC):
         self._let_go()
 
     def _let_go(self) -> None:
+        if self._places is not None:
+            self._places.close()
         if self._forwards is not None:
             self._forwards.close()
         self._stop()

@@ -8,7 +8,8 @@ from typing import Any
 
 from headway.count import FlopCount, FlopRow, Workload, modalities
 from headway.devices import Peak
-from headway.meter.window import Window
+from headway.meter.phases import PHASES
+from headway.meter.window import SampledPhases, Window, ratio
 
 NS = 1_000_000_000
 _QUANTITIES = ("tokens", "slots", "segments")
@@ -25,6 +26,11 @@ _TOTALS = (
     *(f"{bucket}_ns" for bucket in AWAY_FOR),  # the same of steps that are left out as well
     "busy_ns",  # forwards of the model, without waiting for other ranks
     "busy_flops",  # useful FLOPs of these forwards
+    "collection_ns",  # garbage collections
+    "num_sampled",  # steps whose phases were taken
+    *(f"{phase}_phase_ns" for phase in PHASES),
+    "host_ns",  # of these steps, in which the host gave work to a device: forward, backward, optimizer
+    "lead_ns",  # the most that the host was ahead of a device
     "energy_mj",
     "num_without_energy",  # windows of ranks that cannot tell their energy
     "bytes_moved",
@@ -201,6 +207,8 @@ class Tally:
             rank_busy_flops=tuple(rank.totals["busy_flops"] // yardstick.batch_ranks for rank in billed),
             peak_memory_bytes=self._memory,
             # not known as soon as one rank has none
+            collection_s=first["collection_ns"] / NS,
+            phases=_phases(ranks),
             energy_j=math.nan if total.totals["num_without_energy"] else total.totals["energy_mj"] / 1000,
             packing_length=yardstick.packing_length,
             bytes_moved=total.totals["bytes_moved"],
@@ -215,3 +223,22 @@ class Tally:
 
 def _added(before: list[Sums], ranks: list[Sums]) -> list[Sums]:
     return [a + b for a, b in zip(before, ranks, strict=True)] if before else ranks
+
+
+def _phases(ranks: Sequence[Sums]) -> SampledPhases | None:
+    """Describe the phases of the first rank's sampled steps, and which rank was late for the others' gradients."""
+    first = ranks[0].totals
+    if not first["num_sampled"]:
+        return None
+    per_step = [{phase: ratio(rank.totals[f"{phase}_phase_ns"], rank.totals["num_sampled"]) for phase in PHASES}
+                for rank in ranks]  # fmt: skip
+    return SampledPhases(
+        first["num_sampled"],
+        {phase: ns / NS for phase, ns in per_step[0].items()},
+        host_s=ratio(first["host_ns"], first["num_sampled"]) / NS,
+        lead_s=ratio(first["lead_ns"], first["num_sampled"]) / NS if first["lead_ns"] else math.nan,
+        by_rank_s=tuple({phase: times[phase] / NS for phase in _OWN} for times in per_step),
+    )
+
+
+_OWN = ("data", "input", "forward", "loss")  # before ranks wait for each other's gradients

@@ -58,10 +58,13 @@ class RunStep:
         recomputed_ns: part of it that went to computing activations again, at most [ns].
         stage: sources of data that it has tokens of.
         phases_ns: part of it in each phase of the loop [ns]; empty where nobody looked.
-        host_ns: time of the host in each phase, where a device has a clock of its own [ns].
         lead_ns: the most that the host was ahead of the device in it [ns]; None where there is no such device.
         collection_ns: part of it in Python's garbage collections [ns].
-        places: code that the main thread was in, and for how much of it [ns].
+        places: code that the loop's thread was in between phases: gap, code, purpose, and time [ns].
+        late_rank: the rank that came last to its backward; None where ranks were not compared.
+        late_ns: how much later than any other [ns].
+        late_phase: phase by which most.
+        facts: about the loop, as its record has them: `optimizer`, `anomaly_mode`, `weights_dtype`.
     """
 
     step: int
@@ -81,10 +84,13 @@ class RunStep:
     recomputed_ns: int = 0
     stage: frozenset[str] = frozenset()
     phases_ns: Mapping[str, int] = field(default_factory=dict)
-    host_ns: Mapping[str, int] = field(default_factory=dict)
     lead_ns: int | None = None
     collection_ns: int = 0
-    places: tuple[tuple[str, str, int], ...] = ()
+    places: tuple[tuple[str, str, str, int], ...] = ()
+    late_rank: int | None = None
+    late_ns: int = 0
+    late_phase: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 Step = TypeVar("Step", StepWaterfall, RunStep)

@@ -68,6 +68,13 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("data-bound", StepEvidence, 0.05, partial(host.data_wait, part=""), TimeOf.DATA),
     # A device that is launched ahead never waits; 10 % leaves the step's begin and end, and what a profiler adds.
     Rule("host-bound", StepEvidence, 0.10, host.host_bound),
+    # A loop zeroes gradients, counts and logs a line between the phases; a tenth of the time is more than that.
+    Rule("garbage-collection", SteadyEvidence, 0.05, recorded.collections),
+    Rule("logging", SteadyEvidence, 0.05, partial(recorded.pause, purpose="logging")),
+    Rule("checkpoint", SteadyEvidence, 0.10, partial(recorded.pause, purpose="checkpoint")),
+    Rule("read-back", SteadyEvidence, 0.10, partial(recorded.pause, purpose="read-back")),
+    Rule("parameter-loop", SteadyEvidence, 0.10, partial(recorded.pause, purpose="parameter-loop")),
+    Rule("host-pause", SteadyEvidence, 0.10, partial(recorded.pause, purpose="")),
     # One read-back of a number per step costs a device some 1 %; a loop of them more.
     Rule("synchronisation", StepEvidence, 0.03, host.synchronisation),
     # A CPU waits for nothing, so what counts is their number; a thousandth leaves out what cannot be measured.
@@ -75,6 +82,7 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("blocking-copy", StepEvidence, 0.03, host.blocking_copies),
     # A fused AdamW moves 28 bytes a parameter: some 1 to 5 % of a step; a loop adds its launches to that.
     Rule("optimizer-loop", StepEvidence, 0.05, host.optimizer_loop),
+    Rule("optimizer-loop", SteadyEvidence, 0.10, recorded.optimizer_loop),
     # A few small products, of norms' gains and routers, are in every model.
     Rule("small-gemms", StepEvidence, 0.10, host.small_gemms),
     # After the first steps nothing should be compiled at all; of a run their number counts.
@@ -101,13 +109,15 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("padding", StepEvidence, 0.10, device.padding),
     # A frozen tower of ordinary images takes 10 to 20 %; its backward alone more than this is worth the question.
     Rule("vision-tower", StepEvidence, 0.30, device.vision_tower),
+    Rule("double-precision", SteadyEvidence, 0.0, recorded.double_precision),
+    Rule("anomaly-mode", SteadyEvidence, 0.0, recorded.anomaly_mode, place=FindingPlace.LIMIT),
     Rule("uneven-experts", StepEvidence, 0.05, device.uneven_experts),
     # Boards vary by some per cent, and a product at its power limit runs 5 to 10 % below the highest clock.
     Rule("throttled-clocks", StepEvidence, 0.10, device.throttled_clocks),
     # Packs that are dealt out well lose 1 to 2 %, and equal ranks still come a few per cent apart.
     Rule("heavy-pack", SteadyEvidence, 0.05, ranks.uneven_work),
     Rule("heavy-pack", StepEvidence, 0.05, ranks.heavy_pack),
-    Rule("slow-rank", SteadyEvidence, 0.0, ranks.slow_device),
+    Rule("slow-rank", SteadyEvidence, 0.0, recorded.slow_rank),
     Rule("slow-rank", StepEvidence, 0.05, ranks.slow_rank),
     # What is exchanged last and first in a step cannot hide.
     Rule("exposed-gathers", StepEvidence, 0.05, ranks.exposed_gathers),
@@ -119,6 +129,8 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("slow-steps", SteadyEvidence, 0.02, series.slow_now_and_then),
     Rule(series.FALLING, SteadyEvidence, 0.0, series.drift),
     Rule("memory-limit", RunEvidence, 0.0, series.memory_limit, place=FindingPlace.LIMIT),
+    # A host that is never a twentieth of a step ahead launches each kernel when the device is already waiting.
+    Rule("host-bound", SteadyEvidence, 0.10, recorded.host_bound, place=FindingPlace.VAGUE),
     Rule("not-compute-bound", SteadyEvidence, 0.05, series.far_from_compute, place=FindingPlace.VAGUE),
     # A long run makes up for them.
     Rule("first-steps", RunEvidence, 0.05, series.first_steps, place=FindingPlace.PASSING),

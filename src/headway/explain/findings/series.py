@@ -121,7 +121,8 @@ def _change(rates: Sequence[float]) -> int | None:
 
 def _differences(before: Sequence[RunStep], after: Sequence[RunStep]) -> tuple[list[str], list[str]]:
     """Name what of the loop's own changed between two parts of a run, with its sizes, and what did not."""
-    differences, alike = [], []
+    differences: list[str] = []
+    alike: list[str] = []
     tokens = [median(counts) for part in (before, after) if (counts := [step.tokens for step in part if step.tokens])]
     if len(tokens) == 2:  # of both parts
         changes = abs(tokens[1] / tokens[0] - 1) > 0.1
@@ -315,6 +316,9 @@ def memory_limit(evidence: RunEvidence) -> Observation | None:
 def far_from_compute(evidence: SteadyEvidence) -> Observation | None:
     """Time in which the device is far from computing at its rate, for whatever reason."""
     useful_ns = evidence.useful_ns
+    # On a CPU whose phases are known there is nothing that this could add.
+    if all(step.phases_ns and step.lead_ns is None for step in evidence.steps):
+        return None
     # Kernels of training reach a fifth of the peak even where small: below 5 %, three quarters are no kernels.
     if useful_ns is None or useful_ns / evidence.duration_ns >= 0.05:
         return None
