@@ -52,6 +52,8 @@ class Meter(StepMeter):
         batch_ranks: ranks in a row that work on each batch together, of which the first counts it.
         steps_before: steps that earlier processes of the run took; windows number steps from there.
         others: cost models of what else the steps run, such as DPO's reference; `count` is told which of them.
+        phases: whether some steps are divided into phases, and the code that the loop pauses in is looked at; where the
+            model is not compiled as a whole.
         timeout_s: how long other ranks are waited for when a window is logged [s].
         clock: monotonic clock [s]; the host's when None.
 
@@ -84,6 +86,7 @@ class Meter(StepMeter):
         batch_ranks: int = 1,
         steps_before: int = 0,
         others: Sequence[CostModel] = (),
+        phases: bool = True,
         timeout_s: float = 60.0,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -106,6 +109,7 @@ class Meter(StepMeter):
             batch_ranks=batch_ranks,
             steps_before=steps_before,
             others=others,
+            phases=phases,
         )
         super().__init__(loop, smooth_over, goodput, clock)
         self.log_every = log_every

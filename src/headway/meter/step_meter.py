@@ -48,6 +48,7 @@ class MeteredLoop:
     batch_ranks: int = 1
     steps_before: int = 0
     others: Sequence[CostModel] = ()
+    phases: bool = True
 
 
 class StepMeter(StepClock, ABC):
@@ -111,7 +112,8 @@ class StepMeter(StepClock, ABC):
         else:
             self._forwards = ForwardTimer(model, self._mark)
             has_queue = self.device is not None and self.device.type == "cuda"
-            self._phases = PhaseTimer(model, self._mark, self.boundary, has_queue=has_queue)
+            if loop.phases:
+                self._phases = PhaseTimer(model, self._mark, self.boundary, has_queue=has_queue)
         self._places: PlaceSampler | None = None
         self._settings = settings_of(model, self.device)
         self._batches: list[tuple[Any, Billing]] = []
