@@ -12,9 +12,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from headway.log.boundary import ErrorBoundary
 from headway.meter.phases import GAPS, PhaseTimer
 
-_LOOK_S = 0.05  # from one look at the thread to the next [s]
+PRODUCT = "The places that this loop pauses in"
+_LOOK_S = 0.1  # from one look at the thread to the next [s]
 _MOST_FRAMES = 60
 _MOST_PLACES = 3  # of a record
 _LEAST = 0.02  # share of the steps' time that is worth a line
@@ -84,16 +86,17 @@ class PlaceSampler:
 
     Args:
         phases: of the loop; knows in which gap it is.
+        boundary: around the looks.
     """
 
-    def __init__(self, phases: PhaseTimer) -> None:
-        self._phases = phases
+    def __init__(self, phases: PhaseTimer, boundary: ErrorBoundary) -> None:
+        self._phases, self._boundary = phases, boundary
         self._ident = threading.get_ident()
         self._samples: deque[tuple[str, Place, float]] = deque()  # border, place, time that the look stands for [s]
         self._seconds: dict[tuple[str, Place], float] = {}
         self._places: dict[tuple[str, int], str] = {}  # purposes of lines of code
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="headway places", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="headway places", daemon=True)
         phases.on_gap = self._gap_ended
         self._thread.start()
 
@@ -118,6 +121,10 @@ class PlaceSampler:
             seen_at, place, seconds = self._samples.popleft()
             if seen_at == border and name in GAPS:
                 self._seconds[name, place] = self._seconds.get((name, place), 0.0) + seconds
+
+    def _run(self) -> None:
+        with self._boundary.guard(PRODUCT):
+            self._watch()
 
     def _watch(self) -> None:
         last_s = time.monotonic()
@@ -144,7 +151,8 @@ class PlaceSampler:
                 break
             frame = frame.f_back
         frame = own or innermost
-        path, line = frame.f_code.co_filename, frame.f_lineno
+        # between two lines a frame has none
+        path, line = frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno
         if (path, line) not in self._places:
             self._places[path, line] = _purpose(path, line)
         return Place(f"{Path(path).name}:{line} in {frame.f_code.co_name}", purpose or self._places[path, line])

@@ -10,6 +10,7 @@ from typing import Any, Self
 from headway.count import CostModel, Workload
 from headway.devices import Peak
 from headway.errors import UsageError
+from headway.meter import pauses
 from headway.meter.batches import input_gradients_of, read_or_copy
 from headway.meter.clock import ForwardTimer
 from headway.meter.environment import (
@@ -23,7 +24,6 @@ from headway.meter.environment import (
     traffic_or_warn,
 )
 from headway.meter.goodput import Goodput
-from headway.meter.pauses import PlaceSampler
 from headway.meter.pending import Billing, PendingStep, PendingSteps
 from headway.meter.phases import PhaseTimer
 from headway.meter.step_clock import LoopWatcher, StepClock
@@ -114,7 +114,7 @@ class StepMeter(StepClock, ABC):
             has_queue = self.device is not None and self.device.type == "cuda"
             if loop.phases:
                 self._phases = PhaseTimer(model, self._mark, self.boundary, has_queue=has_queue)
-        self._places: PlaceSampler | None = None
+        self._places: pauses.PlaceSampler | None = None
         self._settings = settings_of(model, self.device)
         self._batches: list[tuple[Any, Billing]] = []
         self._pending = PendingSteps(self.models, loop.recompute, self._last)
@@ -133,8 +133,8 @@ class StepMeter(StepClock, ABC):
         self.watchers += LoopWatcher.waiting
         LoopWatcher.waiting.clear()
         if self._phases is not None and self._is_first:
-            with self.boundary.guard("The places that this loop pauses in"):
-                self._places = PlaceSampler(self._phases)
+            with self.boundary.guard(pauses.PRODUCT):
+                self._places = pauses.PlaceSampler(self._phases, self.boundary)
         for watcher in tuple(self.watchers):
             watcher.start(self)
 
