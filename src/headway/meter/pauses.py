@@ -146,9 +146,8 @@ class PlaceSampler:
                 break
             path = frame.f_code.co_filename
             purpose = purpose or next((name for part, name in _BY_FILE if part in path), "")
-            if not path.startswith(_LIBRARIES) and "-packages" not in path:
+            if own is None and not path.startswith(_LIBRARIES) and "-packages" not in path:
                 own = frame
-                break
             frame = frame.f_back
         frame = own or innermost
         # between two lines a frame has none
