@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from headway import Meter, Peak, Workload
 from headway.log.boundary import ErrorBoundary
 from headway.meter import pauses
+from headway.meter.clock import ForwardTimer
 from headway.meter.pauses import CollectionTimer, PlaceSampler
 from headway.meter.phases import PHASES, PhaseTimer, update_of
 from headway.meter.window import SampledPhases
@@ -231,7 +232,7 @@ def test_what_fails_in_them_is_a_warning_and_the_loop_goes_on():
         raise OSError("no such engine")
 
     with (
-        patch.object(PhaseTimer, "after_forward", fails),
+        patch.object(PhaseTimer, "_watch_for_backward", fails),
         pytest.warns(RuntimeWarning, match="The phases of this loop's steps: OSError: no such engine"),
     ):
         meter, losses = train(small_model(), 1, phases=True)
@@ -259,7 +260,8 @@ def test_the_host_is_ahead_of_a_device_by_what_is_in_its_queue():
     device = Device()
     with device.stands_in():
         model = Model(device, forward_s=0.5, backward_s=0.5)
-        timer = PhaseTimer(model, device.mark, ErrorBoundary(), has_queue=True)
+        forwards = ForwardTimer(model, device.mark)
+        timer = PhaseTimer(forwards, device.mark, ErrorBoundary(), has_queue=True)
         leads = []
         for number in (1, 2):
             timer.begin_step(number, device.mark(), 1.0)
@@ -269,6 +271,7 @@ def test_the_host_is_ahead_of_a_device_by_what_is_in_its_queue():
             device.wait()
             leads.append(phases.lead_s())
         timer.close()
+        forwards.close()
     assert leads == [pytest.approx(1.0), pytest.approx(1.0)]
 
 
@@ -335,7 +338,7 @@ def test_a_line_of_code_says_what_a_pause_is_for(tmp_path, code, purpose):
 
 
 class _Gap:
-    border, on_gap = " optimizer", None
+    border = " optimizer"
 
 
 def test_a_library_under_way_says_what_a_pause_is_for():
@@ -357,7 +360,7 @@ def test_a_library_under_way_says_what_a_pause_is_for():
 def test_looks_are_charged_to_the_gap_that_they_fell_into():
     with patch.object(pauses, "_LOOK_S", 1e6):
         sampler = PlaceSampler(_Gap(), ErrorBoundary())
-    place = pauses.Place("train.py:3 in f", "logging")
+    place = pauses.CodePlace("train.py:3 in f", "logging")
     sampler._samples.extend([(" optimizer", place, 0.4), (" data", place, 0.2)])
     sampler._gap_ended(" optimizer", "after")
     assert sampler.take(2, 1.0) == [{"phase": "after", "code": "train.py:3 in f", "purpose": "logging", "s": 0.2}]

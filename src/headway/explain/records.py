@@ -62,10 +62,10 @@ class _StepRecord:
         """Phases of a step [ns], as those of the sampled steps divide it; none where no step was sampled."""
         times = self.record.get("phases_s")
         seconds = {} if not isinstance(times, Mapping) else {str(k): quantity(s) or 0.0 for k, s in times.items()}
-        whole_s = sum(seconds.values())
-        if not whole_s:
+        total_s = sum(seconds.values())
+        if not total_s:
             return {}
-        return {name: round(s / whole_s * self.wall_ns / self.num_steps) for name, s in seconds.items()}
+        return {name: round(s / total_s * self.wall_ns / self.num_steps) for name, s in seconds.items()}
 
 
 def explain_records(path: Path, *, step: int | None = None, rank: int | None = None) -> JobExplanation:

@@ -67,7 +67,7 @@ class CollectionTimer:
             self._since_s = None
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """Code that a thread was in.
 
     Attributes:
@@ -92,12 +92,12 @@ class PlaceSampler:
     def __init__(self, phases: PhaseTimer, boundary: ErrorBoundary) -> None:
         self._phases, self._boundary = phases, boundary
         self._ident = threading.get_ident()
-        self._samples: deque[tuple[str, Place, float]] = deque()  # border, place, time that the look stands for [s]
-        self._seconds: dict[tuple[str, Place], float] = {}
+        self._samples: deque[tuple[str, CodePlace, float]] = deque()  # border, place, time that the look stands for [s]
+        self._seconds: dict[tuple[str, CodePlace], float] = {}
         self._places: dict[tuple[str, int], str] = {}  # purposes of lines of code
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headway places", daemon=True)
-        phases.on_gap = self._gap_ended
+        phases.looks, phases.on_gap = self._samples, self._gap_ended
         self._thread.start()
 
     def take(self, num_steps: int, wall_s: float) -> list[dict[str, str | float]]:
@@ -113,7 +113,7 @@ class PlaceSampler:
     def close(self) -> None:
         """Look no more."""
         self._stop.set()
-        self._phases.on_gap = None
+        self._phases.looks = ()
 
     def _gap_ended(self, border: str, name: str) -> None:
         """Give the looks since the last border the name of the gap that ends, in the loop's own thread."""
@@ -138,7 +138,7 @@ class PlaceSampler:
             if frame is not None:
                 self._samples.append((border, self._place(frame), passed_s))
 
-    def _place(self, innermost: FrameType) -> Place:
+    def _place(self, innermost: FrameType) -> CodePlace:
         purpose, own = "", None
         frame: FrameType | None = innermost
         for _ in range(_MOST_FRAMES):
@@ -154,7 +154,7 @@ class PlaceSampler:
         path, line = frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno
         if (path, line) not in self._places:
             self._places[path, line] = _purpose(path, line)
-        return Place(f"{Path(path).name}:{line} in {frame.f_code.co_name}", purpose or self._places[path, line])
+        return CodePlace(f"{Path(path).name}:{line} in {frame.f_code.co_name}", purpose or self._places[path, line])
 
 
 def _purpose(path: str, line: int) -> str:

@@ -11,7 +11,7 @@ from headway.meter.batches import workload_of
 from headway.meter.clock import Mark, Span
 from headway.meter.goodput import Goodput
 from headway.meter.memory_traffic import Traffic
-from headway.meter.phases import LAUNCHING, StepPhases
+from headway.meter.phases import StepPhases
 from headway.meter.step_clock import StepTime
 from headway.meter.tally import AWAY_FOR, NS, Sums
 
@@ -193,11 +193,10 @@ class PendingSteps:
         totals["num_sampled"] += 1
         for phase, seconds in phases.seconds().items():
             totals[f"{phase}_phase_ns"] += round(seconds * NS)
-        host_s = phases.host_seconds()
-        totals["host_ns"] += round(sum(host_s.get(phase, 0.0) for phase in LAUNCHING) * NS)
         lead_s = phases.lead_s()
         if lead_s is not None:  # at least 1 ns, since 0 is a CPU's
             totals["lead_ns"] += max(1, round(lead_s * NS))
+            totals["host_ns"] += round(phases.launching_s() * NS)
 
     def _count(self) -> None:
         for billed, workloads in self._workloads.items():

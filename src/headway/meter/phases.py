@@ -16,14 +16,11 @@ are long, and every few of short ones.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from headway.log.boundary import ErrorBoundary
-from headway.meter.clock import Mark, Span
-
-if TYPE_CHECKING:
-    from torch import nn
+from headway.meter.clock import ForwardTimer, Mark, Span
 
 PHASES = ("data", "input", "exchange", "forward", "loss", "backward", "gradients", "optimizer", "after")
 LAUNCHING = ("forward", "backward", "optimizer")  # in which the host gives a device its work
@@ -57,9 +54,9 @@ class StepPhases(NamedTuple):
         ends = [span.end for _, span in self.spans]
         return max(end.seconds_since(even) - (end.host_s - even.host_s) for end in ends)
 
-    def host_seconds(self) -> dict[str, float]:
-        """Time in which the host went through each phase [s]."""
-        return _sums((name, span.end.host_s - span.begin.host_s) for name, span in self.spans)
+    def launching_s(self) -> float:
+        """Time in which the host gave the device its work [s]."""
+        return sum(span.end.host_s - span.begin.host_s for name, span in self.spans if name in LAUNCHING)
 
 
 def _sums(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -73,7 +70,7 @@ class PhaseTimer:
     """Notes where the phases of sampled steps begin and end. Nothing is waited for, and all of it can be taken away.
 
     Args:
-        model: whose forwards and backwards are timed.
+        forwards: timer of the model's forwards, which tells of them.
         mark: makes a mark in the device's queue.
         boundary: around all that may fail.
         has_queue: whether a device works behind the host.
@@ -84,10 +81,11 @@ class PhaseTimer:
     """
 
     def __init__(
-        self, model: "nn.Module", mark: Callable[[], Mark], boundary: ErrorBoundary, *, has_queue: bool = False
+        self, forwards: ForwardTimer, mark: Callable[[], Mark], boundary: ErrorBoundary, *, has_queue: bool = False
     ) -> None:
         self.optimizer: dict[str, Any] = {}
-        self.on_gap: Callable[[str, str], None] | None = None
+        self.looks: Collection[Any] = ()
+        self.on_gap: Callable[[str, str], None] = lambda _border, _name: None
         self._mark, self._boundary = mark, boundary
         self._is_sampled = False
         self._spans: list[tuple[str, Span]] = []
@@ -99,36 +97,32 @@ class PhaseTimer:
         self._is_away = False
         self._num_backwards = 0
         self._seen_optimizer: Callable[[], Any] = lambda: None
-        _timers[model] = self
-        self._model = weakref.ref(model)
+        self._forwards = forwards
         self._handles: list[Any] = []
         with boundary.guard(_PRODUCT):
-            self._hook(model)
+            self._hook()
 
     @property
     def border(self) -> str:
-        """The phase that lasts, or " " and the one behind which the loop is in a gap."""
-        return self._border if self._lasts else f" {self._border}"
+        """The phase that lasts, or " " and the one behind which the loop is in a gap; "" where it does not train."""
+        return "" if self._is_away else self._border if self._lasts else f" {self._border}"
 
-    def _hook(self, model: "nn.Module") -> None:
+    def _hook(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+        self._forwards.on_begin, self._forwards.on_end = self.before_forward, self.after_forward
         self._handles = [
-            model.register_forward_pre_hook(_before_forward, prepend=True),
-            model.register_forward_hook(_after_forward, always_call=True),
-            # plain functions that hold the timer weakly: they stand in a table of the whole process
+            # which hold the timer weakly, since they stand in a table of the whole process
             register_optimizer_step_pre_hook(_BeforeUpdate(self)),
             register_optimizer_step_post_hook(_AfterUpdate(self)),
         ]
 
     def close(self) -> None:
-        """Leave the model and torch's optimizers as they were."""
+        """Leave the forwards and torch's optimizers as they were."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._is_sampled = [], False
-        model = self._model()
-        if model is not None and _timers.get(model) is self:
-            del _timers[model]
+        self._forwards.on_begin = self._forwards.on_end = None
 
     def begin_step(self, number: int, mark: Mark, last_s: float) -> None:
         """Decide whether the step that begins is sampled.
@@ -184,11 +178,13 @@ class PhaseTimer:
         self._even = mark if self._has_queue else None
 
     def _close_gap(self, name: str, mark: Mark | None) -> None:
-        if self.on_gap is not None:
+        if self.looks:
             self.on_gap(self.border, name)
+        if not self._is_sampled:
+            return
         self._note(name, mark)
         # the part before an absence is of the same gap
-        self._spans = [(named or name, span) for named, span in self._spans]
+        self._spans = [(phase or name, span) for phase, span in self._spans]
 
     def _note(self, name: str, mark: Mark | None) -> None:
         """Add the time since the last border to a phase."""
@@ -199,19 +195,23 @@ class PhaseTimer:
             self._spans.append((name, Span(self._since, mark)))
         self._since = mark
 
-    def before_forward(self) -> None:
+    def before_forward(self, mark: Mark) -> None:
         """Note that a forward of the model begins."""
-        self.begin("forward")
+        self.begin("forward", mark)
 
-    def after_forward(self, results: Any) -> None:
+    def after_forward(self, mark: Mark, results: Any) -> None:
         """Note that a forward ends, and watch for its backward."""
         if not self._lasts or self._border != "forward":
             return
-        self.end("forward")
+        self.end("forward", mark)
         if self._is_sampled:
-            hook = _BackwardBegins(self)
-            for result in _with_gradient(results):
-                result.register_hook(hook)
+            with self._boundary.guard(_PRODUCT):
+                self._watch_for_backward(results)
+
+    def _watch_for_backward(self, results: Any) -> None:
+        hook = _BackwardBegins(self)
+        for result in _with_gradient(results):
+            result.register_hook(hook)
 
     def backward_begins(self) -> None:
         """Note that gradients begin to flow; called by autograd, which calls back once they have all arrived."""
@@ -232,7 +232,8 @@ class PhaseTimer:
         self.begin("optimizer")
         if self._seen_optimizer() is not optimizer:
             self._seen_optimizer = weakref.ref(optimizer)
-            self.optimizer = update_of(optimizer)
+            with self._boundary.guard(_PRODUCT):
+                self.optimizer = update_of(optimizer)
 
     def after_update(self) -> None:
         """Note that an optimizer has launched its update."""
@@ -277,27 +278,6 @@ def update_of(optimizer: Any) -> dict[str, Any]:
     return {**update, "mode": "foreach" if in_lists else "loop"}
 
 
-# The hooks find their timer here: so a model that is metered can be copied and pickled, and the copy has none.
-_timers: "weakref.WeakKeyDictionary[nn.Module, PhaseTimer]" = weakref.WeakKeyDictionary()
-
-
-def _timer_of(model: "nn.Module") -> PhaseTimer | None:
-    import torch
-
-    return None if torch.compiler.is_compiling() or not model.training else _timers.get(model)
-
-
-def _before_forward(model: "nn.Module", _args: Any) -> None:
-    if (timer := _timer_of(model)) is not None:
-        timer.before_forward()
-
-
-def _after_forward(model: "nn.Module", _args: Any, results: Any) -> None:
-    if (timer := _timer_of(model)) is not None:
-        with timer._boundary.guard(_PRODUCT):
-            timer.after_forward(results)
-
-
 class _Weak:
     """A hook that holds its timer weakly."""
 
@@ -323,8 +303,7 @@ class _BeforeUpdate(_Weak):
         import torch
 
         if not torch.compiler.is_compiling() and (timer := self._timer()) is not None:
-            with timer._boundary.guard(_PRODUCT):
-                timer.before_update(optimizer)
+            timer.before_update(optimizer)
 
 
 class _AfterUpdate(_Weak):

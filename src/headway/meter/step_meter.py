@@ -113,7 +113,7 @@ class StepMeter(StepClock, ABC):
             self._forwards = ForwardTimer(model, self._mark)
             has_queue = self.device is not None and self.device.type == "cuda"
             if loop.phases:
-                self._phases = PhaseTimer(model, self._mark, self.boundary, has_queue=has_queue)
+                self._phases = PhaseTimer(self._forwards, self._mark, self.boundary, has_queue=has_queue)
         self._places: pauses.PlaceSampler | None = None
         self._settings = settings_of(model, self.device)
         self._batches: list[tuple[Any, Billing]] = []

@@ -235,7 +235,7 @@ def _phases(ranks: Sequence[Sums]) -> SampledPhases | None:
     return SampledPhases(
         first["num_sampled"],
         {phase: ns / NS for phase, ns in per_step[0].items()},
-        host_s=ratio(first["host_ns"], first["num_sampled"]) / NS,
+        host_s=ratio(first["host_ns"], first["num_sampled"]) / NS if first["lead_ns"] else math.nan,
         lead_s=ratio(first["lead_ns"], first["num_sampled"]) / NS if first["lead_ns"] else math.nan,
         by_rank_s=tuple({phase: times[phase] / NS for phase in _OWN} for times in per_step),
     )

@@ -151,6 +151,9 @@ class Utilisation:
         }
 
 
+_LATENESS = ("late_rank", "late_rank_s", "late_rank_phase")  # entries of a record
+
+
 @dataclass(frozen=True, slots=True)
 class SampledPhases:
     """Phases of a window's sampled steps, each the mean of a step, by the device's clock.
@@ -158,7 +161,7 @@ class SampledPhases:
     Attributes:
         num_steps: that were sampled, on the first rank.
         seconds: of each phase of `headway.meter.phases`, on the first rank [s].
-        host_s: in which its host went through forward, backward and optimizer [s].
+        host_s: in which its host went through forward, backward and optimizer [s]; NaN on a CPU.
         lead_s: the most that its host was ahead of its device within a step [s]; NaN on a CPU.
         by_rank_s: of each rank, the phases before ranks wait for each other's gradients [s]; NaN where it took none.
     """
@@ -188,13 +191,13 @@ class SampledPhases:
 
     def to_dict(self) -> dict[str, Any]:
         """Give the entries of a record."""
-        late = self.late_rank
+        lateness = self.late_rank
         return {
             "num_sampled": self.num_steps,
             "phases_s": dict(self.seconds),
             "host_s": self.host_s,
             "host_lead_s": self.lead_s,
-            **({} if late is None else dict(zip(("late_rank", "late_rank_s", "late_rank_phase"), late, strict=True))),
+            **({} if lateness is None else dict(zip(_LATENESS, lateness, strict=True))),
         }
 
 

@@ -148,9 +148,9 @@ def anomaly_mode(evidence: SteadyEvidence) -> Observation | None:
 
 def slow_rank(evidence: SteadyEvidence) -> Observation | None:
     """One rank that the others wait for: by when it comes to its backward, else by the rate of its forwards."""
-    late = _late_rank(evidence)
-    if late is not None and late.ns >= 0.05 * evidence.duration_ns:  # equal ranks come a few per cent apart
-        return late
+    lateness = _late_rank(evidence)
+    if lateness is not None and lateness.ns >= 0.05 * evidence.duration_ns:  # equal ranks come a few per cent apart
+        return lateness
     return ranks.slow_device(evidence)
 
 
