@@ -16,7 +16,7 @@ from headway.log.boundary import ErrorBoundary
 from headway.meter.phases import GAPS, PhaseTimer
 
 PRODUCT = "The places that this loop pauses in"
-_LOOK_S = 0.1  # from one look at the thread to the next [s]
+_LOOK_S = 0.2  # from one look at the thread to the next [s]
 _MOST_FRAMES = 60
 _MOST_PLACES = 3  # of a record
 _LEAST = 0.02  # share of the steps' time that is worth a line

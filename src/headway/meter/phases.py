@@ -2,7 +2,7 @@
 
     data      the loop waits for a batch
     input     from there to the forward: copies to the device, and what the loop does with a batch
-    exchange  within it: ranks tell each other what they will compute, and wait for the last (`headway train`)
+    exchange  within it: ranks wait for each other (`headway train`'s messages, DDP's buffers)
     forward   of the model
     loss      from the forward's end to the backward's begin
     backward  until the last gradient is there
@@ -15,18 +15,23 @@ all optimizers of torch. A gap between two of them gets its name from the one th
 are long, and every few of short ones.
 """
 
+import gc
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.log.boundary import ErrorBoundary
 from headway.meter.clock import ForwardTimer, Mark, Span
+
+if TYPE_CHECKING:
+    from torch import nn
 
 PHASES = ("data", "input", "exchange", "forward", "loss", "backward", "gradients", "optimizer", "after")
 LAUNCHING = ("forward", "backward", "optimizer")  # in which the host gives a device its work
 GAPS = ("input", "loss", "gradients", "after")  # in which the loop does what it likes
 _LONG_S = 0.02  # a step of this length hides what some marks cost [s]
-_EVERY = 8  # of the shorter ones, so many steps from one sample to the next
+_EVERY = 16  # of the shorter ones, so many steps from one sample to the next
 _MOST_RESULTS = 8  # of a forward, whose gradients are watched for the backward's begin
 _PRODUCT = "The phases of this loop's steps"
 
@@ -151,6 +156,8 @@ class PhaseTimer:
 
     def begin(self, phase: str, mark: Mark | None = None) -> None:
         """Note that a phase begins, and with it ends the gap before; nothing where another one lasts."""
+        if self._lasts and (self._border, phase) == ("exchange", "forward"):
+            self.end("exchange", mark)
         if self._lasts or self._is_away:
             return
         is_behind_update = self._border in ("after", "optimizer")
@@ -194,6 +201,11 @@ class PhaseTimer:
         if self._since is not None:
             self._spans.append((name, Span(self._since, mark)))
         self._since = mark
+
+    def listen_to(self, wrapper: "nn.Module") -> None:
+        """Note where a wrapper of data parallelism begins: ranks wait for each other there before the forward."""
+        _of_wrappers[wrapper] = self
+        self._handles.append(wrapper.register_forward_pre_hook(_before_exchange, prepend=True))
 
     def before_forward(self, mark: Mark) -> None:
         """Note that a forward of the model begins."""
@@ -276,6 +288,26 @@ def update_of(optimizer: Any) -> dict[str, Any]:
         return {**update, "mode": "fused"}
     in_lists = tensors[0].device.type != "cpu" if foreach is None else foreach
     return {**update, "mode": "foreach" if in_lists else "loop"}
+
+
+# The hook finds its timer here, so that a wrapper can be copied and pickled.
+_of_wrappers: "weakref.WeakKeyDictionary[nn.Module, PhaseTimer]" = weakref.WeakKeyDictionary()
+
+
+def _before_exchange(wrapper: "nn.Module", _args: Any) -> None:
+    import torch
+
+    if not torch.compiler.is_compiling() and wrapper.training and (timer := _of_wrappers.get(wrapper)) is not None:
+        timer.begin("exchange")
+
+
+def data_parallel_around(model: "nn.Module") -> "list[nn.Module]":
+    """Find what DistributedDataParallel made of a model, which does not tell of it: an object refers to its class."""
+    parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
+    if parallel is None:
+        return []
+    kind = parallel.DistributedDataParallel
+    return [item for item in gc.get_referrers(kind) if type(item) is kind and item.module is model]
 
 
 class _Weak:

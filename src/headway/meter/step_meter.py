@@ -25,7 +25,7 @@ from headway.meter.environment import (
 )
 from headway.meter.goodput import Goodput
 from headway.meter.pending import Billing, PendingStep, PendingSteps
-from headway.meter.phases import PhaseTimer
+from headway.meter.phases import PhaseTimer, data_parallel_around
 from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.tally import Tally, Yardstick
 from headway.meter.window import Window
@@ -132,6 +132,10 @@ class StepMeter(StepClock, ABC):
         )
         self.watchers += LoopWatcher.waiting
         LoopWatcher.waiting.clear()
+        if self._phases is not None and several and self.model is not None:
+            with self.boundary.guard("The wrappers around this loop's model"):
+                for wrapper in data_parallel_around(self.model):
+                    self._phases.listen_to(wrapper)
         if self._phases is not None and self._is_first:
             with self.boundary.guard(pauses.PRODUCT):
                 self._places = pauses.PlaceSampler(self._phases, self.boundary)

@@ -223,7 +223,8 @@ class AutoProfile(LoopWatcher):
             if self._num_changed < _LOOKS:
                 return False
         next_s = self._cost_s / self._num_profiles if self._num_profiles else _FIRST_S
-        run_s = self._trained_s + (self._num_steps - step) * now_s
+        # What lies ahead is taken at the higher speed of the two: a run that is slow for a while is no longer for that.
+        run_s = self._trained_s + (self._num_steps - step) * min(now_s, usual_s or now_s)
         is_cheap = self._cost_s + next_s <= LARGEST_SHARE * run_s
         is_room = step + _STEPS < self._num_steps and len(list(self._folder.glob("*.json.gz"))) < _MOST_FILES
         return is_cheap and is_room and not torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # not exported
