@@ -4,8 +4,8 @@
 
 A linear layer trains under two meters that differ in `phases` alone, in rounds whose order is shuffled. What counts is
 the processor time of the whole process, its threads included, which other processes on the machine do not change much;
-the clock says little of some microseconds. Once every step is sampled, once every sixteenth, as short steps are. A second
-table has what a look at the code takes of a loop that holds Python's lock all the time. Losses are compared to the bit.
+the clock says little of some microseconds. Once every step is sampled, once every sixteenth, as short ones are. Another
+table has what looks at the code take of a loop that holds Python's lock all the time. Losses are compared to the bit.
 
 Writes benchmarks/results/phases_<hardware>_<yyyymm>.json and the .md table rendered from it.
 """

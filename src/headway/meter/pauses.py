@@ -134,9 +134,13 @@ class PlaceSampler:
             border = self._phases.border
             if not border.startswith(" ") or len(self._samples) > 1000:  # a phase lasts, or nobody takes them
                 continue
-            frame = sys._current_frames().get(self._ident)
-            if frame is not None:
-                self._samples.append((border, self._place(frame), passed_s))
+            self._look(border, passed_s)
+
+    def _look(self, border: str, passed_s: float) -> None:
+        """Note where the loop's thread is; a frame that were kept until the next look would keep all that it names."""
+        frame = sys._current_frames().get(self._ident)
+        if frame is not None:
+            self._samples.append((border, self._place(frame), passed_s))
 
     def _place(self, innermost: FrameType) -> CodePlace:
         purpose, own = "", None
