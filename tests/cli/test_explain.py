@@ -39,9 +39,12 @@ def test_json_by_component_has_the_share_that_is_attributed(headway, trace):
 def test_a_step_as_markdown(headway, trace):
     code, out, _ = headway("explain", trace, "--step", "1", "--rank", "0", "--md")
     assert code == 0
-    assert out.startswith(
-        "**Step 1 of rank 0 on A device: 1.09 ms (0.05 ms on the host), MFU 2.8 %**\n\n| where the time went |"
+    first, title = (
+        "**What to do first**\n\n1. **",
+        "**Step 1 of rank 0 on A device: 1.09 ms (0.05 ms on the host), MFU 2.8 %**",
     )
+    assert out.startswith(first)
+    assert f"{title}\n\n| where the time went |" in out
 
 
 def test_two_outputs_at_once_are_a_wrong_use(headway, trace):

@@ -1,4 +1,5 @@
 import json
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -46,10 +47,10 @@ def test_counters_fill_the_lines_that_they_tell_and_one_line_says_the_rest(tmp_p
         "useful": 90_000_000,  # 100 tokens x 90 FLOPs / 1e5
         "aside": 0,
         "ceiling": 22_500_000,  # x (1 / 0.8 - 1)
-        "recomputation": 37_500_000,  # 100 x 30 / 0.8e5
-        "padding": 22_500_000,  # 20 slots x 90 / 0.8e5
+        "recomputation": 187_500_000,  # 30 of 120 FLOPs, of the 0.75 s in which data was there
+        "padding": 93_750_000,  # 20 of 120 slots, of what is left
         "idle.data": 250_000_000,
-        "unseparated": 577_500_000,
+        "unseparated": 356_250_000,
     }
     assert found.steps[1].mfu == pytest.approx(0.09)
     record = json.loads(path.read_text().splitlines()[1])
@@ -86,7 +87,7 @@ def test_what_is_not_training_is_in_the_step_that_ends_after_it(tmp_path):
     ]
     assert found.steps[1].mfu == pytest.approx(0.09 / 5)
     assert found.steps[1].lines[-2].mfu_to == pytest.approx(0.09)  # as recorded
-    assert found.findings == ()  # which are of training, and of the run's ledger
+    assert [(one.id, one.share) for one in found.findings] == [("checkpoint", 0.5)]  # of both together
 
 
 @given(
@@ -116,6 +117,68 @@ def test_lines_add_up_whatever_was_recorded(
     (waterfall,) = explain_records(path).steps
     assert waterfall.duration_ns == round(wall_s * 1e9) // num_steps + round((away_s or 0) * 1e9) // num_steps
     assert sum(line.ns for line in waterfall.lines) == waterfall.duration_ns
+
+
+def test_padding_is_charged_its_slots_of_the_time_and_not_its_flops_at_peak(tmp_path):
+    path = metered(tmp_path / "metrics.jsonl", [(0.0, 1.0, 17, 100)] * 12)  # MFU 1.5 %, padded to 83 %
+    first = explain_records(path).findings[0]
+    assert first.id == "padding"
+    assert first.share == pytest.approx(0.83)
+    assert "83.0 % of the slots" in first.seen
+
+
+def test_recomputation_is_charged_its_part_of_the_time(tmp_path):
+    path = metered(tmp_path / "metrics.jsonl", [(0.0, 1.0, 17, 17)] * 12, recompute="full")
+    first = explain_records(path).findings[0]
+    assert (first.id, first.share) == ("recomputation", pytest.approx(0.25))  # 30 of 120 FLOPs
+
+
+def compiling_run(path, num_steps, log_every=1):
+    """Write the records of a meter each of whose steps compiles for 4 s and computes for 1 s."""
+    clock, compiled = Clock(), iter(range(1000))
+    with (
+        patch("headway.meter.environment._num_graphs", lambda: next(compiled)),
+        Meter(COST_MODEL, clock=clock, log_to=[path], peak=PEAK, log_every=log_every) as meter,
+    ):
+        windows = []
+        for _ in range(num_steps):
+            meter.count(Workload([100]))
+            with meter.away("compile"):
+                clock.now_s += 4
+            clock.now_s += 1
+            windows.append(meter.step())
+        with pytest.warns(UserWarning, match="there is nothing to sum up"):
+            meter.close()
+    assert windows == [None] * num_steps  # none has a rate
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("log_every", [1, 2])
+def test_a_run_that_compiles_in_every_step_has_records_and_its_finding(tmp_path, log_every):
+    records = compiling_run(tmp_path / "metrics.jsonl", 6 * log_every, log_every)
+    assert [record["step"] for record in records] == [log_every * (n + 1) for n in range(6)]
+    assert {(record["num_steps"], record["num_left_out"], record["left_out_s"]) for record in records} == {
+        (0, log_every, 1.0 * log_every)
+    }
+    assert {(record["compile_s"], record["mfu"], record["step_s"]) for record in records} == {
+        (4.0 * log_every, None, None)
+    }
+    found = explain_records(tmp_path / "metrics.jsonl")
+    assert [(one.duration_ns, lines(one)) for one in found.steps] == [
+        (5 * 10**9, {"aside": 4 * 10**9, "unseparated": 10**9})
+    ] * 6
+    assert found.findings[0].id == "recompilation"
+    assert found.findings[0].share == pytest.approx(0.8)
+    assert any("no step is counted" in note for note in found.notes)
+
+
+def test_left_out_windows_do_not_change_what_counted_steps_say(tmp_path):
+    steps = [(0.25, 0.75, 100, 100)] * 8
+    all_of_them = explain_records(metered(tmp_path / "a.jsonl", steps))
+    warmed_up = explain_records(metered(tmp_path / "b.jsonl", steps, num_warmup_steps=3))
+    assert warmed_up.steps == all_of_them.steps[3:]
+    assert warmed_up.findings == all_of_them.findings
+    assert len((tmp_path / "b.jsonl").read_text().splitlines()) == 8
 
 
 def step_record(step, **changes):
@@ -168,7 +231,7 @@ def test_what_is_beside_the_steps_is_told_from_the_ledger(tmp_path):
     found = explain_records(tmp_path / "metrics.jsonl")
     assert found.steps[0].device_name == "NVIDIA H200"
     assert "compile 1.00 s, evaluation 3.00 s; the records do not say in which steps" in found.notes[-1]
-    assert [(one.id, one.share) for one in found.findings] == [("beside-training", 0.5), ("compiling", 1 / 6)]
+    assert [(one.id, one.share) for one in found.findings] == [("evaluation", 0.5), ("compiling", 1 / 6)]
     assert "eval.every" in found.findings[0].next
 
 

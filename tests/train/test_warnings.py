@@ -35,7 +35,7 @@ def test_a_steady_run_is_warned_of_nothing():
 def test_each_cause_is_told_once_with_what_to_try():
     (told,) = warned(record(step, waits_s=0.3) for step in range(1, 500))
     assert told.startswith("warning: the step waited for data 30.0 % of the time")
-    assert "Try: more data.workers" in told
+    assert "here: more data.workers and a larger data.prefetch_bytes" in told
 
 
 def test_little_is_not_worth_a_warning():

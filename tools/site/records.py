@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from headway.count import Workload, load_cost_model
 from headway.devices import Peak
-from headway.meter.window import SCHEMA_VERSION, Utilisation, Window
+from headway.meter.window import SCHEMA_VERSION, SampledPhases, Utilisation, Window
 from tools.site.markdown import cell, table
 
 _HEAD = """# Keys of the step record
@@ -42,6 +42,21 @@ _TOLD_HERE = {
     "peak_flops_per_s": "Peak of one device [FLOP/s].",
     "peak_dtype": "Compute dtype that the peak is of.",
     "peak_source": "Where the peak was read.",
+    "compile_s": "Compiling, also within steps that are left out [s].",
+    "evaluation_s": "Evaluations, also within steps that are left out [s].",
+    "checkpoint_s": "Checkpoints, also within steps that are left out [s].",
+    "num_sampled": "Steps that were divided into phases; this and the next six keys are absent where none was.",
+    "phases_s": "Mean time of each phase of a sampled step on the first rank, by its name [s].",
+    "host_s": "Time in which the host went through forward, backward and update of a sampled step [s].",
+    "host_lead_s": "The most that the host was ahead of its device in a sampled step; null on a CPU [s].",
+    "late_rank": "The rank that comes last to its backward; absent of one rank.",
+    "late_rank_s": "How much later than any other it comes [s].",
+    "late_rank_phase": "The phase by which it is late most.",
+    "optimizer": "How the optimizer updates: its name, number of tensors, and mode (fused, foreach, loop).",
+    "places": "Code that the first rank's loop was in between phases: phase, code, purpose, and time of a step [s].",
+    "weights_dtype": "Type of most weights.",
+    "anomaly_mode": "Whether autograd looks for numbers that are not finite.",
+    "device_memory_bytes": "Memory that the device has, or that the process may take of the host's [bytes].",
     "rank_flops_per_busy_s": "FLOPs of each rank's forwards over the time that it computed them [FLOP/s].",
 }
 _UNKNOWN = re.compile(r"\b(NaN|None)\b")  # JSON has neither
@@ -60,7 +75,16 @@ def example() -> Window:
         rank_flops=(counts[0].total, counts[1].total), rank_busy_s=(0.2, 0.2),
         rank_busy_flops=(counts[0].total, counts[1].total), away_s=0.0, peak_memory_bytes=2**30,
         ceiling_flops_per_s=250e12, num_batches=2, packing_length=2048, energy_j=300.0, bytes_moved=10**10,
-        peak_bytes_per_s=2e12, extra={},
+        peak_bytes_per_s=2e12, extra={}, away_for_s={"compile": 0.0, "evaluation": 0.0, "checkpoint": 0.0},
+        phases=SampledPhases(1, {
+            "data": 0.005, "input": 0.001, "exchange": 0.0, "forward": 0.07, "loss": 0.001, "backward": 0.15,
+            "gradients": 0.003, "optimizer": 0.015, "after": 0.005,
+        }, 0.05, 0.15, ({"data": 0.005, "forward": 0.07}, {"data": 0.005, "forward": 0.09})),
+        loop={
+            "device_memory_bytes": 80 * 2**30, "weights_dtype": "float32", "anomaly_mode": False,
+            "optimizer": {"name": "AdamW", "num_tensors": 310, "mode": "fused"},
+            "places": [{"phase": "after", "code": "train.py:30 in log", "purpose": "logging", "s": 0.004}],
+        },
     )  # fmt: skip
     return replace(window, smoothed=window)
 

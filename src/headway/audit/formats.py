@@ -423,9 +423,13 @@ FORMATS = (
     Format("LMMs-Engine", "'train/mfu': ...", ("lmms-engine",), _lmms_engine),
 )
 
+_OWN = re.compile(r'\{"schema_version": \d+, "kind": "')
+
 
 def is_log(lines: Sequence[str]) -> bool:
-    """Tell whether some tool's reader finds a step in these lines."""
+    """Tell whether some other tool's reader finds a step in these lines; Headway's own records are none."""
+    if lines and _OWN.match(lines[0]):  # which name their MFU as other tools do
+        return False
     return any(next(iter(form.read_rows(lines, Counter())), None) is not None for form in FORMATS)
 
 

@@ -50,7 +50,14 @@ class RunConfig(Section):
         description="Where records go besides metrics.jsonl: 'tensorboard:FOLDER', 'wandb:PROJECT', 'mlflow:URI', ...; "
         "docs/metering.md lists them",
     )
-    profile: ProfileConfig | None = Field(default=None, description="Steps to profile; null for none")
+    profile: ProfileConfig | None = Field(
+        default=None, description="Steps to profile; null for those that run.auto_profile chooses"
+    )
+    auto_profile: bool = Field(
+        default=True,
+        description="Profile two steps by itself once a run is warm, and when its speed changes for long, where that "
+        "takes at most 0.5 % of its time; false for never",
+    )
     watchdog_s: float | None = Field(
         default=1800.0,
         gt=0.0,

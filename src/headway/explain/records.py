@@ -33,6 +33,12 @@ from headway.words import Argument
 UNFINISHED_NOTE = "the run has not ended, or was killed"  # how the note on it begins
 _MOST_STEPS = 2**53  # a larger number is no float
 _MOST_FLOPS = 10**30  # of all devices in one record
+_LOST_WORK = ("recomputation", "padding")  # keys of lines of what is computed in vain
+_PHASE_LINES = {
+    "optimizer": "optimizer",
+    **{gap: f"gap.{gap}" for gap in ("input", "gradients", "after")},
+}  # keys of the lines of phases
+_FACTS = ("optimizer", "anomaly_mode", "weights_dtype")  # about the loop, that rules read
 _ALL_COMPONENTS = "all components"  # of FLOPs that the record does not divide
 
 
@@ -46,6 +52,20 @@ class _StepRecord:
     away_ns: int  # within them, and not training
     world_size: int
     record: Mapping[str, Any]
+    is_left_out: bool = False  # all its steps were warm-up or compiled something: it tells their time alone
+
+    def ns(self, name: str) -> int:
+        """Time of a step that the record has under a name in seconds, its share of the record's [ns]."""
+        return round((quantity(self.record.get(name)) or 0.0) * 1e9) // self.num_steps
+
+    def phases_ns(self) -> dict[str, int]:
+        """Phases of a step [ns], as those of the sampled steps divide it; none where no step was sampled."""
+        times = self.record.get("phases_s")
+        seconds = {} if not isinstance(times, Mapping) else {str(k): quantity(s) or 0.0 for k, s in times.items()}
+        total_s = sum(seconds.values())
+        if not total_s:
+            return {}
+        return {name: round(s / total_s * self.wall_ns / self.num_steps) for name, s in seconds.items()}
 
 
 def explain_records(path: Path, *, step: int | None = None, rank: int | None = None) -> JobExplanation:
@@ -72,14 +92,16 @@ def explain_with_records(
             Argument("rank", rank),
             ": records are of all ranks together. Profile that rank with run.profile.ranks, and explain its trace.",
         )
-    entries, notes = _read_records(path)
+    every, notes = _read_records(path)
+    # Steps that are left out are in no rate; they are shown where there is nothing else, and their compiling counts.
+    entries = _counted(every)
     device_name, memory_bytes = _device(path.parent)
     # Each record becomes a waterfall and a place in the series; a value that Headway does not write names its step.
     waterfalls, run_steps, unsaid = [], list[RunStep](), Counter[str]()
     for entry in entries:
         try:
             work = _work(entry, str(path))
-            unsaid.update([] if work is not None else [_why_no_work(entry.record)])
+            unsaid.update([] if work is not None or entry.is_left_out else [_why_no_work(entry.record)])
             waterfalls.append(_waterfall(entry, work, device_name))
             run_steps.append(_run_step(entry, waterfalls[-1], memory_bytes))
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -90,7 +112,7 @@ def explain_with_records(
     # The series sees the whole run even where one step alone is shown: rules compare steps with each other.
     notes += _notes_of_work(unsaid, waterfalls, entries) + _notes_of_run(path.parent, entries)
     # Time outside of the steps comes from the run's ledger, where there is one.
-    beside_ns, about_beside = _beside(path.parent, entries)
+    beside_ns, about_beside = _beside(path.parent, every)
     chosen = [waterfall for waterfall in waterfalls if step is None or waterfall.step == step]
     if not chosen:
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
@@ -99,7 +121,8 @@ def explain_with_records(
             f": {path} has no record of it; it has {len(waterfalls)} records, {numbers}.",
             choices=[str(waterfall.step) for waterfall in waterfalls],
         )
-    findings = _findings(entries, waterfalls, RunEvidence(run_steps, beside_ns))
+    run = RunEvidence(run_steps, beside_ns, _left_out(every, entries))
+    findings = _findings(entries, waterfalls, run)
     explanation = JobExplanation(tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), findings)
     return explanation, [entry.record for entry in entries]
 
@@ -114,12 +137,33 @@ def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | No
     Returns:
         At most five, the dearest first.
     """
-    entries = [entry for record in records if (entry := _checked(record)) is not None]
+    every = [entry for record in records if (entry := _checked(record)) is not None]
+    entries = _counted(every)
     waterfalls = [_waterfall(entry, _work(entry, "the run"), "") for entry in entries]
     run_steps = [
         _run_step(entry, waterfall, memory_bytes) for entry, waterfall in zip(entries, waterfalls, strict=True)
     ]
-    return list(_findings(entries, waterfalls, RunEvidence(run_steps)))
+    return list(_findings(entries, waterfalls, RunEvidence(run_steps, left_out=_left_out(every, entries))))
+
+
+def _counted(entries: list[_StepRecord]) -> list[_StepRecord]:
+    """The records of counted steps; all where there are no others."""
+    return [entry for entry in entries if not entry.is_left_out] or entries
+
+
+def _left_out(every: list[_StepRecord], entries: list[_StepRecord]) -> list[RunStep]:
+    """Make the places in the series of records that are shown nowhere."""
+    if len(every) == len(entries):
+        return []
+    return [
+        RunStep(entry.step, entry.wall_ns // entry.num_steps, has_compiled_again=_has_compiled(entry))
+        for entry in every
+        if entry.is_left_out
+    ]
+
+
+def _has_compiled(entry: _StepRecord) -> bool:
+    return bool(entry.record.get("recompiles") or (entry.record.get("num_left_out") and entry.ns("compile_s")))
 
 
 def _findings(entries: list[_StepRecord], waterfalls: list[StepWaterfall], run: RunEvidence) -> tuple[Finding, ...]:
@@ -129,7 +173,10 @@ def _findings(entries: list[_StepRecord], waterfalls: list[StepWaterfall], run: 
 def _facts(entries: list[_StepRecord]) -> dict[str, Any]:
     """Facts that rules about single steps may ask of the loop, under the names that a trace has for it."""
     return {
-        "steps": {str(entry.step): {key: entry.record.get(key) for key in ("tokens", "slots")} for entry in entries}
+        "steps": {
+            str(entry.step): {key: entry.record.get(key) for key in ("tokens", "slots", "making_s")}
+            for entry in entries
+        }
     }
 
 
@@ -190,11 +237,17 @@ def _checked(record: Mapping[str, Any]) -> _StepRecord | None:
         return None
     try:
         num_steps = integer(record.get("num_steps", 1))
-        wall_s = record["wall_s"] if record.get("wall_s") is not None else record["step_s"] * num_steps
+        is_left_out = num_steps == 0 and bool(record.get("num_left_out"))
+        if is_left_out:
+            num_steps = integer(record["num_left_out"])
+            wall_s, away_s = record["left_out_s"], record.get("compile_s") or 0.0
+        else:
+            wall_s = record["wall_s"] if record.get("wall_s") is not None else record["step_s"] * num_steps
+            away_s = record.get("away_s") or 0.0
         world_size = integer(record.get("world_size", 1))
-        wall_ns, away_ns = (integer(round(seconds * 1e9)) for seconds in (wall_s, record.get("away_s") or 0.0))
+        wall_ns, away_ns = (integer(round(seconds * 1e9)) for seconds in (wall_s, away_s))
         step = integer(record["step"])
-        entry = _StepRecord(step, num_steps, wall_ns, away_ns, world_size, {**record, "step": step})
+        entry = _StepRecord(step, num_steps, wall_ns, away_ns, world_size, {**record, "step": step}, is_left_out)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
     is_sound = num_steps >= 1 and world_size >= 1 and entry.wall_ns >= num_steps and abs(entry.step) < _MOST_STEPS
@@ -204,7 +257,7 @@ def _checked(record: Mapping[str, Any]) -> _StepRecord | None:
 def _work(entry: _StepRecord, source: str) -> dict[str, Need] | None:
     """Compute what each component of a step needed on a device, as of a trace; None without FLOPs or a peak."""
     record = entry.record
-    if not record.get("peak_flops_per_s") or not isinstance(record.get("flops"), Mapping):
+    if entry.is_left_out or not record.get("peak_flops_per_s") or not isinstance(record.get("flops"), Mapping):
         return None
     # FLOPs are of all ranks and of all steps in the record: so are the rates, and needs are of one step of a device
     num_devices, peak = entry.world_size * entry.num_steps, finite(record["peak_flops_per_s"])
@@ -216,7 +269,6 @@ def _work(entry: _StepRecord, source: str) -> dict[str, Need] | None:
     # Components where the record divides its FLOPs, else all of them as one.
     useful = {name: {"useful": integer(count, largest=_MOST_FLOPS)} for name, count in by_component.items()}
     useful = useful or {_ALL_COMPONENTS: {"useful": integer(flops["total"], largest=_MOST_FLOPS)}}
-    again = integer(flops.get("recompute") or 0, largest=_MOST_FLOPS)
     # The object that a trace has under `headway`, of all devices and steps of the record together.
     work = NeededWork(
         {
@@ -228,8 +280,8 @@ def _work(entry: _StepRecord, source: str) -> dict[str, Need] | None:
             "steps": {
                 str(entry.step): {
                     "useful_flops": useful,
-                    "recomputed_flops": {_ALL_COMPONENTS: again} if again else {},
-                    "padding_flops": _padding_flops(record, by_component),
+                    "recomputed_flops": {},  # these two are charged their time, not their FLOPs at the peak
+                    "padding_flops": 0,
                 }
             },
         },
@@ -238,28 +290,56 @@ def _work(entry: _StepRecord, source: str) -> dict[str, Need] | None:
     return work.needs(entry.step)
 
 
-def _padding_flops(record: Mapping[str, Any], by_component: Mapping[str, int]) -> int:
-    """FLOPs that language layers spent on padding, attention left out, which are proportional to the slots."""
-    tokens, slots = integer(record.get("tokens") or 0), integer(record.get("slots") or 0)
-    if not tokens or slots <= tokens:
-        return 0
-    on_slots = sum(
-        integer(flops, largest=_MOST_FLOPS)
-        for name, flops in by_component.items()
-        if name.startswith("language.") and name != "language.attention"
+def _lost_work(entry: _StepRecord) -> dict[str, int]:
+    """Time that recomputation and padding take of a step, at most, by the keys of their lines [ns].
+
+    What is computed in vain takes as long as what is needed, whatever the device's rate: a part of the FLOPs that ran
+    is charged that part of the time which is not known to be something else.
+    """
+    record = entry.record
+    flops, by_component = record.get("flops"), record.get("flops_by_component") or {}
+    if not isinstance(flops, Mapping):
+        return {}
+    total, again, forward = (
+        integer(flops.get(name) or 0, largest=_MOST_FLOPS) for name in ("total", "recompute", "forward")
     )
-    return on_slots * (slots - tokens) // tokens
+    # Forward and backward where they were timed, else all but waiting for data.
+    phases_ns, wall_ns = entry.phases_ns(), entry.wall_ns // entry.num_steps
+    computing_ns = wall_ns - min(wall_ns, entry.ns("data_wait_s"))
+    if phases_ns:
+        computing_ns = min(computing_ns, phases_ns.get("forward", 0) + phases_ns.get("backward", 0))
+    # A forward that runs again takes as long as the first time.
+    recomputed_ns = computing_ns * again // (total + again) if again else 0
+    if again and forward and phases_ns:
+        recomputed_ns = min(phases_ns.get("forward", 0) * again // forward, phases_ns.get("backward", 0))
+    # Language layers spend as much on a padding slot as on a token; other towers have no such slots.
+    tokens, slots = integer(record.get("tokens") or 0), integer(record.get("slots") or 0)
+    language = sum(
+        integer(count, largest=_MOST_FLOPS) for name, count in by_component.items() if name.startswith("language.")
+    )
+    language = language if by_component else total
+    empty = language * max(0, slots - tokens) // tokens if tokens else 0  # FLOPs that the padding took
+    padding_ns = (computing_ns - recomputed_ns) * empty // (total + empty) if empty else 0
+    return {"recomputation": recomputed_ns, "padding": padding_ns}
 
 
 def _waterfall(entry: _StepRecord, work: Mapping[str, Need] | None, device_name: str) -> StepWaterfall:
     amounts: list[tuple[str, str, int, dict[str, int]]] = []
     if work is not None:
-        amounts += head_lines(work)
+        lost_ns = _lost_work(entry)
+        amounts += [
+            (key, name, lost_ns.get(key, 0) if key in _LOST_WORK else ns, {} if key in _LOST_WORK else parts)
+            for key, name, ns, parts in head_lines(work)
+        ]
     waited_s = entry.record.get("data_wait_s")
-    if waited_s is not None:
+    if waited_s is not None and not entry.is_left_out:
         amounts.append(("idle.data", NAMES["idle.data"], round(waited_s * 1e9 / entry.num_steps), {}))
+    # Phases in which the model does not compute, each where it was seen.
+    for phase, key in _PHASE_LINES.items():
+        if phase_ns := entry.phases_ns().get(phase, 0):
+            amounts.append((key, NAMES[key], phase_ns, {}))
     away_ns = entry.away_ns // entry.num_steps
-    if "away_s" in entry.record:
+    if "away_s" in entry.record or entry.is_left_out:
         amounts.append(("aside", NAMES["aside"], away_ns, {}))
     return unprofiled_waterfall(entry.step, entry.wall_ns // entry.num_steps + away_ns, amounts, device_name)
 
@@ -277,12 +357,17 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entrie
         if count := unsaid[name]:
             which = "" if count == len(entries) else f" of {count} of {len(entries)} records"
             notes.append(f"needed work{which} is not known, for lack of {name}: {way_out}")
-    if unsaid.total() < len(entries) and not any(entry.record.get("mfu_of_ceiling") for entry in entries):
+    if any(line.key == "useful" for waterfall in waterfalls for line in waterfall.lines) and not any(
+        entry.record.get("mfu_of_ceiling") for entry in entries
+    ):
         notes.append(
             "the device's ceiling was not recorded, so it is taken as the peak (`headway ceiling` measures it)."
         )
-    if any(line.key == "padding" and line.ns for waterfall in waterfalls for line in waterfall.lines):
-        notes.append("padding is what the language layers other than attention spent on it: records tell no more.")
+    if any(line.key in _LOST_WORK and line.ns for waterfall in waterfalls for line in waterfall.lines):
+        notes.append(
+            "padding and recomputation are charged their part of the time that is not known to be something else: they "
+            "take that at most."
+        )
     num_ranks = max(entry.world_size for entry in entries)
     if num_ranks > 1:
         notes.append(
@@ -290,6 +375,11 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entrie
         )
     if any(entry.num_steps > 1 for entry in entries):
         notes.append("a record is of several steps; what is shown is their mean, under the number of the last one.")
+    if any(entry.is_left_out for entry in entries):
+        notes.append(
+            "every step compiled something or was warm-up: no step is counted, and what is shown is the time of those "
+            "that are left out."
+        )
     return notes
 
 
@@ -325,18 +415,19 @@ def _device(folder: Path) -> tuple[str, int | None]:
 
 
 def _beside(folder: Path, entries: list[_StepRecord]) -> tuple[Mapping[str, int], list[str]]:
-    """Time of the run that was no training, from its ledger: evaluations, checkpoints, compiling."""
+    """Time of the run that was no training, from its ledger, else its records: evaluations, checkpoints, compiling."""
     from headway.meter.goodput_report import FILE_NAME, read_goodput  # the meter takes a while to load
 
+    names = ("compile", "evaluation", "checkpoint")
     if not (folder / FILE_NAME).is_file():
-        return {}, []
+        # A record stands for its mean step in the series, and so does what came beside it.
+        of_records = {name: sum(entry.ns(f"{name}_s") for entry in entries) for name in names}
+        return {name: ns for name, ns in of_records.items() if ns}, []
     try:
         report = read_goodput(folder)
     except HeadwayError as error:
         return {}, [f"where the time between the steps went is not known: {error}"]
-    spent: dict[str, int] = {
-        name: ns for name, ns in report.ns.items() if ns and name in ("compile", "evaluation", "checkpoint")
-    }
+    spent: dict[str, int] = {name: ns for name, ns in report.ns.items() if ns and name in names}
     if not spent:
         return {}, []
     spent_text = ", ".join(f"{name} {format_duration(ns / 1e9)}" for name, ns in spent.items())
@@ -357,6 +448,8 @@ def _run_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | 
     tokens = (quantity(record.get("tokens")) or 0.0) / entry.num_steps
     work = useful_ns or tokens
     peak_memory, slowest = quantity(record.get("peak_memory_bytes")), record.get("slowest_rank")
+    memory_bytes = memory_bytes or integer(record.get("device_memory_bytes") or 0)
+    lead_s, late_rank = record.get("host_lead_s"), record.get("late_rank")
     return RunStep(
         step=entry.step,
         duration_ns=duration_ns,
@@ -365,9 +458,37 @@ def _run_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | 
         waited_ns=waited_ns,
         tokens=tokens,
         memory_share=peak_memory / memory_bytes if peak_memory and memory_bytes else None,
-        has_compiled_again=bool(record.get("recompiles")),
+        has_compiled_again=_has_compiled(entry),
         imbalance=quantity(record.get("straggler_share")) or 0.0,
         heaviest_rank=integer(record.get("heaviest_rank") or 0),
         slowest_rank=None if slowest is None else integer(slowest),
         slowest_speed=quantity(record.get("slowest_rank_speed")),
+        padding_ns=ns.get("padding", 0),
+        empty_share=quantity(record.get("padding_share")) or 0.0,
+        recomputed_ns=ns.get("recomputation", 0),
+        stage=_stage(record),
+        phases_ns=entry.phases_ns(),
+        lead_ns=None if lead_s is None else round((quantity(lead_s) or 0.0) * 1e9),
+        collection_ns=entry.ns("collection_s"),
+        places=_places(record),
+        late_rank=None if late_rank is None else integer(late_rank),
+        late_ns=round((quantity(record.get("late_rank_s")) or 0.0) * 1e9),
+        late_phase=str(record.get("late_rank_phase") or ""),
+        facts={name: record.get(name) for name in _FACTS},
+    )
+
+
+def _stage(record: Mapping[str, Any]) -> frozenset[str]:
+    """Sources that a step has tokens of, which change where a stage of the run begins."""
+    sources = record.get("sources")
+    if not isinstance(sources, Mapping):
+        return frozenset()
+    return frozenset(name for name, source in sources.items() if isinstance(source, Mapping) and source.get("tokens"))
+
+
+def _places(record: Mapping[str, Any]) -> tuple[tuple[str, str, str, int], ...]:
+    """Code that the loop's thread was in between its phases: gap, code, purpose, and time of a step [ns]."""
+    return tuple(
+        (str(place["phase"]), str(place["code"]), str(place["purpose"]), round((quantity(place["s"]) or 0.0) * 1e9))
+        for place in record.get("places") or ()
     )

@@ -23,8 +23,8 @@ PREFIX = "headway"
 _MAX_PENDING = 1000  # records that may wait for MLflow
 
 
-# of a step's record, what is no curve: a constant, and a number for each rank
-_FOR_FILES = {"schema_version", "rank_flops", "rank_flops_per_busy_s"}
+# of a step's record, what is no curve: constants, numbers for each rank, lines of code
+_FOR_FILES = {"schema_version", "rank_flops", "rank_flops_per_busy_s", "places", "optimizer"}
 
 
 def tracked(record: Mapping[str, Any]) -> tuple[dict[str, int | float], dict[str, str]]:

@@ -104,6 +104,10 @@ class ForwardTimer:
     Two marks a forward, and two for each group of parameters that `fully_shard` gathers in it; nothing is waited for.
     Exchanges within the forward of one pack (tensor, sequence and expert parallelism) are not taken out: ranks that
     share a forward are equally busy.
+
+    Attributes:
+        on_begin: called at each forward's begin, with its mark.
+        on_end: called at its end, with its mark and what it returned.
     """
 
     def __init__(self, model: "nn.Module", mark: Callable[[], Mark]) -> None:
@@ -113,6 +117,8 @@ class ForwardTimer:
         self._waits: list[Span] = []
         self._forwards: list[tuple[Span, list[Span]]] = []
         self._wrapped: list[Any] | None = None
+        self.on_begin: Callable[[Mark], None] | None = None
+        self.on_end: Callable[[Mark, Any], None] | None = None
         _timers[model] = self
         self._handles = [
             model.register_forward_pre_hook(_before_forward),
@@ -149,12 +155,17 @@ class ForwardTimer:
                 group.unshard = self._timed(group.unshard)
                 group.wait_for_unshard = self._timed(group.wait_for_unshard)
         self._waits, self._begin = [], self._mark()
+        if self.on_begin is not None:
+            self.on_begin(self._begin)
 
-    def after(self) -> None:
+    def after(self, results: Any) -> None:
         """Note that a forward ends."""
         if self._begin is not None:
-            self._forwards.append((Span(self._begin, self._mark()), self._waits))
+            end = self._mark()
+            self._forwards.append((Span(self._begin, end), self._waits))
             self._begin = None
+            if self.on_end is not None:
+                self.on_end(end, results)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -179,11 +190,11 @@ def _before_forward(model: "nn.Module", _args: Any) -> None:
         timer.before(model)
 
 
-def _after_forward(model: "nn.Module", _args: Any, _output: Any) -> None:
+def _after_forward(model: "nn.Module", _args: Any, results: Any) -> None:
     import torch
 
     if not torch.compiler.is_compiling() and (timer := _timers.get(model)) is not None:
-        timer.after()
+        timer.after(results)
 
 
 def sharded_groups(module: Any) -> list[Any]:

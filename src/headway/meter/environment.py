@@ -1,6 +1,7 @@
 """Facts that the meter asks of a model, its device and the compiler; nothing here waits for a device."""
 
 import math
+import os
 import re
 import sys
 import warnings
@@ -165,3 +166,43 @@ def _largest_of_process() -> int:
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
+
+
+def memory_of(device: Any) -> int:
+    """Read how much memory a CUDA device has, or this process may take of the host's [bytes]; 0 where unknown.
+
+    Source: cgroup v2, memory.max: the limit of a container, "max" without one.
+    """
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    names = getattr(os, "sysconf_names", {})
+    if "SC_PHYS_PAGES" not in names:
+        return 0
+    of_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(of_host, int(text)) if text.isdigit() else of_host
+
+
+def settings_of(model: Any, device: Any) -> dict[str, Any]:
+    """Name what holds for all steps of a loop: memory of the device, and the type of most weights."""
+    sizes: dict[str, int] = {}
+    for parameter in () if isinstance(model, CostModel) else model.parameters():
+        name = str(parameter.dtype).removeprefix("torch.")
+        sizes[name] = sizes.get(name, 0) + parameter.numel()
+    try:
+        memory_bytes = memory_of(device)
+    except (OSError, RuntimeError):  # not to be read here
+        memory_bytes = 0
+    return {
+        "device_memory_bytes": memory_bytes or None,
+        "weights_dtype": max(sizes, key=lambda name: sizes[name]) if sizes else None,
+    }
+
+
+def anomaly_mode() -> bool | None:
+    """Whether autograd looks for numbers that are not finite in every operation; None before torch is loaded."""
+    torch = sys.modules.get("torch")
+    return None if torch is None else bool(torch.is_anomaly_enabled())

@@ -54,6 +54,8 @@ class Meter(StepMeter):
             them counts it, whatever the others are told. Read off the mesh of the model's parameters when None.
         steps_before: steps that earlier processes of the run took; windows number steps from there.
         others: cost models of what else the steps run, such as DPO's reference; `count` is told which of them.
+        phases: whether some steps are divided into phases, and the code that the loop pauses in is looked at; where the
+            model is not compiled as a whole.
         timeout_s: how long other ranks are waited for when a window is logged [s].
         clock: monotonic clock [s]; the host's when None.
 
@@ -86,6 +88,7 @@ class Meter(StepMeter):
         batch_ranks: int | None = None,
         steps_before: int = 0,
         others: Sequence[CostModel] = (),
+        phases: bool = True,
         timeout_s: float = 60.0,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -108,6 +111,7 @@ class Meter(StepMeter):
             batch_share=batch_share(model, batch_ranks),
             steps_before=steps_before,
             others=others,
+            phases=phases,
         )
         super().__init__(loop, smooth_over, goodput, clock)
         self.log_every = log_every
@@ -178,7 +182,7 @@ class Meter(StepMeter):
         memory = max(memory for memory, *_ in every)
         window = self._tally.window(ranks, memory, self._step, self._pending.extra)
         self._warn(window)
-        return window
+        return None if window is None else self._of_loop(window)
 
     def _take(self) -> list[int]:
         self._left_out = []
@@ -192,6 +196,8 @@ class Meter(StepMeter):
         if self._sinks is not None:
             with self.boundary.guard("Records of the meter's windows"):
                 self._sinks.write(window.to_dict())
+        if not window.num_steps:  # for the records alone: a run that compiles in every step has no other ones
+            return None
         if self._on_window is not None:
             self._on_window(window)
         return window

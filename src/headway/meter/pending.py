@@ -11,8 +11,9 @@ from headway.meter.batches import workload_of
 from headway.meter.clock import Mark, Span
 from headway.meter.goodput import Goodput
 from headway.meter.memory_traffic import Traffic
+from headway.meter.phases import StepPhases
 from headway.meter.step_clock import StepTime
-from headway.meter.tally import NS, Sums
+from headway.meter.tally import AWAY_FOR, NS, Sums
 
 _MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
 
@@ -162,6 +163,8 @@ class PendingSteps:
                 self._goodput.move("data wait", "step", waited_ns - wait_ns)
         self._last_end = time.end
         self.extra = dict(step.extra)
+        for bucket in AWAY_FOR:
+            totals[f"{bucket}_ns"] += round(time.away_for_s.get(bucket, 0.0) * NS)
         if not counted:
             totals["num_left_out"] += 1
             totals["left_out_ns"] += wall_ns
@@ -177,10 +180,23 @@ class PendingSteps:
         # busy: inside of forwards and backwards, without waits for data in them
         busy_s = sum(span.seconds - sum(wait.seconds for wait in waits) for span, waits in step.forwards)
         totals["busy_ns"] += round(busy_s * NS)
+        totals["collection_ns"] += round(time.collection_s * NS)
+        if time.phases is not None:
+            self._take_phases(time.phases)
         totals["num_steps"] += 1
         totals["num_skipped"] += step.skipped
         self._updates[0] += 1
         self._updates[1] += step.skipped
+
+    def _take_phases(self, phases: StepPhases) -> None:
+        totals = self._sums.totals
+        totals["num_sampled"] += 1
+        for phase, seconds in phases.seconds().items():
+            totals[f"{phase}_phase_ns"] += round(seconds * NS)
+        lead_s = phases.lead_s()
+        if lead_s is not None:  # at least 1 ns, since 0 is a CPU's
+            totals["lead_ns"] += max(1, round(lead_s * NS))
+            totals["host_ns"] += round(phases.launching_s() * NS)
 
     def _count(self) -> None:
         for billed, workloads in self._workloads.items():

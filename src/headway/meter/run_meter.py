@@ -58,7 +58,7 @@ class RunMeter(StepMeter):
             ranks = [self._pending.sums(numbers) for _, *numbers in parts]
             memory = max(memory for memory, *_ in parts)
             window = self._tally.one_step(ranks, memory, self.steps_before + self._num_merged)
-            windows.append(window)
+            windows.append(self._of_loop(window))
         return windows
 
     def _last_window(self) -> None:

@@ -1,6 +1,6 @@
 """Times of steps: begin, end, what they wait for, and what is not training: every second of a loop in one place."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,6 +11,8 @@ from headway.meter.energy import WindowEnergy
 from headway.meter.environment import Compilation
 from headway.meter.goodput import Goodput
 from headway.meter.goodput_report import Bucket
+from headway.meter.pauses import CollectionTimer
+from headway.meter.phases import PhaseTimer, StepPhases
 from headway.meter.tally import NS
 
 _PHASES = ("evaluation", "checkpoint")  # buckets that watchers are told of as phases
@@ -21,7 +23,10 @@ class StepTime(NamedTuple):
 
     end: Mark
     away_s: float  # time within it that was not training, by the host's clock [s]
+    away_for_s: Mapping[str, float]  # the same by bucket, such as "compile" [s]
     waits: list[Span]  # waits for data
+    phases: StepPhases | None  # of a step that was sampled
+    collection_s: float  # of Python's garbage collections [s]
     compiled: bool  # whether something was compiled in it
 
 
@@ -79,13 +84,15 @@ class StepClock:
         self.watchers: list[LoopWatcher] = []
         self._clock = clock or meter_clock.now_s
         self._energy = WindowEnergy(None, self.boundary)
+        self._phases: PhaseTimer | None = None
+        self._collections = CollectionTimer(self._clock)
         self._compilation = Compilation(self._compiling, self._compiled)
         self._compile_span: AbstractContextManager[None] | None = None
         self._waits: list[Span] = []
         self._waits_since: Mark | None = None
         self._left_s: float | None = None
         self._left_for: Bucket | None = None
-        self._away_s = 0.0
+        self._away_for_s: dict[str, float] = {}
         self._last = self._mark()
 
     def start(self) -> None:
@@ -96,6 +103,9 @@ class StepClock:
         self._last = self._mark()
         self._charge("step")
         self._compilation.watch()
+        self._collections.start()
+        if self._phases is not None:
+            self._phases.begin_step(1, self._last, 0.0)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Iterate over a loader, noting how long the loop waits for each batch."""
@@ -117,6 +127,8 @@ class StepClock:
         self.back()
         self.got_data()
         self._waits_since = self._mark()
+        if self._phases is not None:
+            self._phases.begin("data", self._waits_since)
         self._charge("data wait")
         self._begin("data_wait")
 
@@ -124,10 +136,22 @@ class StepClock:
         """Note that the loop has its batch; without an `await_data` before, nothing happens."""
         if self._waits_since is None:
             return
-        self._waits.append(Span(self._waits_since, self._mark()))
+        end = self._mark()
+        self._waits.append(Span(self._waits_since, end))
         self._waits_since = None
+        if self._phases is not None:
+            self._phases.end("data", end)
         self._charge("step")
         self._end("data_wait")
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Note that ranks wait for each other within a block, so that it is no rank's own time."""
+        if self._phases is not None:
+            self._phases.begin("exchange")
+        yield
+        if self._phases is not None:
+            self._phases.end("exchange")
 
     def leave(self, bucket: Bucket = "evaluation") -> None:
         """Leave the time from now until `back` out of the steps' time, as no training. Waits for the device.
@@ -138,7 +162,10 @@ class StepClock:
         self.start()
         self.got_data()
         self.back()
-        self._mark().wait()  # until then the device is busy with steps
+        mark = self._mark()
+        mark.wait()  # until then the device is busy with steps
+        if self._phases is not None:
+            self._phases.leave(mark)
         self._left_s, self._left_for = self._clock(), bucket
         self._energy.leave()
         self._charge(bucket)
@@ -150,9 +177,12 @@ class StepClock:
         if self._left_s is None:
             return
         self._mark().wait()
-        self._away_s += self._clock() - self._left_s
-        if self._left_for in _PHASES:
-            self._end(self._left_for)
+        if self._phases is not None:
+            self._phases.back(self._mark())
+        bucket = str(self._left_for)
+        self._away_for_s[bucket] = self._away_for_s.get(bucket, 0.0) + self._clock() - self._left_s
+        if bucket in _PHASES:
+            self._end(bucket)
         self._left_s = self._left_for = None
         self._energy.back()
         self._charge("step")
@@ -185,14 +215,30 @@ class StepClock:
             else:
                 self.back()
 
-    def _end_step(self) -> StepTime:
+    def _end_step(self, num_steps: int) -> StepTime:
         self.got_data()
         self.back()
         end = self._mark()  # a clock that has stepped back, as some virtual machines' do, makes a step of no time
         self._compilation.watch()
-        time = StepTime(end, self._away_s, self._waits, self._compilation.happened())
-        self._waits, self._away_s, self._last = [], 0.0, end
+        phases = None if self._phases is None else self._phases.end_step(end)
+        time = StepTime(
+            end,
+            self._away_s,
+            self._away_for_s,
+            self._waits,
+            phases,
+            self._collections.take(),
+            self._compilation.happened(),
+        )
+        if self._phases is not None:
+            self._phases.begin_step(num_steps + 2, end, end.host_s - self._last.host_s)
+        self._waits, self._away_for_s, self._last = [], {}, end
         return time
+
+    @property
+    def _away_s(self) -> float:
+        """Time since the last step that was not training [s]."""
+        return sum(self._away_for_s.values())
 
     def _finish(self) -> None:
         """Wait for the device, and charge the time since the last step as idle."""
@@ -207,6 +253,9 @@ class StepClock:
 
     def _stop(self) -> None:
         self._compilation.let_go()
+        self._collections.close()
+        if self._phases is not None:
+            self._phases.close()
         self._charge("idle")
 
     def _begin(self, phase: str) -> None:

@@ -4,25 +4,29 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from headway.count import CostModel, Workload
 from headway.devices import Peak
 from headway.errors import UsageError
+from headway.meter import pauses
 from headway.meter.batch_share import BatchShare
 from headway.meter.batches import input_gradients_of, read_or_copy
 from headway.meter.clock import ForwardTimer
 from headway.meter.environment import (
+    anomaly_mode,
     bandwidth_of,
     device_here,
     device_of,
     largest_memory,
     peak_of,
+    settings_of,
     traffic_or_warn,
 )
 from headway.meter.goodput import Goodput
 from headway.meter.pending import Billing, PendingStep, PendingSteps
+from headway.meter.phases import PhaseTimer, data_parallel_around
 from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.tally import Tally, Yardstick
 from headway.meter.window import Window
@@ -45,6 +49,7 @@ class MeteredLoop:
     batch_share: BatchShare = BatchShare()  # noqa: RUF009 - frozen
     steps_before: int = 0
     others: Sequence[CostModel] = ()
+    phases: bool = True
 
 
 class StepMeter(StepClock, ABC):
@@ -103,7 +108,15 @@ class StepMeter(StepClock, ABC):
         self._run: Window | None = None
         self._has_warned_of_no_batch = False
         # forwards are timed where there is a module, and steps wait here until the device has passed them
-        self._forwards = None if isinstance(model, CostModel) else ForwardTimer(model, self._mark)
+        if isinstance(model, CostModel):
+            self._forwards = None
+        else:
+            self._forwards = ForwardTimer(model, self._mark)
+            has_queue = self.device is not None and self.device.type == "cuda"
+            if loop.phases:
+                self._phases = PhaseTimer(self._forwards, self._mark, self.boundary, has_queue=has_queue)
+        self._places: pauses.PlaceSampler | None = None
+        self._settings = settings_of(model, self.device)
         self._batches: list[tuple[Any, Billing]] = []
         self._pending = PendingSteps(self.models, loop.recompute, self._last)
 
@@ -120,8 +133,33 @@ class StepMeter(StepClock, ABC):
         )
         self.watchers += LoopWatcher.waiting
         LoopWatcher.waiting.clear()
+        if self._phases is not None and several and self.model is not None:
+            with self.boundary.guard("The wrappers around this loop's model"):
+                for wrapper in data_parallel_around(self.model):
+                    self._phases.listen_to(wrapper)
+        if self._phases is not None and self._is_first:
+            with self.boundary.guard(pauses.PRODUCT):
+                self._places = pauses.PlaceSampler(self._phases, self.boundary)
         for watcher in tuple(self.watchers):
             watcher.start(self)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this rank writes the records."""
+        import torch.distributed as dist
+
+        return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+    def _of_loop(self, window: Window) -> Window:
+        """Add what this rank knows of its loop to a window."""
+        loop = dict(self._settings)
+        with self.boundary.guard("Facts about this loop"):
+            if self._phases is not None:
+                loop["optimizer"] = self._phases.optimizer or None
+            if self._places is not None:
+                loop["places"] = self._places.take(max(1, window.num_steps), window.wall_s)
+            loop["anomaly_mode"] = anomaly_mode()
+        return replace(window, loop=loop)
 
     def _opens(self) -> bool:
         """Open what windows need; returns whether steps are kept one by one, for several ranks to sum up."""
@@ -175,7 +213,7 @@ class StepMeter(StepClock, ABC):
 
     def _ended_step(self, skipped: bool, extra: dict[str, float], num_warmup_steps: int) -> PendingStep:
         """End a step, whose numbers wait until the device has passed it."""
-        time = self._end_step()
+        time = self._end_step(self.num_steps)
         self.num_steps += 1
         if not self._batches and not self._has_warned_of_no_batch:
             self._has_warned_of_no_batch = True
@@ -242,6 +280,8 @@ class StepMeter(StepClock, ABC):
         self._let_go()
 
     def _let_go(self) -> None:
+        if self._places is not None:
+            self._places.close()
         if self._forwards is not None:
             self._forwards.close()
         self._stop()

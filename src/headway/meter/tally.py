@@ -8,10 +8,12 @@ from typing import Any
 
 from headway.count import FlopCount, FlopRow, Workload, modalities
 from headway.devices import Peak
-from headway.meter.window import Window
+from headway.meter.phases import PHASES
+from headway.meter.window import SampledPhases, Window, ratio
 
 NS = 1_000_000_000
 _QUANTITIES = ("tokens", "slots", "segments")
+AWAY_FOR = ("compile", "evaluation", "checkpoint")  # buckets of time away whose sums a record has
 _TOTALS = (
     "num_steps",
     "num_left_out",
@@ -21,14 +23,21 @@ _TOTALS = (
     "left_out_ns",  # time of steps that are left out
     "data_wait_ns",
     "away_ns",  # what came within counted steps and was not training, in none of their times
+    *(f"{bucket}_ns" for bucket in AWAY_FOR),  # the same of steps that are left out as well
     "busy_ns",  # forwards of the model, without waiting for other ranks
     "busy_flops",  # useful FLOPs of these forwards
+    "collection_ns",  # garbage collections
+    "num_sampled",  # steps whose phases were taken
+    *(f"{phase}_phase_ns" for phase in PHASES),
+    "host_ns",  # of these steps, in which the host gave work to a device: forward, backward, optimizer
+    "lead_ns",  # the most that the host was ahead of a device
     "energy_mj",
     "num_without_energy",  # windows of ranks that cannot tell their energy
     "bytes_moved",
     *_QUANTITIES,
 )
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
+_OF_ALL_STEPS = ("num_left_out", "left_out_ns", *(f"{bucket}_ns" for bucket in AWAY_FOR))
 
 
 class Sums:
@@ -57,9 +66,21 @@ class Sums:
 
     def left_out(self) -> "Sums":
         """Return what stays of steps that are left out: how many, and their time."""
+        sums = self.uncounted()
+        sums.totals["num_left_out"] += self.totals["num_steps"]
+        sums.totals["left_out_ns"] += self.totals["wall_ns"]
+        return sums
+
+    def uncounted(self) -> "Sums":
+        """Return what these sums have of steps that are left out, without the counted ones."""
         sums = Sums(self.keys)
-        sums.totals["num_left_out"] = self.totals["num_steps"] + self.totals["num_left_out"]
-        sums.totals["left_out_ns"] = self.totals["wall_ns"] + self.totals["left_out_ns"]
+        sums.totals.update({name: self.totals[name] for name in _OF_ALL_STEPS})
+        return sums
+
+    def counted(self) -> "Sums":
+        """Return these sums without what is left out."""
+        sums = Sums(self.keys, self.numbers())
+        sums.totals.update(dict.fromkeys(_OF_ALL_STEPS, 0))
         return sums
 
     def add_count(self, count: FlopCount) -> None:
@@ -111,13 +132,18 @@ class Tally:
         self._memory = 0
 
     def window(self, ranks: list[Sums], memory: int, step: int, extra: dict[str, Any]) -> Window | None:
-        """Add steps of all ranks; None if all of them are left out, or the first rank's device has passed none."""
+        """Add steps of all ranks; None if the first rank's device has passed none.
+
+        Where all that it has passed are left out, the window has no counted step: how many they are, and their time.
+        """
         self._run = _added(self._run, ranks)
         self._memory = max(self._memory, memory)
         ranks = _added(self._carried, ranks)
-        self._carried = [] if ranks[0].totals["num_steps"] else ranks
-        if self._carried:
-            return None
+        if not ranks[0].totals["num_steps"]:
+            self._carried = [rank.counted() for rank in ranks]
+            left_out = [rank.uncounted() for rank in ranks]
+            return self._describe(left_out, step, extra) if ranks[0].totals["num_left_out"] else None
+        self._carried = []
         self._recent.append(ranks)
         window = self._describe(ranks, step, extra)
         if len(self._recent) > 1:
@@ -148,11 +174,14 @@ class Tally:
         if not self._run or not self._run[0].totals["num_steps"]:
             return self._describe(self._left_out or self._run or [Sums(())], step, extra)
         run = self._describe(self._run, step, extra)
-        left_out = self._left_out[0].totals if self._left_out else {"num_left_out": 0, "wall_ns": 0}
+        if not self._left_out:
+            return run
+        left_out = self._describe(self._left_out, step, extra)
         return replace(
             run,
-            num_left_out=run.num_left_out + left_out["num_left_out"],
-            left_out_s=run.left_out_s + left_out["wall_ns"] / NS,
+            num_left_out=run.num_left_out + left_out.num_left_out,
+            left_out_s=run.left_out_s + left_out.wall_s,
+            away_for_s={bucket: run.away_for_s[bucket] + left_out.away_for_s[bucket] for bucket in AWAY_FOR},
         )
 
     def _describe(self, ranks: Sequence[Sums], step: int, extra: dict[str, Any]) -> Window:
@@ -165,6 +194,7 @@ class Tally:
             wall_s=first["wall_ns"] / NS,
             data_wait_s=first["data_wait_ns"] / NS,
             away_s=first["away_ns"] / NS,
+            away_for_s={bucket: first[f"{bucket}_ns"] / NS for bucket in AWAY_FOR},
             peak=yardstick.peak,
             world_size=len(ranks),
             step=step,
@@ -177,6 +207,8 @@ class Tally:
             rank_busy_flops=tuple(rank.totals["busy_flops"] // yardstick.batch_ranks for rank in billed),
             peak_memory_bytes=self._memory,
             # not known as soon as one rank has none
+            collection_s=first["collection_ns"] / NS,
+            phases=_phases(ranks),
             energy_j=math.nan if total.totals["num_without_energy"] else total.totals["energy_mj"] / 1000,
             packing_length=yardstick.packing_length,
             bytes_moved=total.totals["bytes_moved"],
@@ -191,3 +223,22 @@ class Tally:
 
 def _added(before: list[Sums], ranks: list[Sums]) -> list[Sums]:
     return [a + b for a, b in zip(before, ranks, strict=True)] if before else ranks
+
+
+def _phases(ranks: Sequence[Sums]) -> SampledPhases | None:
+    """Describe the phases of the first rank's sampled steps, and which rank was late for the others' gradients."""
+    first = ranks[0].totals
+    if not first["num_sampled"]:
+        return None
+    per_step = [{phase: ratio(rank.totals[f"{phase}_phase_ns"], rank.totals["num_sampled"]) for phase in PHASES}
+                for rank in ranks]  # fmt: skip
+    return SampledPhases(
+        first["num_sampled"],
+        {phase: ns / NS for phase, ns in per_step[0].items()},
+        host_s=ratio(first["host_ns"], first["num_sampled"]) / NS if first["lead_ns"] else math.nan,
+        lead_s=ratio(first["lead_ns"], first["num_sampled"]) / NS if first["lead_ns"] else math.nan,
+        by_rank_s=tuple({phase: times[phase] / NS for phase in _OWN} for times in per_step),
+    )
+
+
+_OWN = ("data", "input", "forward", "loss")  # before ranks wait for each other's gradients

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -151,6 +151,56 @@ class Utilisation:
         }
 
 
+_LATENESS = ("late_rank", "late_rank_s", "late_rank_phase")  # entries of a record
+
+
+@dataclass(frozen=True, slots=True)
+class SampledPhases:
+    """Phases of a window's sampled steps, each the mean of a step, by the device's clock.
+
+    Attributes:
+        num_steps: that were sampled, on the first rank.
+        seconds: of each phase of `headway.meter.phases`, on the first rank [s].
+        host_s: in which its host went through forward, backward and optimizer [s]; NaN on a CPU.
+        lead_s: the most that its host was ahead of its device within a step [s]; NaN on a CPU.
+        by_rank_s: of each rank, the phases before ranks wait for each other's gradients [s]; NaN where it took none.
+    """
+
+    num_steps: int
+    seconds: Mapping[str, float]
+    host_s: float
+    lead_s: float
+    by_rank_s: tuple[Mapping[str, float], ...]
+
+    @property
+    def late_rank(self) -> tuple[int, float, str] | None:
+        """The rank that comes last to its backward, how much later than any other [s], and by which phase most."""
+        totals = [sum(phases.values()) for phases in self.by_rank_s]
+        if len(totals) < 2 or any(math.isnan(total) for total in totals):
+            return None
+        rank = max(range(len(totals)), key=totals.__getitem__)
+        others = [phases for place, phases in enumerate(self.by_rank_s) if place != rank]
+        more = {
+            name: seconds - median(phases[name] for phases in others) for name, seconds in self.by_rank_s[rank].items()
+        }
+        return (
+            rank,
+            totals[rank] - max(map(sum, (phases.values() for phases in others))),
+            max(more, key=more.__getitem__),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the entries of a record."""
+        lateness = self.late_rank
+        return {
+            "num_sampled": self.num_steps,
+            "phases_s": dict(self.seconds),
+            "host_s": self.host_s,
+            "host_lead_s": self.lead_s,
+            **({} if lateness is None else dict(zip(_LATENESS, lateness, strict=True))),
+        }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window(Utilisation):
     """Consecutive steps of all ranks together.
@@ -162,6 +212,11 @@ class Window(Utilisation):
         left_out_s: their time [s].
         away_s: time within the counted steps that was not training and is not in `wall_s`: evaluations, checkpoints,
             compiling, each in the step that ends after it [s].
+        away_for_s: time of compiling, evaluations and checkpoints by these names, also within steps that are left out
+            [s].
+        collection_s: time of Python's garbage collections on the first rank, within the counted steps [s].
+        phases: of the sampled steps; None where none was sampled.
+        loop: what the rank that writes the record knows of its loop: its optimizer, places that it pauses in.
         num_skipped: counted steps whose update the loop skipped (a gradient scaler that found inf); computed all the
             same.
         segments: segments.
@@ -192,6 +247,10 @@ class Window(Utilisation):
     rank_busy_s: tuple[float, ...]
     rank_busy_flops: tuple[int, ...]
     away_s: float = 0.0
+    away_for_s: Mapping[str, float] = field(default_factory=dict)
+    collection_s: float = 0.0
+    phases: SampledPhases | None = None
+    loop: Mapping[str, Any] = field(default_factory=dict)
     peak_memory_bytes: int = 0
     ceiling_flops_per_s: float = math.nan
     num_batches: int = 0
@@ -297,6 +356,9 @@ class Window(Utilisation):
             "num_left_out": self.num_left_out,
             "left_out_s": self.left_out_s,
             "away_s": self.away_s,
+            **{f"{bucket}_s": seconds for bucket, seconds in self.away_for_s.items()},
+            "collection_s": self.collection_s,
+            **({} if self.phases is None else self.phases.to_dict()),
             "num_skipped": self.num_skipped,
             "step_s": self.step_s,
             # rates of all devices together, and of one
@@ -325,6 +387,7 @@ class Window(Utilisation):
             "slowest_rank_speed": self.slowest_rank_speed,
             **(self._by_rank() if self.world_size <= _LISTED else {}),
             "peak_memory_bytes": self.peak_memory_bytes,
+            **self.loop,
             **({f"{name}_smoothed": getattr(self.smoothed, name) for name in _SMOOTHED} if self.smoothed else {}),
             **self.extra,
         }

@@ -16,6 +16,9 @@ NAMES = {
     "idle.launch": "idle: host late (launches)",
     "idle.sync": "idle: host waits (sync)",
     "idle.other": "idle: other",
+    "gap.input": "between batch and forward",
+    "gap.gradients": "between backward and update",
+    "gap.after": "behind the update",
     "aside": "logging, eval, checkpoint, compile",
     "unexplained": "unexplained: unknown kernels",
 }

@@ -159,7 +159,8 @@ class Loop:
         flags = Flags(is_at_end, self._stop_signal(), run.saver.has_failed, reason)
         batches = batches or [run.feed.padding() for _ in range(self._config.optim.accumulation)]
         phase.at("exchange of what each rank computes")
-        batches, shared, finished = exchange_step(batches, run.feed, run.ranks, flags, run.meter.finished())
+        with run.meter.exchanging():
+            batches, shared, finished = exchange_step(batches, run.feed, run.ranks, flags, run.meter.finished())
         phase.at("logging")
         self._out.recorder.write(run.meter.merge(finished))
         run.saver.finished(wait=shared.flags.save_failed)
@@ -207,7 +208,9 @@ class Loop:
             run.ema.update(self._step)
         run.optimizer.zero_grad(set_to_none=True)
         self._last.complete(self._step)
-        launched = LaunchedStep(self._step, lr, run.feed.epochs, shared, batches, ranks.num_data_ranks, compilations)
+        feed, data_ranks = run.feed, ranks.num_data_ranks
+        making_s = dict(feed.making_s)
+        launched = LaunchedStep(self._step, lr, feed.epochs, shared, batches, data_ranks, compilations, making_s)
         self._out.recorder.add(launched, numbers)
         run.meter.step()
         self._out.progress.recompiled(self._step, compilations.news)

@@ -31,6 +31,7 @@ class LaunchedStep(NamedTuple):
         batches: this rank's packs.
         num_data_ranks: how many have equally many.
         compilations: of this rank.
+        making_s: time that workers spent on this rank's packs, by part: read, decode, tokenise [s].
     """
 
     step: int
@@ -40,6 +41,7 @@ class LaunchedStep(NamedTuple):
     batches: Sequence[Batch]
     num_data_ranks: int
     compilations: Compilations
+    making_s: Mapping[str, float]
 
 
 class StepRecorder:
@@ -149,6 +151,7 @@ class StepRecorder:
             "compiled": pending.compilations.happened,
             "recompiles": numbers.recompiles,
             "packs": len(pending.batches) * pending.num_data_ranks,
+            "making_s": dict(pending.making_s),
             "samples_digest": f"{pending.share.digest:016x}",
         }
         if pending.compilations.guards:

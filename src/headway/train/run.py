@@ -9,6 +9,7 @@ import transformers
 
 from headway.checkpoint.export import find_checkpoint_in
 from headway.config import TrainConfig
+from headway.config.run import ProfileConfig
 from headway.data import Batch
 from headway.data.feed import FeedReport
 from headway.errors import RunCompleteError, errors_in
@@ -21,7 +22,7 @@ from headway.train.loop import Loop, LoopEnd, Outputs
 from headway.train.memory_error import Explanation
 from headway.train.memory_record import record_memory
 from headway.train.prepare import Run, exports_of, prepare
-from headway.train.profiling import ProfileWindow
+from headway.train.profiling import AutoProfile, ProfileWindow
 from headway.train.progress import Progress
 from headway.train.record import MetricsLog
 from headway.train.recorder import StepRecorder
@@ -197,19 +198,34 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[Outputs]:
 
 
 def _profile(config: TrainConfig, run: Run, phase: LoopPhase, out: Outputs) -> AbstractContextManager[Any]:
-    if config.run.profile is None:
+    """Profile the steps that the configuration names; else some by itself, on the first rank of a long run."""
+    profile = config.run.profile
+
+    def window(settings: ProfileConfig) -> ProfileWindow:
+        return ProfileWindow(
+            settings,
+            config.run.folder,
+            run.meter,
+            size=run.ranks.size,
+            feed=run.feed,
+            recorder=out.recorder,
+            note=out.progress.note,
+        )
+
+    if profile is None and not (config.run.auto_profile and run.ranks.is_first):
         return nullcontext()
-    window = ProfileWindow(
-        config.run.profile,
+    if profile is not None:
+        chosen = window(profile)
+        phase.on_enter = chosen.enter
+        return chosen
+    automatic = AutoProfile(
         config.run.folder,
         run.meter,
-        size=run.ranks.size,
-        feed=run.feed,
-        recorder=out.recorder,
-        note=out.progress.note,
+        num_steps=run.steps,
+        window=lambda steps: window(ProfileConfig(start=steps.start, steps=len(steps), ranks=(run.ranks.rank,))),
     )
-    phase.on_enter = window.enter
-    return window
+    phase.on_enter = automatic.enter
+    return automatic
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """Runs made up of their steps in a row, each with one fault."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headway.explain.findings.evidence import RunEvidence, RunStep
 from headway.explain.findings.rules import find
@@ -29,7 +31,16 @@ def rated(rates, **more):
         (rated([1.0] * 15, mfu=0.01, waited_ns=SECOND), {}, None),  # the wait has a line of its own
         (rated([1.0] * 15, has_compiled_again=True), {"compile": 5 * SECOND}, "recompilation"),
         (rated([1.0] * 15), {"compile": 5 * SECOND}, "compiling"),
-        (rated([1.0] * 15), {"checkpoint": 5 * SECOND}, "beside-training"),
+        (rated([1.0] * 15), {"checkpoint": 5 * SECOND}, "checkpoint"),
+        (rated([1.0] * 15), {"evaluation": 5 * SECOND}, "evaluation"),
+        (rated([1.0] * 15, padding_ns=SECOND // 2, empty_share=0.5), {}, "padding"),
+        (rated([1.0] * 15, recomputed_ns=SECOND // 5), {}, "recomputation"),
+        (rated([1.0] * 15, recomputed_ns=SECOND // 5, memory_share=0.9), {}, None),  # memory asks for it
+        (rated([1.0, 0.9, 1.1] * 10 + [0.1, 0.09, 0.11] * 30), {}, "changed-speed"),
+        (rated([0.1] * 30 + [1.0] * 30), {}, "changed-speed"),
+        (rated([1.0] * 6 + [0.1] * 1) + rated([1.0] * 6), {}, None),  # one slow step is no change
+        (rated([1.0] * 10 + [0.3] * 10 + [1.0] * 10 + [0.3] * 10), {}, "unstable-steps"),  # it comes and goes
+        (rated([1.0] * 20, stage=frozenset("a")) + rated([0.1] * 20, stage=frozenset("b")), {}, None),
         ([RunStep(0, 60 * SECOND), *rated([1.0] * 15)], {}, "first-steps"),
         ([RunStep(0, 60 * SECOND), *rated([1.0] * 2000)], {}, None),  # a long run makes up for it
     ],
@@ -50,3 +61,44 @@ def test_a_finding_says_what_it_costs():
 def test_slow_steps_that_come_at_a_stride_are_told_with_it():
     (found,) = find(run=RunEvidence(rated([0.2 if n % 25 == 24 else 1.0 for n in range(100)])))
     assert "4 of 100 steps took more than twice the usual time for their work, every 25 steps: 25, 50," in found.seen
+
+
+def test_a_speed_that_changes_once_is_told_with_its_step_and_what_did_not_change():
+    """The review's run: 400 steps at full speed, then other work came onto the machine for 1,150."""
+    steps = [
+        RunStep(n, SECOND if n <= 429 else 10 * SECOND, rate=1.0 if n <= 429 else 0.1, tokens=1024.0)
+        for n in range(1, 1001)
+    ]
+    (found,) = find(run=RunEvidence(steps))
+    assert found.id == "changed-speed"
+    assert "since about step 430 (of 1 to 1000) steps take 10.0 times as long for the same work" in found.seen
+    assert "lengths, data and compiling did not change" in found.seen
+    assert found.share == pytest.approx(571 * 9 / (429 + 571 * 10))
+
+
+def test_a_change_names_what_changed_with_it():
+    before = [RunStep(n, SECOND, rate=1.0, tokens=1000.0) for n in range(1, 21)]
+    after = [RunStep(n, 4 * SECOND, rate=0.4, tokens=1600.0, waited_ns=SECOND) for n in range(21, 41)]
+    found = next(one for one in find(run=RunEvidence([*before, *after])) if one.id == "changed-speed")
+    assert "lengths (1,000 and 1,600 tokens a step) and waiting for data (0.0 % and 25.0 % of the time)" in found.seen
+    assert "compiling did not change" in found.seen
+
+
+def test_a_change_names_the_phase_that_became_slower():
+    before = [RunStep(n, 10, rate=1.0, phases_ns={"forward": 4, "optimizer": 6}) for n in range(1, 21)]
+    after = [RunStep(n, 30, rate=0.33, phases_ns={"forward": 4, "optimizer": 26}) for n in range(21, 41)]
+    assert "in the phase 'optimizer'" in find(run=RunEvidence([*before, *after]))[0].seen
+
+
+@given(
+    rates=st.lists(st.floats(0.9, 1.1), min_size=12, max_size=200),
+    place=st.floats(0.2, 0.8),
+    factor=st.floats(2.0, 50.0),
+)
+def test_a_change_is_found_at_its_step_and_nothing_else_is_said_of_it(rates, place, factor):
+    at = max(6, min(len(rates) - 6, round(place * len(rates))))
+    changed = [rate / factor if number >= at else rate for number, rate in enumerate(rates)]
+    assert [one.id for one in find(run=RunEvidence(rated(rates)))] == []
+    (found,) = find(run=RunEvidence(rated(changed)))
+    assert found.id == "changed-speed"
+    assert f"since about step {at + 1} (of" in found.seen

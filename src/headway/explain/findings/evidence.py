@@ -7,7 +7,7 @@ what is not there gives nothing. Records tell little of each step, and much of h
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -55,6 +55,18 @@ class RunStep:
         heaviest_rank: which rank that is.
         slowest_rank: the rank whose device computes slowest; None where it is not known.
         slowest_speed: its speed / the median of all ranks; None where it is not known.
+        padding_ns: part of it that went to padding, at most [ns].
+        empty_share: padding / slots, a fraction.
+        recomputed_ns: part of it that went to computing activations again, at most [ns].
+        stage: sources of data that it has tokens of.
+        phases_ns: part of it in each phase of the loop [ns]; empty where nobody looked.
+        lead_ns: the most that the host was ahead of the device in it [ns]; None where there is no such device.
+        collection_ns: part of it in Python's garbage collections [ns].
+        places: code that the loop's thread was in between phases: gap, code, purpose, and time [ns].
+        late_rank: the rank that came last to its backward; None where ranks were not compared.
+        late_ns: how much later than any other [ns].
+        late_phase: phase by which most.
+        facts: about the loop, as its record has them: `optimizer`, `anomaly_mode`, `weights_dtype`.
     """
 
     step: int
@@ -69,6 +81,18 @@ class RunStep:
     heaviest_rank: int = 0
     slowest_rank: int | None = None
     slowest_speed: float | None = None
+    padding_ns: int = 0
+    empty_share: float = 0.0
+    recomputed_ns: int = 0
+    stage: frozenset[str] = frozenset()
+    phases_ns: Mapping[str, int] = field(default_factory=dict)
+    lead_ns: int | None = None
+    collection_ns: int = 0
+    places: tuple[tuple[str, str, str, int], ...] = ()
+    late_rank: int | None = None
+    late_ns: int = 0
+    late_phase: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 Step = TypeVar("Step", StepWaterfall, RunStep)
@@ -348,9 +372,19 @@ class RunEvidence(Evidence[RunStep]):
     Args:
         steps: at least one.
         beside_ns: time of the run outside of its steps, by what it was: "evaluation", "checkpoint", "compile" [ns].
+        left_out: records of steps that compiled something and are in no rate.
     """
 
     most_mfu = math.inf  # rules compare steps with faster ones, which have shown what can be had
+
+    def __init__(
+        self,
+        steps: Sequence[RunStep],
+        beside_ns: Mapping[str, int] | None = None,
+        left_out: Sequence[RunStep] = (),
+    ) -> None:
+        super().__init__(steps, beside_ns)
+        self.left_out = left_out
 
     def of_a_step(self, ns: int) -> int:
         """Mean of a time over the steps, in whole nanoseconds, rounded down."""

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from headway.explain.attribution import Phase
 from headway.explain.explanation import MOST, Finding
-from headway.explain.findings import device, host, loops, patterns, pauses, ranks, series
+from headway.explain.findings import device, host, loops, patterns, pauses, ranks, recorded, series
 from headway.explain.findings.evidence import Evidence, Observation, RunEvidence, SteadyEvidence, StepEvidence
 from headway.explain.findings.largest import LEAST, largest_loss
 
@@ -35,7 +35,11 @@ class FindingPlace(IntEnum):
     LIMIT = 1  # costs nothing yet
     UNEXPLAINED = 2  # the largest loss, of which no cause is known
     VAGUE = 3  # names no cause, so that it is charged with what no other finding names
-    PASSING = 4  # passes by itself
+    REMAINDER = 4  # what products at their usual rates would not take; of what it is, nothing is known
+    PASSING = 5  # passes by itself
+
+
+_CHARGED_WITH_THE_REST = (FindingPlace.VAGUE, FindingPlace.REMAINDER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,13 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("launch-bound", StepEvidence, 0.10, pauses.launch_bound, lines=_LATE),
     # A core is taken away for some per cent of the time wherever the system itself has work.
     Rule("shared-cores", StepEvidence, 0.15, pauses.contended, lines=("idle.launch", "memory", "slow")),
+    # A loop zeroes gradients, counts and logs a line between the phases; a tenth of the time is more than that.
+    Rule("garbage-collection", SteadyEvidence, 0.05, recorded.collections),
+    Rule("logging", SteadyEvidence, 0.05, partial(recorded.pause, purpose="logging")),
+    Rule("checkpoint", SteadyEvidence, 0.10, partial(recorded.pause, purpose="checkpoint")),
+    Rule("read-back", SteadyEvidence, 0.10, partial(recorded.pause, purpose="read-back")),
+    Rule("parameter-loop", SteadyEvidence, 0.10, partial(recorded.pause, purpose="parameter-loop")),
+    Rule("host-pause", SteadyEvidence, 0.10, partial(recorded.pause, purpose="")),
     # One read-back of a number per step costs a device some 1 %; a loop of them more.
     Rule("synchronisation", StepEvidence, 0.03, host.synchronisation, lines=("idle.sync",)),
     # A CPU waits for nothing, so what counts is their number; a thousandth leaves out what cannot be measured.
@@ -96,6 +107,7 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("optimizer-loop", StepEvidence, 0.05, loops.optimizer_loop, lines=("optimizer", "idle.launch")),
     # As much as an optimizer that goes over tensors one by one.
     Rule("parameter-loop", StepEvidence, 0.05, loops.parameter_loop, lines=("memory", "idle.launch")),
+    Rule("optimizer-loop", SteadyEvidence, 0.10, recorded.optimizer_loop),
     # A few small products, of norms' gains and routers, are in every model.
     Rule("small-gemms", StepEvidence, 0.10, loops.small_gemms, lines=("slow", "memory", "idle.launch")),
     # After the first steps nothing should be compiled at all; of a run their number counts.
@@ -108,8 +120,8 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("logging", StepEvidence, 0.05, partial(host.beside_training, phase=Phase.LOGGING), lines=_ASIDE),
     # Judging is useful work, but a fifth of the time is much of it.
     Rule("evaluation", StepEvidence, 0.20, partial(host.beside_training, phase=Phase.EVALUATION), lines=_ASIDE),
-    # A run that is watched and kept spends some per cent on both.
-    Rule("beside-training", RunEvidence, 0.10, series.beside_training, TimeOf.BESIDE),
+    Rule("checkpoint", RunEvidence, 0.10, partial(series.beside, what="checkpoint"), TimeOf.BESIDE),
+    Rule("evaluation", RunEvidence, 0.20, partial(series.beside, what="evaluation"), TimeOf.BESIDE),
     # Nobody leaves it on for its use, so what can be measured is worth a word.
     Rule("anomaly-mode", StepEvidence, 0.01, patterns.anomaly_mode, lines=_KERNELS),
     # Sums in 64 bits, as of a norm, take some thousandths.
@@ -124,31 +136,39 @@ RULES: tuple[Rule[Any], ...] = (
     # Of an eager step of a large model memory-bound kernels take a fifth, a part of it at full bandwidth.
     Rule("memory-bound", StepEvidence, 0.20, patterns.memory_bound, lines=("memory",)),
     Rule("slow-attention", StepEvidence, 0.03, device.slow_attention, lines=("slow", "matmul")),
+    Rule("recomputation", SteadyEvidence, 0.05, recorded.recomputation),
     # Recomputing attention alone costs some 3 %; a whole forward again is a fifth to a quarter.
     Rule("recomputation", StepEvidence, 0.05, device.recomputation, lines=("recomputation", *_KERNELS)),
     # Packs of a balanced plan are 95 to 99 % full.
+    Rule("padding", SteadyEvidence, 0.10, recorded.padding),
     Rule("padding", StepEvidence, 0.10, device.padding, lines=("padding", *_KERNELS)),
     # A frozen tower of ordinary images takes 10 to 20 %; its backward alone more than this is worth the question.
     Rule("vision-tower", StepEvidence, 0.30, device.vision_tower, lines=("slow", "matmul")),
     Rule("uneven-experts", StepEvidence, 0.05, device.uneven_experts, lines=("slow", "communication")),
+    Rule("double-precision", SteadyEvidence, 0.0, recorded.double_precision),
+    Rule("anomaly-mode", SteadyEvidence, 0.0, recorded.anomaly_mode, place=FindingPlace.LIMIT),
     # Boards vary by some per cent, and a product at its power limit runs 5 to 10 % below the highest clock.
     Rule("throttled-clocks", StepEvidence, 0.10, device.throttled_clocks, lines=("slow", "matmul")),
     # Packs that are dealt out well lose 1 to 2 %, and equal ranks still come a few per cent apart.
     Rule("heavy-pack", SteadyEvidence, 0.05, ranks.uneven_work),
     Rule("heavy-pack", StepEvidence, 0.05, ranks.heavy_pack, lines=("communication",)),
-    Rule("slow-rank", SteadyEvidence, 0.0, ranks.slow_device),
+    Rule("slow-rank", SteadyEvidence, 0.0, recorded.slow_rank),
     Rule("slow-rank", StepEvidence, 0.05, ranks.slow_rank, lines=("communication", "idle.data")),
     # An exchange per pass is a habit that costs more with every pass.
     Rule("reduces-each-pass", StepEvidence, 0.03, ranks.reduces_each_pass, lines=("communication",)),
     # What is exchanged last and first in a step cannot hide.
     Rule("exposed-gathers", StepEvidence, 0.05, ranks.exposed_gathers, lines=("communication",)),
     Rule("exposed-communication", StepEvidence, 0.10, ranks.exposed_communication, lines=("communication",)),
-    Rule("unstable-steps", SteadyEvidence, 0.05, series.unstable),
+    # Other work on a machine makes steps some per cent slower now and then; below, nobody looks for a reason.
+    Rule(series.CHANGED, SteadyEvidence, 0.05, series.changed),
+    Rule("unstable-steps", SteadyEvidence, 0.05, series.unstable, place=FindingPlace.VAGUE),
     # Less is not worth a search.
     Rule("slow-steps", SteadyEvidence, 0.02, series.slow_now_and_then),
     Rule(series.FALLING, SteadyEvidence, 0.0, series.drift),
     Rule("memory-limit", RunEvidence, 0.0, series.memory_limit, place=FindingPlace.LIMIT),
-    Rule("not-compute-bound", SteadyEvidence, 0.05, series.far_from_compute, place=FindingPlace.VAGUE),
+    # A host that is never a twentieth of a step ahead launches each kernel when the device is already waiting.
+    Rule("host-bound", SteadyEvidence, 0.10, recorded.host_bound, place=FindingPlace.VAGUE),
+    Rule("not-compute-bound", SteadyEvidence, 0.05, series.far_from_compute, place=FindingPlace.REMAINDER),
     # A long run makes up for them.
     Rule("first-steps", RunEvidence, 0.05, series.first_steps, place=FindingPlace.PASSING),
 )
@@ -179,7 +199,7 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
         if evidence is None or observation is None:
             continue
         # A vague rule is charged with what is left; of time between the steps a loss is a share of both together.
-        lost_ns = max(0, observation.ns - (named_ns if rule.place is FindingPlace.VAGUE else 0))
+        lost_ns = max(0, observation.ns - (named_ns if rule.place in _CHARGED_WITH_THE_REST else 0))
         beside_ns = sum(evidence.beside_ns.values()) if rule.time is TimeOf.BESIDE else 0
         if lost_ns < rule.least * (evidence.duration_ns + beside_ns):
             continue
@@ -199,7 +219,7 @@ def _finding(
 ) -> Finding:
     """Make the finding of an observation: its loss as a share of a time, and MFU with and without it."""
     lost_ns, useful_ns, mfu_to = min(round(lost_ns), total_ns), evidence.useful_ns, None
-    is_promise = rule.place not in (FindingPlace.VAGUE, FindingPlace.UNEXPLAINED)  # whose losses are bounds
+    is_promise = rule.place not in (*_CHARGED_WITH_THE_REST, FindingPlace.UNEXPLAINED)  # whose losses are bounds
     if is_promise and useful_ns is not None and 0 < lost_ns < total_ns:
         mfu_to = min(evidence.most_mfu, useful_ns / (total_ns - lost_ns))
     advice = observation.next

@@ -1,10 +1,13 @@
 """Rules about the steps of a run in a row: rates that vary or fall, slow first steps, and time between the steps."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median, quantiles
 
-from headway.explain.findings.evidence import Observation, RunEvidence, SteadyEvidence
+import numpy as np
+
+from headway.explain.findings.evidence import Observation, RunEvidence, RunStep, SteadyEvidence
 from headway.report import format_duration, format_share
 
 FALLING = "falling-rate"
@@ -16,12 +19,150 @@ FALLING_HINT = (
     "nvidia-smi dmon, which shows clocks, power and temperature; and a run that begins at the last checkpoint: if that "
     "is fast again, it is not the weights."
 )
+_FEWEST, _LEAST_CHANGE, _MOST_STRAY = 6, 1.25, 0.1  # steps of a part; ratio of the parts; steps on the wrong side
 _PROFILE = "a profile (run.profile of `headway train`, `headway.profile` in other loops)"
+
+
+CHANGED = "changed-speed"
+_MOST_STAGES = 8  # of a run; sources that come and go more often are a mixture
+
+
+def changed(evidence: SteadyEvidence) -> Observation | None:
+    """A speed that changes once, and stays so."""
+    rated = _of_stages(evidence)
+    place = _change([rate for rate, _ in rated])
+    if place is None:
+        return None
+    before, after = rated[:place], rated[place:]
+    usual_before, usual_after = (median(rate for rate, _ in part) for part in (before, after))
+    is_slower = usual_after < usual_before
+    factor = max(usual_before, usual_after) / min(usual_before, usual_after)
+    fast, slow = (usual_before, after) if is_slower else (usual_after, before)
+    steps = [step for _, step in before], [step for _, step in after]
+    differences, alike = _differences(*steps)
+    first, last, at = steps[0][0].step, steps[1][-1].step, steps[1][0].step
+    message = (
+        f"since about step {at} (of {first} to {last}) steps take {factor:.1f} times as long for the same work"
+        if is_slower
+        else f"until about step {at} (of {first} to {last}) steps took {factor:.1f} times as long for the same work"
+    )
+    message += f"; {_list(differences)} changed there" if differences else ""
+    message += f"; {_list(alike)} did not change" if alike else ""
+    message += _slower_part(*(steps if is_slower else steps[::-1]))
+    cause, advice = (
+        (f"{_list(differences)}, which changed at that step.", "a run with what it was before.")
+        if differences
+        else (
+            "something outside of the loop: another process on the same device or cores, a device that lowers its "
+            "clocks, a storage or network that others use as well.",
+            "other processes, clocks and temperature (nvidia-smi dmon, top); and a run that begins at the last "
+            "checkpoint: if that is fast again, it was the machine.",
+        )
+    )
+    return Observation(sum(step.duration_ns * (1 - rate / fast) for rate, step in slow), f"{message}.", cause, advice)
+
+
+def _rated(evidence: SteadyEvidence) -> list[tuple[float, RunStep]]:
+    """Steps with their rates; a speed that changed once, or with a stage of the run, is taken out of them."""
+    rated = _of_stages(evidence)
+    place = _change([rate for rate, _ in rated])
+    if place is None:
+        return rated
+    before, after = (median(rate for rate, _ in part) for part in (rated[:place], rated[place:]))
+    return [(rate * (before / after if number >= place else 1), step) for number, (rate, step) in enumerate(rated)]
+
+
+def _of_stages(evidence: SteadyEvidence) -> list[tuple[float, RunStep]]:
+    """Steps with their rates, those of each stage of the run over its median: another stage has other work."""
+    rated = [(step.rate, step) for step in evidence.steps if step.rate]
+    begins = [0] + [n for n in range(1, len(rated)) if rated[n][1].stage != rated[n - 1][1].stage]
+    if not 1 < len(begins) <= _MOST_STAGES:
+        return rated
+    parts = [rated[begin:end] for begin, end in pairwise([*begins, len(rated)])]
+    usual = median(rate for rate, _ in parts[0])
+    return [
+        (rate * usual / stage_rate, step)
+        for part in parts
+        for stage_rate in [median(rate for rate, _ in part)]
+        for rate, step in part
+    ]
+
+
+def _change(rates: Sequence[float]) -> int | None:
+    """Find the one place from which on rates are others for good; None where there is none.
+
+    The place is where two means describe the logarithms of the rates best. It is told if the two differ by a quarter
+    and by more than the steps of either part scatter, and if a fall that goes on all the time explains them worse.
+    """
+    count = len(rates)
+    if count < 2 * _FEWEST:
+        return None
+    logs = np.log(np.asarray(rates))
+    # Squares that remain around the means of both parts, for each place to divide at.
+    sums, places = np.cumsum(logs), np.arange(1, count)
+    remaining = (logs**2).sum() - sums[:-1] ** 2 / places - (sums[-1] - sums[:-1]) ** 2 / (count - places)
+    place = int(np.argmin(remaining[_FEWEST - 1 : count - _FEWEST])) + _FEWEST
+    before, after = logs[:place], logs[place:]
+    apart = abs(np.median(before) - np.median(after))
+    scatter = max(float(np.median(np.abs(part - np.median(part)))) for part in (before, after))
+    if apart < math.log(_LEAST_CHANGE) or apart < 4 * scatter:
+        return None
+    # A slope over all steps is a drift, with a finding of its own.
+    slope = np.polyfit(np.arange(count), logs, 1)
+    drift = float(((logs - np.polyval(slope, np.arange(count))) ** 2).sum())
+    # Steps that change back, as where another process comes and goes, lie on both sides of the middle.
+    middle = (np.median(before) + np.median(after)) / 2
+    stray = (
+        float(np.mean((before > middle) != (np.median(before) > middle))),
+        float(np.mean((after > middle) != (np.median(after) > middle))),
+    )
+    return place if remaining[place - 1] < drift / 2 and max(stray) <= _MOST_STRAY else None
+
+
+def _differences(before: Sequence[RunStep], after: Sequence[RunStep]) -> tuple[list[str], list[str]]:
+    """Name what of the loop's own changed between two parts of a run, with its sizes, and what did not."""
+    differences: list[str] = []
+    alike: list[str] = []
+    tokens = [median(counts) for part in (before, after) if (counts := [step.tokens for step in part if step.tokens])]
+    if len(tokens) == 2:  # of both parts
+        changes = abs(tokens[1] / tokens[0] - 1) > 0.1
+        (differences if changes else alike).append(
+            f"lengths ({tokens[0]:,.0f} and {tokens[1]:,.0f} tokens a step)" if changes else "lengths"
+        )
+    waits = [sum(step.waited_ns for step in part) / sum(step.duration_ns for step in part) for part in (before, after)]
+    changes = abs(waits[1] - waits[0]) > 0.1
+    (differences if changes else alike).append(
+        f"waiting for data ({format_share(waits[0])} and {format_share(waits[1])} of the time)" if changes else "data"
+    )
+    compiled = [sum(step.has_compiled_again for step in part) for part in (before, after)]
+    changes = compiled[1] > max(2, 0.05 * len(after))
+    (differences if changes else alike).append(f"compiling (in {compiled[1]} steps)" if changes else "compiling")
+    return differences, alike
+
+
+def _slower_part(fast: Sequence[RunStep], slow: Sequence[RunStep]) -> str:
+    """Say whether one phase of the step or all became slower; "" where phases are not known."""
+    means = [
+        {name: sum(step.phases_ns[name] for step in timed) / len(timed) for name in timed[0].phases_ns}
+        for part in (fast, slow)
+        if (timed := [step for step in part if step.phases_ns])
+    ]
+    if len(means) < 2:
+        return ""
+    added = {name: ns - means[0].get(name, 0.0) for name, ns in means[1].items()}
+    total, (name, most) = sum(added.values()), max(added.items(), key=lambda item: item[1])
+    if total > 0 and most > 0.8 * total:
+        return f"; nearly all of it is in the phase '{name}'"
+    return "; all phases became slower" if total > 0 else ""
+
+
+def _list(names: Sequence[str]) -> str:
+    return " and ".join((", ".join(names[:-1]), names[-1])) if len(names) > 1 else "".join(names)
 
 
 def unstable(evidence: SteadyEvidence) -> Observation | None:
     """Steps that take twice as long as others for the same work."""
-    rated = [(step.rate, step) for step in evidence.steps if step.rate]
+    rated = _rated(evidence)
     if len(rated) < 3:
         return None
     deciles = quantiles([rate for rate, _ in rated], n=10, method="inclusive")
@@ -44,7 +185,7 @@ def unstable(evidence: SteadyEvidence) -> Observation | None:
 
 def slow_now_and_then(evidence: SteadyEvidence) -> Observation | None:
     """A few steps that take over twice the usual time for their work."""
-    rated = [(step.rate, step) for step in evidence.steps if step.rate]
+    rated = _rated(evidence)
     if len(rated) < 20:  # so that a tenth of them is two
         return None
     usual = median(rate for rate, _ in rated)
@@ -66,7 +207,7 @@ def slow_now_and_then(evidence: SteadyEvidence) -> Observation | None:
 
 def drift(evidence: SteadyEvidence) -> Observation | None:
     """A rate that falls from the first third of the run to the last, without a break."""
-    rated = [(step.rate, step) for step in evidence.steps if step.rate]
+    rated = _rated(evidence)
     if len(rated) < 12:  # thirds of at least four
         return None
     third = len(rated) // 3
@@ -106,15 +247,16 @@ def first_steps(evidence: RunEvidence) -> Observation | None:
 
 def compiled_again(evidence: RunEvidence) -> Observation | None:
     """Code that is compiled anew all along the run."""
-    again = [step.step for step in evidence.steps[1:] if step.has_compiled_again]
+    every = sorted([*evidence.steps, *evidence.left_out], key=lambda step: step.step)
+    again = [step.step for step in every[1:] if step.has_compiled_again]
     compile_ns = evidence.beside_ns.get("compile", 0)
     # Two or three are the usual ones: the first other shape, then dynamic shapes. More grow with the run.
-    if len(again) < 4 or len(again) < 0.05 * len(evidence.steps):
+    if len(again) < 4 or len(again) < 0.05 * len(every):
         return None
     return Observation(
         compile_ns,
-        f"{len(again)} of {evidence.num_steps} steps compiled something again, the last one step {again[-1]}; "
-        f"compiling took {format_duration(compile_ns / 1e9)} in all.",
+        f"{len(again)} of {len(every)} records have steps that compiled something again, the last one step "
+        f"{again[-1]}; compiling took {format_duration(compile_ns / 1e9)} in all.",
         "a size or a flag that compiled code takes for constant changes from step to step.",
         "`recompile_guards` in metrics.jsonl, which names what failed; speed.recompiles: error ends the run at the "
         "first one, speed.compile: false compiles nothing.",
@@ -135,17 +277,24 @@ def compiling(evidence: RunEvidence) -> Observation | None:
     )
 
 
-def beside_training(evidence: RunEvidence) -> Observation | None:
-    """Evaluations and checkpoints between the steps."""
-    parts = {name: evidence.beside_ns.get(name, 0) for name in ("evaluation", "checkpoint")}
-    dearest = max(parts, key=lambda name: parts[name])
-    setting = {"evaluation": "eval.every, or fewer samples", "checkpoint": "checkpoint.every"}[dearest]
-    took = " and ".join(f"{name}s took {format_duration(ns / 1e9)}" for name, ns in parts.items() if ns)
+def beside(evidence: RunEvidence, what: str) -> Observation | None:
+    """Evaluations, or checkpoints, between the steps.
+
+    Args:
+        evidence: of the run.
+        what: "evaluation" or "checkpoint".
+    """
+    ns = evidence.beside_ns.get(what, 0)
+    advice = {
+        "evaluation": "a larger eval.every, or fewer samples (eval.max_samples).",
+        "checkpoint": "a larger checkpoint.every, and checkpoint.asynchronous: true, which writes while training goes "
+        "on.",
+    }[what]
     return Observation(
-        sum(parts.values()),
-        f"{took}, the steps {format_duration(evidence.duration_ns / 1e9)}.",
-        f"the run stops for its {dearest}s too often, each takes too long, or the run is short.",
-        f"a larger {setting}.",
+        ns,
+        f"{what}s took {format_duration(ns / 1e9)}, the steps {format_duration(evidence.duration_ns / 1e9)}.",
+        f"the run stops for its {what}s too often, each takes too long, or the run is short.",
+        advice,
     )
 
 
@@ -167,6 +316,9 @@ def memory_limit(evidence: RunEvidence) -> Observation | None:
 def far_from_compute(evidence: SteadyEvidence) -> Observation | None:
     """Time in which the device is far from computing at its rate, for whatever reason."""
     useful_ns = evidence.useful_ns
+    # On a CPU whose phases are known there is nothing that this could add.
+    if all(step.phases_ns and step.lead_ns is None for step in evidence.steps):
+        return None
     # Kernels of training reach a fifth of the peak even where small: below 5 %, three quarters are no kernels.
     if useful_ns is None or useful_ns / evidence.duration_ns >= 0.05:
         return None

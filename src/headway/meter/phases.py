@@ -1,0 +1,348 @@
+"""Phases of a step: which part of the loop its time went to, by marks at their borders, read once the device is there.
+
+    data      the loop waits for a batch
+    input     from there to the forward: copies to the device, and what the loop does with a batch
+    exchange  within it: ranks wait for each other (`headway train`'s messages, DDP's buffers)
+    forward   of the model
+    loss      from the forward's end to the backward's begin
+    backward  until the last gradient is there
+    gradients from there to the optimizer: clipping, norms
+    optimizer its step
+    after     until the step ends, and from then to the next wait for data: logging, callbacks, zeroing of gradients
+
+Borders come from hooks: of the model's forward, of the gradient of its results, of the end of autograd's pass, and of
+all optimizers of torch. A gap between two of them gets its name from the one that ends it. Steps are sampled: all that
+are long, and every few of short ones.
+"""
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headway.log.boundary import ErrorBoundary
+from headway.meter.clock import ForwardTimer, Mark, Span
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PHASES = ("data", "input", "exchange", "forward", "loss", "backward", "gradients", "optimizer", "after")
+LAUNCHING = ("forward", "backward", "optimizer")  # in which the host gives a device its work
+GAPS = ("input", "loss", "gradients", "after")  # in which the loop does what it likes
+_LONG_S = 0.02  # a step of this length hides what some marks cost [s]
+_EVERY = 16  # of the shorter ones, so many steps from one sample to the next
+_MOST_RESULTS = 8  # of a forward, whose gradients are watched for the backward's begin
+_PRODUCT = "The phases of this loop's steps"
+
+
+class StepPhases(NamedTuple):
+    """Phases of one sampled step.
+
+    Attributes:
+        spans: each with its name, in their order, without gaps.
+        even: a point at which the device had done all that the host had given it; None on a CPU, which is always there.
+    """
+
+    spans: list[tuple[str, Span]]
+    even: Mark | None
+
+    def seconds(self) -> dict[str, float]:
+        """Time of each phase by the device's clock, once it has passed the step [s]."""
+        return _sums((name, span.seconds) for name, span in self.spans)
+
+    def lead_s(self) -> float | None:
+        """The most that the host was ahead of the device at a border, by both clocks since they were even [s]."""
+        even = self.even
+        if even is None:
+            return None
+        ends = [span.end for _, span in self.spans]
+        return max(end.seconds_since(even) - (end.host_s - even.host_s) for end in ends)
+
+    def launching_s(self) -> float:
+        """Time in which the host gave the device its work [s]."""
+        return sum(span.end.host_s - span.begin.host_s for name, span in self.spans if name in LAUNCHING)
+
+
+def _sums(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for name, seconds in parts:
+        sums[name] = sums.get(name, 0.0) + seconds
+    return sums
+
+
+class PhaseTimer:
+    """Notes where the phases of sampled steps begin and end. Nothing is waited for, and all of it can be taken away.
+
+    Args:
+        forwards: timer of the model's forwards, which tells of them.
+        mark: makes a mark in the device's queue.
+        boundary: around all that may fail.
+        has_queue: whether a device works behind the host.
+
+    Attributes:
+        optimizer: how the last optimizer updates: its `name`, `num_tensors`, and `mode` "fused", "foreach" or "loop";
+            empty where none was seen.
+    """
+
+    def __init__(
+        self, forwards: ForwardTimer, mark: Callable[[], Mark], boundary: ErrorBoundary, *, has_queue: bool = False
+    ) -> None:
+        self.optimizer: dict[str, Any] = {}
+        self.looks: Collection[Any] = ()
+        self.on_gap: Callable[[str, str], None] = lambda _border, _name: None
+        self._mark, self._boundary = mark, boundary
+        self._is_sampled = False
+        self._spans: list[tuple[str, Span]] = []
+        self._has_queue, self._even = has_queue, None if not has_queue else mark()
+        self._since: Mark | None = None
+        self._border = ""  # the phase that lasts, or that has ended last
+        self._lasts = False
+        self._depth = 0  # of optimizers in each other
+        self._is_away = False
+        self._num_backwards = 0
+        self._seen_optimizer: Callable[[], Any] = lambda: None
+        self._forwards = forwards
+        self._handles: list[Any] = []
+        with boundary.guard(_PRODUCT):
+            self._hook()
+
+    @property
+    def border(self) -> str:
+        """The phase that lasts, or " " and the one behind which the loop is in a gap; "" where it does not train."""
+        return "" if self._is_away else self._border if self._lasts else f" {self._border}"
+
+    def _hook(self) -> None:
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        self._forwards.on_begin, self._forwards.on_end = self.before_forward, self.after_forward
+        self._handles = [
+            # which hold the timer weakly, since they stand in a table of the whole process
+            register_optimizer_step_pre_hook(_BeforeUpdate(self)),
+            register_optimizer_step_post_hook(_AfterUpdate(self)),
+        ]
+
+    def close(self) -> None:
+        """Leave the forwards and torch's optimizers as they were."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._is_sampled = [], False
+        self._forwards.on_begin = self._forwards.on_end = None
+
+    def begin_step(self, number: int, mark: Mark, last_s: float) -> None:
+        """Decide whether the step that begins is sampled.
+
+        Args:
+            number: of the step, from 1.
+            mark: its begin.
+            last_s: how long the host took for the one before [s].
+        """
+        self._is_sampled = bool(self._handles) and (last_s >= _LONG_S or number % _EVERY == 1)
+        self._spans, self._since = [], mark
+        if number == 1 and self._has_queue:  # the meter has waited for the device
+            self._even = mark
+        self._border, self._lasts, self._depth, self._num_backwards = "after", False, 0, 0
+
+    def end_step(self, mark: Mark) -> StepPhases | None:
+        """Give the phases of the step that ends; None where it was not sampled, or no backward was seen in it."""
+        if self._is_away:
+            self.back(mark)
+        if self._lasts:
+            self.end(self._border, mark)
+        self._close_gap("after", mark)
+        if not self._is_sampled or not self._num_backwards:
+            return None
+        return StepPhases(self._spans, self._even)
+
+    def begin(self, phase: str, mark: Mark | None = None) -> None:
+        """Note that a phase begins, and with it ends the gap before; nothing where another one lasts."""
+        if self._lasts and (self._border, phase) == ("exchange", "forward"):
+            self.end("exchange", mark)
+        if self._lasts or self._is_away:
+            return
+        is_behind_update = self._border in ("after", "optimizer")
+        self._close_gap(_gap_before(phase, is_behind_update=is_behind_update), mark)
+        self._border, self._lasts = phase, True
+        self._num_backwards += phase == "backward"
+
+    def end(self, phase: str, mark: Mark | None = None) -> None:
+        """Note that a phase ends, if it is the one that lasts."""
+        if not self._lasts or self._border != phase or self._is_away:
+            return
+        self._note(phase, mark)
+        self._lasts = False
+
+    def leave(self, mark: Mark) -> None:
+        """Note that the loop leaves training: what comes until `back` is in no phase."""
+        if self._is_away:
+            return
+        self._note(self._border if self._lasts else "", mark)  # a gap has its name from what ends it
+        self._is_away = True
+
+    def back(self, mark: Mark) -> None:
+        """Note that training goes on, with what it was left in; the device has been waited for."""
+        self._is_away, self._since = False, mark
+        self._even = mark if self._has_queue else None
+
+    def _close_gap(self, name: str, mark: Mark | None) -> None:
+        if self.looks:
+            self.on_gap(self.border, name)
+        if not self._is_sampled:
+            return
+        self._note(name, mark)
+        # the part before an absence is of the same gap
+        self._spans = [(phase or name, span) for phase, span in self._spans]
+
+    def _note(self, name: str, mark: Mark | None) -> None:
+        """Add the time since the last border to a phase."""
+        if not self._is_sampled:
+            return
+        mark = self._mark() if mark is None else mark
+        if self._since is not None:
+            self._spans.append((name, Span(self._since, mark)))
+        self._since = mark
+
+    def listen_to(self, wrapper: "nn.Module") -> None:
+        """Note where a wrapper of data parallelism begins: ranks wait for each other there before the forward."""
+        _of_wrappers[wrapper] = self
+        self._handles.append(wrapper.register_forward_pre_hook(_before_exchange, prepend=True))
+
+    def before_forward(self, mark: Mark) -> None:
+        """Note that a forward of the model begins."""
+        self.begin("forward", mark)
+
+    def after_forward(self, mark: Mark, results: Any) -> None:
+        """Note that a forward ends, and watch for its backward."""
+        if not self._lasts or self._border != "forward":
+            return
+        self.end("forward", mark)
+        if self._is_sampled:
+            with self._boundary.guard(_PRODUCT):
+                self._watch_for_backward(results)
+
+    def _watch_for_backward(self, results: Any) -> None:
+        hook = _BackwardBegins(self)
+        for result in _with_gradient(results):
+            result.register_hook(hook)
+
+    def backward_begins(self) -> None:
+        """Note that gradients begin to flow; called by autograd, which calls back once they have all arrived."""
+        if not self._is_sampled or self._lasts or self._is_away:
+            return
+        self.begin("backward")
+        from torch.autograd import Variable
+
+        engine = Variable._execution_engine
+        # behind what others, such as sharded modules, have called back at the end of this pass
+        engine.queue_callback(lambda: engine.queue_callback(lambda: self.end("backward")))
+
+    def before_update(self, optimizer: Any) -> None:
+        """Note that an optimizer begins to update, and how it does."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self.begin("optimizer")
+        if self._seen_optimizer() is not optimizer:
+            self._seen_optimizer = weakref.ref(optimizer)
+            with self._boundary.guard(_PRODUCT):
+                self.optimizer = update_of(optimizer)
+
+    def after_update(self) -> None:
+        """Note that an optimizer has launched its update."""
+        self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self.end("optimizer")
+
+
+def _gap_before(phase: str, *, is_behind_update: bool) -> str:
+    """Name a gap by what it leads to: a wait for data behind an update is the next step's, else of a further batch."""
+    names = {"forward": "input", "exchange": "input", "backward": "loss", "optimizer": "gradients"}
+    return names.get(phase, "after" if is_behind_update else "input")
+
+
+def _with_gradient(results: Any, depth: int = 0) -> list[Any]:
+    """List the tensors among a forward's results through which a backward comes back, a few of them."""
+    if getattr(results, "requires_grad", False) and hasattr(results, "register_hook"):
+        return [results]
+    values = results.values() if isinstance(results, Mapping) else results if isinstance(results, list | tuple) else ()
+    tensors: list[Any] = []
+    for value in values if depth < 2 else ():
+        tensors += _with_gradient(value, depth + 1)
+        if len(tensors) >= _MOST_RESULTS:
+            break
+    return tensors
+
+
+def update_of(optimizer: Any) -> dict[str, Any]:
+    """Say how an optimizer of torch updates: all tensors in one kernel, in lists, or one after the other.
+
+    Source: torch.optim.optimizer._default_to_fused_or_foreach (PyTorch 2.11): without a choice lists are for devices.
+    """
+    groups = optimizer.param_groups
+    tensors = [tensor for group in groups for tensor in group["params"]]
+    update: dict[str, Any] = {"name": type(optimizer).__name__, "num_tensors": len(tensors)}
+    if not tensors or not any(name in groups[0] for name in ("fused", "foreach")):
+        return update
+    foreach = groups[0].get("foreach")
+    if groups[0].get("fused"):
+        return {**update, "mode": "fused"}
+    in_lists = tensors[0].device.type != "cpu" if foreach is None else foreach
+    return {**update, "mode": "foreach" if in_lists else "loop"}
+
+
+# The hook finds its timer here, so that a wrapper can be copied and pickled.
+_of_wrappers: "weakref.WeakKeyDictionary[nn.Module, PhaseTimer]" = weakref.WeakKeyDictionary()
+
+
+def _before_exchange(wrapper: "nn.Module", _args: Any) -> None:
+    import torch
+
+    if not torch.compiler.is_compiling() and wrapper.training and (timer := _of_wrappers.get(wrapper)) is not None:
+        timer.begin("exchange")
+
+
+def data_parallel_around(model: "nn.Module") -> "list[nn.Module]":
+    """Find what DistributedDataParallel made of a model, which does not tell of it: an object refers to its class."""
+    parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
+    if parallel is None:
+        return []
+    kind = parallel.DistributedDataParallel
+    return [item for item in gc.get_referrers(kind) if type(item) is kind and item.module is model]
+
+
+class _Weak:
+    """A hook that holds its timer weakly."""
+
+    __torch_unserializable__ = True  # a tensor with it may be written
+
+    def __init__(self, timer: PhaseTimer) -> None:
+        self._timer = weakref.ref(timer)
+
+
+class _BackwardBegins(_Weak):
+    """The hook of a result's gradient."""
+
+    def __call__(self, _gradient: Any) -> None:
+        if (timer := self._timer()) is not None:
+            with timer._boundary.guard(_PRODUCT):
+                timer.backward_begins()
+
+
+class _BeforeUpdate(_Weak):
+    """The hook before an optimizer's step."""
+
+    def __call__(self, optimizer: Any, _args: Any, _options: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling() and (timer := self._timer()) is not None:
+            timer.before_update(optimizer)
+
+
+class _AfterUpdate(_Weak):
+    """The hook after an optimizer's step."""
+
+    def __call__(self, _optimizer: Any, _args: Any, _options: Any) -> None:
+        import torch
+
+        if not torch.compiler.is_compiling() and (timer := self._timer()) is not None:
+            timer.after_update()
