@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headway.models.router import RouterSummary
 
 LARGEST_SHARE = 0.005  # of a run's time that its automatic profiles may take
-_FIRST_S = 2.0  # what a profile is assumed to cost before one was taken [s]
+FIRST_S = 4.0  # what a profile is assumed to cost before one was taken, as on a busy machine [s]
 _STEPS, _COMPARED = 2, 20  # steps that are recorded; steps of which a speed is the median
 _CHANGED, _LOOKS = 1.5, 3  # times as fast or slow as when the last profile was taken, at so many looks in a row
 _MOST_FILES, _LARGEST_BYTES = 4, 64 << 20  # in a run's folder; of a file
@@ -134,7 +134,7 @@ class AutoProfile(LoopWatcher):
 
     Once the run is warm two steps are recorded, and again when its speed has changed for long: so that `headway
     explain` and `headway report` have a whole step of every run that is long enough. A run is long enough if its
-    profiles take at most a two-hundredth of its time: the first is assumed to cost two seconds, later ones what those
+    profiles take at most a two-hundredth of its time: the first is assumed to cost four seconds, later ones what those
     before have cost. Files that are large, or more than a few, are not kept.
 
     Args:
@@ -222,7 +222,7 @@ class AutoProfile(LoopWatcher):
             self._num_changed = self._num_changed + 1 if is_changed else 0
             if self._num_changed < _LOOKS:
                 return False
-        next_s = self._cost_s / self._num_profiles if self._num_profiles else _FIRST_S
+        next_s = self._cost_s / self._num_profiles if self._num_profiles else FIRST_S
         # What lies ahead is taken at the higher speed of the two: a run that is slow for a while is no longer for that.
         run_s = self._trained_s + (self._num_steps - step) * min(now_s, usual_s or now_s)
         is_cheap = self._cost_s + next_s <= LARGEST_SHARE * run_s
