@@ -105,7 +105,7 @@ def run(steps: int, sampled_from_s: float | None) -> tuple[float, list[float]]:
 class Gap:
     """A loop that is always between two phases."""
 
-    border = " backward"
+    border, is_over = " backward", False
 
 
 def looks(rounds: int) -> float:

@@ -200,13 +200,25 @@ def test_everything_is_taken_away_at_the_end():
         torch_optimizers._global_optimizer_post_hooks, gc.callbacks,
     )  # fmt: skip
     sizes = [len(table) for table in tables]
+    threads = {*threading.enumerate()}
     train(model, 2, phases=True)
     assert [len(table) for table in tables] == sizes
     meter = Meter(model, cost_model=COST_MODEL, peak=PEAK)
     meter.start()
     meter.abandon()  # as after an error
     assert [len(table) for table in tables] == sizes
-    assert not [thread for thread in threading.enumerate() if thread.name == "headway places" and not _ends(thread)]
+    assert all(_ends(thread) for thread in {*threading.enumerate()} - threads if thread.name == "headway places")
+
+
+def test_looks_end_with_a_meter_that_nobody_closes():
+    threads = {*threading.enumerate()}
+    model = small_model()
+    meter = Meter(model, cost_model=COST_MODEL, peak=PEAK)
+    meter.start()
+    (thread,) = {*threading.enumerate()} - threads
+    del meter, model
+    gc.collect()
+    assert _ends(thread)
 
 
 def _ends(thread):
@@ -338,7 +350,7 @@ def test_a_line_of_code_says_what_a_pause_is_for(tmp_path, code, purpose):
 
 
 class _Gap:
-    border = " optimizer"
+    border, is_over = " optimizer", False
 
 
 def test_a_library_under_way_says_what_a_pause_is_for():

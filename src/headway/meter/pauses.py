@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ PRODUCT = "The places that this loop pauses in"
 _LOOK_S = 0.2  # from one look at the thread to the next [s]
 _MOST_FRAMES = 60
 _MOST_PLACES = 3  # of a record
+_MOST_SAMPLES = 1000  # that wait for the end of their gap
 _LEAST = 0.02  # share of the steps' time that is worth a line
 # What a pause is for, by the file of a function that is under way, from the innermost one on.
 # Source: CPython 3.11 to 3.14; torch 2.11; safetensors 0.6.
@@ -90,13 +92,14 @@ class PlaceSampler:
     """
 
     def __init__(self, phases: PhaseTimer, boundary: ErrorBoundary) -> None:
-        self._phases, self._boundary = phases, boundary
+        self._phases = phases
         self._ident = threading.get_ident()
         self._samples: deque[tuple[str, CodePlace, float]] = deque()  # border, place, time that the look stands for [s]
         self._seconds: dict[tuple[str, CodePlace], float] = {}
         self._places: dict[tuple[str, int], str] = {}  # purposes of lines of code
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="headway places", daemon=True)
+        arguments = weakref.ref(self), self._stop, boundary
+        self._thread = threading.Thread(target=_watch, args=arguments, name="headway places", daemon=True)
         phases.looks, phases.on_gap = self._samples, self._gap_ended
         self._thread.start()
 
@@ -122,18 +125,19 @@ class PlaceSampler:
             if seen_at == border and name in GAPS:
                 self._seconds[name, place] = self._seconds.get((name, place), 0.0) + seconds
 
-    def _run(self) -> None:
-        with self._boundary.guard(PRODUCT):
-            self._watch()
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no loop left to look at."""
+        return self._phases.is_over
 
-    def _watch(self) -> None:
-        last_s = time.monotonic()
-        while not self._stop.wait(_LOOK_S):
-            now_s = time.monotonic()
-            passed_s, last_s = min(now_s - last_s, 4 * _LOOK_S), now_s
-            border = self._phases.border
-            if not border.startswith(" ") or len(self._samples) > 1000:  # a phase lasts, or nobody takes them
-                continue
+    def look(self, passed_s: float) -> None:
+        """Look once, where the loop is in a gap.
+
+        Args:
+            passed_s: time that the look stands for [s].
+        """
+        border = self._phases.border
+        if border.startswith(" ") and len(self._samples) < _MOST_SAMPLES:  # which somebody takes
             self._look(border, passed_s)
 
     def _look(self, border: str, passed_s: float) -> None:
@@ -159,6 +163,19 @@ class PlaceSampler:
         if (path, line) not in self._places:
             self._places[path, line] = _purpose(path, line)
         return CodePlace(f"{Path(path).name}:{line} in {frame.f_code.co_name}", purpose or self._places[path, line])
+
+
+def _watch(reference: "weakref.ref[PlaceSampler]", stop: threading.Event, boundary: ErrorBoundary) -> None:
+    """Look at the loop again and again, until its meter is closed or nobody holds its model any more."""
+    with boundary.guard(PRODUCT):
+        last_s = time.monotonic()
+        while not stop.wait(_LOOK_S) and (sampler := reference()) is not None:
+            now_s = time.monotonic()
+            passed_s, last_s = min(now_s - last_s, 4 * _LOOK_S), now_s
+            if sampler.is_over:
+                return
+            sampler.look(passed_s)
+            del sampler
 
 
 def _purpose(path: str, line: int) -> str:

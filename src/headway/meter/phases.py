@@ -108,6 +108,11 @@ class PhaseTimer:
             self._hook()
 
     @property
+    def is_over(self) -> bool:
+        """Whether nobody holds the model any more."""
+        return self._forwards.model is None
+
+    @property
     def border(self) -> str:
         """The phase that lasts, or " " and the one behind which the loop is in a gap; "" where it does not train."""
         return "" if self._is_away else self._border if self._lasts else f" {self._border}"

@@ -161,7 +161,7 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("exposed-communication", StepEvidence, 0.10, ranks.exposed_communication, lines=("communication",)),
     # Other work on a machine makes steps some per cent slower now and then; below, nobody looks for a reason.
     Rule(series.CHANGED, SteadyEvidence, 0.05, series.changed),
-    Rule("unstable-steps", SteadyEvidence, 0.05, series.unstable, place=FindingPlace.VAGUE),
+    Rule("unstable-steps", SteadyEvidence, 0.05, series.unstable),
     # Less is not worth a search.
     Rule("slow-steps", SteadyEvidence, 0.02, series.slow_now_and_then),
     Rule(series.FALLING, SteadyEvidence, 0.0, series.drift),
