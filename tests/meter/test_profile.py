@@ -420,6 +420,7 @@ def paused_loop(tmp_path, action, *, steps=range(2, 4)):
     meter = plain_meter()
     with headway.profile(meter, tmp_path, steps=steps, report=lambda _: None) as window:
         loop(meter, before_step=action)
+    meter.abandon()
     return read(window.path)["headway"]["host"], annotations(window.path)
 
 

@@ -77,7 +77,7 @@ def _verdict(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
 
 def _waste_differs(a: ReportedRun, b: ReportedRun) -> list[str]:
     """How many more FLOPs a step computes for the same useful ones, where it does."""
-    ratios = [1 + _in_vain(run) / max(1.0, _per_step(run, "flops", "total")) for run in (a, b)]
+    ratios = _computed_of_useful(a), _computed_of_useful(b)
     if math.isclose(*ratios, rel_tol=_SAME_WORK):
         return []
     return [f"FLOPs that are computed for each useful one: {_change(*ratios)}, by padding and recomputation."]
@@ -189,7 +189,7 @@ def _work(a: ReportedRun, b: ReportedRun) -> ReportSection:
     if not all(flops):
         return ReportSection("", [], [])
     seconds = [float(_steps_s(run).mean()) for run in (a, b)]
-    computed = [value + _in_vain(run) for value, run in zip(flops, (a, b), strict=True)]
+    computed = [value * _computed_of_useful(run) for value, run in zip(flops, (a, b), strict=True)]
     rates, useful_rates = ([value / s for value, s in zip(work, seconds, strict=True)] for work in (computed, flops))
     tokens = [_per_step(run, "tokens") for run in (a, b)]
     rows = [
@@ -207,19 +207,19 @@ def _work(a: ReportedRun, b: ReportedRun) -> ReportSection:
     return ReportSection("Work and rate", ["", "A", "B", "B against A"], rows, says)
 
 
-def _in_vain(run: ReportedRun) -> float:
-    """FLOPs of the mean step that went to recomputation and padding.
+def _computed_of_useful(run: ReportedRun) -> float:
+    """FLOPs of the mean step with padding and recomputation / useful ones.
 
     Language layers other than attention spend as much on a padding slot as on a token; records tell no more.
     """
+    by_component = _by_component(run)
     on_slots = sum(
-        flops
-        for name, flops in _by_component(run).items()
-        if name.startswith("language.") and name != "language.attention"
+        flops for name, flops in by_component.items() if name.startswith("language.") and name != "language.attention"
     )
     tokens, slots = _per_step(run, "tokens"), _per_step(run, "slots")
     padding = on_slots * max(0.0, slots - tokens) / tokens if tokens else 0.0
-    return _per_step(run, "flops", "recompute") + padding
+    useful = sum(by_component.values()) or _per_step(run, "flops", "total")
+    return 1 + (padding + _per_step(run, "flops", "recompute")) / max(1.0, useful)
 
 
 def _components(a: ReportedRun, b: ReportedRun) -> ReportSection:

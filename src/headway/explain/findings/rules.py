@@ -35,11 +35,7 @@ class FindingPlace(IntEnum):
     LIMIT = 1  # costs nothing yet
     UNEXPLAINED = 2  # the largest loss, of which no cause is known
     VAGUE = 3  # names no cause, so that it is charged with what no other finding names
-    REMAINDER = 4  # what products at their usual rates would not take; of what it is, nothing is known
-    PASSING = 5  # passes by itself
-
-
-_CHARGED_WITH_THE_REST = (FindingPlace.VAGUE, FindingPlace.REMAINDER)
+    PASSING = 4  # passes by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +164,7 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("memory-limit", RunEvidence, 0.0, series.memory_limit, place=FindingPlace.LIMIT),
     # A host that is never a twentieth of a step ahead launches each kernel when the device is already waiting.
     Rule("host-bound", SteadyEvidence, 0.10, recorded.host_bound, place=FindingPlace.VAGUE),
-    Rule("not-compute-bound", SteadyEvidence, 0.05, series.far_from_compute, place=FindingPlace.REMAINDER),
+    Rule("not-compute-bound", SteadyEvidence, 0.05, series.far_from_compute, place=FindingPlace.VAGUE),
     # A long run makes up for them.
     Rule("first-steps", RunEvidence, 0.05, series.first_steps, place=FindingPlace.PASSING),
 )
@@ -199,7 +195,7 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
         if evidence is None or observation is None:
             continue
         # A vague rule is charged with what is left; of time between the steps a loss is a share of both together.
-        lost_ns = max(0, observation.ns - (named_ns if rule.place in _CHARGED_WITH_THE_REST else 0))
+        lost_ns = max(0, observation.ns - (named_ns if rule.place is FindingPlace.VAGUE else 0))
         beside_ns = sum(evidence.beside_ns.values()) if rule.time is TimeOf.BESIDE else 0
         if lost_ns < rule.least * (evidence.duration_ns + beside_ns):
             continue
@@ -219,7 +215,7 @@ def _finding(
 ) -> Finding:
     """Make the finding of an observation: its loss as a share of a time, and MFU with and without it."""
     lost_ns, useful_ns, mfu_to = min(round(lost_ns), total_ns), evidence.useful_ns, None
-    is_promise = rule.place not in (*_CHARGED_WITH_THE_REST, FindingPlace.UNEXPLAINED)  # whose losses are bounds
+    is_promise = rule.place not in (FindingPlace.VAGUE, FindingPlace.UNEXPLAINED)  # whose losses are bounds
     if is_promise and useful_ns is not None and 0 < lost_ns < total_ns:
         mfu_to = min(evidence.most_mfu, useful_ns / (total_ns - lost_ns))
     advice = observation.next
