@@ -10,7 +10,6 @@ import threading
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from headway.errors import UnknownModelError
 
@@ -99,6 +98,8 @@ def obstacle_to_hub() -> str | None:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     hub = urlsplit(endpoint())
+    from urllib.request import getproxies, proxy_bypass  # loads HTTP and TLS, which counting needs none of
+
     proxy = None if proxy_bypass(hub.hostname or "") else getproxies().get(hub.scheme, getproxies().get("all"))
     server = hub if proxy is None else urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     port = server.port or (443 if server.scheme == "https" else 80)
