@@ -27,7 +27,7 @@ pytestmark = [
     ),
 ]
 # what `headway train` adds of its own
-OF_THE_ENGINE = {"epoch", "loss", "lr", "grad_norm", "compiled", "recompiles", "packs", "samples_digest"}
+OF_THE_ENGINE = {"epoch", "loss", "lr", "grad_norm", "compiled", "recompiles", "packs", "making_s", "samples_digest"}
 
 
 def in_a_plain_loop(_folder):

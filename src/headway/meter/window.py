@@ -191,14 +191,18 @@ class SampledPhases:
 
     def to_dict(self) -> dict[str, Any]:
         """Give the entries of a record."""
-        lateness = self.late_rank
         return {
             "num_sampled": self.num_steps,
             "phases_s": dict(self.seconds),
             "host_s": self.host_s,
             "host_lead_s": self.lead_s,
-            **({} if lateness is None else dict(zip(_LATENESS, lateness, strict=True))),
+            **dict(zip(_LATENESS, self.late_rank or (None, None, None), strict=True)),
         }
+
+
+# Entries of a record of which no step was divided: all records have the same names.
+_NO_PHASES = {"num_sampled": 0, **dict.fromkeys(("phases_s", "host_s", "host_lead_s", *_LATENESS))}
+_NO_FACTS = dict.fromkeys(("device_memory_bytes", "weights_dtype", "optimizer", "places", "anomaly_mode"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +362,7 @@ class Window(Utilisation):
             "away_s": self.away_s,
             **{f"{bucket}_s": seconds for bucket, seconds in self.away_for_s.items()},
             "collection_s": self.collection_s,
-            **({} if self.phases is None else self.phases.to_dict()),
+            **(_NO_PHASES if self.phases is None else self.phases.to_dict()),
             "num_skipped": self.num_skipped,
             "step_s": self.step_s,
             # rates of all devices together, and of one
@@ -387,6 +391,7 @@ class Window(Utilisation):
             "slowest_rank_speed": self.slowest_rank_speed,
             **(self._by_rank() if self.world_size <= _LISTED else {}),
             "peak_memory_bytes": self.peak_memory_bytes,
+            **_NO_FACTS,
             **self.loop,
             **({f"{name}_smoothed": getattr(self.smoothed, name) for name in _SMOOTHED} if self.smoothed else {}),
             **self.extra,
