@@ -570,7 +570,7 @@ def _clips(loop: Loop, batch: Batch, count: Any) -> None:
 
 def _gpt2() -> Loop:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 512, "n_positions": 512, "n_embd": 128, "n_layer": 2, "n_head": 2}
+    sizes: dict[str, Any] = {"vocab_size": 512, "n_positions": 512, "n_embd": 128, "n_layer": 2, "n_head": 2}
     sizes |= {"activation_function": "gelu"}  # the usual one of GPT-2 is written out, eight operators
     return Loop(GPT2LMHeadModel(GPT2Config(**sizes)).train(), batches(Lengths(vocabulary=500)))
 
