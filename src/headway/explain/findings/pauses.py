@@ -126,7 +126,7 @@ class StepPauses:
             collected_ns = min(ns, _overlap(self.collections, end_ns - ns, end_ns))
             preempted_ns = self._preempted_ns(end_ns - ns, end_ns)
             # What the counts leave of a gap that was nearly all another process's is not known well enough.
-            is_long = ns - collected_ns - preempted_ns >= max(long_ns, preempted_ns // 10)
+            is_long = ns - collected_ns - preempted_ns >= max(long_ns, preempted_ns // 4)
             gaps.append(Pause(ns, end_ns - ns, end_ns, event, collected_ns, preempted_ns, is_long))
         return tuple(sorted(gaps, key=lambda gap: gap.start_ns))
 
