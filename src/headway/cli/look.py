@@ -91,6 +91,7 @@ def look(
         from headway.config import load_config
         from headway.data.chat_settings import ChatSettings
         from headway.data.processor_settings import ProcessorSettings
+    # Either a run's YAML, which says all of it, or datasets with options.
     config = None
     planned = {"--packs": packs, "--ranks": ranks, "--overlong": overlong, "--seed": seed}
     if len(data) == 1 and Path(data[0]).suffix in (".yaml", ".yml"):
@@ -108,6 +109,7 @@ def look(
         _refuse({"--json": as_json or None}, "--html writes a page. Give one of the two")
         if is_taken(html):
             raise UsageError(f"--html {html} exists already; give another file, or delete it first.")
+    # Samples count from 1 on the command line.
     rows = range(start - 1, start - 1 + number)
     num_packs = 4 if packs is None else packs
     if config is not None:
@@ -117,6 +119,7 @@ def look(
         chosen: dict[str, Any] = {"ranks": ranks or 1, "overlong": overlong or "drop", "seed": seed or 0}
         chosen |= {"packing_length": packing_length, "settings": settings}
         shown = _of_data(data, model or "", rows, num_packs, max_characters, **chosen)
+    # A page, JSON, or paragraphs for a terminal.
     if html is not None:
         from headway.pages.samples import samples_page
 
@@ -206,9 +209,11 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
         raise UsageError("data.stream packs samples as they come, so there is no plan to look at. Give the datasets.")
     sources, stages = open_stages(data)
     _require(rows, sources)
+    # The model without weights: its ledger balances packs, its classes encode samples.
     with working(f"tracing {config.model.path}"):
         shell = load_model(config.model.path, random_init=True, device="meta", rows=rows_of(config.model))
         costs = adapt(shell, freeze(shell, trace(shell), config.model.freeze), config.model)
+    # The processor as training changes it.
     settings = ProcessorSettings.of(**config.of_processor())
     processor = load_processor(config.model.path)
     settings.write_into(processor, embedding_rows(load_architecture(config.model.path)))
@@ -220,6 +225,7 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
         learns_empty_thinking=settings.chats.learns_empty_thinking,
     )
     indices = _indices(sources, config.model.path, data.max_characters, settings)
+    # The plan of the run itself: the same items, order and packs.
     budget = budget_of(data)
     dropout = config.model.drawing.dropout(config.run.seed)
     items, counts = Items.build(indices, budget, overlong_of(data), costs, dropout)

@@ -29,6 +29,7 @@ def paragraphs(view: "DataView", width: int, most: int, *, coloured: bool) -> It
     """
     from headway.data.look import ShownSample, why_not_whole
 
+    # Samples: where each is from, its media, and its tokens.
     for sample in view.samples:
         if not isinstance(sample, ShownSample):
             yield textwrap.fill(f"left out: {sample}", width)
@@ -41,6 +42,7 @@ def paragraphs(view: "DataView", width: int, most: int, *, coloured: bool) -> It
     shown = {str(sample) for sample in view.samples}
     if bad := [textwrap.fill(f"bad: {error}", width) for error in view.bad[:5] if str(error) not in shown]:
         yield "\n".join(bad)
+    # Packs as strips, and what became of the samples of each source.
     if view.budget is not None:
         for number, pack in enumerate(view.packs, start=1):
             strip = "".join(_strip(pack, view.budget.tokens, width, coloured=coloured))
@@ -68,6 +70,7 @@ def _wrapped(pieces: "Sequence[TokenRun]", width: int, most: int, *, coloured: b
     """Tokens on lines of at most `width` characters; a line break in the text breaks the line too."""
     left = len(pieces) - most
     shown = [*pieces[: most // 2], None, *pieces[-(most // 2) :]] if left > 0 else [*pieces]
+    # Marks and separators count towards the width, colours do not.
     line, length, inside = "", 0, False
     for place, piece in enumerate(shown):
         if piece is None:

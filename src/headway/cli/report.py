@@ -55,6 +55,7 @@ def report(
         raise UsageError("--md prints; -o and --open are for the HTML page. Give one of them.")
     if len(runs) > MOST:
         raise UsageError(f"{len(runs)} runs are given; a page is of one run or of two.")
+    # One run is reported, two are compared.
     with working("reading records"):
         read_runs = [read_run(run) for run in runs]
     if markdown:

@@ -125,12 +125,14 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> ReportSection:
     by_step = [_mapping(record.get("by")) for record in profiled]
     tables = [by.get("rows") for by in by_step if by.get("key") == "component"]
     table_rows = [row for rows in tables if isinstance(rows, list) for row in rows]
+    # Sums over the steps that were profiled.
     flops, ns = dict[str, float](), dict[str, float]()
     for row in map(_mapping, table_rows):
         name = str(row.get("name"))
         flops[name] = flops.get(name, 0.0) + max(number(row.get("flops")) or 0.0, 0.0)
         ns[name] = ns.get(name, 0.0) + max(number(row.get("ns")) or 0.0, 0.0)
     title = "FLOPs against time by component"
+    # Without a profile by component: how to get one.
     if not (all_ns := sum(ns.values())):
         if not any(_mapping(record.get("flops_by_component")) for record in records):
             return _NOTHING
@@ -139,6 +141,7 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> ReportSection:
             rows.insert(0, ["run.profile.start=N", "a setting of the run: profiles steps"])
         return ReportSection(title, ["first", "why"], rows, _UNPROFILED)
     all_flops = sum(flops.values())
+    # The dearest component first; bars leave out what nobody would see.
     ordered = sorted(ns, key=lambda name: (-ns[name], name))
     shown = [(name, flops[name] / all_flops if all_flops else 0.0, ns[name] / all_ns) for name in ordered]
     rows = [[name, format_share(work), format_share(time)] for name, work, time in shown]

@@ -107,6 +107,7 @@ def read_run(path: Path) -> ReportedRun:
     file = path / METRICS if path.is_dir() else path
     with _without_search_for_cycles():
         explanation, records = explain_with_records(file)
+    # Of a run folder, what stands beside the records.
     folder = file.parent
     notes, goodput = list(explanation.notes), None
     if (folder / FILE_NAME).is_file():
@@ -215,6 +216,7 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
     last = run.records[-1]
     first = run.explanation.steps[0].step - int(number(run.records[0].get("num_steps")) or 1) + 1
     rows = []
+    # How well the hardware was used, and by which rule that is counted.
     if mfu := _known(run, "mfu"):
         low, middle, high = (format_share(float(value)) for value in np.percentile(mfu, [5, 50, 95]))
         rows.append(("MFU, median of records (5th to 95th percentile)", f"{middle} ({low} to {high})"))
@@ -228,6 +230,7 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
         rows.append(("goodput", format_share(run.goodput.goodput)))
         rows.append(("restarts", format_count(run.goodput.restarts)))
     rows.append(("steps", f"{first} to {last['step']}, {len(run.records)} records"))
+    # What ran, and what it spent.
     run_facts = as_object(run.files.get(RUN, "").encode()) or {}
     model, device = (value if isinstance(value := run_facts.get(key), Mapping) else {} for key in ("model", "device"))
     if (parameters := number(model.get("parameters"))) is not None:

@@ -263,6 +263,7 @@ def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, witness
         witnesses.faults.append(f"there is a checkpoint of step {step}, and the records end at step {len(steps)}")
         return
     faults = []
+    # Samples as a sum, which no order changes; then the chain of steps, where the checkpoint has one.
     if _digest(saved["samples_digest"]) != steps.sums[step]:
         faults.append(f"the checkpoint of step {step} had other samples behind it than the records")
     if (chain := saved.get("samples_chain")) is not None:
@@ -273,6 +274,7 @@ def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, witness
                 f"the checkpoint of step {step} had steps in another order behind it, or with other packs, tokens or "
                 "segments, than the records"
             )
+    # What the feed counted for itself, against the records' totals.
     for name, count in _feed_counts(saved.get("report")).items():
         recorded = steps.total(name, step)
         if recorded is None:

@@ -74,6 +74,7 @@ def open_feed(
             f"data.prefetch_bytes {data.prefetch_bytes} is more than this machine's memory of {memory_bytes} bytes, "
             "which packs made ahead would fill. Lower it; 2**30 (1 GiB) is the default."
         )
+    # What a worker needs to make packs, and which share of them this rank takes.
     sources, stages = open_stages(data, config.optim.epochs)
     files = _identities(sources, data, ranks, position)
     bad = bad_samples(config)
@@ -82,6 +83,7 @@ def open_feed(
     maker = PackMaker(sources, encoder, collator, bad.skips, dropout)
     accumulation = config.optim.accumulation
     share = Share(ranks.data_rank, ranks.num_data_ranks, accumulation, data.workers, data.prefetch_bytes, pin_memory)
+    # Packs as samples come, without an index of lengths.
     if data.stream is not None:
         streaming = Streaming(
             maker,
@@ -96,6 +98,7 @@ def open_feed(
             cost_model=cost_model,
         )
         return StreamFeed(streaming, share, bad, files=files)
+    # Packs planned over all lengths.
     indices = _indices(sources, encoder, data.workers, bad, ranks)
     items, planned = Items.build(indices, budget_of(data), overlong_of(data), cost_model, dropout)
     order = Order(items.sizes, stages, seed=data.seed, tells_epochs=dropout is not None)

@@ -113,6 +113,7 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
         ways = ways_to_fit(config, devices, room, lambda changed, devices: plan(changed, devices).peak)
     except HeadwayError:
         return None
+    # The fullest moment by its parts, the largest first.
     now, fullest = planned.peak, planned.fullest
     largest, *others = sorted(fullest.parts.items(), key=lambda part: -part[1])
     smaller = ", ".join(f"{part} {format_bytes(size)}" for part, size in others)
@@ -121,6 +122,7 @@ def planned_ways(run: Run, config: TrainConfig, slots: int, patches: int, total_
         f"fullest in {fullest.name}, and most of that is {largest[0]}, {PARTS[largest[0]]}: {format_bytes(largest[1])} "
         f"(then {smaller})"
     )
+    # Ways out come gentlest first; where none fits, the smallest stands alone.
     if ways[0].peak_bytes > room:
         return f"{expected}, and no settings that fit; the least is {ways[0]}, {format_bytes(ways[0].peak_bytes)}."
     fitting = "; ".join(

@@ -155,6 +155,7 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[Outputs]:
     """Open the files of a run, cut back to the checkpoint that it goes on from; all are closed in the end."""
     settings, optim, ranks = config.run, config.optim, run.ranks
     step = run.checkpoint.step if run.checkpoint else 0
+    # Records are the first rank's; a resumed run first drops those of steps it lost.
     metrics = MetricsLog(
         settings.folder / METRICS if ranks.is_first else None,
         last_step=step,
@@ -169,6 +170,7 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[Outputs]:
     goodput = run.meter.goodput = Goodput(settings.folder / GOODPUT, since_ns=start_ns) if ranks.is_first else None
     if goodput is not None and run.resumes:
         goodput.resumed(step)
+    # A live panel takes the place of progress lines.
     panel = any(spec.partition(":")[0] == "live" for spec in settings.trackers)
     with (
         Progress(

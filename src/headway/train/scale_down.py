@@ -126,6 +126,7 @@ def write_small(small: Small) -> None:
         refuse_existing_run(small.config.run.folder)
         patch_size, merge_size = small.pixels
         area = (patch_size * merge_size) ** 2
+        # A small model with a tokenizer of its own, and as many samples as a few steps need.
         texts = vocabulary_texts()
         write_small_model(small.folder / "model", small.source, texts, max_pixels=_IMAGE_TOKENS * area)
         mix = MIXES[small.mix]

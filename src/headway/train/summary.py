@@ -111,6 +111,7 @@ class RunSummary:
         measured = "" if use.num_steps == self.steps else f", the last {use.num_steps} measured here"
         skipped = f", {format_count(self.skipped)} updates left out" if self.skipped else ""
         skipped += f", {format_count(self.empty)} with nothing to learn from" if self.empty else ""
+        # Lines that depend on how the run went.
         loss = "none: every update was left out"
         if self.first_loss is not None:
             loss = f"{self.first_loss:.4f} first, {self.last_loss:.4f} at the end"

@@ -286,6 +286,7 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
         stacks.update(stacks_of(evidence, step, gap))
     idle = "called no operator" if evidence.is_cpu else "launched nothing"
     message = f"the host {idle} in {_extent(evidence, members)}: {evidence.share(ns)} of the time."
+    # The stack that the pauses were in longest names the code; the host's annotation the part of the loop.
     if stacks:
         stack, _ = stacks.most_common(1)[0]
         _, what, advice = _activity(stack)
