@@ -20,7 +20,7 @@ def test_two_ways_to_resume_contradict_each_other(tmp_path):
     [(True, 0, 0), (True, signal.SIGINT, 0), (False, signal.SIGINT, INTERRUPTED), (False, signal.SIGTERM, 0)],
 )
 def test_only_a_run_that_ctrl_c_cut_short_ends_with_130(complete, stopped_by, code, capsys):
-    summary = SimpleNamespace(is_complete=complete, stopped_by=stopped_by, as_table=lambda: "the table")
+    summary = SimpleNamespace(is_complete=complete, stopped_by=stopped_by, as_table=lambda: "the table", to_dict=dict)
     if code:
         with pytest.raises(typer.Exit) as ended:
             print_summary(summary, as_json=False)
