@@ -98,6 +98,7 @@ print([name for family in families_with("inputs") for name in family.model_types
 """
 
 
+@pytest.mark.slow
 def test_an_installed_distribution_brings_a_family(tmp_path):
     """In a process of its own, with a distribution as pip leaves it: a package, and metadata with an entry point."""
     package, metadata = tmp_path / "plain_dit", tmp_path / "plain_dit-1.0.dist-info"

@@ -100,6 +100,7 @@ def chats(tmp_path):
     return recipe
 
 
+@pytest.mark.slow
 def test_the_data_of_a_recipe_are_what_is_planned_where_nothing_else_is_named(headway, chats):
     dry = json.loads(headway("train", chats, "--dry-run", "--json").out)
     index = json.loads(headway("index", chats.parent / "chats.jsonl", "--model", chats.parent / "model", "--json").out)
@@ -116,6 +117,7 @@ def test_the_data_of_a_recipe_are_what_is_planned_where_nothing_else_is_named(he
     assert json.loads(headway("tune", chats, *device).out)["lengths"] == "data.train: chats"
 
 
+@pytest.mark.slow
 def test_every_plan_counts_each_source_by_its_own_bounds_and_policy(headway, tmp_path):
     """As training does: what `headway look` says of the same recipe's sources, and of pictures that are shrunk."""
     model = write_reader(tmp_path / "model", [*QUESTIONS, "user\n", "assistant\n", "system\n"])
@@ -180,6 +182,7 @@ def test_settings_change_the_plan(headway):
     assert "recomputation" in {line["key"] for line in again["lines"]} - {line["key"] for line in plain["lines"]}
 
 
+@pytest.mark.slow
 def test_this_processor_is_measured_at_the_models_sizes_and_kept(headway, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("headway.devices.model_rates._LENGTHS", {"cpu": (16,)})
@@ -214,9 +217,8 @@ def test_exchanges_of_processes_on_this_machine_are_not_in_a_plan_which_says_so(
     assert "communication.transfer" not in keys
 
 
-@pytest.mark.parametrize(
-    "setting", ["model.freeze=[language.mlp]", pytest.param("model.lora={rank: 8}", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["model.freeze=[language.mlp]", "model.lora={rank: 8}"])
 def test_plan_tune_and_a_dry_run_expect_the_same_memory_of_a_model_that_learns_in_part(headway, setting):
     few = ("--set", "data.tokens_per_pack=8192", "--set", setting, "--device", "H200", "--devices", 2, "--json")
     planned = json.loads(headway("plan", RECIPE, *few).out)

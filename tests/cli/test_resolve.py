@@ -81,7 +81,7 @@ LIKE_TRAINING = (
 )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "QWEN3-8B"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("QWEN3-8B", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arguments", LIKE_TRAINING, ids=lambda arguments: " ".join(arguments[:2] + arguments[-1:]))
 def test_a_folder_that_is_named_like_a_shipped_model_is_the_folder(headway, tmp_path, monkeypatch, name, arguments):
     monkeypatch.chdir(tmp_path)

@@ -37,8 +37,7 @@ def trained(steps):
 
 
 @pytest.mark.slow
-@pytest.mark.core
-@pytest.mark.parametrize("stream", [None, STREAM], ids=["indexed", "stream"])
+@pytest.mark.parametrize("stream", [pytest.param(None, marks=pytest.mark.core), STREAM], ids=["indexed", "stream"])
 @settings(max_examples=examples(3, 10))
 @given(data=st.data(), strategy=st.sampled_from(STRATEGIES), epochs=st.integers(1, 2))
 def test_every_token_is_trained_on_once_an_epoch_however_often_it_is_interrupted(

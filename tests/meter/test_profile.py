@@ -450,6 +450,7 @@ def test_no_thread_and_no_callback_outlasts_the_window(tmp_path):
     assert {*threading.enumerate()} <= threads
 
 
+@pytest.mark.slow
 def test_collections_of_garbage_are_annotated_in_the_window_alone(tmp_path):
     _, named = paused_loop(tmp_path, lambda _: gc.collect())
     full = [event for event in named if event["name"] == "gc:collection of generation 2"]

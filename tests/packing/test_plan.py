@@ -250,6 +250,7 @@ def test_the_samples_of_a_small_dataset_play_about_equally_often_at_any_time():
         assert played.max() - played.min() <= 4
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(10, 50))
 @given(plans(), st.integers(1, 4), st.data())
 def test_a_plan_goes_on_for_more_epochs_from_any_step_with_every_item_as_often(plan, packs_per_step, data):

@@ -21,12 +21,12 @@ ON_CUDA = {
     "bfloat16 and 8-bit moments": (
         "text", "run.dtype=bfloat16-params", "optim.state=8bit", "speed.recompute=full", "speed.loss_chunk=512"
     ),
-    "Muon": ("text", "optim.name=muon", "speed.recompute=full", "speed.loss_chunk=512"),
-    "a frozen part": ("text", "model.freeze=[language.mlp]", "speed.loss_chunk=null"),
-    "experts": ("experts", "optim.accumulation=2", "speed.recompute=every:2"),
-    "one tower, recomputed": ("image", "speed.recompute=vision:full"),
 }  # fmt: skip
 SLOW = {
+    "one tower, recomputed": ("image", "speed.recompute=vision:full"),
+    "experts": ("experts", "optim.accumulation=2", "speed.recompute=every:2"),
+    "a frozen part": ("text", "model.freeze=[language.mlp]", "speed.loss_chunk=null"),
+    "Muon": ("text", "optim.name=muon", "speed.recompute=full", "speed.loss_chunk=512"),
     "adapters": ("experts", "model.lora={rank: 8}"),
     "images": ("image", "speed.recompute=full,-attention"),
     "the other tower, recomputed": ("image", "speed.recompute=language:full,-attention"),
@@ -53,9 +53,11 @@ def test_one_device_holds_what_the_plan_says(case):
 @pytest.mark.parametrize(
     ("processes", "overrides"),
     [
-        (1, ("run.dtype=float32",)),
+        pytest.param(1, ("run.dtype=float32",), marks=pytest.mark.slow),
         (2, ("run.dtype=bfloat16-autocast", "speed.recompute=full")),
-        (4, ("run.dtype=bfloat16-autocast", "parallel.sequence=2", "speed.recompute=full")),
+        pytest.param(
+            4, ("run.dtype=bfloat16-autocast", "parallel.sequence=2", "speed.recompute=full"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_one_of_several_processes_holds_what_the_plan_says(processes, overrides):
@@ -69,7 +71,7 @@ def test_one_of_several_processes_holds_what_the_plan_says(processes, overrides)
         pytest.param(32, (), marks=pytest.mark.slow),  # 8 experts in slices for 32 processes
         pytest.param(8, ("parallel.expert=2", "speed.recompute=full"), marks=pytest.mark.slow),
         (64, ("parallel.expert=4", "speed.recompute=full")),  # 2 experts of each in slices for 16
-        (64, ("parallel.expert=4", "optim.accumulation=2", "parallel.reduce=step")),
+        pytest.param(64, ("parallel.expert=4", "optim.accumulation=2", "parallel.reduce=step"), marks=pytest.mark.slow),
     ],
 )
 def test_experts_in_slices_that_are_filled_up_hold_what_the_plan_says(processes, overrides):

@@ -114,7 +114,6 @@ def config_of(raw, folder, **run):
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_a_run_has_the_same_losses_and_a_whole_step(raw, tmp_path):
     raw["optim"]["steps"] = 14
     raw["checkpoint"] = {"every": 12}

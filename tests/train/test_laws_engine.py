@@ -75,7 +75,7 @@ CASES = (
 )
 # What `make test` has time for: packs shared by processes, experts spread, weights sharded, with a
 # model that reads text, sees and has experts, so that one run of one process is enough.
-CORE = ("sequence x 2, experts x 2", "replicas, summed once a step", "fsdp2 x 2")
+CORE = ("sequence x 2, experts x 2", "fsdp2 x 2")
 # What `make test-all` has time for: each mechanism once, with the model that has most to lose by it.
 OFTEN = {
     "one process, compiled": SEEING,

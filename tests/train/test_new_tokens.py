@@ -93,6 +93,7 @@ def answer_of(folder, base=None):
     return answer, torch.tensor(logits)
 
 
+@pytest.mark.slow
 def test_new_tokens_are_learnt_and_plain_transformers_writes_them(adding, base):
     before, _ = embedding_rows(load_architecture(base)), adding["optim"].update(steps=40)
     summary = train(parse_config(adding))

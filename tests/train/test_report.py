@@ -38,6 +38,7 @@ def line(text, name):
     return float(found.split("|")[4].replace(",", ""))
 
 
+@pytest.mark.slow
 def test_a_slow_loader_is_found_between_two_runs(raw, monkeypatch):
     a = run_of(raw, "a")
     encode = make.PackMaker.__call__
