@@ -195,3 +195,16 @@ def test_short_operators_on_a_cpu_are_calls_and_long_ones_work(tmp_path):
     found = findings_of(tmp_path, steps_of(short))
     assert found["launch-bound"].share == pytest.approx(1.0, abs=0.01)
     assert "launch-bound" not in findings_of(tmp_path, steps_of(long))
+
+
+@pytest.mark.parametrize("count", [1, 20], ids=["one long", "many short"])
+def test_collections_between_short_operators_are_no_calls(tmp_path, count):
+    def step(trace, at, _number):
+        on_a_cpu(trace, at, number_of_operators=500, us=4, gap_us=4)
+        for i in range(count):
+            trace.annotation("gc:collection of generation 2", at + (4000 + 6000 * i // count) * US, 6000 * US // count)
+
+    found = findings_of(tmp_path, steps_of(step))
+    assert found["garbage-collection"].share == pytest.approx(0.6, abs=0.01)
+    assert found["launch-bound"].share == pytest.approx(0.4, abs=0.01)
+    assert next(iter(found)) == "garbage-collection"

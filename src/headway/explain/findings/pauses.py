@@ -230,10 +230,7 @@ def stacks_of(evidence: StepEvidence, step: StepPauses, pause: Pause) -> Counter
 def garbage_collection(evidence: StepEvidence) -> Observation | None:
     """Collections of Python's garbage while nothing else ran."""
     steps = pauses_of(evidence)
-    if evidence.is_cpu:
-        ns = sum(_overlap(step.collections, step.step.window.start_ns, step.step.window.end_ns) for step in steps)
-    else:
-        ns = sum(gap.collected_ns for step in steps for gap in step.gaps)
+    ns = _collected_ns(steps) if evidence.is_cpu else sum(gap.collected_ns for step in steps for gap in step.gaps)
     number = sum(len(step.collections) for step in steps)
     if not ns:
         return None
@@ -245,6 +242,11 @@ def garbage_collection(evidence: StepEvidence) -> Observation | None:
         "gc.freeze() after the start and gc.disable() with a collection every some hundred steps; no gc.collect() and "
         "no torch.cuda.empty_cache() in the step.",
     )
+
+
+def _collected_ns(steps: Sequence[StepPauses]) -> int:
+    """Time of all collections within steps, in operators as well as between them [ns]."""
+    return sum(_overlap(step.collections, step.step.window.start_ns, step.step.window.end_ns) for step in steps)
 
 
 def _classed(evidence: StepEvidence, kind: str) -> tuple[int, Counter[str], list[tuple[StepPauses, Pause]]]:
@@ -428,8 +430,9 @@ def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
     for event in operators:
         of_kind[event.operator, int(event.trace.events.operands[event.event])].append(event.ns)
     large_ns = sum(len(calls) * kind_ns for calls in of_kind.values() if (kind_ns := round(median(calls))) > _TINY_NS)
-    core_wait_ns = _core_wait_ns(evidence)
-    own_ns = evidence.duration_ns - core_wait_ns
+    # Collections interrupt operators and gaps alike, and are no part of a call.
+    lost_ns = _core_wait_ns(evidence) + _collected_ns(pauses_of(evidence))
+    own_ns = evidence.duration_ns - lost_ns
     # Half of what the thread computed, at least: every step of a small model has some work to hide calls behind.
     if not operators or usual_ns > _TINY_NS or 2 * large_ns > own_ns:
         return None
@@ -438,7 +441,7 @@ def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
         return None
     pauses_ns = sum(gap.own_ns for step in pauses_of(evidence) for gap in step.gaps if gap.is_long)
     others_ns = sum(evidence.ns(key) for key in ("aside", "communication", "idle.data", "idle.sync"))
-    ns = max(0, evidence.duration_ns - core_wait_ns - large_ns - pauses_ns - others_ns)
+    ns = max(0, evidence.duration_ns - lost_ns - large_ns - pauses_ns - others_ns)
     return Observation(
         ns,
         f"{len(operators) / evidence.num_steps:,.0f} operators a step take {usual_ns / 1e3:,.0f} us each (median), and "
