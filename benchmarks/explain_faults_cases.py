@@ -578,7 +578,7 @@ def _gpt2() -> Loop:
 
 def _foreach() -> Loop:
     model = small_model()
-    return Loop(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4))
+    return Loop(model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True))
 
 
 def _sgd() -> Loop:
