@@ -126,6 +126,7 @@ def test_a_run_whose_data_end_before_its_steps_says_so_and_finishes(by_epochs, c
 
 
 @pytest.mark.slow
+@pytest.mark.core
 def test_a_stream_that_ends_before_its_steps_finishes_with_all_that_a_run_leaves(raw, digits, capfd):
     raw["data"] |= {"train": {"path": str(digits / "data/train.jsonl"), "epochs": 1}, "stream": {"lanes": 2}}
     raw["data"] |= {"eval": str(digits / "data/eval.jsonl"), "tokens_per_pack": 1000}
