@@ -53,11 +53,13 @@ def test_every_package_that_is_imported_is_declared():
     assert {name: imported()[name] for name in unknown} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [None, "train", "trackers", "engine", "gpu", "demo"])
 def test_every_package_that_is_declared_is_imported(extra):
     assert declared(extra) - imported().keys() - IMPORTED_BY_OTHERS.keys() == set()
 
 
+@pytest.mark.slow
 def test_no_exception_has_outlived_its_reason():
     everything = declared().union(*(declared(extra) for extra in PROJECT["optional-dependencies"]))
     assert IMPORTED_BY_OTHERS.keys() <= everything - imported().keys()

@@ -7,6 +7,8 @@ own: readings of a sensor, of 3 values each, of which a model merges 4 into a to
 import subprocess
 import sys
 
+import pytest
+
 from helpers.processes import ROOT
 
 ROW = """
@@ -113,6 +115,8 @@ USE = """
 import json
 import sys
 
+import pytest
+
 import row
 import read_and_encode
 import trace_sensors
@@ -175,6 +179,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_made_up_kind_of_input_is_counted_read_packed_and_typed(tmp_path):
     import numpy as np
 

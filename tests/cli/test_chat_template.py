@@ -86,6 +86,7 @@ def test_answers_are_to_the_questions_as_the_template_writes_them(headway, reade
     assert losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_a_configuration_that_init_writes_holds_the_template(headway, reader, rows, monkeypatch):
     monkeypatch.chdir(rows.parent)
     Path("wordy.jinja").write_text(WORDY)

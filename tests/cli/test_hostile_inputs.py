@@ -80,7 +80,6 @@ def test_every_command_that_reads_something_is_tried():
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_no_command_ends_in_a_traceback_at_a_file_of_no_kind(run, tmp_path):
     _walk(run, tmp_path, ["empty", "infinite", "deep"])
 

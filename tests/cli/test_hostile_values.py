@@ -162,6 +162,7 @@ def test_none_of_many_spoilt_values_ends_in_a_traceback(run, model, tmp_path, mo
     _fuzz(run, model, tmp_path, kind, seed, number=80)
 
 
+@pytest.mark.slow
 def test_honest_values_are_taken(run, model, tmp_path, monkeypatch):
     """What is spoilt above is otherwise read to its end."""
     monkeypatch.chdir(tmp_path)

@@ -121,6 +121,7 @@ def test_a_pack_holds_the_longest_sample_and_several_others(tokens, pack):
     assert pack_length(MeasuredLengths(np.array(tokens), 0, 0, are_documents=False)) == pack
 
 
+@pytest.mark.slow
 def test_tokens_added_to_the_tokenizer_alone_are_added_to_the_model_by_the_configuration(headway, questions):
     """As users add them, by transformers, beyond the rows of the embedding."""
     assert headway("new-model", "tiny", "--data", "words.jsonl", "--size", "100k").code == 0

@@ -98,6 +98,7 @@ def test_over_long_samples_are_counted(headway, tmp_path, policy, items, dropped
     assert counted in headway("pack", "--lengths", table, *run).out
 
 
+@pytest.mark.slow
 def test_a_plot_is_drawn_the_same_each_time(headway, lengths, tmp_path):
     paths = [tmp_path / "plot.svg", tmp_path / "again.svg"]
     for path in paths:

@@ -163,6 +163,7 @@ def test_every_plan_counts_each_source_by_its_own_bounds_and_policy(headway, tmp
     assert "of long has" in refused.err
 
 
+@pytest.mark.slow
 def test_data_that_are_not_here_are_said_and_the_memory_is_planned_all_the_same(headway, chats):
     told = headway("train", chats, "--dry-run", "--set", "data.train=[{path: elsewhere.jsonl}]")
     assert told.code == 0

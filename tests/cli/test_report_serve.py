@@ -289,6 +289,7 @@ def test_a_reader_that_leaves_in_the_middle_is_no_error(tmp_path):
         assert process.communicate(timeout=LIMIT_S) == ("", "")
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_the_page_in_a_browser_updates_itself(tmp_path):
     run = write_run(tmp_path / "run", 3)

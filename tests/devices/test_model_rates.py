@@ -18,6 +18,7 @@ def _small(monkeypatch, tmp_path):
     monkeypatch.setattr("headway.devices.ceilings._SIZES", {"cpu": (2**16,)})
 
 
+@pytest.mark.slow
 def test_every_size_is_measured_once_and_kept():
     first = model_rates("cpu", "fp32", SHAPES, (2, 8), attend)
     assert [*first.products] == [(8, 4, 2), (64, 32, 16)]

@@ -510,6 +510,7 @@ def test_importing_the_name_loads_no_torch(monkeypatch):
         sys.modules["torch"] = torch_before
 
 
+@pytest.mark.slow
 def test_looking_for_compiled_modules_holds_nothing_that_other_threads_are_making():
     """A tuple that grows while somebody else holds it is a SystemError in CPython (`_PyTuple_Resize`)."""
     model = torch.compile(nn.Linear(2, 2), backend="eager")

@@ -198,6 +198,7 @@ def test_whatever_reading_weights_raises_is_one_error(error, tmp_path, monkeypat
         load_model(str(folder))
 
 
+@pytest.mark.slow
 def test_no_setting_of_a_processor_ends_in_an_error_of_its_own(tmp_path):
     """As its library raises where a size is 0, a mean has two values, or a picture would become as large as a town."""
     picture(tmp_path / "a.png")
@@ -244,7 +245,6 @@ def test_a_configuration_with_numbers_that_no_model_has_is_one_error(key, value,
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_no_configuration_of_transformers_or_of_a_shipped_model_is_too_deep(tmp_path):
     path = tmp_path / "config.json"
     seen = 0

@@ -195,7 +195,7 @@ def test_the_blocks_of_one_tower_run_again_alone_and_change_no_gradient(family):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param("qwen3", marks=pytest.mark.core),
+        "qwen3",
         "gpt_oss_sinks",
         "mistral_sliding",
         "qwen3_vl",

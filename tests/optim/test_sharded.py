@@ -25,7 +25,7 @@ def test_copies_of_weights_that_are_rounded_by_chance_stay_copies(tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("held", ["float32", "bfloat16", pytest.param("8bit", marks=pytest.mark.core)])
+@pytest.mark.parametrize("held", ["float32", "bfloat16", "8bit"])
 def test_a_checkpoint_of_optimizer_and_average_goes_on_with_another_number_of_processes(held, tmp_path):
     run_processes([sys.executable, SCRIPT, "save", tmp_path, held], 2)
     for count in (1, 3):

@@ -98,6 +98,7 @@ def test_the_same_run_gives_the_same_page(tmp_path):
     assert report_page(read_run(run)) == report_page(read_run(run))
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_of_eight_sources_and_ranks_stay_small(tmp_path):
     run, noise = write_run(tmp_path / "run", 10_000), np.random.default_rng(0)
     with (run / "metrics.jsonl").open() as file:

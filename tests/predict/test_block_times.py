@@ -22,7 +22,10 @@ def _short(monkeypatch, tmp_path):
     monkeypatch.setattr(block_times, "_BUDGET", TimeBudget(0.0, 60.0, 2))
 
 
-@pytest.mark.parametrize("kind", ["little text", "little experts", "little image", "little video", "tied"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("little experts", "little video", "tied")]
+
+
+@pytest.mark.parametrize("kind", ["little text", "little image", *SLOW])
 def test_first_blocks_of_a_language_model_are_timed_and_kept(kind):
     config, warned = small_config(kind), []
     first = timed_blocks(config, CPU, "fp32", warn=warned.append)

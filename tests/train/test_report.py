@@ -64,6 +64,7 @@ def test_padding_is_found_between_two_runs(raw):
     assert re.search(r"FLOPs that are computed for each useful one: \+\d{2,}\.\d %, by padding", text)
 
 
+@pytest.mark.slow
 def test_a_killed_run_and_its_resumption_say_so(raw, tmp_path):
     raw["optim"]["steps"], raw["checkpoint"] = 400, {"every": 4, "export": "never"}
     path, folder = tmp_path / "run.yaml", Path(raw["run"]["folder"])
@@ -90,6 +91,7 @@ def test_a_killed_run_and_its_resumption_say_so(raw, tmp_path):
     assert f"1 to {step + 3}, {step + 3} records" in resumed
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [375, 1280])
 def test_a_browser_shows_both_pages_whole(raw, tmp_path, width):

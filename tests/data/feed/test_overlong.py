@@ -43,7 +43,6 @@ def pieces_by_hand(labels, policy, most):
 
 
 @pytest.mark.slow
-@pytest.mark.core
 @settings(max_examples=examples(12, 60), deadline=None)
 @given(chats=CHATS, most=st.integers(24, 90), policy=st.sampled_from(["truncate", "drop", "split"]))
 def test_every_planned_piece_encodes_and_every_learnt_token_is_learnt_once_or_left_out(
