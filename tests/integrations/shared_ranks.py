@@ -45,10 +45,10 @@ def rows_of(data_rank):
     return loader(ROWS[data_rank :: SIZE // PARALLEL], len(ROWS) // (SIZE // PARALLEL) // BATCHES)
 
 
-def loop(model, data_rank, **options):
+def loop(model, data_rank, rows=None, **options):
     meter = Meter(model, peak=PEAK, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=False)
-    for batch in meter.batches(rows_of(data_rank)):
+    for batch in meter.batches(rows or rows_of(data_rank)):
         meter.count(batch)
         model(**batch).loss.backward()
     optimizer.step()
@@ -79,6 +79,24 @@ def with_fsdp():
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     return loop(fully_shard(model, mesh=mesh["dp"]), mesh["dp"].get_local_rank())
+
+
+def data_alone(names, *sizes):
+    """Every rank has rows of its own, whatever the mesh of FSDP is called."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    model = tiny()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    rows = loader(ROWS[dist.get_rank() :: SIZE], 1)
+    return loop(fully_shard(model, mesh=mesh), None, rows=rows)
+
+
+def sharded_by_another_name():
+    return data_alone(("gpus",), 4)
+
+
+def sharded_copies():
+    return data_alone(("a", "b"), 2, 2)
 
 
 def said():
@@ -146,6 +164,7 @@ def main():
     ways = (pairs_in_a_row, pairs_apart, without_names, with_fsdp, said, trainer, accelerated, lightning_trainer)
     try:
         measured = {way.__name__: numbers(way()) for way in ways}
+        measured["own_rows"] = [numbers(way()) for way in (sharded_by_another_name, sharded_copies)]
         try:
             Meter(tiny(), peak=PEAK, batch_ranks=3)
         except UsageError as error:

@@ -59,6 +59,12 @@ def test_a_batch_that_two_of_four_ranks_share_is_counted_once(shared, way):
     assert (run["rank_flops"][0] == run["rank_flops"][1]) is in_a_row  # each is billed its share of the batch
 
 
+def test_ranks_of_fsdp_have_batches_of_their_own_whatever_their_mesh_is_called(shared):
+    for run in shared["own_rows"]:
+        assert (run["total"], run["tokens"]) == (trace(tiny()).count(Workload(LENGTHS)).total, sum(LENGTHS))
+        assert len(set(run["rank_flops"])) == 4
+
+
 def test_groups_that_ranks_cannot_form_and_sequences_that_are_cut_are_refused(shared):
     assert shared["refused"] == "batch_ranks=3 does not divide the 4 ranks of this run into groups."
     cut = shared["cut_sequences"]

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.errors import UsageError
+from headway.meter.clock import sharded_groups
 from headway.words import Argument
 
-# Dimensions of a mesh along which ranks have batches of their own, by how their names begin in torchtitan, Accelerate,
-# Lightning and PyTorch's tutorials. Experts' ranks are data ranks too: tokens travel between them within a layer.
+# Dimensions of a mesh along which ranks have batches of their own. Those of `fully_shard` are read off it; these are of
+# other ways to share data, by how their names begin in torchtitan (its SimpleFSDP), Accelerate, Lightning and PyTorch's
+# tutorials. Experts' ranks are data ranks too: tokens travel between them within a layer.
 _DATA_NAMES = ("dp", "data", "ddp", "fsdp", "hsdp", "replicate", "shard", "ep", "expert")
 
 
@@ -30,7 +32,7 @@ def batch_share(model: Any, batch_ranks: int | None = None) -> BatchShare:
     """Find out with which ranks this one shares its batches.
 
     Tensor parallelism cuts matrices over ranks that are all given the same tokens. The cut is in the parameters: they
-    are DTensors, sharded along a dimension of their mesh that is none of data parallelism.
+    are DTensors, sharded along a dimension of their mesh that data parallelism does not use.
 
     Args:
         model: a module, or anything else, which says nothing.
@@ -75,22 +77,24 @@ def _rank_and_size() -> tuple[int, int]:
 def _shared_dimensions(model: Any) -> dict[Any, list[int]]:
     """By mesh, the dimensions along which matrices are cut and batches are not; the largest mesh first."""
     dimensions_of: dict[Any, set[int]] = {}
-    is_sharded_data = _is_fully_sharded(model)
+    data_meshes = _meshes_of_fsdp(model)
+    data_names = {name for mesh in data_meshes for name in mesh.mesh_dim_names or ()}
     for mesh, dimension in _cuts(model):
+        if mesh in data_meshes:
+            continue
         names = mesh.mesh_dim_names
-        if names is not None:
-            is_shared = not names[dimension].lower().startswith(_DATA_NAMES)
-        elif is_sharded_data and mesh.ndim > 1:
+        if names is None and data_meshes:
             raise UsageError(
-                f"parameters lie on a mesh of {mesh.ndim} dimensions without names, of which some are of FSDP: which "
-                "ranks share a batch is not known. Name its dimensions (init_device_mesh(..., "
-                "mesh_dim_names=('dp', 'tp'))), or say it: ",
+                "parameters lie on a mesh whose dimensions have no names, beside the one of FSDP: which ranks share a "
+                "batch is not known. Name its dimensions (init_device_mesh(..., mesh_dim_names=('dp', 'tp'))), or say "
+                "it: ",
                 Argument("batch_ranks", example="N"),
                 ".",
             )
-        else:
-            is_shared = not is_sharded_data
-        if is_shared:
+        is_of_data = names is not None and (
+            names[dimension] in data_names or names[dimension].lower().startswith(_DATA_NAMES)
+        )
+        if not is_of_data:
             dimensions_of.setdefault(mesh, set()).add(dimension)
     ordered = sorted(dimensions_of.items(), key=lambda entry: -entry[0].size())
     return {mesh: sorted(dimensions) for mesh, dimensions in ordered}
@@ -108,6 +112,7 @@ def _cuts(model: Any) -> Iterator[tuple[Any, int]]:
                     yield parameter.device_mesh, dimension
 
 
-def _is_fully_sharded(model: Any) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules())
+def _meshes_of_fsdp(model: Any) -> list[Any]:
+    """List the meshes that `fully_shard` spreads parameters over."""
+    groups = (group for module in model.modules() for group in sharded_groups(module))
+    return list(dict.fromkeys(group.mesh_info.mesh for group in groups))
