@@ -27,7 +27,7 @@ from record import RESULTS, describe_environment, environment, markdown_table, r
 
 COST_MODEL = headway.load_cost_model("qwen3-0.6b")  # of which only the additions at the end of a window are run
 PEAK = headway.Peak("one CPU thread", flops_per_s=1e15, dtype="fp32", source="assumed")
-STEP_S, TARGET = 0.010, 0.005  # the step that costs are compared with, and the share of it that they may take
+STEP_S, TARGET = 0.010, 0.005  # a step's length [s], and the largest share of it that phases may cost
 SAMPLED = {
     "no phases": None,
     "every step sampled": 0.0,

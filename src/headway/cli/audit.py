@@ -262,7 +262,7 @@ def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
     if identified.flops_per_token is not None:
         low, high = identified.flops_per_token.low / 1e9, identified.flops_per_token.high / 1e9
         pairs.append(("implied", f"{low:.4f} to {high:.4f} GFLOP per token, from tokens/s and TFLOP/s"))
-    # The convention whose number lies in that range, or all that do.
+    # The identified convention, or the list of those whose number lies in that range.
     if identified.fit is not None:
         name = f"{identified.fit.convention.full_name}, {identified.fit.flops_per_token / 1e9:.4f} GFLOP per token"
         pairs.append(("identified", f"{name} at {format_count(identified.fit.seq_len)}"))

@@ -85,7 +85,7 @@ def explain(
         raise UsageError("--json and --md are two outputs; give one of them.")
     if forward_only and recompute != "none":
         raise UsageError("--recompute cannot take effect with --forward-only. Leave one of them out.")
-    # The work that the user states takes the place of what the traces say of theirs.
+    # A model and a workload from the options replace those that the traces record.
     from headway.cli.explain_sources import SourceOptions, explained
     from headway.explain.explanation import JobExplanation
     from headway.explain.stated_work import StatedWork

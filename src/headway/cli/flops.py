@@ -183,6 +183,7 @@ def _text(
     columns += [Column(name) for name in ("forward", "dgrad", "wgrad", "total", "share")]
     rows = [[row.name, row.driver, *_phases(row), format_share(row.total / count.total)] for row in ledger.rows]
     table = render_table(columns, rows, footer=["total", "", *_phases(count), format_share(1.0)])
+    # Below the table: for which models and workload it holds, and by which convention.
     params = cost_model.params
     pairs = [("model", cost_model.name)]
     if reference is not None:

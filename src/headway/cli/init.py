@@ -98,7 +98,7 @@ def init(
             new_tokens={"new_tokens": learns.new_tokens, "new_special_tokens": learns.new_special_tokens},
             has_weights=not Path(path).exists() or any(Path(path).glob("*.safetensors")),
         )
-    # The recipe is on disk before anything is printed of it.
+    # Write the recipe first: what is printed below describes a file that exists.
     write_output(output, suggestion.text, option="-o", new=True)
     if suggestion.lengths.bad:
         warn(

@@ -91,7 +91,7 @@ def look(
         from headway.config import load_config
         from headway.data.chat_settings import ChatSettings
         from headway.data.processor_settings import ProcessorSettings
-    # Either a run's YAML, which says all of it, or datasets with options.
+    # A run's YAML needs no options; datasets need at least a model.
     config = None
     planned = {"--packs": packs, "--ranks": ranks, "--overlong": overlong, "--seed": seed}
     if len(data) == 1 and Path(data[0]).suffix in (".yaml", ".yml"):
@@ -289,6 +289,7 @@ def _indices(
 def _record(shown: "DataView") -> dict[str, Any]:
     from headway.data.look import ShownSample, why_not_whole
 
+    # Samples that can be used, with their media and tokens; of others the reason why not.
     samples: list[dict[str, Any]] = []
     for sample in shown.samples:
         if not isinstance(sample, ShownSample):
@@ -313,6 +314,7 @@ def _record(shown: "DataView") -> dict[str, Any]:
                 "pieces": [asdict(piece) for piece in sample.pieces],
             }
         )
+    # Packs in the order of their steps, and what became of the samples of each source.
     packs = [
         {
             "step": pack.step,

@@ -61,7 +61,7 @@ def mfu(
     """
     from headway.predict import solve
 
-    # Each option is one known of the identities; `solve` derives the others.
+    # Each option gives one quantity; `solve` derives the others from the identities between them.
     values = {
         "tokens_per_step": tokens_per_step,
         "step_s": step_time,

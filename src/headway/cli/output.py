@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1  # of every object that --json prints
 
 
 def print_result(record: Callable[[], Mapping[str, Any]], text: Callable[[], str], *, as_json: bool) -> None:
-    """Print what a command found: its record as one JSON object, or its text for people. Only one of them is made.
+    """Print a command's result: its record as one JSON object, or its text. Only the one that is printed is computed.
 
     The keys of a record are a contract, which `schema_version` names.
     """

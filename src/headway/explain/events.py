@@ -42,9 +42,9 @@ _TYPES = {
 _LISTS = {"TensorList", "GenericList"}  # of tensors whose type is not told
 
 _WRITE_ONLY = {"fill_", "zero_"}
-# Their result is their operand's own memory, seen otherwise, or memory that nothing is written to yet. Where one of
-# them must copy (`reshape`, `contiguous`, `to`), the `copy_` that it calls does. Of ATen, those whose schema returns an
-# alias that is not written to: `view(Tensor(a) self, SymInt[] size) -> Tensor(a)` (torch 2.13).
+# Views: the result uses the operand's memory, or new memory that nothing is written to yet, so no bytes move. Where a
+# view has to copy (`reshape`, `contiguous`, `to`), it calls `copy_`, whose bytes are counted. In ATen these are the
+# operators whose schema returns an alias: `view(Tensor(a) self, SymInt[] size) -> Tensor(a)` (torch 2.13).
 _VIEWS = re.compile(
     r"_?(adjoint|alias|as_strided|as_tensor|broadcast_to|chunk|conj|contiguous|cpu|cuda|detach|diagonal|[dhv]split|"
     r"empty\w*|expand(_as)?|flatten|imag|lift_fresh|linalg_diagonal|m[HT]|matrix_H|moveaxis|movedim|narrow|neg_view|"
@@ -54,7 +54,8 @@ _VIEWS = re.compile(
 )
 # They touch a part of an operand, and which is not told.
 _PICKING = re.compile(r"embedding\w*|index\w*|gather\w*|scatter\w*|take\w*|masked_select|masked_scatter_?|nll_loss\w*")
-# Namespaces whose operators work element by element unless said otherwise; those of others may read what they like.
+# Operators of these namespaces work element by element, but for those named here. Of other namespaces (custom
+# operators) nobody knows which elements they read.
 _ELEMENTWISE_NAMESPACES = {"aten", "prims", ""}
 # What they give back is small beside what they read.
 _REDUCING = re.compile(

@@ -324,7 +324,7 @@ def operand_traffic(measured: MeasuredTrace, step: MeasuredStep, bytes_per_s: fl
     does. Operands that the memory cannot have moved in the operator's time are not counted.
     """
     trace, events = measured.trace, measured.events
-    # Time by operator, of those whose operands were recorded.
+    # Time by operator, for operators whose operands were recorded.
     all_ns = 0
     owned_ns: Counter[int] = Counter()  # of each operator: what its kernels owned, and how long they ran
     ran_ns: Counter[int] = Counter()

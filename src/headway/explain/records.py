@@ -349,6 +349,7 @@ def _why_no_work(record: Mapping[str, Any]) -> str:
 
 
 def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entries: list[_StepRecord]) -> list[str]:
+    # What is missing in the records, then how what is there was computed.
     notes = []
     for name, way_out in (
         ("FLOPs", "`Meter` and `headway train` record them."),

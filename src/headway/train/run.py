@@ -216,6 +216,7 @@ def _profile(config: TrainConfig, run: Run, phase: LoopPhase, out: Outputs) -> A
 
     if profile is None and not (config.run.auto_profile and run.ranks.is_first):
         return nullcontext()
+    # Steps that the user named on the ranks that they named; else the first rank chooses.
     if profile is not None:
         chosen = window(profile)
         phase.on_enter = chosen.enter

@@ -30,7 +30,7 @@ def misaligned_gemms(evidence: StepEvidence) -> Observation | None:
             odd = {side for side in (product.k, product.n) if side % _ALIGNED and side > 1}
             if odd:
                 ns += round(event.ns * _UNALIGNED_LOSS)
-                # of a batched product both factors are activations, whose sides are lengths
+                # both factors of a batched product are activations, so its sides are sequence lengths
                 is_batched = event.operator.endswith(("::bmm", "::baddbmm")) or product.batch > 1
                 sides.update({(side, is_batched): event.ns for side in odd})
     if not sides:

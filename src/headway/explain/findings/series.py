@@ -34,10 +34,12 @@ def changed(evidence: SteadyEvidence) -> Observation | None:
     if place is None:
         return None
     before, after = rated[:place], rated[place:]
+    # The faster part says what steps can take; the slower one is charged with the difference.
     usual_before, usual_after = (median(rate for rate, _ in part) for part in (before, after))
     is_slower = usual_after < usual_before
     factor = max(usual_before, usual_after) / min(usual_before, usual_after)
     fast, slow = (usual_before, after) if is_slower else (usual_after, before)
+    # What else changed at that step is the likely cause; where nothing did, it lies outside of the loop.
     steps = [step for _, step in before], [step for _, step in after]
     differences, alike = _differences(*steps)
     first, last, at = steps[0][0].step, steps[1][-1].step, steps[1][0].step
