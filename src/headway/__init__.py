@@ -14,7 +14,7 @@ from headway.errors import HeadwayError
 from headway.version import __version__
 
 if TYPE_CHECKING:
-    from headway.count import CostModel, FlopCount, Workload, load_cost_model, shipped_models
+    from headway.count import CostModel, FlopCount, Generation, Workload, load_cost_model, shipped_models
     from headway.devices import Peak, peak_for
     from headway.meter import Meter, Window
     from headway.meter.profile import profile
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CostModel": "headway.count",
     "FlopCount": "headway.count",
+    "Generation": "headway.count",
     "Meter": "headway.meter",
     "Peak": "headway.devices",
     "Window": "headway.meter",
@@ -37,6 +38,7 @@ _HOME = {
 __all__ = [
     "CostModel",
     "FlopCount",
+    "Generation",
     "HeadwayError",
     "Meter",
     "Peak",

@@ -65,8 +65,9 @@ def test_a_batch_says_what_it_computes(case):
 def test_what_transformers_collators_make_is_read():
     features = [{"input_ids": [1] * n, "labels": [1] * n} for n in (3, 5)]
     flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features)
-    assert workload_of(flat) == Workload([3, 5])
-    assert workload_of(DataCollatorWithFlattening()(features)) == Workload([3, 5])
+    packed = Workload([3, 5], supervised=2 + 4)  # of each segment all but the first are learnt
+    assert workload_of(flat) == packed
+    assert workload_of(DataCollatorWithFlattening()(features)) == packed
 
     class Tokenizer:
         padding_side = "right"
@@ -78,7 +79,7 @@ def test_what_transformers_collators_make_is_read():
             return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
 
     padded = DataCollatorForSeq2Seq(Tokenizer())(features)
-    assert workload_of(padded) == Workload([3, 5], slots=10)
+    assert workload_of(padded) == Workload([3, 5], slots=10, supervised=2 + 4)
 
 
 def cost_model(*driven):

@@ -25,8 +25,8 @@ from headway.log.boundary import ErrorBoundary
 from headway.meter import pauses
 from headway.meter.clock import ForwardTimer
 from headway.meter.pauses import CollectionTimer, PlaceSampler
+from headway.meter.phase_use import SampledPhases
 from headway.meter.phases import PHASES, PhaseTimer, update_of
-from headway.meter.window import SampledPhases
 from helpers.device import COST_MODEL, Clock, Device
 from helpers.processes import run_processes
 
@@ -87,8 +87,8 @@ def test_phases_are_the_devices_and_nothing_waits_for_it():
                 meter.step()
                 assert device.num_waits == waits
         whole = meter.close()
-    seconds = whole.phases.seconds
-    assert whole.phases.num_steps == 5
+    seconds = whole.sampled.seconds
+    assert whole.sampled.num_steps == 5
     assert {name: round(value, 6) for name, value in seconds.items() if value} == {
         "data": 0.002,  # of the first step, whose device had nothing to do yet
         "forward": 0.3, "loss": 0.05, "backward": 0.6, "gradients": 0.07, "optimizer": 0.1,
@@ -134,11 +134,11 @@ def test_losses_are_the_same_to_the_bit_and_phases_add_up_to_the_step(num_batche
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), timed.parameters(), strict=True))
     run = meter.close()
     assert meter.boundary.lost == {}
-    assert run.phases.num_steps >= 1
+    assert run.sampled.num_steps >= 1
     for phase in ("forward", "backward", "optimizer"):
-        assert run.phases.seconds[phase] > 0
-    if run.phases.num_steps == run.num_steps:
-        assert sum(run.phases.seconds.values()) == pytest.approx(run.step_s, abs=1e-6)
+        assert run.sampled.seconds[phase] > 0
+    if run.sampled.num_steps == run.num_steps:
+        assert sum(run.sampled.seconds.values()) == pytest.approx(run.step_s, abs=1e-6)
 
 
 def test_steps_without_a_forward_have_no_phases():
@@ -188,9 +188,9 @@ def test_phases_add_up_to_each_step_whatever_the_order_of_events(events):
             meter.close()
     assert meter.boundary.lost == {}
     for window in windows:
-        if window.phases is not None and window.num_steps == 1:
-            assert sum(window.phases.seconds.values()) == pytest.approx(window.wall_s, abs=1e-6)
-            assert set(window.phases.seconds) == set(PHASES)
+        if window.sampled is not None and window.num_steps == 1:
+            assert sum(window.sampled.seconds.values()) == pytest.approx(window.wall_s, abs=1e-6)
+            assert set(window.sampled.seconds) == set(PHASES)
 
 
 def test_everything_is_taken_away_at_the_end():

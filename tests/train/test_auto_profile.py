@@ -14,6 +14,7 @@ from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from headway.log.boundary import ErrorBoundary
 from headway.meter.step_clock import StepTime
+from headway.meter.step_phases import PhaseTimes
 from headway.train import profiling
 from headway.train.profiling import AutoProfile
 from headway.train.run import train
@@ -60,7 +61,8 @@ def opened_by(durations_s, folder, *, compiled=(), num_steps=None):
         with automatic:
             for number, duration_s in enumerate(durations_s, start=1):
                 clock.now_s += duration_s
-                time = StepTime(SimpleNamespace(host_s=clock.now_s), 0.0, {}, [], None, 0.0, number in compiled)
+                end, nothing = SimpleNamespace(host_s=clock.now_s), PhaseTimes([], {})
+                time = StepTime(end, 0.0, {}, [], nothing, None, 0.0, number in compiled)
                 automatic.took(SimpleNamespace(number=number, time=time))
         assert meter.watchers == []
     return [(steps.start, len(steps)) for steps in opened]

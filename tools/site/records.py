@@ -5,9 +5,11 @@ import json
 import re
 from dataclasses import replace
 
-from headway.count import Workload, load_cost_model
+from headway.count import FlopCount, FlopRow, Workload, load_cost_model
 from headway.devices import Peak
-from headway.meter.window import SCHEMA_VERSION, SampledPhases, Utilisation, Window
+from headway.meter.phase_use import PhaseUse, SampledPhases
+from headway.meter.utilisation import Utilisation
+from headway.meter.window import SCHEMA_VERSION, Window
 from tools.site.markdown import cell, table
 
 _HEAD = """# Keys of the step record
@@ -46,6 +48,9 @@ _TOLD_HERE = {
     "evaluation_s": "Evaluations, also within steps that are left out [s].",
     "checkpoint_s": "Checkpoints, also within steps that are left out [s].",
     "num_sampled": "Steps that were divided into phases; the next six are null where none was.",
+    "phases": "Phases that the loop names, and the rest, by name: time, FLOPs, tokens, MFU, MBU, and what binds each.",
+    "supervised": "Tokens with a label; null where a batch did not tell.",
+    "supervised_per_s": "Tokens with a label per second, all devices together; null where a batch did not tell.",
     "phases_s": "Mean time of each phase of a sampled step on the first rank, by its name [s].",
     "host_s": "Time in which the host went through forward, backward and update of a sampled step [s].",
     "host_lead_s": "The most that the host was ahead of its device in a sampled step; null on a CPU [s].",
@@ -63,22 +68,35 @@ _UNKNOWN = re.compile(r"\b(NaN|None)\b")  # JSON has neither
 _JSON = {bool: "true or false", int: "integer", float: "number", str: "text", list: "list", dict: "object"}
 
 
+_PEAK = Peak("a device", flops_per_s=312e12, dtype="bf16", source="its datasheet")
+
+
+def _phase(flops: int, generated_tokens: int = 0) -> PhaseUse:
+    return PhaseUse(
+        flops=FlopCount((FlopRow("language.mlp", "tokens", forward=flops),)), wall_s=0.25, loop_s=0.25, data_wait_s=0.0,
+        tokens=1500, slots=2048, peak=_PEAK, world_size=2, is_elsewhere=False, supervised=0, prompt_tokens=800,
+        generated_tokens=generated_tokens, bytes_moved=10**10, peak_bytes_per_s=2e12,
+    )  # fmt: skip
+
+
 def example() -> Window:
     """A window of two steps on two ranks in which every number is known."""
     model = load_cost_model("qwen3-0.6b")
     counts = [model.count(Workload(segments=[1024, 512])), model.count(Workload(segments=[700, 800]))]
     window = Window(
         flops=counts[0] + counts[1], wall_s=0.5, data_wait_s=0.01, tokens=3036, slots=4096,
-        peak=Peak("a device", flops_per_s=312e12, dtype="bf16", source="its datasheet"), world_size=2,
+        peak=_PEAK, world_size=2,
         step=20, num_steps=2, num_left_out=0, left_out_s=0.0, num_skipped=0, segments=4,
         media={"images": 1, "videos": 0, "patches": 1536, "audio_frames": 0},
         rank_flops=(counts[0].total, counts[1].total), rank_busy_s=(0.2, 0.2),
         rank_busy_flops=(counts[0].total, counts[1].total), away_s=0.0, peak_memory_bytes=2**30,
         ceiling_flops_per_s=250e12, num_batches=2, packing_length=2048, energy_j=300.0, bytes_moved=10**10,
         peak_bytes_per_s=2e12, extra={}, away_for_s={"compile": 0.0, "evaluation": 0.0, "checkpoint": 0.0},
-        phases=SampledPhases(1, {
+        supervised=1200,
+        phases={"rollout": _phase(counts[0].total // 2, generated_tokens=700), "rest": _phase(0)},
+        sampled=SampledPhases(1, {
             "data": 0.005, "input": 0.001, "exchange": 0.0, "forward": 0.07, "loss": 0.001, "backward": 0.15,
-            "gradients": 0.003, "optimizer": 0.015, "after": 0.005,
+            "inference": 0.0, "gradients": 0.003, "optimizer": 0.015, "after": 0.005,
         }, 0.05, 0.15, ({"data": 0.005, "forward": 0.07}, {"data": 0.005, "forward": 0.09})),
         loop={
             "device_memory_bytes": 80 * 2**30, "weights_dtype": "float32", "anomaly_mode": False,

@@ -30,8 +30,8 @@ SINGLE_FRAMES = {"frames": "1"}
 PIXELS = "pixels"
 """In the source of a ledger of pictures alone: the side of those that it was traced on [pixels]."""
 
-# name, driver, then FLOPs per unit of forward, dgrad, wgrad, recompute
-_Coefficients = list[tuple[str, str, int, int, int, int]]
+# name, driver, the driver that is evaluated, then FLOPs per unit of forward, dgrad, wgrad, recompute
+_Coefficients = list[tuple[str, str, str, int, int, int, int]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,7 +119,8 @@ class CostModel:
 
     @cached_property
     def _evaluators(self) -> dict[str, Callable[[Workload], int]]:
-        return {driver: drivers.parse(driver) for driver in dict.fromkeys(row.driver for row in self.rows)}
+        names = dict.fromkeys(name for row in self.rows for name in (row.driver, _evaluated(row)))
+        return {driver: drivers.parse(driver) for driver in names}
 
     def count(
         self, workload: Workload, *, recompute: str = "none", forward_only: bool = False, by: By = "component"
@@ -244,20 +245,20 @@ class CostModel:
         self, by: By, recompute: str, forward_only: bool, first: int = 0, end: int | None = None
     ) -> _Coefficients:
         again = run_again(self.rows, self.trained, recompute, self.name) if not forward_only else set()
-        sums: dict[tuple[str, str], list[int]] = {}
+        sums: dict[tuple[str, str, str], list[int]] = {}
         for i, row in enumerate(self.rows[first:end], first):
             if by == "component":
                 name = row.component
             else:
                 name = row.module if by == "layer" else re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row.module)
-            entry = sums.setdefault((name, row.driver), [0, 0, 0, 0])
+            entry = sums.setdefault((name, row.driver, _evaluated(row)), [0, 0, 0, 0])
             entry[0] += row.forward
             for gradient in row.gradients if not forward_only else ():
                 if gradient.runs(self.trained):
                     entry[1 if gradient.phase == "dgrad" else 2] += gradient.flops
             if i in again:
                 entry[3] += row.forward
-        return [(name, driver, *entry) for (name, driver), entry in sums.items()]  # type: ignore[misc]  # four entries
+        return [(*key, *entry) for key, entry in sums.items()]  # type: ignore[misc]  # three names, four numbers
 
     def freeze(self, patterns: Iterable[str]) -> "CostModel":
         """Return this model with the parameters that match frozen.
@@ -369,10 +370,15 @@ def _times(table: _Coefficients, units: dict[str, int]) -> FlopCount:
     return FlopCount(
         tuple(
             FlopRow(name, driver, n * forward, n * dgrad, n * wgrad, n * again)
-            for name, driver, forward, dgrad, wgrad, again in table
-            if (n := units[driver])
+            for name, driver, evaluated, forward, dgrad, wgrad, again in table
+            if (n := units[evaluated])
         )
     )
+
+
+def _evaluated(row: Row) -> str:
+    """Name the driver by which a row is billed: a head runs on no more tokens than the workload wants logits of."""
+    return "logits" if row.component == "language.head" and row.driver == "tokens" else row.driver
 
 
 def _matches(parameter: Parameter, pattern: str) -> bool:

@@ -241,6 +241,7 @@ _DRIVERS: dict[str, _Driver] = {
     "pairs:splits": (0, _split_pairs),
     "pairs:cross": (0, lambda w: masks.cross_pairs(w.segments, w.sources) if w.sources.size else 0),
     "supervised": (0, lambda w: w.supervised),
+    "logits": (0, lambda w: w.tokens if w.logits is None else w.logits),
     "understood": (0, lambda w: w.tokens - w.latent_patches),
     "drawn": (0, lambda w: w.drawn),
     "latents": (0, lambda w: w.latent_patches),

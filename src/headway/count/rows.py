@@ -47,6 +47,7 @@ class Row:
     # needs, so a block's closing projection usually is not
     recomputed: bool = False
     features: tuple[int, int] | None = None  # (in, out) of a linear module, for LoRA; None for other operations
+    cached: int = 0  # elements of one token's keys and values, of all heads, that attention reads for a pair; 0: others
 
 
 @dataclass(frozen=True, slots=True)

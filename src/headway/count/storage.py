@@ -70,6 +70,7 @@ def to_dict(model: CostModel) -> dict[str, Any]:
                 r.block,
                 r.recomputed,
                 list(r.features) if r.features else None,
+                *([r.cached] if r.cached else []),
             ]
             for r in model.rows
         ],
@@ -92,14 +93,14 @@ def from_dict(data: Any, where: str) -> CostModel:
     try:
         ranges: dict[str, int] = {}
         rows = []
-        for module, op, component, driver, forward, gradients, block, recomputed, features in data["rows"]:
+        for module, op, component, driver, forward, gradients, block, recomputed, features, *cached in data["rows"]:
             grads = []
             for phase, flops, needs in gradients:
                 if needs not in ranges:
                     ranges[needs] = from_ranges(needs)
                 grads.append(Gradient(phase, flops, ranges[needs]))
             size = tuple(features) if features else None
-            rows.append(Row(module, op, component, driver, forward, tuple(grads), block, recomputed, size))
+            rows.append(Row(module, op, component, driver, forward, tuple(grads), block, recomputed, size, *cached))
         parameters = tuple(Parameter(*p) for p in data["parameters"])
         return CostModel(data["name"], tuple(rows), parameters, dict(data["source"]), tuple(data["unknown"]))
     except (KeyError, TypeError, ValueError) as error:

@@ -16,7 +16,6 @@ from headway.count.integers import (
     NONE,
     Ints,
     IntsLike,
-    as_ints,
     boundaries_of,
     joined,
     joined_per_segment,
@@ -24,6 +23,7 @@ from headway.count.integers import (
     per_segment,
 )
 from headway.count.modalities import MODALITIES, media_towers
+from headway.count.segments import segments_of_mask, segments_of_positions
 from headway.errors import WorkloadError
 
 
@@ -45,6 +45,8 @@ class Workload:
             segment: `[[("causal", 102), ("noise", 4098)]]`. They may stand in place of `segments`. See
             `headway.count.splits`.
         supervised: tokens whose next token is learnt [tokens]; when None, those of causal runs.
+        logits: tokens that the head runs on, where it leaves some out, as it does with all but the last of a prompt
+            that is answered [tokens]; all of them when None.
         media: sizes of other kinds of input, by their names in `headway.count.modalities`: `audio`, the lengths of
             clips whose tokens lie in the segments [feature frames], shape (A,); `latents`, grids of the latent images
             that the model draws from noise, and `references`, of the clean ones that its tokens read [latent patches],
@@ -54,14 +56,16 @@ class Workload:
         TypeError: a kind of input that there is not.
         WorkloadError: a length or grid below 1, fewer slots than tokens, sources or past that are not one per segment,
             splits that do not add up to their segments, more latent patches or supervised tokens than there are
-            tokens, or values that are not whole numbers.
+            tokens, more logits than tokens, or values that are not whole numbers.
 
     >>> step = Workload([4096, 512], images=[(1, 32, 48)]) + Workload([100], slots=128)
     >>> step.tokens, step.slots, step.patches, step.num_segments
     (4708, 4736, 1536, 3)
     """
 
-    __slots__ = ("_media", "_packs", "_past", "_segments", "_slots", "_sources", "_splits", "_supervised", "_tokens")
+    __slots__ = (
+        "_logits", "_media", "_packs", "_past", "_segments", "_slots", "_sources", "_splits", "_supervised", "_tokens",
+    )  # fmt: skip
     _segments: Ints
     _media: dict[str, Ints]  # by modality, in the order of the table; only those that there are
     _sources: Ints
@@ -71,6 +75,7 @@ class Workload:
     _slots: int
     _packs: int
     _supervised: int | None
+    _logits: int | None
 
     def __init__(
         self,
@@ -84,6 +89,7 @@ class Workload:
         packs: int | None = None,
         splits: Any = (),
         supervised: int | None = None,
+        logits: int | None = None,
         **media: IntsLike,
     ) -> None:
         # segments, which splits may stand in place of
@@ -97,6 +103,8 @@ class Workload:
             raise WorkloadError(f"{slots} slots cannot hold {tokens} tokens: slots count padding and tokens together.")
         if packs is not None and packs < min(tokens, 1):
             raise WorkloadError(f"{packs} packs cannot hold {tokens} tokens: give the number of forward passes.")
+        if logits is not None and not 0 <= logits <= tokens:
+            raise WorkloadError(f"logits={logits}: the head runs on 0 to {tokens} tokens, those of the workload.")
 
         # each latent patch is a token, of a run that may hold it
         sizes = _read(images=images, videos=videos, **media)
@@ -107,6 +115,7 @@ class Workload:
             tokens if slots is None else slots,
             packs,
             supervised,
+            logits,
             sizes,
             _segments=lengths,
             _sources=per_segment(sources, "sources", "a segment reads 0 tokens or more", lengths),
@@ -120,7 +129,7 @@ class Workload:
         workload = object.__new__(cls)
         nothing = {"_sources": NONE, "_past": NONE, "_splits": runs.NO_RUNS}
         sizes = _read(images=images, videos=videos)
-        workload._set(int(lengths.sum()), slots, None, None, sizes, _segments=lengths, **nothing)
+        workload._set(int(lengths.sum()), slots, None, None, None, sizes, _segments=lengths, **nothing)
         return workload
 
     def _set(
@@ -129,6 +138,7 @@ class Workload:
         slots: int,
         packs: int | None,
         supervised: int | None,
+        logits: int | None,
         media: dict[str, Ints],
         **arrays: Ints,
     ) -> None:
@@ -138,6 +148,7 @@ class Workload:
         object.__setattr__(self, "_tokens", tokens)
         object.__setattr__(self, "_slots", int(slots))
         object.__setattr__(self, "_supervised", supervised)
+        object.__setattr__(self, "_logits", logits)
         holds_work = bool(media) or any(a.size for a in arrays.values())
         object.__setattr__(self, "_packs", int(holds_work) if packs is None else packs)
 
@@ -222,6 +233,34 @@ class Workload:
         return runs.tokens_of(self._splits, runs.CAUSAL) if self._splits.size else self._tokens
 
     @property
+    def knows_supervised(self) -> bool:
+        """Whether the workload was told how many tokens are learnt."""
+        return self._supervised is not None
+
+    @property
+    def logits(self) -> int | None:
+        """Tokens that the head runs on; None where it runs on all."""
+        return self._logits
+
+    def with_counts(self, *, supervised: int | None = None, logits: int | None = None) -> "Workload":
+        """Return this workload with what was left open: labelled tokens, and those that the head runs on.
+
+        Args:
+            supervised: as for `Workload`; no more than there are tokens that can be learnt.
+            logits: as for `Workload`; no more than there are tokens.
+        """
+        if supervised is None and logits is None:
+            return self
+        workload = object.__new__(Workload)
+        for name in self.__slots__:
+            object.__setattr__(workload, name, getattr(self, name))
+        if supervised is not None and self._supervised is None:
+            object.__setattr__(workload, "_supervised", min(supervised, self._tokens - self.latent_patches))
+        if logits is not None and self._logits is None:
+            object.__setattr__(workload, "_logits", min(logits, self._tokens))
+        return workload
+
+    @property
     def runs_towers(self) -> bool:
         """Whether it holds anything that a tower beside the text reads: images, videos, audio."""
         return any(MODALITIES[name].tower in media_towers() for name in self._media)
@@ -277,6 +316,9 @@ class Workload:
             sum(w._slots for w in parts),
             sum(w._packs for w in parts),
             None if all(w._supervised is None for w in parts) else sum(w.supervised for w in parts),
+            None
+            if all(w._logits is None for w in parts)
+            else sum(w._tokens if w._logits is None else w._logits for w in parts),
             _joined_media(parts),
             _segments=joined([w._segments for w in parts]),
             _sources=joined_per_segment([w._segments for w in parts], [w._sources for w in parts]),
@@ -296,7 +338,7 @@ class Workload:
 
     def _state(self) -> dict[str, Any]:
         """Arguments that make the workload again."""
-        names = ("segments", "slots", "sources", "past", "packs", "splits", "supervised")
+        names = ("segments", "slots", "sources", "past", "packs", "splits", "supervised", "logits")
         return {**{name: getattr(self, f"_{name}") for name in names}, **self._media}
 
     def _key(self) -> tuple[Any, ...]:
@@ -317,7 +359,8 @@ class Workload:
         """Write the workload as plain lists by the names of its arguments, without latents, references and splits."""
         lists = {name: self.sizes(name).tolist() for name, row in MODALITIES.items() if row.tower != "latents"}
         lists |= {name: getattr(self, name).tolist() for name in ("segments", "sources", "past")}
-        return {**lists, "slots": self.slots, "packs": self.num_packs}
+        logits = {} if self._logits is None else {"logits": self._logits}
+        return {**lists, "slots": self.slots, "packs": self.num_packs, **logits}
 
     def __repr__(self) -> str:
         parts = [f"{self.num_segments} segments", f"{self._tokens} tokens", f"{self._slots} slots"]
@@ -325,6 +368,8 @@ class Workload:
             parts.append(f"{int(self._sources.sum())} source tokens")
         if self._past.size:
             parts.append(f"{int(self._past.sum())} past tokens")
+        if self._logits is not None:
+            parts.append(f"{self._logits} logits")
         parts += [f"{tokens} {mode}" for mode, tokens in runs.by_mode(self._splits).items()]
         for name, sizes in self._media.items():
             row = MODALITIES[name]
@@ -384,7 +429,7 @@ class Workload:
         >>> Workload.from_attention_mask([[1, 1, 1, 0], [1, 1, 2, 2]]).segments.tolist()
         [3, 2, 2]
         """
-        lengths, slots = _segments_of_mask(attention_mask)
+        lengths, slots = segments_of_mask(attention_mask)
         return cls._of_lengths(lengths, images, videos, slots)
 
     @classmethod
@@ -411,7 +456,7 @@ class Workload:
         >>> Workload.from_position_ids([0, 1, 2, 0, 1]).segments.tolist()
         [3, 2]
         """
-        lengths, slots = _segments_of_positions(position_ids, attention_mask)
+        lengths, slots = segments_of_positions(position_ids, attention_mask)
         return cls._of_lengths(lengths, images, videos, slots)
 
 
@@ -447,54 +492,3 @@ def _frozen(array: Ints) -> Ints:
 def _rebuilt(arguments: dict[str, Any]) -> Workload:
     """Make a workload that was pickled."""
     return Workload(**arguments)
-
-
-def _segments_of_mask(attention_mask: IntsLike) -> tuple[Ints, int]:
-    """Read lengths of segments [tokens], and the slots, off a mask; see `Workload.from_attention_mask`."""
-    mask = as_ints(attention_mask, "attention_mask", booleans=True)
-    if mask.ndim != 2:
-        raise WorkloadError(f"attention_mask must be (batch, slots), got shape {mask.shape}.")
-    bits = np.bitwise_or.reduce(mask, axis=None)  # negative if any number is, at most 1 if all are: one pass
-    if bits < 0:
-        raise WorkloadError(f"attention_mask must hold 0, 1, 2, ..., got {int(mask.min())}.")
-    lengths: Any = []
-    if bits <= 1:  # plain padding; a row without a token is no segment
-        lengths = mask.sum(axis=1)
-        lengths = lengths[lengths > 0]
-    else:
-        for row in mask:
-            lengths += np.unique(row[row > 0], return_counts=True)[1].tolist()
-    return np.asarray(lengths, dtype=np.int64), mask.size
-
-
-def _segments_of_positions(position_ids: IntsLike, attention_mask: IntsLike | None) -> tuple[Ints, int]:
-    """Read lengths of segments [tokens], and the slots, off positions; see `Workload.from_position_ids`."""
-    # of four planes the first holds the text's positions; three are M-RoPE's own
-    positions = as_ints(position_ids, "position_ids")
-    if positions.ndim == 1:
-        positions = positions[None]
-    if positions.ndim == 3 and positions.shape[0] == 4:
-        positions = positions[0]
-    # a segment starts where its positions do not go on from the slot before, and in each row's first slot
-    if positions.ndim == 3 and positions.shape[0] == 3:
-        starts = (positions == 0).all(axis=0)
-    elif positions.ndim == 2:
-        starts = np.empty(positions.shape, dtype=bool)
-        np.not_equal(positions[:, 1:], positions[:, :-1] + 1, out=starts[:, 1:])
-    else:
-        raise WorkloadError(
-            f"position_ids must be (slots,), (batch, slots), (3, batch, slots) or (4, batch, slots), "
-            f"got shape {np.shape(position_ids)}."
-        )
-    starts[:, :1] = True
-    # the slots from one start to the next; under a mask, those that are no padding
-    if attention_mask is None:
-        lengths = np.diff(np.flatnonzero(starts), append=starts.size)
-        return lengths, starts.size
-    keep = as_ints(attention_mask, "attention_mask", booleans=True) > 0
-    if keep.shape != starts.shape:
-        raise WorkloadError(f"attention_mask is {keep.shape}, position_ids are {starts.shape}: they must agree.")
-    segment_of_slot = starts.reshape(-1).cumsum() - 1
-    # a segment of padding alone is none
-    lengths = np.bincount(segment_of_slot[keep.reshape(-1)]) if keep.any() else np.zeros(0, dtype=np.int64)
-    return lengths[lengths > 0], starts.size

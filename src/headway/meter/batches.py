@@ -4,10 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from headway.count import CostModel, Workload
+import numpy as np
+
+from headway.count import CostModel, Generation, Workload
 from headway.count.cost_model import PIXELS
 from headway.count.integers import Ints, boundaries_of
 from headway.errors import WorkloadError
+from headway.meter.clock import HostCopy
 
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seqlens_q", "cu_seqlens")
 # the tensors whose values, not only shapes, are read
@@ -22,6 +25,7 @@ _READ = (
     "video_grid_thw",
     "decoder_attention_mask",
 )
+_NUM_LABELS = "num_labels"  # entry of copies
 _IDS = ("input_ids", "inputs_embeds", "tokens")
 
 
@@ -38,7 +42,7 @@ class _Shape:
         self.ndim = len(self.shape)
 
 
-def read_or_copy(batch: Any, cost_model: CostModel) -> Workload | Mapping[str, Any]:
+def read_or_copy(batch: Any, cost_model: CostModel) -> Workload | Generation | Mapping[str, Any]:
     """Read the workload of a batch on the CPU; of one on a CUDA device, begin to copy what `workload_of` will read.
 
     Nothing waits for the device. The copies have come when it has passed any later point.
@@ -49,7 +53,7 @@ def read_or_copy(batch: Any, cost_model: CostModel) -> Workload | Mapping[str, A
     Raises:
         WorkloadError: as for `workload_of`.
     """
-    if isinstance(batch, Workload):
+    if isinstance(batch, Workload | Generation):
         return batch
     devices = {name: getattr(getattr(value, "device", None), "type", "cpu") for name, value in batch.items()}
     if all(device == "cpu" for device in devices.values()):
@@ -58,6 +62,9 @@ def read_or_copy(batch: Any, cost_model: CostModel) -> Workload | Mapping[str, A
 
     names = (*_READ, "labels") if "source" in cost_model.towers else _READ
     copies: dict[str, Any] = {}
+    labels = batch.get("labels")
+    if labels is not None and devices["labels"] == "cuda" and "labels" not in names:  # one number of them is read
+        copies[_NUM_LABELS] = HostCopy((labels.detach()[..., 1:] >= 0).sum()[None])
     for name, value in batch.items():
         if name not in names or devices[name] == "cpu":
             copies[name] = value if name in names or not hasattr(value, "shape") else _Shape(value)
@@ -104,7 +111,35 @@ def workload_of(batch: Workload | Mapping[str, Any], cost_model: CostModel | Non
     if "images" in grids and cost_model is not None and _sees_alone(cost_model) and not _has_ids(batch):
         _check_side(batch["pixel_values"], cost_model)
         return Workload(images=grids["images"])  # a classifier of pictures: no text, and so no segments
-    return _segments(batch, _shape(batch), grids)
+    shape = _shape(batch)
+    return _segments(batch, shape, grids).with_counts(supervised=_num_labels(batch), logits=_num_logits(batch, shape))
+
+
+def _num_labels(batch: Mapping[str, Any]) -> int | None:
+    """Count the tokens whose next token has a label; those that transformers' losses leave out are below 0."""
+    if isinstance(copy := batch.get(_NUM_LABELS), HostCopy):
+        return round(copy.read()[0])
+    labels = batch.get("labels")
+    if labels is None or isinstance(labels, _Shape) or not hasattr(labels, "ndim") or not labels.ndim:
+        return None
+    return int((_on_host(labels)[..., 1:] >= 0).sum())
+
+
+def _num_logits(batch: Mapping[str, Any], shape: tuple[int, int]) -> int | None:
+    """Count the real tokens that the head runs on, where transformers' `logits_to_keep` leaves some out."""
+    rows, slots = shape
+    last = batch.get("logits_to_keep")
+    if not isinstance(last, int) or not last:
+        return None
+    mask = batch.get("attention_mask")
+    if mask is None or mask.ndim != 2:
+        return rows * min(last, slots)
+    return int((_on_host(mask)[:, -last:] > 0).sum())
+
+
+def _on_host(values: Any) -> Any:
+    """Give the array of a CPU tensor, so that no operation of torch is dispatched."""
+    return values.detach().numpy() if hasattr(values, "detach") else np.asarray(values)
 
 
 def _check_slots(workload: Workload, batch: Mapping[str, Any]) -> None:

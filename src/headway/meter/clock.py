@@ -106,6 +106,7 @@ class ForwardTimer:
     share a forward are equally busy.
 
     Attributes:
+        is_paused: whether forwards go by unnoticed, as those that generate do.
         on_begin: called at each forward's begin, with its mark.
         on_end: called at its end, with its mark and what it returned.
     """
@@ -117,6 +118,7 @@ class ForwardTimer:
         self._waits: list[Span] = []
         self._forwards: list[tuple[Span, list[Span]]] = []
         self._wrapped: list[Any] | None = None
+        self.is_paused = False
         self.on_begin: Callable[[Mark], None] | None = None
         self.on_end: Callable[[Mark, Any], None] | None = None
         _timers[model] = self
@@ -148,6 +150,8 @@ class ForwardTimer:
 
     def before(self, model: "nn.Module") -> None:
         """Note that a forward of the model begins."""
+        if self.is_paused:
+            return
         if self._wrapped is None:  # `fully_shard` may have come after the meter
             groups = [group for module in model.modules() for group in sharded_groups(module)]
             self._wrapped = [*dict.fromkeys(groups)]  # modules that are sharded together share theirs

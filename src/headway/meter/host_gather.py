@@ -58,6 +58,15 @@ class HostAllGather:
             if word >> bit & 1
         }
 
+    def exchange_uneven(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Exchange lists whose lengths may differ from rank to rank; the shorter ones end in zeros.
+
+        Raises:
+            RankLostError: as for `exchange`.
+        """
+        longest = max(length for (length,) in self.exchange([len(numbers)]))
+        return self.exchange([*numbers, *[0] * (longest - len(numbers))])
+
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Give every rank the numbers of all ranks, in the order of the ranks; exact, whatever their size.
 

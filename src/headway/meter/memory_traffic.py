@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from headway.count import Workload, drivers
+from headway.count import Generation, Workload, drivers
 from headway.errors import UsageError
 
 
@@ -102,6 +102,34 @@ class Traffic:
         weights += num_forward_only * self.always.forward
         saved = sum(evaluate(workload) * numerator // denominator for evaluate, numerator, denominator in self._saved)
         return StepBytes(weights, gradients, optimizer, 2 * saved)
+
+
+@dataclass(frozen=True)
+class ForwardTraffic:
+    """Bytes that forwards without a backward move: weights once a forward, cached keys and values as masks allow."""
+
+    weights: int  # that every forward reads
+    towers: int  # that only forwards with images, videos or audio clips read
+    cache_per_token: int  # keys and values of one token, of all layers
+    cache_reads: tuple[tuple[str, int], ...]  # driver of each attention, and bytes of keys and values that a pair reads
+
+    def of_forwards(self, num_forwards: int, num_with_towers: int) -> int:
+        """Count what so many forwards without a cache read, of which some hold images, videos or audio clips."""
+        return num_forwards * self.weights + num_with_towers * self.towers
+
+    def of_generation(self, generation: Generation) -> int:
+        """Count what answering prompts moves: a cache is written once, and read by prefill once and by each step.
+
+        Left out, so that it is a lower bound: activations, logits, states of recurrences and convolutions.
+        """
+        prefill, decode = generation.prefill, generation.decode
+        forwards = generation.num_prefills + generation.num_decode_steps
+        with_towers = generation.num_prefills if prefill.runs_towers else 0
+        cache = self.cache_per_token * (2 * prefill.tokens + decode.tokens)
+        for driver, num_bytes in self.cache_reads:
+            pairs = drivers.parse(driver)
+            cache += num_bytes * sum(sign * pairs(workload) for sign, workload in generation.reads)
+        return self.of_forwards(forwards, with_towers) + cache
 
 
 def mbu(num_bytes: int, wall_s: float, bytes_per_s: float) -> float:

@@ -173,7 +173,7 @@ class Meter(StepMeter):
         try:
             self._pending.leave_out(all_ranks.all_steps(self._left_out))
             mine = self._take()
-            every = all_ranks.exchange(mine)
+            every = all_ranks.exchange_uneven(mine)
         except RankLostError as error:
             warnings.warn(str(error), stacklevel=3)
             every = [mine or self._take()]

@@ -21,7 +21,7 @@ from headway.count.recompute import run_again
 from headway.count.rows import Parameter, Row
 from headway.errors import UsageError
 from headway.meter.clock import sharded_groups
-from headway.meter.memory_traffic import ParameterBytes, Traffic
+from headway.meter.memory_traffic import ForwardTraffic, ParameterBytes, Traffic
 from headway.tracing import trace, unwrap
 from headway.tracing.activations import saved_activations
 from headway.tracing.phantom import phantom
@@ -96,6 +96,37 @@ def traffic_of(
     )
     always, towers = _parts(cost, parameters, recompute, autocast, saved.reached, _updated(optimizer))
     return Traffic(always, towers, saved.rows, saved.left_out)
+
+
+def forward_traffic(model: nn.Module, cost_model: CostModel) -> ForwardTraffic | None:
+    """Find what a forward without a backward moves on one rank, generation with a cache included.
+
+    Args:
+        model: as it runs, wrapped and sharded.
+        cost_model: its ledger.
+
+    Returns:
+        Bytes by part; None where ranks hold parts of one product, or the ledger is of another model.
+    """
+    try:
+        parameters = _parameters_of_rank(unwrap.unwrapped(model))
+    except UsageError:
+        return None
+    if [h.parameter.numel() for h in parameters] != [p.numel for p in cost_model.parameters]:
+        return None
+    weights_read, _, _ = phases = _weights_read(cost_model, 0, "none")
+    of_towers = _of_towers(cost_model, phases)
+    sizes = [_met(p) * h.dtype.itemsize for h, p in zip(parameters, cost_model.parameters, strict=True)]
+    weights, towers = (
+        sum(n for i, n in enumerate(sizes) if (weights_read & group) >> i & 1) for group in (~of_towers, of_towers)
+    )
+    # keys and values have the type of most weights
+    itemsize = max((h.parameter.numel(), h.dtype.itemsize) for h in parameters)[1] if parameters else 0
+    cached: dict[str, int] = {}
+    for row in cost_model.rows:
+        if row.cached and tower(row.driver) == "language":
+            cached[row.driver] = cached.get(row.driver, 0) + row.cached * itemsize
+    return ForwardTraffic(weights, towers, sum(cached.values()), tuple(cached.items()))
 
 
 def _met(parameter: Parameter) -> int:

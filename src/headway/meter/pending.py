@@ -1,18 +1,19 @@
 """Steps on their way from a loop to its log: held until the device has passed them, then added up."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.count import CostModel, FlopCount, Workload
+from headway.count import CostModel, FlopCount, Generation, Workload
 from headway.count.cost_model import By
 from headway.meter.batches import workload_of
 from headway.meter.clock import Mark, Span
 from headway.meter.goodput import Goodput
-from headway.meter.memory_traffic import Traffic
+from headway.meter.memory_traffic import ForwardTraffic, Traffic
 from headway.meter.phases import StepPhases
 from headway.meter.step_clock import StepTime
+from headway.meter.step_phases import REST, PhaseTimes
 from headway.meter.tally import AWAY_FOR, NS, Sums
 
 _MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
@@ -26,6 +27,8 @@ class Billing:
     forward_only: bool = False  # it has no backward
     input_gradients: tuple[str, ...] = ()  # names of its arguments that require a gradient
     elsewhere: bool = False  # another rank, which works on the batch too, counts it
+    phase: str = REST  # named phase that it is counted in
+    is_timed: bool = True  # whether the forward is one of those that `ForwardTimer` times
 
     @property
     def trains(self) -> bool:
@@ -62,6 +65,8 @@ class PendingSteps:
         recompute: as `CostModel.count` takes it.
         start: where the first step begins.
         traffic: what this rank must move; None where it is not asked for.
+        forwards: what forwards without a backward must move, by the model's place; of models of which it is known.
+        elsewhere: named phases that have devices of their own.
         goodput: the run's ledger, which is told what the device did while the host waited for data.
         keeps_steps: whether steps stay apart until `take`, since another rank may still have one of them left out.
     """
@@ -74,20 +79,23 @@ class PendingSteps:
         traffic: Traffic | None = None,
         goodput: Goodput | None = None,
         *,
+        forwards: Mapping[int, ForwardTraffic] | None = None,
+        elsewhere: Container[str] = (),
         keeps_steps: bool = False,
     ) -> None:
         self.extra: dict[str, Any] = {}
         self._cost_models = cost_models
         self._recompute = recompute
         self._last_end = start
-        self._traffic = traffic
+        self._traffic, self._forwards = traffic, forwards or {}
+        self._elsewhere = elsewhere
         self._goodput = goodput
         self._updates = [0, 0]  # steps since FLOPs were last counted, and how many of them skipped theirs
         self._keys = tuple(dict.fromkeys((row.component, row.driver) for model in cost_models for row in model.rows))
         self._steps: deque[PendingStep] = deque()
         self._keeps_steps = keeps_steps
         self._added_up: dict[int, Sums] = {}  # by the step's number
-        self._workloads: defaultdict[Billing, list[Workload]] = defaultdict(list)
+        self._work: defaultdict[Billing, list[Workload | Generation]] = defaultdict(list)
         self._sums = Sums(self._keys)
 
     def __len__(self) -> int:
@@ -148,7 +156,7 @@ class PendingSteps:
     def _collect(self) -> None:
         for step in self._passed():
             self._take_in(step, counted=not step.left_out)
-            if sum(map(len, self._workloads.values())) >= _MOST:
+            if sum(map(len, self._work.values())) >= _MOST:
                 self._count()
 
     def _take_in(self, step: PendingStep, *, counted: bool) -> None:
@@ -171,8 +179,8 @@ class PendingSteps:
             return
         # batches whose tokens another rank counts are empty here
         for batch, billed in step.batches:
-            workload = Workload() if billed.elsewhere else workload_of(batch, self._cost_models[billed.model])
-            self._workloads[billed].append(workload)
+            work = batch if isinstance(batch, Generation) else workload_of(batch, self._cost_models[billed.model])
+            self._work[billed].append(Workload() if billed.elsewhere else work)
             totals["num_batches"] += billed.trains
         totals["wall_ns"] += wall_ns
         totals["data_wait_ns"] += min(wait_ns, wall_ns)
@@ -183,6 +191,7 @@ class PendingSteps:
         totals["collection_ns"] += round(time.collection_s * NS)
         if time.phases is not None:
             self._take_phases(time.phases)
+        self._take_phase_times(time.phase_times, wall_ns)
         totals["num_steps"] += 1
         totals["num_skipped"] += step.skipped
         self._updates[0] += 1
@@ -198,21 +207,62 @@ class PendingSteps:
             totals["lead_ns"] += max(1, round(lead_s * NS))
             totals["host_ns"] += round(phases.launching_s() * NS)
 
+    def _take_phase_times(self, times: PhaseTimes, wall_ns: int) -> None:
+        """Add the time of a step's named phases, and what is left of it."""
+        rest_ns = wall_ns
+        for name, span in times.spans:
+            span_ns = round(span.seconds * NS)
+            self._sums.phase(name).totals["wall_ns"] += span_ns
+            rest_ns -= span_ns
+        self._sums.phase(REST).totals["wall_ns"] += max(0, rest_ns)
+        for name, busy_s in times.busy_s.items():
+            self._sums.phase(name).totals["devices_ns"] += round(busy_s * NS)
+
     def _count(self) -> None:
-        for billed, workloads in self._workloads.items():
+        for billed, work in self._work.items():
+            workloads = [item.workload if isinstance(item, Generation) else item for item in work]
             workload = Workload.total(workloads)
             count = billed.count(workload, self._cost_models, self._recompute)
-            self._sums.add_count(count)
-            self._sums.totals["busy_flops"] += 0 if billed.model else count.forward
+            # FLOPs of the ranks' own devices; tokens that the model learns from
+            if billed.phase not in self._elsewhere:
+                self._sums.add_count(count)
+                self._sums.totals["busy_flops"] += count.forward if billed.is_timed and not billed.model else 0
             if billed.trains:
                 self._sums.add_quantities(workload)
-        if self._traffic is not None and self._updates[0]:
-            self._sums.totals["bytes_moved"] += self._moved(self._traffic)
-        self._workloads.clear()
+                silent = sum(1 for item in workloads if item.tokens and not item.knows_supervised)
+                self._sums.totals["num_without_labels"] += silent
+            # all that a phase computes
+            phase = self._sums.phase(billed.phase)
+            phase.add_count(count)
+            phase.add_quantities(workload)
+            for item in work:
+                if isinstance(item, Generation):
+                    phase.totals["prompt_tokens"] += item.prompt_tokens
+                    phase.totals["generated_tokens"] += item.generated_tokens
+        self._count_bytes()
+        self._work.clear()
         self._updates = [0, 0]
 
-    def _moved(self, traffic: Traffic) -> int:
-        trained = [w for billed, workloads in self._workloads.items() if billed.trains for w in workloads]
+    def _count_bytes(self) -> None:
+        """Add the bytes that each phase moved, as far as they are known, and all of them where training's are."""
+        moved: dict[str, int] = {}
+        trains = {billed.phase for billed in self._work if billed.trains}
+        for billed, work in self._work.items():
+            if not billed.trains and (forwards := self._forwards.get(billed.model)) is not None:
+                moved[billed.phase] = moved.get(billed.phase, 0) + _moved_forward(forwards, work)
+        if self._traffic is not None and self._updates[0]:
+            phase = trains.pop() if len(trains) == 1 else REST  # an update's bytes are those of all phases that train
+            moved[phase] = moved.get(phase, 0) + self._moved_in_training(self._traffic)
+            self._sums.totals["bytes_moved"] += sum(
+                num_bytes for name, num_bytes in moved.items() if name not in self._elsewhere
+            )
+        for name, num_bytes in moved.items():
+            self._sums.phase(name).totals["bytes_moved"] += num_bytes
+
+    def _moved_in_training(self, traffic: Traffic) -> int:
+        trained = [
+            item for billed, work in self._work.items() for item in work if billed.trains and isinstance(item, Workload)
+        ]
         steps, skipped = self._updates
         return traffic.bytes_of(
             Workload.total(trained),
@@ -220,5 +270,11 @@ class PendingSteps:
             num_with_towers=sum(w.runs_towers for w in trained),
             num_steps=steps,
             num_skipped=skipped,
-            num_forward_only=len(self._workloads[Billing(forward_only=True)]),
         ).total
+
+
+def _moved_forward(traffic: ForwardTraffic, work: Sequence[Workload | Generation]) -> int:
+    """Count the bytes of forwards without a backward."""
+    batches = [item for item in work if isinstance(item, Workload)]
+    generated = sum(traffic.of_generation(item) for item in work if isinstance(item, Generation))
+    return generated + traffic.of_forwards(len(batches), sum(item.runs_towers for item in batches))

@@ -3,6 +3,7 @@
     data      the loop waits for a batch
     input     from there to the forward: copies to the device, and what the loop does with a batch
     exchange  within it: ranks wait for each other (`headway train`'s messages, DDP's buffers)
+    inference what the loop names as a phase without a backward: generation, scoring
     forward   of the model
     loss      from the forward's end to the backward's begin
     backward  until the last gradient is there
@@ -27,7 +28,7 @@ from headway.meter.clock import ForwardTimer, Mark, Span
 if TYPE_CHECKING:
     from torch import nn
 
-PHASES = ("data", "input", "exchange", "forward", "loss", "backward", "gradients", "optimizer", "after")
+PHASES = ("data", "input", "exchange", "inference", "forward", "loss", "backward", "gradients", "optimizer", "after")
 LAUNCHING = ("forward", "backward", "optimizer")  # in which the host gives a device its work
 GAPS = ("input", "loss", "gradients", "after")  # in which the loop does what it likes
 _LONG_S = 0.02  # a step of this length hides what some marks cost [s]
@@ -261,7 +262,13 @@ class PhaseTimer:
 
 def _gap_before(phase: str, *, is_behind_update: bool) -> str:
     """Name a gap by what it leads to: a wait for data behind an update is the next step's, else of a further batch."""
-    names = {"forward": "input", "exchange": "input", "backward": "loss", "optimizer": "gradients"}
+    names = {
+        "forward": "input",
+        "exchange": "input",
+        "inference": "input",
+        "backward": "loss",
+        "optimizer": "gradients",
+    }
     return names.get(phase, "after" if is_behind_update else "input")
 
 

@@ -13,6 +13,7 @@ from headway.meter.goodput import Goodput
 from headway.meter.goodput_report import Bucket
 from headway.meter.pauses import CollectionTimer
 from headway.meter.phases import PhaseTimer, StepPhases
+from headway.meter.step_phases import PhaseClock, PhaseTimes
 from headway.meter.tally import NS
 
 _PHASES = ("evaluation", "checkpoint")  # buckets that watchers are told of as phases
@@ -25,6 +26,7 @@ class StepTime(NamedTuple):
     away_s: float  # time within it that was not training, by the host's clock [s]
     away_for_s: Mapping[str, float]  # the same by bucket, such as "compile" [s]
     waits: list[Span]  # waits for data
+    phase_times: PhaseTimes  # phases that the loop names
     phases: StepPhases | None  # of a step that was sampled
     collection_s: float  # of Python's garbage collections [s]
     compiled: bool  # whether something was compiled in it
@@ -85,6 +87,7 @@ class StepClock:
         self._clock = clock or meter_clock.now_s
         self._energy = WindowEnergy(None, self.boundary)
         self._phases: PhaseTimer | None = None
+        self._phase_clock = PhaseClock(self._mark)
         self._collections = CollectionTimer(self._clock)
         self._compilation = Compilation(self._compiling, self._compiled)
         self._compile_span: AbstractContextManager[None] | None = None
@@ -164,6 +167,7 @@ class StepClock:
         self.back()
         mark = self._mark()
         mark.wait()  # until then the device is busy with steps
+        self._phase_clock.interrupt(mark)
         if self._phases is not None:
             self._phases.leave(mark)
         self._left_s, self._left_for = self._clock(), bucket
@@ -177,8 +181,10 @@ class StepClock:
         if self._left_s is None:
             return
         self._mark().wait()
+        mark = self._mark()
+        self._phase_clock.resume(mark)
         if self._phases is not None:
-            self._phases.back(self._mark())
+            self._phases.back(mark)
         bucket = str(self._left_for)
         self._away_for_s[bucket] = self._away_for_s.get(bucket, 0.0) + self._clock() - self._left_s
         if bucket in _PHASES:
@@ -226,6 +232,7 @@ class StepClock:
             self._away_s,
             self._away_for_s,
             self._waits,
+            self._phase_clock.take(end),
             phases,
             self._collections.take(),
             self._compilation.happened(),

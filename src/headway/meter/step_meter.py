@@ -3,11 +3,12 @@
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from headway.count import CostModel, Workload
+from headway.count import CostModel, Generation, Workload
 from headway.devices import Peak
 from headway.errors import UsageError
 from headway.meter import pauses
@@ -28,8 +29,12 @@ from headway.meter.goodput import Goodput
 from headway.meter.pending import Billing, PendingStep, PendingSteps
 from headway.meter.phases import PhaseTimer, data_parallel_around
 from headway.meter.step_clock import LoopWatcher, StepClock
+from headway.meter.step_phases import REST, NamedPhase, PhaseDevices
 from headway.meter.tally import Tally, Yardstick
 from headway.meter.window import Window
+
+if TYPE_CHECKING:
+    from headway.meter.memory_traffic import ForwardTraffic
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,13 @@ class StepMeter(StepClock, ABC):
             else traffic_or_warn(model, loop.optimizer, self.cost_model, loop.recompute, loop.results)
         )
         self.models = (self.cost_model, *loop.others)
+        self._forward_traffic: dict[int, ForwardTraffic] = {}
+        if not isinstance(model, CostModel):
+            with self.boundary.guard("The bytes that forwards of this loop's model move"):
+                from headway.meter.model_traffic import forward_traffic
+
+                if (own := forward_traffic(model, self.cost_model)) is not None:
+                    self._forward_traffic[0] = own
         self.ceiling, self.batch_share = loop.ceiling, loop.batch_share
         self.memory_bytes_per_s = loop.memory_bytes_per_s or bandwidth_of(self.device)
         # what steps add up to, and what rates are compared with
@@ -102,6 +114,7 @@ class StepMeter(StepClock, ABC):
                 self.memory_bytes_per_s,
                 loop.packing_length,
                 loop.batch_share.ranks,
+                self._phase_clock.devices,
             ),
             smooth_over,
         )
@@ -129,7 +142,14 @@ class StepMeter(StepClock, ABC):
         several = self._opens()
         super().start()
         self._pending = PendingSteps(
-            self.models, self.recompute, self._last, self._traffic, self.goodput, keeps_steps=several
+            self.models,
+            self.recompute,
+            self._last,
+            self._traffic,
+            self.goodput,
+            forwards=self._forward_traffic,
+            elsewhere=self._phase_clock.devices,
+            keeps_steps=several,
         )
         self.watchers += LoopWatcher.waiting
         LoopWatcher.waiting.clear()
@@ -178,7 +198,8 @@ class StepMeter(StepClock, ABC):
         Of ranks that work on a batch together the first counts it; on the others it is known to profiles alone.
 
         Args:
-            batch: a `Workload`, or the forward's arguments by name (see `workload_of`).
+            batch: a `Workload`, the forward's arguments by name (see `workload_of`), or a `Generation`, which has no
+                backward and whose time is that of the phase around it.
             forward_only: it has no backward, as that of a reference model. Its tokens are then not counted again.
             cost_model: one of `others` where it is not the trained model's; its tokens are not counted again either.
             input_gradients: names of the arguments that require a gradient, since something in front of the model is
@@ -189,14 +210,90 @@ class StepMeter(StepClock, ABC):
             WorkloadError: the batch does not say what it computes, or the cost model what an input's gradient costs.
         """
         self.start()
+        phase = self._phase_clock.current
+        forward_only = forward_only or isinstance(batch, Generation) or (phase is not None and phase.forward_only)
         which = 0 if cost_model is None else self._place_of(cost_model)
         if input_gradients is None:
-            input_gradients = () if isinstance(batch, Workload) else input_gradients_of(batch)
+            input_gradients = () if isinstance(batch, Workload | Generation) else input_gradients_of(batch)
         gradients = () if forward_only else tuple(input_gradients)
-        billed = Billing(which, forward_only, gradients, elsewhere=not self.batch_share.is_first)
+        billed = Billing(
+            which,
+            forward_only,
+            gradients,
+            elsewhere=not self.batch_share.is_first,
+            phase=REST if phase is None else phase.name,
+            is_timed=phase is None or not phase.forward_only,
+        )
         if billed.input_gradients:
             self.models[which].with_input_gradients(billed.input_gradients)  # refuses those that it does not know
         self._batches.append((read_or_copy(batch, self.models[which]), billed))
+
+    @contextmanager
+    def phase(
+        self,
+        name: str,
+        *,
+        forward_only: bool = False,
+        peak: Peak | None = None,
+        num_devices: int | None = None,
+        memory_bytes_per_s: float = math.nan,
+    ) -> Iterator[NamedPhase]:
+        """Name the part of a step within a block, such as "rollout", "reference" or "update".
+
+        Windows tell the time, FLOPs, MFU and MBU of each; one may come several times in a step, and one within another
+        interrupts it. Every rank names the same phases. Nothing waits for the device.
+
+        Args:
+            name: of the phase.
+            forward_only: nothing in it has a backward. Forwards within it are then not timed one by one.
+            peak: of one of the phase's own devices, where it does not run on those of the ranks; the meter's when None.
+            num_devices: number of the phase's own devices, of all ranks together; None where it has none.
+            memory_bytes_per_s: memory bandwidth of one of them [B/s].
+
+        Returns:
+            The phase. Set its `busy_s` where its own devices tell how long they worked.
+
+        Raises:
+            UsageError: a name that is taken, a peak without a number of devices.
+
+        >>> with meter.phase("rollout", forward_only=True):                       # doctest: +SKIP
+        ...     answers = generate(prompts)
+        ...     meter.count(Generation(prompt_lengths, answer_lengths, batch_size=64))
+        """
+        if num_devices is None and (peak is not None or not math.isnan(memory_bytes_per_s)):
+            raise UsageError(
+                f"the phase {name!r} has a peak or bandwidth of its own: say num_devices=, how many devices."
+            )
+        if num_devices is not None and num_devices < 1:
+            raise UsageError(f"num_devices={num_devices}: a phase with devices of its own has 1 or more.")
+        devices = None if num_devices is None else PhaseDevices(peak or self.peak, num_devices, memory_bytes_per_s)
+        self.start()
+        phase = NamedPhase(name, forward_only, devices)
+        self._phase_clock.enter(phase)
+        self._pause(phase)
+        try:
+            yield phase
+        finally:
+            self._phase_clock.leave()
+            self._resume(phase)
+
+    def _pause(self, phase: NamedPhase) -> None:
+        """Stop timing forwards one by one in a phase without a backward."""
+        if not phase.forward_only:
+            return
+        if self._forwards is not None:
+            self._forwards.is_paused = True
+        if self._phases is not None:
+            self._phases.begin("inference")
+
+    def _resume(self, phase: NamedPhase) -> None:
+        outer = self._phase_clock.current
+        if not phase.forward_only or (outer is not None and outer.forward_only):
+            return
+        if self._forwards is not None:
+            self._forwards.is_paused = False
+        if self._phases is not None:
+            self._phases.end("inference")
 
     @property
     def model(self) -> Any:

@@ -2,17 +2,20 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.count import FlopCount, FlopRow, Workload, modalities
 from headway.devices import Peak
+from headway.meter.phase_use import PhaseUse, SampledPhases
 from headway.meter.phases import PHASES
-from headway.meter.window import SampledPhases, Window, ratio
+from headway.meter.step_phases import REST, PhaseDevices
+from headway.meter.utilisation import ratio
+from headway.meter.window import Window
 
 NS = 1_000_000_000
-_QUANTITIES = ("tokens", "slots", "segments")
+_QUANTITIES = ("tokens", "slots", "segments", "supervised")
 AWAY_FOR = ("compile", "evaluation", "checkpoint")  # buckets of time away whose sums a record has
 _TOTALS = (
     "num_steps",
@@ -31,6 +34,10 @@ _TOTALS = (
     *(f"{phase}_phase_ns" for phase in PHASES),
     "host_ns",  # of these steps, in which the host gave work to a device: forward, backward, optimizer
     "lead_ns",  # the most that the host was ahead of a device
+    "num_without_labels",  # micro-batches that did not tell which tokens are learnt
+    "prompt_tokens",  # of generation
+    "generated_tokens",
+    "devices_ns",  # what a phase's own devices said they worked
     "energy_mj",
     "num_without_energy",  # windows of ranks that cannot tell their energy
     "bytes_moved",
@@ -45,24 +52,52 @@ class Sums:
 
     Args:
         keys: component and driver of each row of FLOPs.
+        numbers: as `numbers` lists them.
+
+    Attributes:
+        phases: sums of each named phase, by its name.
     """
 
-    __slots__ = ("flops", "keys", "totals")
+    __slots__ = ("flops", "keys", "phases", "totals")
 
     def __init__(self, keys: tuple[tuple[str, str], ...], numbers: Sequence[int] | None = None) -> None:
         self.keys = keys
         names = (*_TOTALS, *modalities.totals({}))
-        numbers = [0] * (len(names) + len(_PHASES) * len(keys)) if numbers is None else numbers
+        length = len(names) + len(_PHASES) * len(keys)
+        numbers = [0] * length if numbers is None else numbers
         self.totals = dict(zip(names, numbers, strict=False))
-        of_phases = numbers[len(names) :]
+        of_phases = numbers[len(names) : length]
         self.flops = [list(of_phases[i :: len(_PHASES)]) for i in range(len(_PHASES))]
+        self.phases: dict[str, Sums] = {}
+        place = length
+        while place < len(numbers) and numbers[place]:  # zeros make lists of several ranks equally long
+            start = place + 1 + numbers[place]
+            name = bytes(numbers[place + 1 : start]).decode()
+            self.phases[name] = Sums(keys, numbers[start : start + length])
+            place = start + length
 
     def numbers(self) -> list[int]:
-        """List all numbers in one order."""
-        return [*self.totals.values(), *(n for row in zip(*self.flops, strict=True) for n in row)]
+        """List all numbers in one order, those of each named phase behind the length and the bytes of its name."""
+        own = [*self.totals.values(), *(n for row in zip(*self.flops, strict=True) for n in row)]
+        for name, sums in self.phases.items():
+            text = name.encode()
+            own += [len(text), *text, *sums.numbers()]
+        return own
 
     def __add__(self, other: "Sums") -> "Sums":
-        return Sums(self.keys, [a + b for a, b in zip(self.numbers(), other.numbers(), strict=True)])
+        sums = Sums(self.keys)
+        sums.totals = {name: total + other.totals[name] for name, total in self.totals.items()}
+        sums.flops = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(self.flops, other.flops, strict=True)]
+        sums.phases = {name: self.of_phase(name) + other.of_phase(name) for name in {**self.phases, **other.phases}}
+        return sums
+
+    def phase(self, name: str) -> "Sums":
+        """Sums of a named phase, to add to."""
+        return self.phases.setdefault(name, Sums(self.keys))
+
+    def of_phase(self, name: str) -> "Sums":
+        """Sums of a named phase; empty ones of a phase that there is none of."""
+        return self.phases.get(name) or Sums(self.keys)
 
     def left_out(self) -> "Sums":
         """Return what stays of steps that are left out: how many, and their time."""
@@ -84,17 +119,18 @@ class Sums:
         return sums
 
     def add_count(self, count: FlopCount) -> None:
-        """Add counted FLOPs."""
+        """Add counted FLOPs, in no named phase."""
         place = {key: i for i, key in enumerate(self.keys)}
         for row in count.rows:
             for phase, sums in zip(_PHASES, self.flops, strict=True):
                 sums[place[row.name, row.driver]] += getattr(row, phase)
 
     def add_quantities(self, workload: Workload) -> None:
-        """Add the tokens, images and other quantities of a workload."""
+        """Add the tokens, images and other quantities of a workload, in no named phase."""
         self.totals["tokens"] += workload.tokens
         self.totals["slots"] += workload.slots
         self.totals["segments"] += workload.num_segments
+        self.totals["supervised"] += workload.supervised if workload.knows_supervised else 0
         for name, number in modalities.totals(workload.media).items():
             self.totals[name] += number
 
@@ -118,6 +154,7 @@ class Yardstick:
     peak_bytes_per_s: float = math.nan  # memory bandwidth of one device [B/s]; NaN where it is not known
     packing_length: int | None = None  # tokens that a micro-batch has room for; None where it was not said
     batch_ranks: int = 1  # ranks in a row that work on each batch together, of which the first counts it
+    devices: Mapping[str, PhaseDevices] = field(default_factory=dict)  # of phases that have devices of their own
 
 
 class Tally:
@@ -208,7 +245,9 @@ class Tally:
             peak_memory_bytes=self._memory,
             # not known as soon as one rank has none
             collection_s=first["collection_ns"] / NS,
-            phases=_phases(ranks),
+            sampled=_phases(ranks),
+            phases=self._named(ranks),
+            num_without_labels=total.totals["num_without_labels"],
             energy_j=math.nan if total.totals["num_without_energy"] else total.totals["energy_mj"] / 1000,
             packing_length=yardstick.packing_length,
             bytes_moved=total.totals["bytes_moved"],
@@ -219,6 +258,38 @@ class Tally:
             media={name: total.totals[name] for name in modalities.totals({})},
             **quantities,
         )
+
+    def _named(self, ranks: Sequence[Sums]) -> dict[str, PhaseUse]:
+        """Describe the named phases of all ranks, and the rest of their steps; nothing where none is named."""
+        phases, yardstick = sum(ranks[1:], ranks[0]).phases, self._yardstick
+        if phases.keys() <= {REST}:
+            return {}
+        here = PhaseDevices(yardstick.peak, len(ranks), yardstick.peak_bytes_per_s)
+        return {
+            name: _use(sums, ranks[0].of_phase(name), yardstick.devices.get(name, here), name in yardstick.devices)
+            for name, sums in sorted(phases.items(), key=lambda phase: phase[0] == REST)
+        }
+
+
+def _use(sums: Sums, first: Sums, devices: PhaseDevices, is_elsewhere: bool) -> PhaseUse:
+    """Describe a phase by the sums of all ranks, and by the time of the first."""
+    totals, loop_s = sums.totals, first.totals["wall_ns"] / NS
+    return PhaseUse(
+        flops=sums.count(),
+        wall_s=first.totals["devices_ns"] / NS or loop_s,
+        loop_s=loop_s,
+        data_wait_s=0.0,
+        tokens=totals["tokens"],
+        slots=totals["slots"],
+        peak=devices.peak,
+        world_size=devices.num_devices,
+        is_elsewhere=is_elsewhere,
+        supervised=totals["supervised"],
+        prompt_tokens=totals["prompt_tokens"],
+        generated_tokens=totals["generated_tokens"],
+        bytes_moved=totals["bytes_moved"],
+        peak_bytes_per_s=devices.memory_bytes_per_s,
+    )
 
 
 def _added(before: list[Sums], ranks: list[Sums]) -> list[Sums]:
@@ -241,4 +312,4 @@ def _phases(ranks: Sequence[Sums]) -> SampledPhases | None:
     )
 
 
-_OWN = ("data", "input", "forward", "loss")  # before ranks wait for each other's gradients
+_OWN = ("data", "input", "inference", "forward", "loss")  # before ranks wait for each other's gradients

@@ -1,4 +1,4 @@
-"""Use that steps made of the hardware: MFU, HFU, rates and waste, of one device's step or of a window of all ranks."""
+"""A window: consecutive steps of all ranks, and the record of it."""
 
 import math
 from collections.abc import Mapping
@@ -6,202 +6,16 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from headway.count import FlopCount
-from headway.devices import Peak
+from headway.meter.phase_use import LATENESS, PhaseUse, SampledPhases
+from headway.meter.utilisation import Utilisation, mbu_of, ratio
 from headway.report import format_count, format_duration, format_rounded, format_share
 
 SCHEMA_VERSION = 1
 _SMOOTHED = ("mfu", "hfu", "tokens_per_s", "step_s")
 _LISTED = 128  # ranks up to which a record lists each of them
 
-
-def ratio(numerator: float, denominator: float) -> float:
-    """Divide numbers that were measured; NaN, "not known", where they have no ratio.
-
-    A step may have had no work, no time or no rank that worked, and what only observes it is not to fail of that.
-
-    >>> ratio(3, 4), ratio(0, 0)
-    (0.75, nan)
-    """
-    try:
-        quotient = numerator / denominator
-        is_known = math.isfinite(quotient) and math.isfinite(denominator)
-    except (ZeroDivisionError, OverflowError):  # counts are integers of any size
-        return math.nan
-    return quotient if is_known else math.nan
-
-
-@dataclass(frozen=True, slots=True)
-class Utilisation:
-    """FLOPs and wall time of one or more steps, and the rates that follow.
-
-    Every rate is a total over a total, and NaN where that is not known: of a step without work, time or slots, or with
-    an unknown peak. A run's MFU is therefore the time-weighted one: the sum of its FLOPs over the
-    sum of its time, not the mean of its steps' MFUs, which would let short steps count as much as long ones.
-
-    Attributes:
-        flops: counted FLOPs, by component and phase.
-        wall_s: wall-clock time, the wait for data included [s].
-        data_wait_s: part of `wall_s` spent waiting for data [s].
-        tokens: real tokens.
-        slots: positions computed, padding included.
-        peak: what one device can do.
-        world_size: devices that shared the work.
-    """
-
-    flops: FlopCount
-    wall_s: float
-    data_wait_s: float
-    tokens: int
-    slots: int
-    peak: Peak
-    world_size: int
-
-    @property
-    def convention(self) -> str:
-        """Rule by which the FLOPs were counted, such as "useful/1"."""
-        return self.flops.convention
-
-    @property
-    def peak_flops_per_s(self) -> float:
-        """Peak of all devices together [FLOP/s]."""
-        return self.peak.flops_per_s * self.world_size
-
-    @property
-    def flops_per_s(self) -> float:
-        """Useful model FLOPs per second, all devices together [FLOP/s]."""
-        return ratio(self.flops.total, self.wall_s)
-
-    @property
-    def mfu(self) -> float:
-        """Useful model FLOPs / (wall time x peak), a fraction."""
-        return ratio(self.flops_per_s, self.peak_flops_per_s)
-
-    @property
-    def hfu(self) -> float:
-        """MFU with the recomputed FLOPs of activation checkpointing added, a fraction."""
-        return ratio(ratio(self.flops.total + self.flops.recompute, self.wall_s), self.peak_flops_per_s)
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Real tokens per second, all devices together."""
-        return ratio(self.tokens, self.wall_s)
-
-    @property
-    def slots_per_s(self) -> float:
-        """Computed positions per second, padding included."""
-        return ratio(self.slots, self.wall_s)
-
-    @property
-    def padding_share(self) -> float:
-        """Share of the computed positions that were padding, a fraction."""
-        return 1 - ratio(self.tokens, self.slots)
-
-    @property
-    def data_wait_share(self) -> float:
-        """Share of the wall time spent waiting for data, a fraction."""
-        return ratio(self.data_wait_s, self.wall_s)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Say what cannot be right about these numbers, why that may be, and what to look at; usually empty."""
-        if not self.hfu > 1:  # NaN too: an unknown peak
-            return ()
-        name, value = ("MFU", self.mfu) if self.mfu > 1 else ("HFU", self.hfu)
-        return (
-            f"{name} of {value:.1%} is above 100 %, which no device can reach. Likely causes: the peak is too low "
-            f"({self.peak.flops_per_s:.4g} FLOP/s in {self.peak.dtype}, {self.peak.source}); the step was timed "
-            "without waiting for the device; or the "
-            "workload handed to the meter is not the one that was computed, or comes from more devices than "
-            f"world_size={self.world_size}.",
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Flatten into JSON-ready values; seconds, counts and fractions, never percent; None for what is not known."""
-        record: dict[str, Any] = known(self._record())
-        return record
-
-    def _record(self) -> dict[str, Any]:
-        return {
-            "wall_s": self.wall_s,
-            "data_wait_s": self.data_wait_s,
-            "data_wait_share": self.data_wait_share,
-            # tokens are real ones, slots have padding too
-            "tokens": self.tokens,
-            "slots": self.slots,
-            "tokens_per_s": self.tokens_per_s,
-            "slots_per_s": self.slots_per_s,
-            "padding_share": self.padding_share,
-            "flops": {
-                "total": self.flops.total,
-                "forward": self.flops.forward,
-                "dgrad": self.flops.dgrad,
-                "wgrad": self.flops.wgrad,
-                "recompute": self.flops.recompute,
-            },
-            "flops_by_component": self.flops.by_component(),
-            # shares of the peak, with the convention and the peak that they are of
-            "mfu": self.mfu,
-            "hfu": self.hfu,
-            "convention": self.convention,
-            "peak_flops_per_s": self.peak.flops_per_s,
-            "peak_dtype": self.peak.dtype,
-            "peak_source": self.peak.source,
-            "world_size": self.world_size,
-        }
-
-
-_LATENESS = ("late_rank", "late_rank_s", "late_rank_phase")  # entries of a record
-
-
-@dataclass(frozen=True, slots=True)
-class SampledPhases:
-    """Phases of a window's sampled steps, each the mean of a step, by the device's clock.
-
-    Attributes:
-        num_steps: that were sampled, on the first rank.
-        seconds: of each phase of `headway.meter.phases`, on the first rank [s].
-        host_s: in which its host went through forward, backward and optimizer [s]; NaN on a CPU.
-        lead_s: the most that its host was ahead of its device within a step [s]; NaN on a CPU.
-        by_rank_s: of each rank, the phases before ranks wait for each other's gradients [s]; NaN where it took none.
-    """
-
-    num_steps: int
-    seconds: Mapping[str, float]
-    host_s: float
-    lead_s: float
-    by_rank_s: tuple[Mapping[str, float], ...]
-
-    @property
-    def late_rank(self) -> tuple[int, float, str] | None:
-        """The rank that comes last to its backward, how much later than any other [s], and by which phase most."""
-        totals = [sum(phases.values()) for phases in self.by_rank_s]
-        if len(totals) < 2 or any(math.isnan(total) for total in totals):
-            return None
-        rank = max(range(len(totals)), key=totals.__getitem__)
-        others = [phases for place, phases in enumerate(self.by_rank_s) if place != rank]
-        more = {
-            name: seconds - median(phases[name] for phases in others) for name, seconds in self.by_rank_s[rank].items()
-        }
-        return (
-            rank,
-            totals[rank] - max(map(sum, (phases.values() for phases in others))),
-            max(more, key=more.__getitem__),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give the entries of a record."""
-        return {
-            "num_sampled": self.num_steps,
-            "phases_s": dict(self.seconds),
-            "host_s": self.host_s,
-            "host_lead_s": self.lead_s,
-            **dict(zip(_LATENESS, self.late_rank or (None, None, None), strict=True)),
-        }
-
-
 # Entries of a record of which no step was divided: all records have the same names.
-_NO_PHASES = {"num_sampled": 0, **dict.fromkeys(("phases_s", "host_s", "host_lead_s", *_LATENESS))}
+_NO_PHASES = {"num_sampled": 0, **dict.fromkeys(("phases_s", "host_s", "host_lead_s", *LATENESS))}
 _NO_FACTS = dict.fromkeys(("device_memory_bytes", "weights_dtype", "optimizer", "places", "anomaly_mode"))
 
 
@@ -219,7 +33,10 @@ class Window(Utilisation):
         away_for_s: time of compiling, evaluations and checkpoints by these names, also within steps that are left out
             [s].
         collection_s: time of Python's garbage collections on the first rank, within the counted steps [s].
-        phases: of the sampled steps; None where none was sampled.
+        sampled: phases of the sampled steps; None where none was sampled.
+        phases: phases that the loop names, and the rest, by name; none where it names none.
+        supervised: tokens with a label; of micro-batches that told it.
+        num_without_labels: micro-batches that did not.
         loop: what the rank that writes the record knows of its loop: its optimizer, places that it pauses in.
         num_skipped: counted steps whose update the loop skipped (a gradient scaler that found inf); computed all the
             same.
@@ -253,7 +70,10 @@ class Window(Utilisation):
     away_s: float = 0.0
     away_for_s: Mapping[str, float] = field(default_factory=dict)
     collection_s: float = 0.0
-    phases: SampledPhases | None = None
+    sampled: SampledPhases | None = None
+    phases: Mapping[str, PhaseUse] = field(default_factory=dict)
+    supervised: int = 0
+    num_without_labels: int = 0
     loop: Mapping[str, Any] = field(default_factory=dict)
     peak_memory_bytes: int = 0
     ceiling_flops_per_s: float = math.nan
@@ -278,9 +98,28 @@ class Window(Utilisation):
     @property
     def mbu(self) -> float:
         """Bytes moved at least / (wall time x peak bytes/s), a fraction; NaN where either is not known."""
-        if not self.bytes_moved:
-            return math.nan
-        return ratio(ratio(self.bytes_moved, self.wall_s), self.peak_bytes_per_s * self.world_size)
+        return mbu_of(self)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Say what cannot be right about these numbers, of a phase after its name; usually empty."""
+        own: tuple[str, ...] = Utilisation.warnings.__get__(self)  # as slots rebuild the class
+        return own + tuple(
+            f"phase {name}: {warning}" for name, phase in self.phases.items() for warning in phase.warnings
+        )
+
+    @property
+    def mfu_of_all_devices(self) -> float:
+        """MFU with the devices that phases have of their own, over the time of the steps, a fraction."""
+        elsewhere = [phase for phase in self.phases.values() if phase.is_elsewhere]
+        flops = self.flops.total + sum(phase.flops.total for phase in elsewhere)
+        peak = self.peak_flops_per_s + sum(phase.peak_flops_per_s for phase in elsewhere)
+        return ratio(ratio(flops, self.wall_s), peak)
+
+    @property
+    def num_supervised(self) -> float:
+        """Tokens with a label; NaN where a micro-batch did not tell."""
+        return math.nan if self.num_without_labels else self.supervised
 
     @property
     def fill(self) -> float:
@@ -362,7 +201,8 @@ class Window(Utilisation):
             "away_s": self.away_s,
             **{f"{bucket}_s": seconds for bucket, seconds in self.away_for_s.items()},
             "collection_s": self.collection_s,
-            **(_NO_PHASES if self.phases is None else self.phases.to_dict()),
+            **(_NO_PHASES if self.sampled is None else self.sampled.to_dict()),
+            "phases": {name: phase.to_dict() for name, phase in self.phases.items()},
             "num_skipped": self.num_skipped,
             "step_s": self.step_s,
             # rates of all devices together, and of one
@@ -371,11 +211,14 @@ class Window(Utilisation):
             "tokens_per_s_per_device": ratio(self.tokens, per_device),
             "slots_per_s_per_device": ratio(self.slots, per_device),
             # what the tokens belonged to, and media
+            "supervised": self.num_supervised,
+            "supervised_per_s": ratio(self.num_supervised, self.wall_s),
             "segments": self.segments,
             **self.media,
             "images_per_s": ratio(self.media["images"], self.wall_s),
             "patches_per_s": ratio(self.media["patches"], self.wall_s),
             "flops_share_by_component": self._shares(),
+            "mfu_of_all_devices": self.mfu_of_all_devices,
             "mfu_of_ceiling": self.mfu_of_ceiling,
             "mbu": self.mbu,
             "bytes_moved": self.bytes_moved or None,
@@ -404,12 +247,3 @@ class Window(Utilisation):
     def _shares(self) -> dict[str, float]:
         total = self.flops.total
         return {name: ratio(flops, total) for name, flops in self.flops.by_component().items()} if total else {}
-
-
-def known(node: Any) -> Any:
-    """Replace numbers that are not finite, for which JSON has no word, by None: they are not known."""
-    if isinstance(node, dict):
-        return {key: known(value) for key, value in node.items()}
-    if isinstance(node, list | tuple):
-        return [known(value) for value in node]
-    return None if isinstance(node, float) and not math.isfinite(node) else node

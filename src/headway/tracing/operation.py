@@ -75,6 +75,7 @@ class Operation:
     executed_flops: int = 0  # FLOPs that forward dispatched, where these are more than count
     windows: tuple[ConvolutionWindow, ...] = ()  # the windows of a convolution, one for each direction
     longest: int = 0  # length of the longest piece of attention over packed pieces [positions]
+    cached: int = 0  # elements of one token's keys and values, which each pair of attention reads
 
     @property
     def forward_flops(self) -> int:

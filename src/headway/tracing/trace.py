@@ -237,6 +237,7 @@ def _row(model: nn.Module, op: Operation, fitted: DriverFit, component: str, bey
         op.block,
         bool(op.block) and op.saves_after,
         (op.weight[0], op.weight[1]) if linear else None,
+        int(cached) if (cached := fitted.scale * op.cached).denominator == 1 else 0,
     )
 
 

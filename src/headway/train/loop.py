@@ -187,7 +187,7 @@ class Loop:
             phase.at("backward", batch=batch)
             torch.autograd.backward(pack.total)
             sums.add(pack, batch.source_of_slots()[local])
-            run.meter.count(batch.workload)
+            run.meter.count(batch.workload.with_counts(supervised=sum(batch.supervised)))
         return noised, sums
 
     def _update(self, sums: StepSums, lr: float, shared: StepShare, batches: list[Batch]) -> None:

@@ -19,7 +19,7 @@ from headway.log.boundary import ErrorBoundary
 from headway.log.jsonl import LineFile, append_whole
 from headway.log.run_files import LossTally
 from headway.log.sinks import Sinks
-from headway.meter.window import known
+from headway.meter.utilisation import known
 from headway.version import __version__
 from headway.words import Argument
 

@@ -17,7 +17,7 @@ from headway.devices import Peak
 from headway.devices.lookup import dtype_label
 from headway.errors import UsageError
 from headway.meter import clock
-from headway.meter.window import Utilisation
+from headway.meter.utilisation import Utilisation
 
 _CPU = torch.device("cpu")  # where "fp32" means "fp32"; `GPUSpec.peak_tflops` knows where it means TF32
 _MBU_MESSAGE = (
