@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from headway.count import FlopCount, FlopRow, Workload, modalities
@@ -47,6 +48,12 @@ _PHASES = ("forward", "dgrad", "wgrad", "recompute")
 _OF_ALL_STEPS = ("num_left_out", "left_out_ns", *(f"{bucket}_ns" for bucket in AWAY_FOR))
 
 
+@cache
+def _media_names(_kinds: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of the totals of media, for the kinds of input that there are."""
+    return tuple(modalities.totals({}))
+
+
 class Sums:
     """Add up time, quantities and FLOPs of counted steps, on one rank or on all, as whole numbers to exchange exactly.
 
@@ -62,13 +69,16 @@ class Sums:
 
     def __init__(self, keys: tuple[tuple[str, str], ...], numbers: Sequence[int] | None = None) -> None:
         self.keys = keys
-        names = (*_TOTALS, *modalities.totals({}))
+        self.phases: dict[str, Sums] = {}
+        names = (*_TOTALS, *_media_names(tuple(modalities.MODALITIES)))
+        if numbers is None:
+            self.totals = dict.fromkeys(names, 0)
+            self.flops = [[0] * len(keys) for _ in _PHASES]
+            return
         length = len(names) + len(_PHASES) * len(keys)
-        numbers = [0] * length if numbers is None else numbers
         self.totals = dict(zip(names, numbers, strict=False))
         of_phases = numbers[len(names) : length]
         self.flops = [list(of_phases[i :: len(_PHASES)]) for i in range(len(_PHASES))]
-        self.phases: dict[str, Sums] = {}
         place = length
         while place < len(numbers) and numbers[place]:  # zeros make lists of several ranks equally long
             start = place + 1 + numbers[place]
@@ -93,7 +103,10 @@ class Sums:
 
     def phase(self, name: str) -> "Sums":
         """Sums of a named phase, to add to."""
-        return self.phases.setdefault(name, Sums(self.keys))
+        sums = self.phases.get(name)
+        if sums is None:
+            sums = self.phases[name] = Sums(self.keys)
+        return sums
 
     def of_phase(self, name: str) -> "Sums":
         """Sums of a named phase; empty ones of a phase that there is none of."""
@@ -255,7 +268,7 @@ class Tally:
             num_batches=total.totals["num_batches"],
             ceiling_flops_per_s=yardstick.ceiling_flops_per_s,
             extra=extra,
-            media={name: total.totals[name] for name in modalities.totals({})},
+            media={name: total.totals[name] for name in _media_names(tuple(modalities.MODALITIES))},
             **quantities,
         )
 
