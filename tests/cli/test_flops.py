@@ -63,6 +63,7 @@ def test_the_record_has_the_documented_keys_in_order(headway):
         "latent_patches": 0,
         "drawn_patches": 0,
         "supervised": 12800,
+        "logits": 12_800,
     }
     assert list(data["components"][0])[:6] == ["name", "driver", "forward", "dgrad", "wgrad", "total"]
     assert list(data["params"]) == ["total", "active", "trainable"]

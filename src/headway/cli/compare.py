@@ -33,7 +33,7 @@ StepTimeOption = Annotated[
 ]
 
 
-@options.spread(without=["past"])
+@options.spread(without=["past", "logits"])
 def compare(
     model: options.ModelArgument,
     others: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _Rows = Literal["component", "module", "kernel", "attention", "gemm"]
 
 
-@options.spread(without=["past"])
+@options.spread(without=["past", "logits"])
 def explain(
     paths: Annotated[
         list[Path],

@@ -22,7 +22,7 @@ ModelArgument = Annotated[
 ]
 
 
-@options.spread(without=["past", "slots"], between={"splits": ["seq_len", "freeze", "flops_per_token"]})
+@options.spread(without=["past", "slots", "logits"], between={"splits": ["seq_len", "freeze", "flops_per_token"]})
 def mfu(
     model: ModelArgument = None,
     *,

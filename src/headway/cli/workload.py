@@ -85,6 +85,14 @@ class WorkloadOptions:
             help="Labelled tokens, on which alone some models run their head; causal ones if not given.",
         ),
     ] = None
+    logits: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Tokens that the head runs on, such as the last of each prompt that is answered; all if not given.",
+        ),
+    ] = None
 
     def typed(self) -> dict[str, Any]:
         """Options that were typed, by their names on the command line."""
@@ -278,6 +286,7 @@ def workload_record(workload: "Workload") -> dict[str, Any]:
         "splits": by_mode(workload.splits),
         "drawn_patches": workload.drawn,
         "supervised": workload.supervised,
+        "logits": workload.tokens if workload.logits is None else workload.logits,
     }
 
 
@@ -300,6 +309,8 @@ def describe(workload: "Workload") -> str:
         parts.append(_plural(int(workload.sources.sum()), "source token"))
     if len(workload.past):
         parts.append(f"{format_count(int(workload.past.sum()))} cached tokens before them")
+    if workload.logits is not None:
+        parts.append(f"logits of {_plural(workload.logits, 'token')}")
     if len(workload.splits):
         from headway.count.splits import by_mode
 
