@@ -18,6 +18,7 @@ from headway.log.sinks import Sinks, open_sink
 from headway.log.tensorboard import grouped
 from headway.log.trackers import tracked
 from helpers.runs import leave_settings_out, read_events, read_mlflow, read_wandb, wandb_history
+from tools.site.records import example
 
 # MLflow's models use a loader that SQLAlchemy 2.1 announces the end of; nothing that its user can change.
 mlflow_warning = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy")
@@ -439,3 +440,11 @@ def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, spec, p
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"needs {package}\S*, which is not installed.*'headway\[trackers\]'"):
         open_sink(spec)
+
+
+def test_every_name_of_a_record_has_a_group_of_its_own_kind():
+    """`train/` is for what the loop adds, such as its loss."""
+    record = example().to_dict()
+    of_the_loop = {"schema_version", "kind", "step"}
+    assert {name for name in record if grouped(f"headway/{name}").startswith("train/")} == of_the_loop
+    assert grouped("headway/phases/rollout/mfu") == "phases/rollout/mfu"

@@ -16,15 +16,19 @@ _GROUPS = {
         "images_per_s", "patches_per_s", "flops_per_s", "tokens_per_s_per_device", "slots_per_s_per_device",
         "flops_per_s_per_device", "mfu", "hfu", "mbu", "mfu_of_ceiling", "bytes_moved", "peak_flops_per_s",
         "peak_dtype", "peak_source", "convention", "world_size", "energy_j", "joules_per_token", "peak_memory_bytes",
-        "compiled", "recompiles", "recompile_guards", "is_warmup",
+        "compiled", "recompiles", "recompile_guards", "is_warmup", "supervised_per_s", "mfu_of_all_devices",
+        "compile_s", "evaluation_s", "checkpoint_s", "collection_s", "num_sampled", "phases_s", "host_s", "host_lead_s",
+        "num_skipped", "device_memory_bytes", "weights_dtype", "optimizer", "places", "anomaly_mode",
     ),
     "data": (
         "tokens", "slots", "segments", "images", "videos", "patches", "audio_frames", "packs", "fill", "padding_share",
-        "data_wait_s", "data_wait_share", "samples_digest",
+        "data_wait_s", "data_wait_share", "samples_digest", "supervised", "audio_clips", "latent_patches",
     ),
     "ranks": (
         "balance", "straggler_share", "heaviest_rank", "heaviest_rank_load", "slowest_rank", "slowest_rank_speed",
+        "rank_flops", "rank_flops_per_busy_s", "late_rank", "late_rank_s", "late_rank_phase",
     ),
+    "phases": ("phases",),
     "flops": ("flops", "flops_by_component", "flops_share_by_component"),
 }  # fmt: skip
 _GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
@@ -42,7 +46,7 @@ def grouped(name: str) -> str:
         return f"eval/{name_in_group}"
     if first == "answers":
         return f"eval/{inside}"
-    group = _GROUP_OF.get(first, "train")
+    group = _GROUP_OF.get(first.removesuffix("_smoothed"), "train")
     return inside if group == first else f"{group}/{inside}"
 
 
