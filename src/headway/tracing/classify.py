@@ -36,11 +36,12 @@ def _head_path(model: Any) -> str | None:
 
 
 def components(
-    model: nn.Module, operations: Sequence[Operation], fitted: Sequence[DriverFit], *, is_unknown: bool = False
+    model: nn.Module, operations: Sequence[Operation], fitted: Sequence[DriverFit], *, only: str = ""
 ) -> list[str]:
     """Name the component of each operation; DESIGN's names, such as `language.mlp` and `vision.merger`.
 
-    Where it `is_unknown` what the model sees, as of one example of floats, they are `other.attention` and so on.
+    A model that is one tower has the name `only` in place of those of text and vision: `denoiser.attention`, or
+    `other.attention` where it is not known what the model sees, as of one example of floats.
     """
     # modules that attend or carry a state, mixtures of experts, and the output embedding
     attending = {op.module for op in operations if op.kind == "attention"}
@@ -84,14 +85,15 @@ def components(
         _nearest(op.module, operations, fitted, names) if fit.driver == "packs" else name
         for op, fit, name in zip(operations, fitted, names, strict=True)
     ]
-    if is_unknown:
-        return [_of_anything(op, name) for op, name in zip(operations, names, strict=True)]
+    if only:
+        return [_in_tower(only, op, name) for op, name in zip(operations, names, strict=True)]
     return names
 
 
-def _of_anything(operation: Operation, name: str) -> str:
+def _in_tower(tower: str, operation: Operation, name: str) -> str:
     part = name.rpartition(".")[2]
-    return f"other.{'convolution' if part == 'mlp' and operation.kind == 'convolution' else part}"
+    part = "mlp" if part == "merger" else part
+    return f"{tower}.{'convolution' if part == 'mlp' and operation.kind == 'convolution' else part}"
 
 
 def _encoder(operations: Sequence[Operation], fitted: Sequence[DriverFit]) -> str | None:
