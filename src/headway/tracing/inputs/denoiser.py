@@ -8,13 +8,13 @@ the model's configuration; the layout of the latents, and what is wide as the te
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from headway.count.cost_model import DENOISES
+from headway.count.cost_model import DENOISES, SINGLE_FRAMES
 from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.tracing.arguments import on_device
@@ -35,6 +35,12 @@ _MASKS = ("encoder_attention_mask", "encoder_hidden_states_mask")
 # squares alone
 _RUNS = ((1, 1, 3, 5, 23), (2, 2, 7, 2, 31), (1, 3, 4, 3, 47), (3, 1, 5, 6, 37))
 _SQUARES = tuple((samples, frames, side, side, text) for samples, frames, side, _, text in _RUNS)
+
+
+def takes_latents(accepted: Container[str]) -> bool:
+    """Say whether a forward's arguments are those of a model that denoises: latents and a time, and no token ids."""
+    has_latents = any(name in accepted for name in _LATENTS)
+    return has_latents and any(name in accepted for name in _TIMES) and "input_ids" not in accepted
 
 
 _Sizes = tuple[tuple[int, ...], ...]
@@ -81,6 +87,7 @@ class Denoiser:
         self._widths = [w for name in _TEXT_WIDTHS for w in _whole_numbers(getattr(self.config, name, None))] or [0]
         self._sizes, self._layout, self._width = self._ask(model)
         self.notes = {DENOISES: " ".join([self._latents, self._layout.__name__.strip("_"), *map(str, self.patch)])}
+        self.notes |= SINGLE_FRAMES if self._layout is _images else {}
         self.drivers = ("patches", *(f"patches/{n}" for n in groups), "segments", "frames", "packs")
         self.drivers += ("patch_pairs:frame", "patch_pairs:grid", *(f"patch_pairs:merged:{n}" for n in groups))
         if self._reads_text:
@@ -89,10 +96,8 @@ class Denoiser:
     @classmethod
     def of(cls, model: Any) -> "Denoiser | None":
         """Read the form off a model's signature; None where it takes no latents with a time, or has no configuration."""
-        accepted = inspect.signature(model.forward).parameters
-        is_denoiser = any(name in accepted for name in _LATENTS) and any(name in accepted for name in _TIMES)
         has_sizes = getattr(getattr(model, "config", None), "in_channels", None) is not None
-        return cls(model) if is_denoiser and has_sizes and "input_ids" not in accepted else None
+        return cls(model) if has_sizes and takes_latents(inspect.signature(model.forward).parameters) else None
 
     def _ask(self, model: nn.Module) -> "tuple[_Sizes, _Layout, int]":
         """Find the first sizes, layout of latents and width of the text with which the model runs."""
