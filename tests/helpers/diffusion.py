@@ -88,3 +88,13 @@ def adapted(model: nn.Module, targets: list[str]) -> Any:
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(model, LoraConfig(r=4, target_modules=targets))
+
+
+def autoencoder() -> Any:
+    """Build a frozen VAE whose latents have half the sides of a picture."""
+    import diffusers
+
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    vae = diffusers.AutoencoderKL(block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, **blocks)
+    return vae.requires_grad_(False).eval()

@@ -7,6 +7,7 @@ from headway.count import Workload
 from headway.errors import UsageError
 from headway.integrations.loops import LOGGED, ForwardCalls, Observer, logged, observing, ranks_of_sequences
 from headway.meter import Meter, Window
+from headway.meter.watch import ForwardWatch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -56,20 +57,26 @@ class AccelerateMeter(Observer, Meter):
         **meter_options: Any,
     ) -> None:
         inner: nn.Module = accelerator.unwrap_model(model)
-        options = {"batch_ranks": ranks_of_sequences(accelerator, workload), **meter_options}
+        options = {
+            "batch_ranks": ranks_of_sequences(accelerator, workload),
+            "watch": workload is None and meter_options.get("cost_model") is None,
+            **meter_options,
+        }
         super().__init__(inner, on_window=self._log_window, steps_before=completed_steps, **options)
         self._accelerator = accelerator
         self._prefix = prefix
         self._names = tuple(names)
         self._then = on_window
-        self._calls = ForwardCalls(inner, self, workload=workload, on_error=self.stop_measuring).__enter__()
+        self._calls: ForwardWatch | ForwardCalls | None = self._watches[0] if options["watch"] else None
+        if self._calls is None:
+            self._calls = ForwardCalls(inner, self, workload=workload, on_error=self.stop_measuring).__enter__()
 
     @observing
     def step(self, *, skipped: bool = False, **extra: float) -> Window | None:
         """End a micro-batch, and the optimizer step if Accelerate let the optimizer run; as `Meter.step` otherwise."""
         if not self._accelerator.sync_gradients:
             return None
-        if not self._calls.num_calls and not self._calls.model.training:
+        if self._calls is not None and not self._calls.num_calls and not self.trains_now:
             raise UsageError(
                 "the model is in evaluation mode, as from_pretrained leaves it, and its forwards are no training. Call "
                 "model.train() before the loop."
@@ -81,6 +88,10 @@ class AccelerateMeter(Observer, Meter):
         """Add up the steps since the last log, as `Meter.log` does."""
         return super().log()
 
+    def stop_counting(self, error: Exception) -> None:
+        """Warn of a forward that cannot be counted, and let go of the loop."""
+        self.stop_measuring(error)
+
     def _release(self) -> None:
         self._let_go()
 
@@ -91,5 +102,6 @@ class AccelerateMeter(Observer, Meter):
             self._then(window)
 
     def _let_go(self) -> None:
-        self._calls.__exit__()
+        if isinstance(self._calls, ForwardCalls):
+            self._calls.__exit__()
         super()._let_go()
