@@ -112,3 +112,164 @@ def test_what_a_step_runs_is_counted_by_itself(cached, loss, lora):
     assert windows[0].mfu > 0
     assert windows[0].media["images"] == SAMPLES
     assert windows[0].media["patches"] == SAMPLES * (SIDE // 2) ** 2
+
+
+class FluxLoop:
+    """The steps of diffusers' FLUX LoRA script, in small, with Accelerate: packed latents, two text encoders, a VAE."""
+
+    def __init__(self, accelerator, *, checkpointed=False, cached=False, trained_text=False):
+        torch.manual_seed(0)
+        self.vae, self.clip = autoencoder(), text_encoder()
+        config = T5Config(vocab_size=99, d_model=WIDTH, d_kv=8, num_heads=2, d_ff=24, num_layers=2, decoder_start_token_id=0)
+        self.t5 = T5EncoderModel(config).requires_grad_(trained_text).train(trained_text)
+        flux = denoiser("FluxTransformer2DModel", in_channels=16, pooled_projection_dim=WIDTH, guidance_embeds=True)
+        flux.requires_grad_(False)
+        flux.add_adapter(lora("to_q", "to_k", "to_v", "to_out.0"))
+        if checkpointed:
+            flux.enable_gradient_checkpointing()
+        self.accelerator, self.cached = accelerator, cached
+        parameters = [p for model in (flux, self.t5) for p in model.parameters() if p.requires_grad]
+        self.transformer, self.optimizer = accelerator.prepare(flux, torch.optim.AdamW(parameters))
+        self.cache = self.encode()
+
+    def encode(self):
+        with torch.no_grad():
+            latents = self.vae.encode(torch.randn(SAMPLES, 3, SIDE, SIDE)).latent_dist.sample()
+            pooled = self.clip(torch.randint(2, 99, (SAMPLES, WORDS))).pooler_output
+        with torch.set_grad_enabled(next(self.t5.parameters()).requires_grad):
+            states = self.t5(torch.randint(2, 99, (SAMPLES, WORDS)))[0]
+        return latents, pooled, states
+
+    def step(self):
+        latents, pooled, states = self.cache if self.cached else self.encode()
+        inputs, target, times = noised(latents, "flow")
+        side = SIDE // 4  # of a picture's VAE, then of squares of 2 x 2 latents
+        with self.accelerator.accumulate(self.transformer):
+            prediction = self.transformer(
+                hidden_states=diffusers.FluxPipeline._pack_latents(inputs, SAMPLES, 4, SIDE // 2, SIDE // 2),
+                timestep=times / 1000,
+                guidance=torch.ones(SAMPLES),
+                pooled_projections=pooled,
+                encoder_hidden_states=states,
+                txt_ids=torch.zeros(WORDS, 3),
+                img_ids=torch.zeros(side * side, 3),
+                return_dict=False,
+            )[0]
+            loss = F.mse_loss(prediction, diffusers.FluxPipeline._pack_latents(target, SAMPLES, 4, SIDE // 2, SIDE // 2))
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def lora(*targets):
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules=[*targets])
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_accelerates_loop_of_flux_counts_its_encoders(cached, accumulation):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    loop = FluxLoop(accelerator, cached=cached)
+    windows = []
+    others = [loop.vae, loop.clip, loop.t5]
+    meter = AccelerateMeter(
+        accelerator, loop.transformer, others=others, peak=PEAK, log_every=1, on_window=windows.append
+    )
+    flops = []
+    for _ in range(2 * accumulation):
+        with counting() as total:
+            loop.step()
+        flops.append(sum(total) - (0 if cached else hidden_scores()))
+        meter.step()
+    run = meter.close()
+    assert meter.failure is None
+    assert [window.flops.total for window in windows] == [
+        sum(flops[i : i + accumulation]) for i in range(0, len(flops), accumulation)
+    ]
+    assert run.num_steps == 2
+    assert run.media["images"] == 2 * accumulation * SAMPLES
+
+
+def test_checkpointed_blocks_run_twice_in_hfu_alone():
+    plain, again = (FluxLoop(Accelerator(cpu=True), checkpointed=checkpointed) for checkpointed in (False, True))
+    with counting() as without:
+        plain.step()
+    accelerator = Accelerator(cpu=True)
+    meter = AccelerateMeter(accelerator, again.transformer, others=[again.vae, again.clip, again.t5], peak=PEAK)
+    with counting() as total:
+        again.step()
+    meter.step()
+    run = meter.close()
+    assert run.flops.total == sum(without) - hidden_scores()
+    assert run.flops.recompute == sum(total) - sum(without)
+    assert run.hfu > run.mfu
+
+
+def test_a_text_encoder_that_is_trained_too_has_a_backward():
+    accelerator = Accelerator(cpu=True)
+    loop = FluxLoop(accelerator, trained_text=True)
+    meter = AccelerateMeter(accelerator, loop.transformer, others=[loop.vae, loop.clip, loop.t5], peak=PEAK)
+    with counting() as total:
+        loop.step()
+    meter.step()
+    run = meter.close()
+    assert meter.failure is None
+    assert run.flops.total == sum(total) - hidden_scores()
+    assert any(row.wgrad for row in run.flops.rows if row.name.startswith("T5EncoderModel"))
+    assert run.media["images"] == 0  # states that ask for a gradient: the denoiser was traced by its shapes
+
+
+class Kernel(torch.autograd.Function):
+    """A product that no ledger reads."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, x.flatten(0, -2).T @ gradient.flatten(0, -2)
+
+
+class Opaque(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return Kernel.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("through", ["meter", "accelerate"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_cannot_be_counted_is_named_once_and_the_loop_goes_on_without_mfu(through, trained):
+    torch.manual_seed(0)
+    opaque, plain = Opaque(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, other = (opaque, plain) if trained else (plain, opaque)
+    other.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    windows = []
+    options = {"others": [other], "peak": PEAK, "log_every": 1, "on_window": windows.append}
+    meter = Meter(model, watch=True, **options) if through == "meter" else AccelerateMeter(
+        Accelerator(cpu=True), model, **options
+    )
+    before = [p.clone() for p in model.parameters()]
+    with pytest.warns(RuntimeWarning) as caught:
+        for _ in range(3):
+            with torch.no_grad():
+                x = other(torch.randn(2, 4))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            meter.step()
+    meter.close()
+    told = [str(w.message) for w in caught if "Kernel" in str(w.message)]
+    assert len(told) == 1
+    assert "multiplies matrices inside Kernel" in told[0]
+    assert meter.failure is not None
+    assert all(not window.mfu > 0 for window in windows)
+    assert all((new != old).any() for new, old in zip(model.parameters(), before, strict=True))

@@ -1,5 +1,6 @@
 """Loops written with Hugging Face's Accelerate: the meter with its accumulation, wrappers and trackers."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ class AccelerateMeter(Observer, Meter):
         options = {
             "batch_ranks": ranks_of_sequences(accelerator, workload),
             "watch": workload is None and meter_options.get("cost_model") is None,
+            "recompute": _recomputed(inner),
             **meter_options,
         }
         super().__init__(inner, on_window=self._log_window, steps_before=completed_steps, **options)
@@ -105,3 +107,15 @@ class AccelerateMeter(Observer, Meter):
         if isinstance(self._calls, ForwardCalls):
             self._calls.__exit__()
         super()._let_go()
+
+
+def _recomputed(model: "nn.Module") -> str:
+    """Read what the model's checkpointing runs again; nothing, and a warning, where that cannot be said."""
+    from headway.tracing.classify import checkpointing_of
+    from headway.tracing.unwrap import unwrapped
+
+    try:
+        return checkpointing_of(unwrapped(model))
+    except UsageError as error:
+        warnings.warn(f"HFU leaves out what checkpointing runs again: {error}", RuntimeWarning, stacklevel=3)
+        return "none"

@@ -329,7 +329,7 @@ class StepMeter(StepClock, ABC):
         self._last_window()
         self._let_go()
         run = self._tally.run(self._step, self._pending.extra)
-        if not run.num_steps:
+        if not run.num_steps and self.failure is None:
             warnings.warn(
                 f"there is nothing to sum up: of {self.num_steps} steps, all were warm-up or compiled something. Run "
                 "more steps, or lower num_warmup_steps.",

@@ -319,20 +319,39 @@ def checkpointable_blocks(model: nn.Module) -> set[str]:
     return {path for path in chosen if not inside(_parent(path), [c for c in chosen if c != path])}
 
 
+def _checkpoints_its_lists(module: nn.Module) -> bool:
+    """Say whether a module runs the items of its lists again, as those of diffusers do that checkpoint."""
+    is_layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+    holds_lists = any(isinstance(child, nn.ModuleList) for child in module.children())
+    return bool(getattr(module, "gradient_checkpointing", False)) and holds_lists and not is_layer
+
+
 def checkpointing_of(model: nn.Module) -> str:
-    """Read what activation checkpointing runs again, as transformers switches it on.
+    """Read what activation checkpointing runs again, as transformers and diffusers switch it on.
 
     Returns:
         "none", "full", "reentrant" (full, each block to its end, as `use_reentrant=True` does), or the paths of some
         blocks, as `CostModel.count` takes them.
 
     Raises:
-        UsageError: some blocks alone are run again to their ends, which none of these says.
+        UsageError: some blocks alone are run again to their ends, or checkpoints lie in each other, which none of these
+            says.
     """
     paths = checkpointable_blocks(model)
     blocks = {path: module for path, module in model.named_modules() if path in paths}
-    checkpointed = [path for path, block in blocks.items() if getattr(block, "gradient_checkpointing", False)]
-    functions = (getattr(blocks[path], "_gradient_checkpointing_func", None) for path in checkpointed)
+    holders = {path for path, module in model.named_modules() if _checkpoints_its_lists(module)}
+    if inner := next((path for path in sorted(holders) if inside(path, paths)), None):
+        raise UsageError(
+            f"{inner} checkpoints parts of its own, which may hold checkpoints again, as diffusers' UNets do: how often "
+            "they run cannot be said."
+        )
+    checkpointed = [
+        path
+        for path, block in blocks.items()
+        if getattr(block, "gradient_checkpointing", False) or _parent(_parent(path)) in holders
+    ]
+    held = (*(blocks[path] for path in checkpointed), *(model.get_submodule(path) for path in holders))
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in held)
     is_reentrant = any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions)
     if len(checkpointed) not in (0, len(blocks)) and is_reentrant:
         raise UsageError(
