@@ -1,6 +1,10 @@
 """Small models of diffusers with random weights, and the arguments of their forwards."""
 
+import importlib.util
+import sys
+import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -98,3 +102,13 @@ def autoencoder() -> Any:
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
     vae = diffusers.AutoencoderKL(block_out_channels=(8, 8), norm_num_groups=4, latent_channels=4, **blocks)
     return vae.requires_grad_(False).eval()
+
+
+def titans_flux(monkeypatch: Any) -> Any:
+    """Import torchtitan's FLUX without the fronts of its packages, which load datasets and kernels for GPUs."""
+    folder = importlib.util.find_spec("torchtitan").submodule_search_locations[0]
+    for name in ("torchtitan", "torchtitan.models", "torchtitan.models.flux", "torchtitan.models.flux.model"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(Path(folder, *name.split(".")[1:]))]
+        monkeypatch.setitem(sys.modules, name, package)
+    return importlib.import_module("torchtitan.models.flux.model.model")

@@ -68,7 +68,7 @@ ResumedOption = Annotated[
 SkipOption = Annotated[int, typer.Option(metavar="N", min=0, help="Rows to leave out at the start (warm-up).")]
 
 
-@options.spread(without=["sources", "audio", "past"], between={"images": ["mean_segment"]})
+@options.spread(without=["audio", "past"], between={"images": ["mean_segment"]})
 def audit(
     log: LogArgument,
     model: ModelOption = None,

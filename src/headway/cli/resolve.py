@@ -164,6 +164,10 @@ def _raw_config(name: str) -> Any:
     if shipped is not None:
         return presets()[shipped]
     path = Path(name).expanduser()
+    if is_pipeline(path):
+        from headway.models.denoisers import denoiser_config
+
+        return denoiser_config(path)
     if path.is_dir():
         path /= "config.json"
     if path.exists():

@@ -214,4 +214,3 @@ def _by_name(module: "nn.Module", args: tuple[Any, ...], kwargs: Mapping[str, An
             raise UsageError(f"{type(module).__name__} takes arguments by position and by name that have no name.")
         return args
     return {**dict(zip(names, args, strict=False)), **kwargs}
-

@@ -75,7 +75,10 @@ def _denoiser_of(folder: Path) -> Path:
     models = {
         name: entry[1]
         for name, entry in _read(folder / PIPELINE).items()
-        if isinstance(entry, list) and len(entry) == 2 and Path(name).name == name and (folder / name / CONFIG).is_file()
+        if isinstance(entry, list)
+        and len(entry) == 2
+        and Path(name).name == name
+        and (folder / name / CONFIG).is_file()
     }
     denoisers = [name for name, kind in models.items() if _takes_latents(kind)]
     if len(denoisers) == 1:
@@ -112,7 +115,9 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         settings = json.loads(read_text(file, most=SETTINGS_BYTES))
     except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {first_line(error)} Save it anew with save_pretrained.") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {first_line(error)} Save it anew with save_pretrained."
+        ) from error
     if not isinstance(settings, dict):
         raise CheckpointError(f"{file} is no JSON object. Save it anew with save_pretrained.")
     return settings

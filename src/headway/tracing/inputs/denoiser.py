@@ -144,7 +144,9 @@ class Denoiser:
         for name, parameter in self.accepted.items():
             if name in _ARGUMENTS and (value := _ARGUMENTS[name](self, batch)) is not None:
                 arguments[name] = value
-            elif parameter.default is parameter.empty and name not in arguments and parameter.kind.name != "VAR_KEYWORD":
+            elif (
+                parameter.default is parameter.empty and name not in arguments and parameter.kind.name != "VAR_KEYWORD"
+            ):
                 raise TraceError(
                     f"the model's forward needs {name}, which nothing here makes from its configuration. Give its "
                     "arguments with trace(model, inputs=...)."
@@ -231,7 +233,9 @@ _ARGUMENTS: dict[str, Callable[[Denoiser, _Batch], Any]] = {
     "added_cond_kwargs": _added,
     "img_ids": lambda form, batch: batch.floats((batch.tokens, _axes(form))),
     "txt_ids": lambda form, batch: batch.floats((batch.text, _axes(form))),
-    "guidance": lambda form, batch: batch.floats((batch.samples,)) if getattr(form.config, "guidance_embeds", 0) else None,
+    "guidance": lambda form, batch: (
+        batch.floats((batch.samples,)) if getattr(form.config, "guidance_embeds", 0) else None
+    ),
     "img_shapes": lambda _form, batch: [[(batch.frames, batch.height, batch.width)]] * batch.samples,
     "num_frames": lambda _form, batch: batch.frames,
     "height": lambda _form, batch: batch.height,

@@ -284,9 +284,7 @@ class FamilyForm(Protocol):
         """Make the arguments of one forward; see `Inputs.arguments`."""
 
 
-def inputs_for(
-    model: nn.Module, inputs: Any = None
-) -> Inputs | Denoiser | FamilyForm | FunctionInputs | ExampleInputs:
+def inputs_for(model: nn.Module, inputs: Any = None) -> Inputs | Denoiser | FamilyForm | FunctionInputs | ExampleInputs:
     """Choose how a model's inputs are made.
 
     Args:
