@@ -86,7 +86,7 @@ def test_a_progress_bar_of_diffusers_is_restated_by_its_times(headway, folder):
     # tqdm 4.67: a bar that is written again and again into one line, for each of three updates
     bar = "Steps:   0%|          | "
     text = f"{bar}0/9 [00:00<?, ?it/s]\r{bar}1/9 [00:05<00:40,  5.00s/it, loss=0.5, lr=0.0001]\r"
-    text += f"{bar}2/9 [00:07<00:17,  2.50s/it, step_loss=0.4, lr=0.0001]\r{bar}2/9 [00:07<00:17,  2.50s/it, loss=0.4, lr=0.0001]\r"
+    text += f"{bar}2/9 [00:07<00:17,  2.50s/it, step_loss=0.4, lr=0.0001]\r" * 2
     text += f"{bar}3/9 [00:08<00:03,  2.00it/s, loss=0.31, lr=0.0001]\n"
     (folder / "train.log").write_text(text)
     options = ("--images", "1x64x64*2", "--sources", "512", "--device", "H100", "--json")

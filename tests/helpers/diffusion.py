@@ -31,7 +31,8 @@ _SIZES: dict[str, dict[str, Any]] = {
         "out_channels": 4, "text_dim": WIDTH, "freq_dim": 8, "ffn_dim": 32, "num_layers": 2,
     },
     "UNet2DConditionModel": {
-        "sample_size": 16, "in_channels": 4, "out_channels": 4, "layers_per_block": 1, "block_out_channels": (8, 16, 16),
+        "sample_size": 16, "in_channels": 4, "out_channels": 4, "layers_per_block": 1,
+        "block_out_channels": (8, 16, 16),
         "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
         "cross_attention_dim": WIDTH, "attention_head_dim": 4, "norm_num_groups": 4,

@@ -4,6 +4,8 @@ The witness is PyTorch's FlopCounterMode around what the loop really runs, with 
 counts in full; masks of text encoders, where there are any, are taken out by hand.
 """
 
+import copy
+import pickle
 from contextlib import contextmanager
 from unittest import mock
 
@@ -21,7 +23,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 from headway.devices import Peak
 from headway.integrations import AccelerateMeter
 from headway.meter import Meter
-from helpers.diffusion import WIDTH, adapted, autoencoder, denoiser, titans_flux
+from helpers.diffusion import WIDTH, adapted, autoencoder, batch, denoiser, titans_flux
 
 PEAK = Peak("test", 1e12, "fp32", "made up for a test")
 SAMPLES, SIDE, WORDS = 2, 16, 20
@@ -94,9 +96,7 @@ class Loop:
 def test_what_a_step_runs_is_counted_by_itself(cached, loss, lora):
     loop = Loop(cached=cached, loss=loss, lora=lora)
     windows = []
-    meter = Meter(
-        loop.unet, peak=PEAK, watch=True, others=[loop.vae, loop.text], log_every=1, on_window=windows.append
-    )
+    meter = Meter(loop.unet, peak=PEAK, watch=True, others=[loop.vae, loop.text], log_every=1, on_window=windows.append)
     flops = []
     with meter:
         for _ in range(2):
@@ -120,7 +120,9 @@ class FluxLoop:
     def __init__(self, accelerator, *, checkpointed=False, cached=False, trained_text=False):
         torch.manual_seed(0)
         self.vae, self.clip = autoencoder(), text_encoder()
-        config = T5Config(vocab_size=99, d_model=WIDTH, d_kv=8, num_heads=2, d_ff=24, num_layers=2, decoder_start_token_id=0)
+        config = T5Config(
+            vocab_size=99, d_model=WIDTH, d_kv=8, num_heads=2, d_ff=24, num_layers=2, decoder_start_token_id=0
+        )
         self.t5 = T5EncoderModel(config).requires_grad_(trained_text).train(trained_text)
         flux = denoiser("FluxTransformer2DModel", in_channels=16, pooled_projection_dim=WIDTH, guidance_embeds=True)
         flux.requires_grad_(False)
@@ -155,7 +157,9 @@ class FluxLoop:
                 img_ids=torch.zeros(side * side, 3),
                 return_dict=False,
             )[0]
-            loss = F.mse_loss(prediction, diffusers.FluxPipeline._pack_latents(target, SAMPLES, 4, SIDE // 2, SIDE // 2))
+            loss = F.mse_loss(
+                prediction, diffusers.FluxPipeline._pack_latents(target, SAMPLES, 4, SIDE // 2, SIDE // 2)
+            )
             self.accelerator.backward(loss)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -227,7 +231,9 @@ class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
         self.patch_embedding = nn.Conv3d(4, 16, (1, 2, 2), stride=(1, 2, 2))
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(3)
+        )
         self.head = nn.Linear(16, 16)
 
 
@@ -332,8 +338,10 @@ def test_what_cannot_be_counted_is_named_once_and_the_loop_goes_on_without_mfu(t
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     windows = []
     options = {"others": [other], "peak": PEAK, "log_every": 1, "on_window": windows.append}
-    meter = Meter(model, watch=True, **options) if through == "meter" else AccelerateMeter(
-        Accelerator(cpu=True), model, **options
+    meter = (
+        Meter(model, watch=True, **options)
+        if through == "meter"
+        else AccelerateMeter(Accelerator(cpu=True), model, **options)
     )
     before = [p.clone() for p in model.parameters()]
 
@@ -355,3 +363,39 @@ def test_what_cannot_be_counted_is_named_once_and_the_loop_goes_on_without_mfu(t
     assert meter.failure is not None
     assert all(not window.mfu > 0 for window in windows)
     assert all((new != old).any() for new, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "module.compile", "blocks"])
+def test_compiled_denoisers_are_counted_as_they_run(how):
+    flux = denoiser("FluxTransformer2DModel")
+    arguments = batch("FluxTransformer2DModel", SAMPLES)
+    with counting() as total:
+        flux(**arguments, return_dict=False)[0].square().mean().backward()
+    model = torch.compile(flux, backend="eager") if how == "torch.compile" else flux
+    if how == "module.compile":
+        flux.compile(backend="eager")
+    for block in flux.transformer_blocks if how == "blocks" else ():
+        block.compile(backend="eager")
+    windows = []
+    meter = Meter(model, peak=PEAK, watch=True, log_every=1, on_window=windows.append)
+    for _ in range(3):
+        model(**arguments, return_dict=False)[0].square().mean().backward()
+        meter.step()
+    meter.close()
+    assert meter.failure is None
+    assert windows  # steps that compile are left out
+    assert {window.flops.total for window in windows} == {sum(total)}
+
+
+def test_a_copy_of_a_watched_model_is_not_counted():
+    unet = denoiser("UNet2DConditionModel")
+    meter = Meter(unet, peak=PEAK, watch=True)
+    meter.start()
+    average = copy.deepcopy(unet)  # as averages of weights are made
+    pickle.loads(pickle.dumps(unet))
+    arguments = batch("UNet2DConditionModel", SAMPLES)
+    with counting() as total:
+        unet(**arguments, return_dict=False)[0].square().mean().backward()
+    average(**arguments)
+    meter.step()
+    assert meter.close().flops.total == sum(total)

@@ -82,10 +82,11 @@ def sizes_of_latents(path: Path) -> tuple[str, tuple[int, int] | None]:
 
         settings = denoiser_config(path)
     size, patch = settings.get("sample_size"), settings.get("patch_size") or 1
-    sides = [n if isinstance(n, list) else [n, n] for n in (size, patch)]
-    is_stated = all(isinstance(n, int) and n > 0 for side in sides for n in side) and len(sides[0]) == 2
-    patches = (sides[0][0] // sides[1][-2], sides[0][1] // sides[1][-1]) if is_stated else None
-    return str(settings["_class_name"]), patches
+    # height and width of the latents, then of a patch; patches of videos have frames before them
+    sides = [n[-2:] if isinstance(n, list) else [n, n] for n in (size, patch)]
+    is_stated = [len(side) == 2 and all(isinstance(n, int) and n > 0 for n in side) for side in sides]
+    (height, width), (rows, columns) = sides if all(is_stated) else [[0, 0], [1, 1]]
+    return str(settings["_class_name"]), (height // rows, width // columns) if all(is_stated) else None
 
 
 def resolve_ledger(settings: "ModelConfig") -> "CostModel":

@@ -8,13 +8,13 @@ from headway.errors import NotExpressibleError
 def torchtitan_flux(model: Architecture, step: Step) -> Parts:
     """Bill 6 N' + 6 hidden x row per layer, for every token of text and picture.
 
-    N' leaves out one of the two streams of a double block, since a token passes one, and bills modulation once a sample
-    (a row of the configured length); embedders of pictures, texts, times and pooled texts, biases and norms are billed
-    for every token. A layer's attention is half of its pairs, though all see each other. Not billed: the autoencoder and
-    the text encoders, which its steps run.
+    N' leaves out one of the two streams of a double block, since a token passes one, and bills modulation once a
+    sample (a row of the configured length); embedders, biases and norms are billed for every token. A layer's attention
+    is half of its pairs, though all see each other. Not billed: the autoencoder and the text encoders, which its steps
+    run.
 
     Source: pytorch/torchtitan, torchtitan/models/flux/model/model.py, FluxModel.Config.get_nparams_and_flops, and
-    flux/trainer.py, batch_generator (63a80b2be, 30 March 2026, to b5bcd76c6, 21 Aug 2026). Before, it is 1 FLOP a token.
+    flux/trainer.py, batch_generator (63a80b2be, 30 March 2026, to b5bcd76c6, 21 Aug 2026); 1 FLOP a token before.
     """
     config = model.config
     if model.model_type != "FluxTransformer2DModel" or model.cost_model is None:

@@ -8,11 +8,12 @@ from headway.count import Workload
 from headway.errors import UsageError
 from headway.integrations.loops import LOGGED, ForwardCalls, Observer, logged, observing, ranks_of_sequences
 from headway.meter import Meter, Window
-from headway.meter.watch import ForwardWatch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
+
+    from headway.meter.watch import ForwardWatch
 
 
 class AccelerateMeter(Observer, Meter):

@@ -239,8 +239,8 @@ def _denoised(batch: Mapping[str, Any], cost_model: CostModel) -> Workload:
         masks = [batch.get(key) for key in ("encoder_attention_mask", "encoder_hidden_states_mask")]
         mask = next((m for m in masks if m is not None and len(m.shape) == 2), None)  # others are added to scores
         sources = [int(text.shape[1])] * samples if mask is None else (mask > 0).sum(-1).tolist()
-    kind = "videos" if grid[0] > 1 else "images"
-    return Workload([math.prod(grid)] * samples, sources=sources, **{kind: [grid] * samples})
+    images, videos = ([grid] * samples, ()) if grid[0] == 1 else ((), [grid] * samples)
+    return Workload([math.prod(grid)] * samples, images, videos, sources=sources)
 
 
 def _frames(pixels: Any, cost_model: CostModel | None) -> list[tuple[int, int, int]]:

@@ -1,11 +1,12 @@
 """Forwards that are counted by themselves: of the trained model, and of others that its steps run.
 
-A model of text or latents is traced once, and each forward is read off its arguments. Any other is traced for each shape
-of its arguments, after the step in which it came; so is what a method other than `forward` runs of it, as a VAE's
+A model of text or latents is traced once, and each forward is read off its arguments. Any other is traced for each
+shape of its arguments, after the step in which it came; so is what a method other than `forward` runs of it, as a VAE's
 `encode` runs its encoder: the outermost modules that really run are counted.
 """
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from headway.meter.step_meter import StepMeter
     from headway.tracing.shapes import ShapeTraces
 
-# parts of components, as `headway.tracing.classify` names them, and the drivers of one example: all that a trace of some
-# shape may bring, so that ranks exchange the same numbers whatever shapes they have met
+# parts of components, as `headway.tracing.classify` names them: all that a trace of some shape may bring, so that ranks
+# exchange the same numbers whatever shapes they have met
 _PARTS = (
     "attention", "convolution", "embed", "experts", "head", "mlp", "other", "projections", "recurrence", "router",
 )  # fmt: skip
@@ -78,7 +79,10 @@ class ForwardWatch:
             handle.remove()
         for module, call in self._compiled:
             module._compiled_call_impl = call
+        for module in [module for module, owner in _watches.items() if owner is self]:
+            del _watches[module]
         self._handles, self._compiled, self._calls = [], [], []
+        self._traces.clear()
 
     def settle(self) -> None:
         """Count the step's forwards; shapes that are new are traced here, in no step's time.
@@ -91,34 +95,26 @@ class ForwardWatch:
             self._meter.count(_ONE_CALL, forward_only=forward_only, cost_model=self._traced(module, arguments))
 
     def _hook(self, module: "nn.Module") -> None:
-        import torch
-
-        def before(module: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._depth += 1
-            if self._depth == 1:
-                self._note(module, args, kwargs)
-
-        def after(_module: "nn.Module", _args: Any, _results: Any) -> None:
-            self._depth -= 1
-
+        _watches[module] = self
         compiled = module._compiled_call_impl
         if compiled is not None:  # of `module.compile()`, which compiles a module's hooks with it
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                before(module, args, kwargs)
-                try:
-                    return compiled(*args, **kwargs)
-                finally:
-                    after(module, args, None)
-
-            module._compiled_call_impl = call
+            module._compiled_call_impl = _around(module, compiled)
             self._compiled.append((module, compiled))
             return
-        before, after = torch.compiler.disable(before), torch.compiler.disable(after)  # type: ignore[no-untyped-call]
-        self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(after, always_call=True))
+        self._handles.append(module.register_forward_pre_hook(_before, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(_after, always_call=True))
 
-    def _note(self, module: "nn.Module", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, module: "nn.Module", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note that a watched module begins to run; the outermost one is a forward."""
+        self._depth += 1
+        if self._depth == 1:
+            self._note(module, args, kwargs)
+
+    def end(self) -> None:
+        """Note that a watched module has run, or failed."""
+        self._depth -= 1
+
+    def _note(self, module: "nn.Module", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Count a forward, or keep the shapes of its arguments until the step ends."""
         import torch
 
@@ -158,6 +154,37 @@ class ForwardWatch:
 
     def _named(self, cost_model: CostModel) -> CostModel:
         return in_components_of(cost_model, self.name, driver="packs")
+
+
+# The hooks find their watch here: so a model that is watched can be copied and pickled, and the copy is not counted.
+_watches: "weakref.WeakKeyDictionary[nn.Module, ForwardWatch]" = weakref.WeakKeyDictionary()
+
+
+def _before(module: "nn.Module", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    import torch
+
+    if not torch.compiler.is_compiling() and (watch := _watches.get(module)) is not None:
+        watch.begin(module, args, kwargs)
+
+
+def _after(module: "nn.Module", _args: Any, _results: Any) -> None:
+    import torch
+
+    if not torch.compiler.is_compiling() and (watch := _watches.get(module)) is not None:
+        watch.end()
+
+
+def _around(module: "nn.Module", compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Watch the calls of what `module.compile()` made."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _before(module, args, kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            _after(module, args, None)
+
+    return call
 
 
 def in_components_of(cost_model: CostModel, name: str, driver: str | None = None) -> CostModel:

@@ -342,8 +342,8 @@ def checkpointing_of(model: nn.Module) -> str:
     holders = {path for path, module in model.named_modules() if _checkpoints_its_lists(module)}
     if inner := next((path for path in sorted(holders) if inside(path, paths)), None):
         raise UsageError(
-            f"{inner} checkpoints parts of its own, which may hold checkpoints again, as diffusers' UNets do: how often "
-            "they run cannot be said."
+            f"{inner} checkpoints parts of its own, which may hold checkpoints again, as in UNets of diffusers: how "
+            "often they run cannot be said."
         )
     checkpointed = [
         path

@@ -54,7 +54,7 @@ class _Batch:
         if not grids or any(grid != grids[0] for grid in grids):
             raise TraceError(f"a batch of latents has one size, and the workload has {len({*map(tuple, grids)})}.")
         self.samples = len(grids)
-        self.frames, self.height, self.width = grids[0]  # patches
+        self.frames, self.height, self.width = map(int, grids[0])  # patches
         self.text = int(workload.sources[0]) if workload.sources.size else 0  # tokens of each sample's text
         self.floats = floats
 
@@ -95,7 +95,7 @@ class Denoiser:
 
     @classmethod
     def of(cls, model: Any) -> "Denoiser | None":
-        """Read the form off a model's signature; None where it takes no latents with a time, or has no configuration."""
+        """Read the form off a model's signature; None where it takes no latents with a time, or has no sizes."""
         has_sizes = getattr(getattr(model, "config", None), "in_channels", None) is not None
         return cls(model) if has_sizes and takes_latents(inspect.signature(model.forward).parameters) else None
 
@@ -113,7 +113,7 @@ class Denoiser:
             except Exception as error:  # noqa: BLE001 - the model's own code refuses in its own way
                 refusal = refusal or error
             else:
-                return choice
+                return self._sizes, self._layout, self._width
         raise TraceError(
             f"{type(model).__name__} refuses latents in every layout that is known here ({type(refusal).__name__}: "
             f"{refusal}). Give the forward's arguments with trace(model, inputs=...)."
@@ -134,8 +134,8 @@ class Denoiser:
     def workload_of(self, grid: tuple[int, int, int], samples: int, text: int) -> Workload:
         """Build the workload of a batch of one size; the text is left out where the model takes none."""
         sources = [text] * samples if self._reads_text else ()
-        kind = "videos" if grid[0] > 1 else "images"
-        return Workload([math.prod(grid)] * samples, sources=sources, **{kind: [grid] * samples})
+        images, videos = ([grid] * samples, ()) if grid[0] == 1 else ((), [grid] * samples)
+        return Workload([math.prod(grid)] * samples, images, videos, sources=sources)
 
     def arguments(self, workload: Workload, device: torch.device | None = None) -> dict[str, Any]:
         """Make the arguments of one forward, phantoms or on a device; those with a default are left out if unknown."""
