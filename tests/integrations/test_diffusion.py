@@ -23,7 +23,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 from headway.devices import Peak
 from headway.integrations import AccelerateMeter
 from headway.meter import Meter
-from helpers.diffusion import WIDTH, adapted, autoencoder, batch, denoiser, titans_flux
+from helpers.drawing import TEXT_WIDTH, adapted, autoencoder, batch, denoiser, titans_flux
 
 PEAK = Peak("test", 1e12, "fp32", "made up for a test")
 SAMPLES, SIDE, WORDS = 2, 16, 20
@@ -32,7 +32,7 @@ SAMPLES, SIDE, WORDS = 2, 16, 20
 def text_encoder():
     """A frozen CLIP; its scores above the diagonal are multiplied, and hidden."""
     config = CLIPTextConfig(
-        vocab_size=99, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=99, hidden_size=TEXT_WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=77, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     return CLIPTextModel(config).requires_grad_(False).eval()
@@ -40,7 +40,7 @@ def text_encoder():
 
 def hidden_scores(samples=SAMPLES, words=WORDS):
     """FLOPs of the pairs that CLIP's causal mask hides: 4 for each feature of two layers."""
-    return samples * 2 * 4 * WIDTH * (words * words - words * (words + 1) // 2)
+    return samples * 2 * 4 * TEXT_WIDTH * (words * words - words * (words + 1) // 2)
 
 
 @contextmanager
@@ -121,10 +121,12 @@ class FluxLoop:
         torch.manual_seed(0)
         self.vae, self.clip = autoencoder(), text_encoder()
         config = T5Config(
-            vocab_size=99, d_model=WIDTH, d_kv=8, num_heads=2, d_ff=24, num_layers=2, decoder_start_token_id=0
+            vocab_size=99, d_model=TEXT_WIDTH, d_kv=8, num_heads=2, d_ff=24, num_layers=2, decoder_start_token_id=0
         )
         self.t5 = T5EncoderModel(config).requires_grad_(trained_text).train(trained_text)
-        flux = denoiser("FluxTransformer2DModel", in_channels=16, pooled_projection_dim=WIDTH, guidance_embeds=True)
+        flux = denoiser(
+            "FluxTransformer2DModel", in_channels=16, pooled_projection_dim=TEXT_WIDTH, guidance_embeds=True
+        )
         flux.requires_grad_(False)
         flux.add_adapter(lora("to_q", "to_k", "to_v", "to_out.0"))
         if checkpointed:
@@ -275,7 +277,7 @@ def test_a_model_that_runs_in_parts_is_counted_part_by_part(checkpointed, frozen
 def test_torchtitans_flux_is_counted_by_its_shapes(monkeypatch):
     flux = titans_flux(monkeypatch)
     torch.manual_seed(0)
-    sizes = {"in_channels": 16, "out_channels": 16, "vec_in_dim": 12, "context_in_dim": WIDTH, "hidden_size": 32}
+    sizes = {"in_channels": 16, "out_channels": 16, "vec_in_dim": 12, "context_in_dim": TEXT_WIDTH, "hidden_size": 32}
     model = flux.FluxModel(flux.FluxModelArgs(**sizes, num_heads=2, depth=2, depth_single_blocks=2, axes_dim=(4, 6, 6)))
     model.init_weights()
     vae = autoencoder()
@@ -287,7 +289,7 @@ def test_torchtitans_flux_is_counted_by_its_shapes(monkeypatch):
             latents = vae.encode(torch.randn(SAMPLES, 3, SIDE, SIDE)).latent_dist.sample()
         packed = diffusers.FluxPipeline._pack_latents(latents, SAMPLES, 4, SIDE // 2, SIDE // 2)
         prediction = model(
-            img=packed, img_ids=torch.zeros(SAMPLES, packed.shape[1], 3), txt=torch.randn(SAMPLES, WORDS, WIDTH),
+            img=packed, img_ids=torch.zeros(SAMPLES, packed.shape[1], 3), txt=torch.randn(SAMPLES, WORDS, TEXT_WIDTH),
             txt_ids=torch.zeros(SAMPLES, WORDS, 3), y=torch.randn(SAMPLES, 12), timesteps=torch.rand(SAMPLES),
         )  # fmt: skip
         F.mse_loss(prediction, torch.randn_like(packed)).backward()

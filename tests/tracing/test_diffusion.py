@@ -19,7 +19,7 @@ from headway.meter import workload_of
 from headway.tracing import trace
 from headway.tracing.classify import checkpointing_of
 from helpers.counter import counted, dispatched
-from helpers.diffusion import DENOISERS, adapted, batch, denoiser
+from helpers.drawing import DENOISERS, adapted, batch, denoiser
 
 WIDTH, HEADS, CHANNELS, PATCH, TEXT, TEXT_WIDTH = 24, 3, 4, 2, 7, 10
 

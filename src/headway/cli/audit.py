@@ -31,8 +31,8 @@ LogArgument = Annotated[
     typer.Argument(
         metavar="LOG",
         help="Log of torchtitan, MaxText, Megatron-LM, Megatron-Bridge, Primus, nanoGPT, nanochat, OLMo-core, "
-        "llm-foundry, NeMo RL, NeMo Automodel, ms-swift, Lightning, verl or LMMs-Engine, a trainer_state.json, or "
-        "Headway's metrics.jsonl or run folder.",
+        "llm-foundry, NeMo RL, NeMo Automodel, ms-swift, Lightning, verl, LMMs-Engine or diffusers, a "
+        "trainer_state.json, or Headway's metrics.jsonl or run folder.",
     ),
 ]
 ModelOption = Annotated[

@@ -81,12 +81,16 @@ def sizes_of_latents(path: Path) -> tuple[str, tuple[int, int] | None]:
         from headway.models.denoisers import denoiser_config
 
         settings = denoiser_config(path)
-    size, patch = settings.get("sample_size"), settings.get("patch_size") or 1
-    # height and width of the latents, then of a patch; patches of videos have frames before them
-    sides = [n[-2:] if isinstance(n, list) else [n, n] for n in (size, patch)]
-    is_stated = [len(side) == 2 and all(isinstance(n, int) and n > 0 for n in side) for side in sides]
-    (height, width), (rows, columns) = sides if all(is_stated) else [[0, 0], [1, 1]]
-    return str(settings["_class_name"]), (height // rows, width // columns) if all(is_stated) else None
+    latents, patch = _sides(settings.get("sample_size")), _sides(settings.get("patch_size") or 1)
+    patches = None if latents is None or patch is None else (latents[0] // patch[0], latents[1] // patch[1])
+    return str(settings["_class_name"]), patches
+
+
+def _sides(value: Any) -> tuple[int, int] | None:
+    """Read height and width, which a configuration gives as one number, or behind the frames; None for neither."""
+    sides = value[-2:] if isinstance(value, list) else [value, value]
+    is_size = len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
+    return (int(sides[0]), int(sides[1])) if is_size else None
 
 
 def resolve_ledger(settings: "ModelConfig") -> "CostModel":

@@ -7,9 +7,9 @@ shape of its arguments, after the step in which it came; so is what a method oth
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.count import CostModel, Workload
 from headway.errors import TraceError, UsageError, WorkloadError
@@ -17,7 +17,6 @@ from headway.errors import TraceError, UsageError, WorkloadError
 if TYPE_CHECKING:
     from torch import nn
 
-    from headway.meter.step_meter import StepMeter
     from headway.tracing.shapes import ShapeTraces
 
 # parts of components, as `headway.tracing.classify` names them: all that a trace of some shape may bring, so that ranks
@@ -38,6 +37,30 @@ def ledger_of(model: "nn.Module", results: Any = None) -> CostModel:
     return CostModel(type(model).__name__, (), ())
 
 
+class CountingMeter(Protocol):
+    """The meter of a watched loop; `StepMeter` says what each method does."""
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the loop has left training."""
+
+    @property
+    def trains_now(self) -> bool:
+        """Whether the trained model is in training mode."""
+
+    def count(self, batch: Any, *, forward_only: bool = False, cost_model: CostModel | None = None) -> None:
+        """Count a forward."""
+
+    def tracing(self) -> AbstractContextManager[None]:
+        """Leave the time of tracing out of the steps'."""
+
+    def add_ledger(self, cost_model: CostModel, *, is_trained: bool) -> None:
+        """Take in the ledger of one more shape."""
+
+    def stop_counting(self, error: Exception) -> None:
+        """Warn of forwards that cannot be counted."""
+
+
 class ForwardWatch:
     """Counts the forwards of one model for a meter, until it is closed.
 
@@ -50,7 +73,7 @@ class ForwardWatch:
     """
 
     def __init__(
-        self, model: "nn.Module", meter: "StepMeter", cost_model: CostModel, *, is_trained: bool, results: Any = None
+        self, model: "nn.Module", meter: CountingMeter, cost_model: CostModel, *, is_trained: bool, results: Any = None
     ) -> None:
         from headway.tracing.unwrap import unwrapped
 

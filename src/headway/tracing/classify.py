@@ -350,8 +350,8 @@ def checkpointing_of(model: nn.Module) -> str:
         for path, block in blocks.items()
         if getattr(block, "gradient_checkpointing", False) or _parent(_parent(path)) in holders
     ]
-    held = (*(blocks[path] for path in checkpointed), *(model.get_submodule(path) for path in holders))
-    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in held)
+    modules = (*(blocks[path] for path in checkpointed), *(model.get_submodule(path) for path in holders))
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in modules)
     is_reentrant = any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions)
     if len(checkpointed) not in (0, len(blocks)) and is_reentrant:
         raise UsageError(

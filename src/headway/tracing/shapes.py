@@ -27,7 +27,7 @@ class ShapeTraces:
         self,
         model: nn.Module,
         results: Results = None,
-        change: Callable[[CostModel], CostModel] = lambda cost_model: cost_model,
+        change: Callable[[CostModel], CostModel] | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.model = model
@@ -53,7 +53,8 @@ class ShapeTraces:
         if key not in self._traces:
             inputs = tree_map_only(torch.Tensor, lambda x: x if x.is_meta else x.cpu(), arguments)
             with self._around():
-                self._traces[key] = self._change(trace(self.model, inputs=inputs, results=self.results))
+                cost_model = trace(self.model, inputs=inputs, results=self.results)
+            self._traces[key] = cost_model if self._change is None else self._change(cost_model)
         return self._traces[key]
 
 
