@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 from headway.errors import UnknownModelError
 
 CONFIG = "config.json"
+PIPELINE = "model_index.json"
+"""In the folder of a pipeline of diffusers: its components, by name."""
 EXPORTS = "export"
 """The folder of a training run that holds its models."""
 _CONNECT_S = 1.5  # for one connection to the Hub, the look-up of its address included [s]
@@ -23,6 +25,11 @@ def is_model_here(name: str | Path) -> bool:
     """Whether a name is that of a file, or of a folder with a config.json, on this machine."""
     path = Path(name).expanduser()
     return path.is_file() or (path / CONFIG).is_file()
+
+
+def is_pipeline(path: Path) -> bool:
+    """Whether a path is the folder of a pipeline that diffusers saved."""
+    return (path / PIPELINE).is_file()
 
 
 def located(name: str | Path) -> str:

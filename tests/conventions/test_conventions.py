@@ -74,7 +74,8 @@ def test_a_padded_pack_of_a_dense_model(name):
 
 
 def test_every_convention_is_tested():
-    assert {*QWEN3_8B, "bagel"} == {convention.name for convention in conventions()}  # Bagel's: test_bagel.py
+    # Bagel's: test_bagel.py; FLUX's: tests/cli/test_audit_diffusion.py
+    assert {*QWEN3_8B, "bagel", "torchtitan-flux"} == {convention.name for convention in conventions()}
 
 
 def test_the_readme_counts_the_rules_that_compare_shows():

@@ -71,3 +71,10 @@ def test_groups_that_ranks_cannot_form_and_sequences_that_are_cut_are_refused(sh
     assert "a forward sees a part of them" in cut["refusal"]
     assert cut["tokens"] == 2 * 16  # of two pairs, each with one batch of two rows
     assert cut["total"] == trace(tiny()).count(Workload([8] * 4)).total
+
+
+def test_ranks_that_trace_other_shapes_add_up(tmp_path):
+    run = run_ranks("diffusing_ranks.py", 3, tmp_path)
+    assert run["rank_flops"] == run["counted"]
+    assert run["windows"] == [run["total"]] == [sum(run["counted"])]
+    assert run["images"] == 3 * 2

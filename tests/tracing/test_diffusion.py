@@ -1,15 +1,25 @@
-"""Diffusion models as plain modules: conditioned on a time step, attending in both directions, traced on any size."""
+"""Diffusion models, those of diffusers and plain modules: conditioned on a time step, attending in both directions.
+
+One ledger holds for any size of latents and any length of text.
+"""
 
 import math
 
+import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from headway.count import Workload
+from headway.errors import TraceError, WorkloadError
+from headway.meter import workload_of
 from headway.tracing import trace
+from headway.tracing.classify import checkpointing_of
 from helpers.counter import counted, dispatched
+from helpers.drawing import DENOISERS, adapted, batch, denoiser
 
 WIDTH, HEADS, CHANNELS, PATCH, TEXT, TEXT_WIDTH = 24, 3, 4, 2, 7, 10
 
@@ -168,3 +178,108 @@ def pytorchs_grouped(positions):
     mix = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
     x = torch.randn(1, WIDTH, positions, 1, requires_grad=True)
     return dispatched(mix, x)[1]
+
+
+def real_step(model, arguments):
+    """Count a real step with PyTorch's counter, attention as plain products: FLOPs of forward, and of backward."""
+    forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    with sdpa_kernel(SDPBackend.MATH):
+        with forward:
+            prediction = model(**arguments, return_dict=False)[0]
+        with backward:
+            prediction.sum().backward()
+    model.zero_grad()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+# samples, sides of the latents, tokens of text; diffusers' DiT takes squares alone
+SHAPES = [(1, (8, 8), 3), (2, (16, 16), 11), (3, (8, 16), 5)]
+ATTENTION = ["to_q", "to_k", "to_v"]
+
+
+@pytest.mark.parametrize("trained", ["all", "lora", "last"])
+@pytest.mark.parametrize("name", DENOISERS)
+def test_a_model_of_diffusers_follows_its_latents_and_its_text(name, trained):
+    model = denoiser(name)
+    if trained == "lora":
+        model = adapted(model, ATTENTION)
+    if trained == "last":  # what lies below the last layers needs no gradient
+        model.requires_grad_(False)
+        [*model.children()][-1].requires_grad_(True)
+    cost = trace(model)
+    assert cost.unknown == ()
+    assert {row.component.partition(".")[0] for row in cost.rows} == {"denoiser"}
+    for samples, side, text in SHAPES[: 2 if name.startswith("DiT") else None]:
+        arguments = batch(name, samples, side, text=text)
+        assert counted(cost, workload_of(arguments, cost)) == real_step(model, arguments)
+
+
+@pytest.mark.parametrize("name", [name for name in DENOISERS if not name.startswith("UNet")])
+def test_checkpointed_blocks_of_diffusers_run_again(name):
+    model, arguments = denoiser(name), batch(name, side=(8, 8))
+    forward, backward = real_step(model, arguments)
+    model.enable_gradient_checkpointing()
+    assert checkpointing_of(model) == "full"
+    cost = trace(model)
+    count = cost.count(workload_of(arguments, cost), recompute="full")
+    assert (count.forward, count.dgrad + count.wgrad) == (forward, backward)
+    assert (forward, backward + count.recompute) == real_step(model, arguments)
+
+
+def test_the_blocks_of_flux_cost_what_their_matrices_say():
+    """Double blocks have two streams of text and picture, single blocks one; sizes as in the helper."""
+    width, channels, pooled, text_width, times = 16, 4, 12, 16, 256
+    samples, pictures, text = 2, 24, 5
+    both = pictures + text
+    attention = 4 * width * both**2
+    # queries, keys, values, output, and an MLP four times as wide: 12 w^2 a token; two modulations of 6 w each a sample
+    double = 2 * 12 * width**2 * both + 2 * 2 * 6 * width**2 + attention
+    # queries, keys, values, the MLP's way up, and one matrix of both to the output; one modulation of 3 w
+    single = 2 * (3 + 4 + 5) * width**2 * both + 2 * 3 * width**2 + attention
+    embedders = 2 * channels * width * pictures + 2 * text_width * width * text
+    embedders += 2 * (times * width + width**2) + 2 * (pooled * width + width**2)
+    last = 2 * 2 * width**2 + 2 * width * channels * pictures
+    forward = samples * (2 * double + 3 * single + embedders + last)
+    cost = trace(denoiser("FluxTransformer2DModel"))
+    work = Workload([pictures] * samples, images=[(1, 4, 6)] * samples, sources=[text] * samples)
+    assert cost.count(work).forward == forward
+    # the embedders of pictures and texts, of times and of pooled texts are fed by nothing that is trained
+    unasked = 2 * channels * width * pictures + 2 * text_width * width * text + 2 * (times + pooled) * width
+    # the last double block's text goes on into the single blocks: all else has both gradients, attention the double
+    assert cost.count(work).total == 3 * forward - samples * unasked
+
+
+def test_dit_xl_has_its_published_flops():
+    """Peebles and Xie 2022 (arXiv 2212.09748), table 1: 118.64 "Gflops", which are multiply-adds, at 256 pixels."""
+    with torch.device("meta"):
+        model = diffusers.DiTTransformer2DModel(
+            num_attention_heads=16, attention_head_dim=72, in_channels=4, out_channels=8, num_layers=28, sample_size=32,
+            patch_size=2, num_embeds_ada_norm=1000,
+        )  # fmt: skip
+    cost = trace(model)
+    forward = cost.count(Workload([256], images=[(1, 16, 16)])).forward
+    assert forward / 2e9 == pytest.approx(118.64, abs=0.05)
+
+
+def test_a_mask_of_text_leaves_padding_out():
+    cost = trace(denoiser("SD3Transformer2DModel"))
+    arguments = batch("SD3Transformer2DModel", 2, text=7)
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    assert workload_of(arguments, cost).sources.tolist() == [7, 7]
+    assert workload_of(arguments | {"encoder_attention_mask": mask}, cost).sources.tolist() == [7, 4]
+
+
+def test_what_does_not_fit_is_named():
+    unet = trace(denoiser("UNet2DConditionModel"))
+    with pytest.raises(WorkloadError, match="The grid 1x10x16 cannot be merged"):
+        unet.count(Workload([160], images=[(1, 10, 16)], sources=[5]))
+    with pytest.raises(WorkloadError, match="traced on single frames"):
+        unet.count(Workload([128], videos=[(2, 8, 8)], sources=[5]))
+    with pytest.raises(WorkloadError, match="the batch holds latents, and no sample, the latents of UNet2D"):
+        workload_of({"latents": torch.zeros(1, 4, 8, 8)}, unet)
+    control = diffusers.ControlNetModel(
+        block_out_channels=(8, 8), norm_num_groups=4, cross_attention_dim=16, attention_head_dim=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+    )  # fmt: skip
+    with pytest.raises(TraceError, match=r"needs controlnet_cond, which nothing here makes .* trace\(model, inputs="):
+        trace(control)

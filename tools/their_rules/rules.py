@@ -119,6 +119,7 @@ UNCOMPARED = {
     "6nd": "transformers' `floating_point_ops`, in the package that the tests install",
     "palm": "nanoGPT's model is not transformers'; its formula is the paper's",
     "torchtitan": "a commit after the newest that was to be had",
+    "torchtitan-flux": "of a model that is not transformers', held against its formula written out",
     "torchtitan-2025-12-vlm": "a branch of an experiment, held against its logs",
     "olmo-core": "its numbers are sums over modules of its own, held against a count by hand",
     "bagel": "its trainer's own loop around one formula, held against a count by hand",

@@ -11,7 +11,7 @@ from headway.count.masks import full_pairs
 
 # factor, the part of a bill that it replaces, and its meaning
 _PARTS_IN_ORDER = (
-    ("causal", "attention", "attention billed for pairs that the causal mask or a window forbids"),
+    ("causal", "attention", "attention billed for pairs that the mask forbids, or for fewer than it allows"),
     ("vision", "vision", "the vision tower left out, billed per text token, or with other mergers"),
     ("audio", "audio", "the audio tower left out"),
     ("head", "head", "the language-model head: vocabulary padding, extra heads"),

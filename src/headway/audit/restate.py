@@ -74,6 +74,8 @@ def audit(
     identified = identify(per_device(log, num_ranks) if num_ranks else log, model, step_of, seq_len, num_ranks)
     fit = identified.fit or (identified.fits[0] if identified.fits else None)
     length = seq_len or (fit.seq_len if fit else None)
+    if length is None and not log.conventions:  # a log of times alone, for which no rule asks for a row's length
+        length = seq_len = int(step_of(1).workload.segments.max())
     if length is None or (not seq_len and identified.fit is None):
         raise UsageError(
             Argument("seq_len"),
@@ -89,7 +91,12 @@ def audit(
     counted = counted_tokens(fit.convention, step, log.counted) if fit else step.workload.slots
     seconds = _durations(log)
     rows = tuple(
-        RestatedRow(row, useful / counted, _useful_mfu(row, log, useful / counted, fit, identified, peak), duration)
+        RestatedRow(
+            row,
+            useful / counted,
+            _useful_mfu(row, log, useful / counted, float(useful), fit, identified, peak),
+            duration,
+        )
         for row, duration in zip(log.rows, seconds, strict=True)
     )
     links = list(factors(fit.convention, model, step, trained)) if fit else []
@@ -173,7 +180,13 @@ def _peak(identified: Identification, device: Peak | None) -> tuple[float | None
 
 
 def _useful_mfu(
-    row: LogRow, log: Log, per_token: float, fit: Fit | None, identified: Identification, peak: float | None
+    row: LogRow,
+    log: Log,
+    per_token: float,
+    per_step: float,
+    fit: Fit | None,
+    identified: Identification,
+    peak: float | None,
 ) -> float | None:
     """Restate one row: from tokens/s where it is that of one device, otherwise from its own rate or MFU."""
     if peak is None:
@@ -181,7 +194,7 @@ def _useful_mfu(
     if row.tokens_per_s is not None and not log.whole_job:
         return row.tokens_per_s.value * per_token / peak
     if fit is None:
-        return None
+        return per_step / row.step_s.value / peak if not log.conventions and row.step_s else None
     share = per_token / fit.flops_per_token
     if row.flops_per_s is not None and not log.whole_job:
         return row.flops_per_s.value * share / peak

@@ -31,8 +31,8 @@ LogArgument = Annotated[
     typer.Argument(
         metavar="LOG",
         help="Log of torchtitan, MaxText, Megatron-LM, Megatron-Bridge, Primus, nanoGPT, nanochat, OLMo-core, "
-        "llm-foundry, NeMo RL, NeMo Automodel, ms-swift, Lightning, verl or LMMs-Engine, a trainer_state.json, or "
-        "Headway's metrics.jsonl or run folder.",
+        "llm-foundry, NeMo RL, NeMo Automodel, ms-swift, Lightning, verl, LMMs-Engine or diffusers, a "
+        "trainer_state.json, or Headway's metrics.jsonl or run folder.",
     ),
 ]
 ModelOption = Annotated[
@@ -68,7 +68,7 @@ ResumedOption = Annotated[
 SkipOption = Annotated[int, typer.Option(metavar="N", min=0, help="Rows to leave out at the start (warm-up).")]
 
 
-@options.spread(without=["sources", "audio", "past", "logits"], between={"images": ["mean_segment"]})
+@options.spread(without=["audio", "past", "logits"], between={"images": ["mean_segment"]})
 def audit(
     log: LogArgument,
     model: ModelOption = None,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from headway.cli.output import needs_extra
 from headway.errors import UnknownModelError, UsageError, WorkloadError
 from headway.files import SETTINGS_BYTES, read_text
+from headway.hub import CONFIG, is_pipeline
 from headway.log.working import working
 
 if TYPE_CHECKING:
@@ -47,7 +48,49 @@ def resolve_cost_model(name: str) -> "CostModel":
     ):
         from headway.tracing import trace
 
+        if (path := saved_denoiser(name)) is not None:
+            from headway.models.denoisers import denoiser_config, denoiser_on_shapes
+
+            return trace(denoiser_on_shapes(denoiser_config(path)))
         return trace(resolve_config(name))
+
+
+def saved_denoiser(name: str) -> Path | None:
+    """Find the folder or file that MODEL names if diffusers saved it: a pipeline, or one model; None for any other."""
+    path = Path(name).expanduser()
+    if is_pipeline(path):
+        return path
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file() or file.suffix != ".json":
+        return None
+    settings = _raw_config(name)
+    is_saved = isinstance(settings, dict) and "_class_name" in settings and "model_type" not in settings
+    return path if is_saved else None
+
+
+def sizes_of_latents(path: Path) -> tuple[str, tuple[int, int] | None]:
+    """Read the class of a saved denoiser, and the patches of the latents that its configuration states.
+
+    Returns:
+        Name of the class; height and width in patches, None where they are not stated.
+
+    Raises:
+        HeadwayError: as `denoiser_config`, or diffusers is not installed.
+    """
+    with needs_extra(f"reading {path}, a model of diffusers,"):
+        from headway.models.denoisers import denoiser_config
+
+        settings = denoiser_config(path)
+    latents, patch = _sides(settings.get("sample_size")), _sides(settings.get("patch_size") or 1)
+    patches = None if latents is None or patch is None else (latents[0] // patch[0], latents[1] // patch[1])
+    return str(settings["_class_name"]), patches
+
+
+def _sides(value: Any) -> tuple[int, int] | None:
+    """Read height and width, which a configuration gives as one number, or behind the frames; None for neither."""
+    sides = value[-2:] if isinstance(value, list) else [value, value]
+    is_size = len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)
+    return (int(sides[0]), int(sides[1])) if is_size else None
 
 
 def resolve_ledger(settings: "ModelConfig") -> "CostModel":
@@ -126,6 +169,10 @@ def _raw_config(name: str) -> Any:
     if shipped is not None:
         return presets()[shipped]
     path = Path(name).expanduser()
+    if is_pipeline(path):
+        from headway.models.denoisers import denoiser_config
+
+        return denoiser_config(path)
     if path.is_dir():
         path /= "config.json"
     if path.exists():

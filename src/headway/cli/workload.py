@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from headway.cli.options import table_of_options
 from headway.cli.output import warn
 from headway.cli.parse import parse_grids, parse_lora, parse_media, parse_segments, parse_splits
-from headway.cli.resolve import in_patches, resolve_cost_model
+from headway.cli.resolve import in_patches, resolve_cost_model, saved_denoiser, sizes_of_latents
 from headway.count.modalities import MODALITIES, totals
 from headway.errors import WorkloadError
 from headway.report import format_count, format_share
@@ -100,9 +101,41 @@ class WorkloadOptions:
         return {f"--{name}": value for name, value in {**own, **self.media}.items() if value is not None}
 
     def in_patches(self, model: str) -> "WorkloadOptions":
-        """Turn images whose size was typed in pixels into grids of the model's patches; errors of `in_patches`."""
+        """Turn images whose size was typed in pixels into grids of the model's patches; errors of `in_patches`.
+
+        Of a model of diffusers, each image or video is a sample of its own.
+        """
+        if (path := saved_denoiser(model)) is not None:
+            return self._of_latents(path)
         images = in_patches(model, self.media.get("images"))
         return self if images is None else replace(self, media={**self.media, "images": images})
+
+    def _of_latents(self, path: Path) -> "WorkloadOptions":
+        """Describe a batch of latents: a segment for each grid, whose source is the text.
+
+        Raises:
+            WorkloadError: segments are given, or the size of the latents is given nowhere.
+        """
+        kind, patches = sizes_of_latents(path)
+        if self.segments is not None or self.splits is not None:
+            raise WorkloadError(
+                f"A sample of {kind} is its latents: leave --segments and --splits out, and give --images 1x64x64*4 "
+                "[patches of the latents] and, where it reads a text, --sources 512*4 [tokens]."
+            )
+        kinds = {name: text for name, text in self.media.items() if MODALITIES[name].tower == "vision"}
+        if not kinds and patches is None:
+            raise WorkloadError(
+                f"The configuration of {kind} states no size of latents. Give it in patches: --images 1x64x64 for one "
+                "picture of 64 x 64, --videos 21x30x52 for frames of it, *N for N samples."
+            )
+        media = dict(self.media) if kinds else {**self.media, "images": "1x{}x{}".format(*patches)}  # type: ignore[misc]
+        grids = [grid for name in (*kinds, *([] if kinds else ["images"])) for grid in parse_grids(media[name], name)]
+        # one length of text stands for all samples
+        sources = self.sources
+        if sources is not None and len(parse_segments(sources, "--sources")) == 1:
+            sources = f"{sources}*{len(grids)}" if "*" not in sources else sources
+        lengths = ",".join(str(t * h * w) for t, h, w in grids)
+        return replace(self, segments=lengths, media=media, sources=sources)
 
     def build(self, lengths: list[int] | None = None) -> "Workload":
         """Build the step's workload.

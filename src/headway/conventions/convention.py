@@ -83,8 +83,9 @@ class Convention:
     tool: str  # whose peak rule divides it (`tool_peaks`), "" for the datasheet
     why: str  # one line on what it counts differently from `useful/1`
     price: Callable[[Architecture, Step], Parts]  # the rule itself, a pure function; raises `NotExpressibleError`
-    # which token positions it charges for: "real", "slots" or "rows" (of the configured length)
-    tokens: Literal["real", "slots", "rows"]
+    # which token positions it charges for: "real", "slots", "rows" (of the configured length), or "joint" (with those
+    # of the text beside latents)
+    tokens: Literal["real", "slots", "rows", "joint"]
     # positions that its attention spans: "segments", or "rows" of the configured length; "none" without attention
     scope: Literal["segments", "rows", "none"]
     # "sizes" for a formula of the configuration's sizes, "rows" where the cost model or its parameters decide
@@ -101,11 +102,13 @@ class Convention:
     @property
     def uses_seq_len(self) -> bool:
         """Whether the configured row length changes the bill."""
-        return "rows" in (self.tokens, self.scope) or self.name.startswith("megatron-bridge")
+        return "rows" in (self.tokens, self.scope) or self.tokens == "joint" or self.name.startswith("megatron-bridge")
 
     def billed_tokens(self, step: Step) -> int:
         """Token positions that it charges for."""
-        return {"real": step.workload.tokens, "slots": step.workload.slots, "rows": step.row_slots}[self.tokens]
+        workload = step.workload
+        joint = workload.tokens + int(workload.sources.sum())
+        return {"real": workload.tokens, "slots": workload.slots, "rows": step.row_slots, "joint": joint}[self.tokens]
 
     def bill(self, model: Architecture, step: Step) -> Bill:
         """Charge for a step; a model that the rule cannot express gives a bill without a number and the reason."""

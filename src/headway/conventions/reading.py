@@ -48,7 +48,7 @@ def architecture(config: Mapping[str, Any], name: str, cost_model: CostModel | N
     128
     """
     text: Mapping[str, Any] = config.get("text_config") or config
-    model_type = str(config.get("model_type", text.get("model_type", "")))
+    model_type = str(config.get("model_type", text.get("model_type", config.get("_class_name", ""))))
     # Without readable sizes a model is known by its cost model alone; formulas of sizes then give the reason.
     try:
         model = _sizes(text, name, model_type, config)

@@ -2,7 +2,7 @@
 
 import difflib
 
-from headway.conventions import bagel, maxtext, megatron, nemo, ours, veomni, verl, weights
+from headway.conventions import bagel, flux, maxtext, megatron, nemo, ours, veomni, verl, weights
 from headway.conventions.convention import Convention
 from headway.errors import UnknownConventionError
 from headway.words import Argument
@@ -37,6 +37,11 @@ _ALL = (
         "torchtitan-2025-12-vlm", "2025-12", "torchtitan",
         "full square of the configured row; all vision parameters once per text token",
         weights.torchtitan_2025_12_vlm, "slots", "rows",
+    ),
+    Convention(
+        "torchtitan-flux", "2026-08", "torchtitan",
+        "embedders for every token of text and picture, half of attention's pairs; no autoencoder, no text encoders",
+        flux.torchtitan_flux, "joint", "segments", "rows", only="FluxTransformer2DModel",
     ),
     Convention(
         "megatron-bridge", "2026-08", "", "every slot, half the square of each segment; padded vocabulary, no router",

@@ -30,6 +30,10 @@ SINGLE_FRAMES = {"frames": "1"}
 PIXELS = "pixels"
 """In the source of a ledger of pictures alone: the side of those that it was traced on [pixels]."""
 
+DENOISES = "denoises"
+"""In the source of a ledger of a model of latents: the argument that carries them, their layout, and a patch's sides
+over frames, height and width [pixels of the latents]."""
+
 # name, driver, the driver that is evaluated, then FLOPs per unit of forward, dgrad, wgrad, recompute
 _Coefficients = list[tuple[str, str, str, int, int, int, int]]
 

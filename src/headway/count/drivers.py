@@ -3,6 +3,8 @@
 A driver is written as a name and whole-number parameters joined by colons: `tokens`, `patches/4` (patches after merging
 four into one), `text_tokens/4` (tokens that stand for no such patches), `pairs:causal`, `pairs:sliding:4096`,
 `patch_pairs:frame`, `patch_pairs:window:8`.
+A model that denoises latents may join them with a text, its sources: `joint` counts the tokens of both, `pairs:joint`
+the pairs of full attention over both, and `patch_pairs:merged:4` the pairs within a frame whose patches were merged.
 Where a model draws images, `latents` counts latent patches, each a token; `drawn` those that come from noise;
 `understood` the tokens that are no latent patches; `supervised` the tokens whose next token is learnt.
 Where images and videos have towers of their own, `image_` or `video_` stands before a driver of patches or frames.
@@ -64,6 +66,19 @@ def _merging_pairs(workload: Workload, group: int) -> int:
     """Count pairs of a frame's patches and what squares of `group` of them merge into: t h w (h w / group)."""
     _merged_patches(workload, group)  # refuses what cannot be merged
     return _frame_pairs(workload) // group
+
+
+def _merged_pairs(workload: Workload, group: int) -> int:
+    """Count pairs of full attention inside each frame, between squares of `group` patches: t (h w / group)^2."""
+    _merged_patches(workload, group)  # refuses what cannot be merged
+    t, h, w = workload.grids.T
+    return int((t * (h * w // group) ** 2).sum())
+
+
+def _joint_pairs(workload: Workload) -> int:
+    """Count pairs of full attention over each segment and its source together: (s + n)^2."""
+    sources = workload.sources if workload.sources.size else 0
+    return int(((workload.segments + sources) ** 2).sum())
 
 
 def _grid_pairs(workload: Workload) -> int:
@@ -240,6 +255,8 @@ _DRIVERS: dict[str, _Driver] = {
     "pairs:chunked:": (1, lambda w, chunk: _after_past(masks.chunked_pairs, w, chunk)),
     "pairs:splits": (0, _split_pairs),
     "pairs:cross": (0, lambda w: masks.cross_pairs(w.segments, w.sources) if w.sources.size else 0),
+    "pairs:joint": (0, _joint_pairs),
+    "joint": (0, lambda w: w.tokens + int(w.sources.sum())),
     "supervised": (0, lambda w: w.supervised),
     "logits": (0, lambda w: w.tokens if w.logits is None else w.logits),
     "understood": (0, lambda w: w.tokens - w.latent_patches),
@@ -249,6 +266,7 @@ _DRIVERS: dict[str, _Driver] = {
     "latent_pairs:frame": (0, _latent_pairs),
     "patch_pairs:frame": (0, _frame_pairs),
     "patch_pairs:frame/": (1, _merging_pairs),
+    "patch_pairs:merged:": (1, _merged_pairs),
     "patch_pairs:grid": (0, _grid_pairs),
     "patch_pairs:window:": (1, _window_pairs),
     "sources:": (1, _fixed_sources),
@@ -289,7 +307,7 @@ def _all_drivers() -> dict[str, _Driver]:
 _TOWERS = {
     "vision": ("patches", "patch_pairs", "grids", "frames", "lone"),
     "latents": ("latent", "drawn"),
-    "source": ("source", "pairs:cross"),
+    "source": ("source", "pairs:cross", "joint", "pairs:joint"),
 }
 _PARAMETERS = re.compile(r"(.*?)((?<=[:/])\d+(?::\d+)*)?")
 _STEPS = re.compile(r"[1-9]\d*(:-?\d+(:[1-9]\d*)?)?")

@@ -1,5 +1,6 @@
 """Loops written with Hugging Face's Accelerate: the meter with its accumulation, wrappers and trackers."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from headway.meter import Meter, Window
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
+
+    from headway.meter.watch import ForwardWatch
 
 
 class AccelerateMeter(Observer, Meter):
@@ -56,20 +59,27 @@ class AccelerateMeter(Observer, Meter):
         **meter_options: Any,
     ) -> None:
         inner: nn.Module = accelerator.unwrap_model(model)
-        options = {"batch_ranks": ranks_of_sequences(accelerator, workload), **meter_options}
+        options = {
+            "batch_ranks": ranks_of_sequences(accelerator, workload),
+            "watch": workload is None and meter_options.get("cost_model") is None,
+            "recompute": _recomputed(inner),
+            **meter_options,
+        }
         super().__init__(inner, on_window=self._log_window, steps_before=completed_steps, **options)
         self._accelerator = accelerator
         self._prefix = prefix
         self._names = tuple(names)
         self._then = on_window
-        self._calls = ForwardCalls(inner, self, workload=workload, on_error=self.stop_measuring).__enter__()
+        self._calls: ForwardWatch | ForwardCalls | None = self._watches[0] if options["watch"] else None
+        if self._calls is None:
+            self._calls = ForwardCalls(inner, self, workload=workload, on_error=self.stop_measuring).__enter__()
 
     @observing
     def step(self, *, skipped: bool = False, **extra: float) -> Window | None:
         """End a micro-batch, and the optimizer step if Accelerate let the optimizer run; as `Meter.step` otherwise."""
         if not self._accelerator.sync_gradients:
             return None
-        if not self._calls.num_calls and not self._calls.model.training:
+        if self._calls is not None and not self._calls.num_calls and not self.trains_now:
             raise UsageError(
                 "the model is in evaluation mode, as from_pretrained leaves it, and its forwards are no training. Call "
                 "model.train() before the loop."
@@ -81,6 +91,10 @@ class AccelerateMeter(Observer, Meter):
         """Add up the steps since the last log, as `Meter.log` does."""
         return super().log()
 
+    def stop_counting(self, error: Exception) -> None:
+        """Warn of a forward that cannot be counted, and let go of the loop."""
+        self.stop_measuring(error)
+
     def _release(self) -> None:
         self._let_go()
 
@@ -91,5 +105,18 @@ class AccelerateMeter(Observer, Meter):
             self._then(window)
 
     def _let_go(self) -> None:
-        self._calls.__exit__()
+        if isinstance(self._calls, ForwardCalls):
+            self._calls.__exit__()
         super()._let_go()
+
+
+def _recomputed(model: "nn.Module") -> str:
+    """Read what the model's checkpointing runs again; nothing, and a warning, where that cannot be said."""
+    from headway.tracing.classify import checkpointing_of
+    from headway.tracing.unwrap import unwrapped
+
+    try:
+        return checkpointing_of(unwrapped(model))
+    except UsageError as error:
+        warnings.warn(f"HFU leaves out what checkpointing runs again: {error}", RuntimeWarning, stacklevel=3)
+        return "none"

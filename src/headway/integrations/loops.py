@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from headway.count import CostModel, Workload
-from headway.errors import HeadwayError, UsageError, WorkloadError
+from headway.errors import HeadwayError, UsageError
 from headway.log.sink import flatten
 from headway.meter import Meter, Window
 from headway.meter.batches import input_gradients_of
+from headway.meter.watch import refuse_cached_keys
 from headway.words import Argument
 
 T = TypeVar("T")
@@ -121,12 +122,7 @@ class ForwardCalls:
         if not trained.training:
             return
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if (past := arguments.get("past_key_values")) is not None and past.get_seq_length():
-            raise WorkloadError(
-                f"{type(self.model).__name__} goes on from cached keys and values while it trains: it generates, and "
-                "that is not counted from its forwards. If it is no part of training, switch the model to eval() for "
-                "it; else count the step yourself: Meter.count with a Workload whose `past` says how much was cached."
-            )
+        refuse_cached_keys(type(self.model).__name__, arguments)
         self.num_calls += 1
         self.meter.count(
             arguments if self.workload is None else self.workload(arguments),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from headway.count import CostModel, Generation, Workload
-from headway.count.cost_model import PIXELS
+from headway.count.cost_model import DENOISES, PIXELS
 from headway.count.integers import Ints, boundaries_of
 from headway.errors import WorkloadError
 from headway.meter.clock import HostCopy
@@ -24,6 +24,8 @@ _READ = (
     "image_grid_thw",
     "video_grid_thw",
     "decoder_attention_mask",
+    "encoder_attention_mask",
+    "encoder_hidden_states_mask",
 )
 _NUM_LABELS = "num_labels"  # entry of copies
 _IDS = ("input_ids", "inputs_embeds", "tokens")
@@ -98,6 +100,8 @@ def workload_of(batch: Workload | Mapping[str, Any], cost_model: CostModel | Non
     """
     if isinstance(batch, Workload):
         return batch
+    if cost_model is not None and DENOISES in cost_model.source and "workload" not in batch:
+        return _denoised(batch, cost_model)
     reads_encoder = cost_model is not None and "source" in cost_model.towers
     if isinstance(workload := batch.get("workload"), Workload):
         if not reads_encoder:  # whose ids are the encoder's
@@ -244,6 +248,34 @@ def _decoded(batch: Mapping[str, Any], grids: dict[str, Any]) -> Workload:
     else:
         sources = [(speech if speech is not None else batch["input_ids"]).shape[-1]] * rows
     return Workload(lengths, slots=rows * slots, sources=sources, **grids)
+
+
+def _denoised(batch: Mapping[str, Any], cost_model: CostModel) -> Workload:
+    """Build the workload of latents: a segment of patches for each sample, whose source is the text beside it."""
+    name, layout, *sides = cost_model.source[DENOISES].split()
+    latents = batch.get(name)
+    if latents is None:
+        raise WorkloadError(
+            f"the batch holds {', '.join(map(str, batch)) or 'nothing'}, and no {name}, the latents of "
+            f"{cost_model.name}: count the arguments of its forward by their names, or a Workload."
+        )
+    # pixels of the latents along frames, height and width, and the patches that they are cut into
+    samples, *shape = map(int, latents.shape)
+    pixels = {
+        "packed": [1, 1, shape[0]],
+        "images": [1, *shape[1:]],
+        "videos": shape[1:],
+        "clips": [shape[0], *shape[2:]],
+    }[layout]
+    grid = tuple(n // int(side) for n, side in zip(pixels, sides, strict=True))
+    text = batch.get("encoder_hidden_states") if "source" in cost_model.towers else None
+    sources: Any = ()
+    if text is not None:
+        masks = [batch.get(key) for key in ("encoder_attention_mask", "encoder_hidden_states_mask")]
+        mask = next((m for m in masks if m is not None and len(m.shape) == 2), None)  # others are added to scores
+        sources = [int(text.shape[1])] * samples if mask is None else (mask > 0).sum(-1).tolist()
+    images, videos = ([grid] * samples, ()) if grid[0] == 1 else ((), [grid] * samples)
+    return Workload([math.prod(grid)] * samples, images, videos, sources=sources)
 
 
 def _frames(pixels: Any, cost_model: CostModel | None) -> list[tuple[int, int, int]]:

@@ -53,7 +53,10 @@ class Meter(StepMeter):
         batch_ranks: ranks in a row that work on each batch together, as those of tensor parallelism do: the first of
             them counts it, whatever the others are told. Read off the mesh of the model's parameters when None.
         steps_before: steps that earlier processes of the run took; windows number steps from there.
-        others: cost models of what else the steps run, such as DPO's reference; `count` is told which of them.
+        watch: whether the forwards of the model are counted by themselves, so that `count` need not be called. One that
+            takes neither `input_ids` nor latents is then traced for each shape of its arguments.
+        others: what else the steps run, such as DPO's reference, a VAE, a text encoder: modules, whose forwards are
+            counted by themselves, with a backward where they are trained; or cost models, of which `count` is told.
         phases: whether some steps are divided into phases, and the code that the loop pauses in is looked at; where the
             model is not compiled as a whole.
         timeout_s: how long other ranks are waited for when a window is logged [s].
@@ -87,7 +90,8 @@ class Meter(StepMeter):
         packing_length: int | None = None,
         batch_ranks: int | None = None,
         steps_before: int = 0,
-        others: Sequence[CostModel] = (),
+        watch: bool = False,
+        others: Sequence[Any] = (),
         phases: bool = True,
         timeout_s: float = 60.0,
         clock: Callable[[], float] | None = None,
@@ -110,6 +114,7 @@ class Meter(StepMeter):
             packing_length=packing_length,
             batch_share=batch_share(model, batch_ranks),
             steps_before=steps_before,
+            watch=watch,
             others=others,
             phases=phases,
         )

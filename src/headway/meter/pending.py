@@ -27,20 +27,21 @@ class Billing:
     forward_only: bool = False  # it has no backward
     input_gradients: tuple[str, ...] = ()  # names of its arguments that require a gradient
     elsewhere: bool = False  # another rank, which works on the batch too, counts it
+    own: bool = True  # whether the model is the trained one, or a part of it
     phase: str = REST  # named phase that it is counted in
     is_timed: bool = True  # whether the forward is one of those that `ForwardTimer` times
 
     @property
     def trains(self) -> bool:
         """Whether the batch trains the model: its own forward, with a backward."""
-        return not self.model and not self.forward_only
+        return self.own and not self.forward_only
 
     def count(
         self, workload: Workload, cost_models: Sequence[CostModel], recompute: str, by: By = "component"
     ) -> FlopCount:
         """Count the FLOPs of a workload that is billed so, with what the loop recomputes of the model it trains."""
         cost_model = cost_models[self.model].with_input_gradients(self.input_gradients)
-        again = recompute if self.trains else "none"
+        again = recompute if self.trains and (not self.model or any(row.block for row in cost_model.rows)) else "none"
         return cost_model.count(workload, recompute=again, forward_only=self.forward_only, by=by)
 
 
@@ -68,6 +69,7 @@ class PendingSteps:
         forwards: what forwards without a backward must move, by the model's place; of models of which it is known.
         elsewhere: named phases that have devices of their own.
         goodput: the run's ledger, which is told what the device did while the host waited for data.
+        keys: component and driver of rows that cost models may have which join while the loop runs.
         keeps_steps: whether steps stay apart until `take`, since another rank may still have one of them left out.
     """
 
@@ -81,6 +83,7 @@ class PendingSteps:
         *,
         forwards: Mapping[int, ForwardTraffic] | None = None,
         elsewhere: Container[str] = (),
+        keys: Sequence[tuple[str, str]] = (),
         keeps_steps: bool = False,
     ) -> None:
         self.extra: dict[str, Any] = {}
@@ -91,7 +94,8 @@ class PendingSteps:
         self._elsewhere = elsewhere
         self._goodput = goodput
         self._updates = [0, 0]  # steps since FLOPs were last counted, and how many of them skipped theirs
-        self._keys = tuple(dict.fromkeys((row.component, row.driver) for model in cost_models for row in model.rows))
+        rows = (row for model in cost_models for row in model.rows)
+        self._keys = tuple(dict.fromkeys([*((row.component, row.driver) for row in rows), *keys]))
         self._steps: deque[PendingStep] = deque()
         self._keeps_steps = keeps_steps
         self._added_up: dict[int, Sums] = {}  # by the step's number
@@ -226,7 +230,7 @@ class PendingSteps:
             # FLOPs of the ranks' own devices; tokens that the model learns from
             if billed.phase not in self._elsewhere:
                 self._sums.add_count(count)
-                self._sums.totals["busy_flops"] += count.forward if billed.is_timed and not billed.model else 0
+                self._sums.totals["busy_flops"] += count.forward if billed.is_timed and billed.own else 0
             if billed.trains:
                 self._sums.add_quantities(workload)
                 silent = sum(1 for item in workloads if item.tokens and not item.knows_supervised)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from headway.count import CostModel, Generation, Workload
 from headway.devices import Peak
-from headway.errors import UsageError
+from headway.errors import HeadwayError, UsageError
 from headway.meter import pauses
 from headway.meter.batch_share import BatchShare
 from headway.meter.batches import input_gradients_of, read_or_copy
@@ -31,6 +31,7 @@ from headway.meter.phases import PhaseTimer, data_parallel_around
 from headway.meter.step_clock import LoopWatcher, StepClock
 from headway.meter.step_phases import REST, NamedPhase, PhaseDevices
 from headway.meter.tally import Tally, Yardstick
+from headway.meter.watch import ForwardWatch, in_components_of, ledger_of
 from headway.meter.window import Window
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class MeteredLoop:
     packing_length: int | None = None
     batch_share: BatchShare = BatchShare()  # noqa: RUF009 - frozen
     steps_before: int = 0
-    others: Sequence[CostModel] = ()
+    others: Sequence[Any] = ()
+    watch: bool = False
     phases: bool = True
 
 
@@ -85,7 +87,7 @@ class StepMeter(StepClock, ABC):
         if ledger is None:
             from headway.tracing import trace
 
-            ledger = trace(model, results=loop.results)
+            ledger = ledger_of(model, loop.results) if loop.watch else trace(model, results=loop.results)
         self.cost_model = ledger
         self.peak = loop.peak if loop.peak is not None else peak_of(model, self.device)
         self.recompute = loop.recompute
@@ -96,14 +98,14 @@ class StepMeter(StepClock, ABC):
             if loop.optimizer is None
             else traffic_or_warn(model, loop.optimizer, self.cost_model, loop.recompute, loop.results)
         )
-        self.models = (self.cost_model, *loop.others)
+        # ledgers of all that the steps run; those of shapes join as they come
+        self.models = [self.cost_model]
+        self._own = {0}  # places of the trained model's
         self._forward_traffic: dict[int, ForwardTraffic] = {}
-        if not isinstance(model, CostModel):
-            with self.boundary.guard("The bytes that forwards of this loop's model move"):
-                from headway.meter.model_traffic import forward_traffic
-
-                if (own := forward_traffic(model, self.cost_model)) is not None:
-                    self._forward_traffic[0] = own
+        self._note_traffic(0, model)
+        self._watches: list[ForwardWatch] = []
+        self.failure: Exception | None = None  # what ended the counting of forwards; None while all is well
+        self._add_others(loop)
         self.ceiling, self.batch_share = loop.ceiling, loop.batch_share
         self.memory_bytes_per_s = loop.memory_bytes_per_s or bandwidth_of(self.device)
         # what steps add up to, and what rates are compared with
@@ -131,7 +133,10 @@ class StepMeter(StepClock, ABC):
         self._places: pauses.PlaceSampler | None = None
         self._settings = settings_of(model, self.device)
         self._batches: list[tuple[Any, Billing]] = []
-        self._pending = PendingSteps(self.models, loop.recompute, self._last)
+        self._pending = self._make_pending(keeps_steps=False)
+        if loop.watch and self.model is not None:
+            watch = ForwardWatch(model, self, self.cost_model, is_trained=True, results=loop.results)
+            self._watches.insert(0, watch)
 
     def start(self) -> None:
         """Start the clock; the first `count`, `batches` or `away` does so by itself. The device is waited for once."""
@@ -141,16 +146,7 @@ class StepMeter(StepClock, ABC):
             return
         several = self._opens()
         super().start()
-        self._pending = PendingSteps(
-            self.models,
-            self.recompute,
-            self._last,
-            self._traffic,
-            self.goodput,
-            forwards=self._forward_traffic,
-            elsewhere=self._phase_clock.devices,
-            keeps_steps=several,
-        )
+        self._pending = self._make_pending(keeps_steps=several)
         self.watchers += LoopWatcher.waiting
         LoopWatcher.waiting.clear()
         if self._phases is not None and several and self.model is not None:
@@ -162,6 +158,76 @@ class StepMeter(StepClock, ABC):
                 self._places = pauses.PlaceSampler(self._phases, self.boundary)
         for watcher in tuple(self.watchers):
             watcher.start(self)
+
+    def _add_others(self, loop: MeteredLoop) -> None:
+        """Take in what else the steps run: cost models, which `count` names, and modules, which are watched."""
+        for other in loop.others:
+            if isinstance(other, CostModel):
+                self.models.append(other)
+                continue
+            ledger = ledger_of(other)
+            ledger = in_components_of(ledger, ledger.name)
+            self.models.append(ledger)
+            self._note_traffic(len(self.models) - 1, other)
+            self._watches.append(ForwardWatch(other, self, ledger, is_trained=False))
+
+    def _note_traffic(self, place: int, model: Any) -> None:
+        """Find what forwards of a model move, where its weights are here."""
+        if isinstance(model, CostModel) or not self.models[place].rows:
+            return
+        with self.boundary.guard("The bytes that forwards of this loop's models move"):
+            from headway.meter.model_traffic import forward_traffic
+
+            if (traffic := forward_traffic(model, self.models[place])) is not None:
+                self._forward_traffic[place] = traffic
+
+    def _make_pending(self, *, keeps_steps: bool) -> PendingSteps:
+        return PendingSteps(
+            self.models,
+            self.recompute,
+            self._last,
+            self._traffic,
+            self.goodput,
+            forwards=self._forward_traffic,
+            elsewhere=self._phase_clock.devices,
+            keys=[key for watch in self._watches for key in watch.keys],
+            keeps_steps=keeps_steps,
+        )
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the loop has left training, until `back`."""
+        return self._left_s is not None
+
+    @property
+    def trains_now(self) -> bool:
+        """Whether the trained model is in training mode, as far as it is known."""
+        return self.model is None or self.model.training
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Leave the time of tracing out of the steps'."""
+        with self.away("compile"):
+            yield
+
+    def add_ledger(self, cost_model: CostModel, *, is_trained: bool) -> None:
+        """Take in the ledger of one more shape; one that is there already changes nothing."""
+        if any(ledger is cost_model for ledger in self.models):
+            return
+        self.models.append(cost_model)
+        if is_trained:
+            self._own.add(len(self.models) - 1)
+
+    def stop_counting(self, error: Exception) -> None:
+        """Warn of forwards that cannot be counted, and go on without MFU."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        for watch in self._watches:
+            watch.close()
+        self._tally.forget_peak()
+        text = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
+        warnings.warn(f"this loop goes on without MFU: {text}", RuntimeWarning, stacklevel=3)
 
     @property
     def _is_first(self) -> bool:
@@ -209,8 +275,23 @@ class StepMeter(StepClock, ABC):
             UsageError: the cost model is not one of `others`.
             WorkloadError: the batch does not say what it computes, or the cost model what an input's gradient costs.
         """
+        self.count_in(self.current_phase, batch, forward_only, cost_model, input_gradients)
+
+    @property
+    def current_phase(self) -> NamedPhase | None:
+        """The phase that the loop is in, if it has named it."""
+        return self._phase_clock.current
+
+    def count_in(
+        self,
+        phase: NamedPhase | None,
+        batch: Any,
+        forward_only: bool = False,
+        cost_model: CostModel | None = None,
+        input_gradients: Sequence[str] | None = None,
+    ) -> None:
+        """Count as `count` does, in a phase that may have ended."""
         self.start()
-        phase = self._phase_clock.current
         forward_only = forward_only or isinstance(batch, Generation) or (phase is not None and phase.forward_only)
         which = 0 if cost_model is None else self._place_of(cost_model)
         if input_gradients is None:
@@ -221,6 +302,7 @@ class StepMeter(StepClock, ABC):
             forward_only,
             gradients,
             elsewhere=not self.batch_share.is_first,
+            own=which in self._own,
             phase=REST if phase is None else phase.name,
             is_timed=phase is None or not phase.forward_only,
         )
@@ -310,9 +392,14 @@ class StepMeter(StepClock, ABC):
 
     def _ended_step(self, skipped: bool, extra: dict[str, float], num_warmup_steps: int) -> PendingStep:
         """End a step, whose numbers wait until the device has passed it."""
+        for watch in self._watches if self.failure is None else ():
+            try:
+                watch.settle()
+            except Exception as error:  # noqa: BLE001 - a forward that cannot be counted ends the numbers, not the loop
+                self.stop_counting(error)
         time = self._end_step(self.num_steps)
         self.num_steps += 1
-        if not self._batches and not self._has_warned_of_no_batch:
+        if not self._batches and self.failure is None and not self._has_warned_of_no_batch:
             self._has_warned_of_no_batch = True
             warnings.warn(
                 f"step {self.num_steps} ends without a batch and counts as one without work: call count(batch) for "
@@ -353,7 +440,7 @@ class StepMeter(StepClock, ABC):
         self._last_window()
         self._let_go()
         run = self._tally.run(self._step, self._pending.extra)
-        if not run.num_steps:
+        if not run.num_steps and self.failure is None:
             warnings.warn(
                 f"there is nothing to sum up: of {self.num_steps} steps, all were warm-up or compiled something. Run "
                 "more steps, or lower num_warmup_steps.",
@@ -381,4 +468,6 @@ class StepMeter(StepClock, ABC):
             self._places.close()
         if self._forwards is not None:
             self._forwards.close()
+        for watch in self._watches:
+            watch.close()
         self._stop()

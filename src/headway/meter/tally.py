@@ -219,6 +219,10 @@ class Tally:
         self._carried = self._carried[rank : rank + 1]
         self._recent.clear()
 
+    def forget_peak(self) -> None:
+        """Give windows no MFU from now on."""
+        self._yardstick = replace(self._yardstick, peak=replace(self._yardstick.peak, flops_per_s=math.nan))
+
     def run(self, step: int, extra: dict[str, Any]) -> Window:
         """Describe all counted steps; those that compiled something if there are no others."""
         if not self._run or not self._run[0].totals["num_steps"]:

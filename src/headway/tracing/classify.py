@@ -36,11 +36,12 @@ def _head_path(model: Any) -> str | None:
 
 
 def components(
-    model: nn.Module, operations: Sequence[Operation], fitted: Sequence[DriverFit], *, is_unknown: bool = False
+    model: nn.Module, operations: Sequence[Operation], fitted: Sequence[DriverFit], *, only: str = ""
 ) -> list[str]:
     """Name the component of each operation; DESIGN's names, such as `language.mlp` and `vision.merger`.
 
-    Where it `is_unknown` what the model sees, as of one example of floats, they are `other.attention` and so on.
+    A model that is one tower has the name `only` in place of those of text and vision: `denoiser.attention`, or
+    `other.attention` where it is not known what the model sees, as of one example of floats.
     """
     # modules that attend or carry a state, mixtures of experts, and the output embedding
     attending = {op.module for op in operations if op.kind == "attention"}
@@ -84,14 +85,15 @@ def components(
         _nearest(op.module, operations, fitted, names) if fit.driver == "packs" else name
         for op, fit, name in zip(operations, fitted, names, strict=True)
     ]
-    if is_unknown:
-        return [_of_anything(op, name) for op, name in zip(operations, names, strict=True)]
+    if only:
+        return [_in_tower(only, op, name) for op, name in zip(operations, names, strict=True)]
     return names
 
 
-def _of_anything(operation: Operation, name: str) -> str:
+def _in_tower(tower: str, operation: Operation, name: str) -> str:
     part = name.rpartition(".")[2]
-    return f"other.{'convolution' if part == 'mlp' and operation.kind == 'convolution' else part}"
+    part = "mlp" if part == "merger" else part
+    return f"{tower}.{'convolution' if part == 'mlp' and operation.kind == 'convolution' else part}"
 
 
 def _encoder(operations: Sequence[Operation], fitted: Sequence[DriverFit]) -> str | None:
@@ -317,20 +319,39 @@ def checkpointable_blocks(model: nn.Module) -> set[str]:
     return {path for path in chosen if not inside(_parent(path), [c for c in chosen if c != path])}
 
 
+def _checkpoints_its_lists(module: nn.Module) -> bool:
+    """Say whether a module runs the items of its lists again, as those of diffusers do that checkpoint."""
+    is_layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+    holds_lists = any(isinstance(child, nn.ModuleList) for child in module.children())
+    return bool(getattr(module, "gradient_checkpointing", False)) and holds_lists and not is_layer
+
+
 def checkpointing_of(model: nn.Module) -> str:
-    """Read what activation checkpointing runs again, as transformers switches it on.
+    """Read what activation checkpointing runs again, as transformers and diffusers switch it on.
 
     Returns:
         "none", "full", "reentrant" (full, each block to its end, as `use_reentrant=True` does), or the paths of some
         blocks, as `CostModel.count` takes them.
 
     Raises:
-        UsageError: some blocks alone are run again to their ends, which none of these says.
+        UsageError: some blocks alone are run again to their ends, or checkpoints lie in each other, which none of these
+            says.
     """
     paths = checkpointable_blocks(model)
     blocks = {path: module for path, module in model.named_modules() if path in paths}
-    checkpointed = [path for path, block in blocks.items() if getattr(block, "gradient_checkpointing", False)]
-    functions = (getattr(blocks[path], "_gradient_checkpointing_func", None) for path in checkpointed)
+    holders = {path for path, module in model.named_modules() if _checkpoints_its_lists(module)}
+    if inner := next((path for path in sorted(holders) if inside(path, paths)), None):
+        raise UsageError(
+            f"{inner} checkpoints parts of its own, which may hold checkpoints again, as in UNets of diffusers: how "
+            "often they run cannot be said."
+        )
+    checkpointed = [
+        path
+        for path, block in blocks.items()
+        if getattr(block, "gradient_checkpointing", False) or _parent(_parent(path)) in holders
+    ]
+    modules = (*(blocks[path] for path in checkpointed), *(model.get_submodule(path) for path in holders))
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in modules)
     is_reentrant = any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions)
     if len(checkpointed) not in (0, len(blocks)) and is_reentrant:
         raise UsageError(

@@ -187,6 +187,7 @@ def sum_of_drivers(
 
 def _triples(driver_units: Mapping[str, Sequence[int]], *, squares: bool) -> Iterator[tuple[str, ...]]:
     families = [((pairs,), *((name,) for name in _TEXT)) for pairs in ("pairs:full", "pairs:causal")]
+    families.append((("pairs:joint",), ("joint",), ("segments",)))  # with registers beside text and latents
     for family in [*families, *([_FULL] if squares else [])]:
         for names in itertools.product(*family):
             chosen = tuple(next((d for d in driver_units if d == n or d.startswith(f"{n}:")), "") for n in names)

@@ -84,6 +84,14 @@ class Recorder:
     def __post_init__(self) -> None:
         self._path_of: dict[int, str] = {id(module): path for path, module in self.model.named_modules()}
         self._stack: list[str] = []
+        find = self.block_of
+
+        def running_block(path: str) -> str:
+            """Find the block that runs: a part of it that is called once it has ended is no work of a checkpoint."""
+            block = find(path)
+            return "" if block in self.handed and block not in self._stack else block
+
+        self.block_of = running_block
         self._by_node: dict[int, Operation] = {}
         self._module_of_node: dict[int, str] = {}  # by the sequence number after the node's own
         self._mask_pairs: dict[tuple[int, Sequence[int]], tuple[torch.Tensor, tuple[int, int, str]]] = {}

@@ -16,6 +16,7 @@ from headway.errors import HeadwayError, TraceError
 from headway.tracing import build, classify
 from headway.tracing.arguments import asking, in_dtype
 from headway.tracing.fit import DriverFit, candidates, fit, shortened
+from headway.tracing.inputs.denoiser import Denoiser
 from headway.tracing.inputs.model_inputs import ExampleInputs, alternate_forwards, call, inputs_for, without_arguments
 from headway.tracing.operation import Operation
 from headway.tracing.quantised import note_on_quantised
@@ -79,8 +80,10 @@ def _traced(model_or_config: Any, inputs: Any, results: Results, name: str | Non
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
 
     # components of operations and parameters, and how much of each parameter one token uses
-    is_unknown = isinstance(model_inputs, ExampleInputs) and not model_inputs.is_text
-    components = classify.components(model, operations, fitted, is_unknown=is_unknown)
+    only = "denoiser" if isinstance(model_inputs, Denoiser) else ""
+    if isinstance(model_inputs, ExampleInputs) and not model_inputs.is_text:
+        only = "other"
+    components = classify.components(model, operations, fitted, only=only)
     shares = classify.expert_shares(operations, fitted)
     unvisited = classify.unvisited_experts(model, shares)
     homes = classify.parameter_components(operations, components, parameters)

@@ -8,15 +8,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.masks import causal_pairs, full_pairs
 from headway.errors import HeadwayError, WorkloadError
 from headway.meter.batches import input_gradients_of, read_or_copy, workload_of
 from headway.meter.environment import device_of
-from headway.tracing import trace
 from headway.tracing.classify import checkpointing_of
+from headway.tracing.shapes import ShapeTraces, without_data
 from headway.tracing.unwrap import unwrapped
 
 _ONE_EXAMPLE = Workload([1])  # of a model without tokens, whose trace is of the very shapes that it is given
@@ -74,9 +74,8 @@ class WatchedModel:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.device: torch.device = device_of(model) or torch.device("cpu")
-        self.results: Any = None  # from which of its results its backward starts, as for `headway.trace`
         self.takes_tokens = "input_ids" in inspect.signature(unwrapped(model).forward).parameters
-        self._traces: dict[str, CostModel] = {}
+        self.traces = ShapeTraces(model)
         model.register_forward_hook(self._after_forward, with_kwargs=True)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
@@ -107,7 +106,7 @@ class WatchedModel:
                 _refuse_cached_keys(arguments)
                 batch = read_or_copy(arguments, self.cost_model(None))
             else:  # traced when it is counted: here a mode of the loop would see it, and the clock runs
-                batch = tree_map_only(torch.Tensor, _without_data, arguments)
+                batch = without_data(arguments)
         except HeadwayError as error:  # a loop is not ended by being watched
             batch = error
         return Forward(self, batch, gradients, autocast)
@@ -118,13 +117,7 @@ class WatchedModel:
         Raises:
             TraceError: an operation cannot be explained.
         """
-        inputs = None if self.takes_tokens else arguments
-        shapes = tree_map_only(torch.Tensor, lambda x: (x.shape, x.dtype, x.requires_grad), inputs)
-        key = repr(([parameter.shape for parameter in self.model.parameters()], shapes, self.results))
-        if key not in self._traces:
-            inputs = tree_map_only(torch.Tensor, lambda x: x if x.is_meta else x.cpu(), inputs)
-            self._traces[key] = trace(self.model, inputs=inputs, results=self.results)
-        return self._traces[key]
+        return self.traces.of(None if self.takes_tokens else arguments)
 
     def setup(self) -> tuple[tuple[bool, ...], str]:
         """Read which parameters require a gradient now, and what is checkpointed."""
@@ -146,7 +139,7 @@ def watch(model: nn.Module, results: Any = None) -> WatchedModel:
     """Watch a model from now on; one that is watched already keeps its traces."""
     owners = (getattr(hook, "__self__", None) for hook in model._forward_hooks.values())
     watched = next((owner for owner in owners if isinstance(owner, WatchedModel)), None) or WatchedModel(model)
-    watched.results = results if results is not None else watched.results
+    watched.traces.results = results if results is not None else watched.traces.results
     if watched.takes_tokens:
         watched.cost_model(None)  # before a block's time begins
     return watched
@@ -262,10 +255,3 @@ def _refuse_cached_keys(arguments: Mapping[str, Any]) -> None:
             "the model was called with past_key_values, as generation does: the keys that it reads are not in the "
             "batch. Leave generation out of the block, or count it with headway.Meter and Workload(..., past=...)."
         )
-
-
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    """Keep of floats their shape, so that no activation stays alive, and whether they require a gradient."""
-    if tensor.is_floating_point():
-        return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
-    return tensor.detach()

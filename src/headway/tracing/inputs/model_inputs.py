@@ -25,6 +25,7 @@ from headway.plugins import family_hook
 from headway.tracing import build
 from headway.tracing.arguments import as_phantoms, on_device
 from headway.tracing.inputs import audio, frames, patches, sources
+from headway.tracing.inputs.denoiser import Denoiser
 from headway.tracing.inputs.form import WINDOW_SIDES, InputForm, plain_token
 from headway.tracing.inputs.images import Images, has_tower
 from headway.tracing.phantom import phantom_floats
@@ -283,7 +284,7 @@ class FamilyForm(Protocol):
         """Make the arguments of one forward; see `Inputs.arguments`."""
 
 
-def inputs_for(model: nn.Module, inputs: Any = None) -> Inputs | FamilyForm | FunctionInputs | ExampleInputs:
+def inputs_for(model: nn.Module, inputs: Any = None) -> Inputs | Denoiser | FamilyForm | FunctionInputs | ExampleInputs:
     """Choose how a model's inputs are made.
 
     Args:
@@ -293,7 +294,7 @@ def inputs_for(model: nn.Module, inputs: Any = None) -> Inputs | FamilyForm | Fu
     """
     if inputs is None:
         own = family_hook(getattr(model, "config", None), "inputs")
-        return Inputs(model) if own is None else own(model)
+        return (Denoiser.of(model) or Inputs(model)) if own is None else own(model)
     return FunctionInputs(inputs) if callable(inputs) else ExampleInputs(inputs)
 
 
