@@ -1,12 +1,13 @@
 """Steps on their way from a loop to its log: held until the device has passed them, then added up."""
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.cost_model import By
+from headway.errors import HeadwayError
 from headway.meter.batches import workload_of
 from headway.meter.clock import Mark, Span
 from headway.meter.goodput import Goodput
@@ -64,6 +65,7 @@ class PendingSteps:
         start: where the first step begins.
         traffic: what this rank must move; None where it is not asked for.
         goodput: the run's ledger, which is told what the device did while the host waited for data.
+        on_error: told of a batch that cannot be read, which then counts nothing; None lets the error through.
         keys: component and driver of rows that cost models may have which join while the loop runs.
         keeps_steps: whether steps stay apart until `take`, since another rank may still have one of them left out.
     """
@@ -76,6 +78,7 @@ class PendingSteps:
         traffic: Traffic | None = None,
         goodput: Goodput | None = None,
         *,
+        on_error: Callable[[Exception], None] | None = None,
         keys: Sequence[tuple[str, str]] = (),
         keeps_steps: bool = False,
     ) -> None:
@@ -89,7 +92,7 @@ class PendingSteps:
         rows = (row for model in cost_models for row in model.rows)
         self._keys = tuple(dict.fromkeys([*((row.component, row.driver) for row in rows), *keys]))
         self._steps: deque[PendingStep] = deque()
-        self._keeps_steps = keeps_steps
+        self._keeps_steps, self._on_error = keeps_steps, on_error
         self._added_up: dict[int, Sums] = {}  # by the step's number
         self._workloads: defaultdict[Billing, list[Workload]] = defaultdict(list)
         self._sums = Sums(self._keys)
@@ -175,8 +178,7 @@ class PendingSteps:
             return
         # batches whose tokens another rank counts are empty here
         for batch, billed in step.batches:
-            workload = Workload() if billed.elsewhere else workload_of(batch, self._cost_models[billed.model])
-            self._workloads[billed].append(workload)
+            self._workloads[billed].append(self._workload_of(batch, billed))
             totals["num_batches"] += billed.trains
         totals["wall_ns"] += wall_ns
         totals["data_wait_ns"] += min(wait_ns, wall_ns)
@@ -191,6 +193,18 @@ class PendingSteps:
         totals["num_skipped"] += step.skipped
         self._updates[0] += 1
         self._updates[1] += step.skipped
+
+    def _workload_of(self, batch: Any, billed: Billing) -> Workload:
+        """Read what a batch asks for, on the rank that counts it."""
+        if billed.elsewhere:
+            return Workload()
+        try:
+            return workload_of(batch, self._cost_models[billed.model])
+        except HeadwayError as error:
+            if self._on_error is None:
+                raise
+            self._on_error(error)
+            return Workload()
 
     def _take_phases(self, phases: StepPhases) -> None:
         totals = self._sums.totals

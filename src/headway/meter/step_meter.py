@@ -170,6 +170,7 @@ class StepMeter(StepClock, ABC):
             self._last,
             self._traffic,
             self.goodput,
+            on_error=self.stop_counting if self._watches else None,
             keys=[key for watch in self._watches for key in watch.keys],
             keeps_steps=keeps_steps,
         )
