@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from headway.devices import Peak
+from headway.errors import WorkloadError
 from headway.meter import Meter
 from helpers.counter import batch_of, forward_flops, gpt2, step_flops
 
@@ -171,3 +172,28 @@ def test_an_evaluation_counts_neither_the_student_nor_the_teacher():
 
     (flops,) = metered(student, [step], others=[teacher])
     assert flops.total == step_flops(LENGTHS)
+
+
+def test_a_batch_that_is_read_late_ends_the_numbers_and_not_the_loop(monkeypatch):
+    """Of a batch on an accelerator copies are read once they have come: after its step."""
+    model, (batch, labels) = gpt2(), text()
+
+    def refuse(_batch, _cost_model):
+        raise WorkloadError("the mask names no segments")
+
+    monkeypatch.setattr("headway.meter.step_meter.read_or_copy", lambda batch, _: batch)
+    monkeypatch.setattr("headway.meter.pending.workload_of", refuse)
+    windows = []
+    meter = Meter(model, peak=PEAK, watch=True, log_every=1, on_window=windows.append)
+
+    def train():
+        for _ in range(3):
+            F.cross_entropy(model(**batch).logits.flatten(0, 1), labels.flatten()).backward()
+            meter.step()
+
+    with pytest.warns(RuntimeWarning, match="goes on without MFU: the mask names no segments") as caught:
+        train()
+    meter.close()
+    assert len(caught) == 1
+    assert len(windows) == 3
+    assert not any(window.mfu >= 0 for window in windows)

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from headway.count import Workload
 from headway.errors import TraceError, WorkloadError
 from headway.meter import workload_of
+from headway.models.denoisers import denoiser_on_shapes
 from headway.tracing import trace
 from headway.tracing.classify import checkpointing_of
 from helpers.counter import counted, dispatched
@@ -212,6 +213,68 @@ def test_a_model_of_diffusers_follows_its_latents_and_its_text(name, trained):
     for samples, side, text in SHAPES[: 2 if name.startswith("DiT") else None]:
         arguments = batch(name, samples, side, text=text)
         assert counted(cost, workload_of(arguments, cost)) == real_step(model, arguments)
+
+
+def mask(samples, tokens):
+    return torch.ones(samples, tokens, dtype=torch.long)
+
+
+# other ways to lay latents out, to hand text over and to say sizes: a class, its sizes, and arguments for 2 samples
+OTHERS = {
+    "CogVideoXTransformer3DModel": (  # frames before channels; a place for each token of a text of one length
+        {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 4, "time_embed_dim": 4,
+         "text_embed_dim": 16, "num_layers": 1, "sample_width": 8, "sample_height": 8, "sample_frames": 9,
+         "max_text_seq_length": 8},
+        lambda: {"hidden_states": torch.randn(2, 3, 4, 8, 8)},
+    ),
+    "QwenImageTransformer2DModel": (  # packed, with the shapes of pictures; angles that are complex numbers
+        {"num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16, "joint_attention_dim": 16,
+         "in_channels": 16, "out_channels": 4, "axes_dims_rope": (4, 6, 6)},
+        lambda: {"hidden_states": torch.randn(2, 16, 16), "img_shapes": [[(1, 4, 4)]] * 2,
+                 "encoder_hidden_states_mask": mask(2, 8)},
+    ),
+    "Lumina2Transformer2DModel": (  # refiners of text and of latents apart, then one sequence of both
+        {"sample_size": 8, "patch_size": 2, "in_channels": 4, "hidden_size": 24, "num_layers": 1,
+         "num_refiner_layers": 1, "num_attention_heads": 3, "num_kv_heads": 1, "multiple_of": 2,
+         "axes_dim_rope": (4, 2, 2), "axes_lens": (128, 128, 128), "cap_feat_dim": 16},
+        lambda: {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_attention_mask": mask(2, 8)},
+    ),
+    "AuraFlowTransformer2DModel": (  # eight registers beside each text
+        {"sample_size": 8, "patch_size": 2, "in_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 1,
+         "attention_head_dim": 8, "num_attention_heads": 4, "joint_attention_dim": 16, "caption_projection_dim": 32,
+         "out_channels": 4, "pos_embed_max_size": 256},
+        lambda: {"hidden_states": torch.randn(2, 4, 8, 8)},
+    ),
+    "HunyuanVideoTransformer3DModel": (  # a mask of text, and attention of the text to itself
+        {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1,
+         "num_single_layers": 1, "num_refiner_layers": 1, "patch_size": 2, "patch_size_t": 1, "text_embed_dim": 16,
+         "pooled_projection_dim": 8, "rope_axes_dim": (4, 2, 2)},
+        lambda: {"hidden_states": torch.randn(2, 4, 3, 8, 8), "encoder_attention_mask": mask(2, 8),
+                 "pooled_projections": torch.randn(2, 8), "guidance": torch.ones(2)},
+    ),
+    "UNet2DConditionModel": (  # SDXL's way: a pooled text and sizes beside the time, deeper lower levels
+        {"sample_size": 16, "layers_per_block": 1, "block_out_channels": (8, 16), "cross_attention_dim": 16,
+         "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "attention_head_dim": (1, 2),
+         "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"), "transformer_layers_per_block": (1, 2),
+         "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "use_linear_projection": True,
+         "projection_class_embeddings_input_dim": 60, "norm_num_groups": 4},
+        lambda: {"sample": torch.randn(2, 4, 8, 8),
+                 "added_cond_kwargs": {"text_embeds": torch.randn(2, 12), "time_ids": torch.randn(2, 6)}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_layouts_of_other_models_are_asked_of_the_model(name):
+    sizes, latents = OTHERS[name]
+    model = getattr(diffusers, name)(**sizes).train()
+    arguments = latents() | {"encoder_hidden_states": torch.randn(2, 8, 16), "timestep": torch.tensor([3, 3])}
+    cost = trace(model)
+    work = workload_of(arguments, cost)
+    assert counted(cost, work) == real_step(model, arguments)
+    # a model that is built on shapes from what a folder says costs the same
+    settings = {**model.config, "_class_name": name}
+    assert trace(denoiser_on_shapes(settings)).count(work) == cost.count(work)
 
 
 @pytest.mark.parametrize("name", [name for name in DENOISERS if not name.startswith("UNet")])

@@ -1,12 +1,13 @@
 """Steps on their way from a loop to its log: held until the device has passed them, then added up."""
 
 from collections import defaultdict, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headway.count import CostModel, FlopCount, Generation, Workload
 from headway.count.cost_model import By
+from headway.errors import HeadwayError
 from headway.meter.batches import workload_of
 from headway.meter.clock import Mark, Span
 from headway.meter.goodput import Goodput
@@ -69,6 +70,7 @@ class PendingSteps:
         forwards: what forwards without a backward must move, by the model's place; of models of which it is known.
         elsewhere: named phases that have devices of their own.
         goodput: the run's ledger, which is told what the device did while the host waited for data.
+        on_error: told of a batch that cannot be read, which then counts nothing; None lets the error through.
         keys: component and driver of rows that cost models may have which join while the loop runs.
         keeps_steps: whether steps stay apart until `take`, since another rank may still have one of them left out.
     """
@@ -83,6 +85,7 @@ class PendingSteps:
         *,
         forwards: Mapping[int, ForwardTraffic] | None = None,
         elsewhere: Container[str] = (),
+        on_error: Callable[[Exception], None] | None = None,
         keys: Sequence[tuple[str, str]] = (),
         keeps_steps: bool = False,
     ) -> None:
@@ -97,7 +100,7 @@ class PendingSteps:
         rows = (row for model in cost_models for row in model.rows)
         self._keys = tuple(dict.fromkeys([*((row.component, row.driver) for row in rows), *keys]))
         self._steps: deque[PendingStep] = deque()
-        self._keeps_steps = keeps_steps
+        self._keeps_steps, self._on_error = keeps_steps, on_error
         self._added_up: dict[int, Sums] = {}  # by the step's number
         self._work: defaultdict[Billing, list[Workload | Generation]] = defaultdict(list)
         self._sums = Sums(self._keys)
@@ -183,8 +186,7 @@ class PendingSteps:
             return
         # batches whose tokens another rank counts are empty here
         for batch, billed in step.batches:
-            work = batch if isinstance(batch, Generation) else workload_of(batch, self._cost_models[billed.model])
-            self._work[billed].append(Workload() if billed.elsewhere else work)
+            self._work[billed].append(self._work_of(batch, billed))
             totals["num_batches"] += billed.trains
         totals["wall_ns"] += wall_ns
         totals["data_wait_ns"] += min(wait_ns, wall_ns)
@@ -200,6 +202,20 @@ class PendingSteps:
         totals["num_skipped"] += step.skipped
         self._updates[0] += 1
         self._updates[1] += step.skipped
+
+    def _work_of(self, batch: Any, billed: Billing) -> Workload | Generation:
+        """Read what a batch asks for, on the rank that counts it."""
+        if billed.elsewhere:
+            return Workload()
+        if isinstance(batch, Generation):
+            return batch
+        try:
+            return workload_of(batch, self._cost_models[billed.model])
+        except HeadwayError as error:
+            if self._on_error is None:
+                raise
+            self._on_error(error)
+            return Workload()
 
     def _take_phases(self, phases: StepPhases) -> None:
         totals = self._sums.totals

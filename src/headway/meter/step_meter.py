@@ -190,6 +190,7 @@ class StepMeter(StepClock, ABC):
             self.goodput,
             forwards=self._forward_traffic,
             elsewhere=self._phase_clock.devices,
+            on_error=self.stop_counting if self._watches else None,
             keys=[key for watch in self._watches for key in watch.keys],
             keeps_steps=keeps_steps,
         )

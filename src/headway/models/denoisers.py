@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from headway.errors import CheckpointError, UnknownModelError, is_out_of_memory
 from headway.files import SETTINGS_BYTES, read_text
@@ -45,7 +46,7 @@ def denoiser_config(path: Path) -> dict[str, Any]:
 
 
 def denoiser_on_shapes(settings: dict[str, Any]) -> nn.Module:
-    """Build the model of a configuration, its parameters and buffers on the meta device.
+    """Build the model of a configuration, its weights on the meta device; angles and the like are real.
 
     Raises:
         CheckpointError: the class refuses the configuration.
@@ -55,7 +56,7 @@ def denoiser_on_shapes(settings: dict[str, Any]) -> nn.Module:
     level = logger.level
     logger.setLevel(logging.ERROR)  # it names each setting of a newer version
     try:
-        with torch.device("meta"):
+        with _EmptyOnMeta():
             model: nn.Module = kind.from_config({name: v for name, v in settings.items() if name != "_name_or_path"})
     except Exception as error:  # whatever a class raises on a stranger's settings
         if is_out_of_memory(error):
@@ -68,6 +69,17 @@ def denoiser_on_shapes(settings: dict[str, Any]) -> nn.Module:
     finally:
         logger.setLevel(level)
     return model
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Gives tensors that wait for their values no data: those of weights; what is computed at once stays real."""
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make empty tensors on the meta device."""
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 def _denoiser_of(folder: Path) -> Path:

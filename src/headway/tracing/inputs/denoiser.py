@@ -27,7 +27,8 @@ _TEXT = "encoder_hidden_states"
 _TIMES = ("timestep", "timesteps")
 # settings that may hold the width of the text's states, likeliest first
 _TEXT_WIDTHS = (
-    "joint_attention_dim", "cross_attention_dim", "text_embed_dim", "text_dim", "caption_channels", "text_hidden_dim",
+    "joint_attention_dim", "cross_attention_dim", "text_embed_dim", "text_dim", "caption_channels", "cap_feat_dim",
+    "text_hidden_dim",
     "encoder_hid_dim", "context_in_dim", "hidden_size",
 )  # fmt: skip
 _MASKS = ("encoder_attention_mask", "encoder_hidden_states_mask")
@@ -86,6 +87,7 @@ class Denoiser:
         groups = [4**level for level in range(1, levels)]  # patches that a level joins into one
         self._widths = [w for name in _TEXT_WIDTHS for w in _whole_numbers(getattr(self.config, name, None))] or [0]
         self._sizes, self._layout, self._width = self._ask(model)
+        self.patch = (1, 1, 1) if self._layout is _packed else self.patch  # which packing has made already
         self.notes = {DENOISES: " ".join([self._latents, self._layout.__name__.strip("_"), *map(str, self.patch)])}
         self.notes |= SINGLE_FRAMES if self._layout is _images else {}
         self.drivers = ("patches", *(f"patches/{n}" for n in groups), "segments", "frames", "packs")
@@ -122,8 +124,9 @@ class Denoiser:
     def workloads(self, _longest_window: int = 0) -> list[Workload]:
         """Plan four batches of unlike samples, sizes and texts."""
         unit, has_frames = self._unit, self._layout in (_videos, _clips)
+        only = getattr(self.config, "max_text_seq_length", None)  # tokens of every text, where each has a place
         return [
-            self.workload_of((frames if has_frames else 1, height * unit, width * unit), samples, text)
+            self.workload_of((frames if has_frames else 1, height * unit, width * unit), samples, only or text)
             for samples, frames, height, width, text in self._sizes
         ]
 
