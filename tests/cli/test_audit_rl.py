@@ -259,3 +259,9 @@ def test_openrlhf_prints_times_and_no_rate(audit, headway, tmp_path):
 def test_numbers_that_no_run_has_end_in_no_error(audit, line):
     data = audit(line, "--model", "qwen3-8b", "--device", "H100")
     assert data["tool"] == "verl"
+
+
+def test_a_long_line_is_read_once(audit):
+    # markers without end, on one line: each pattern passes over it once
+    text = "Step 1 | " * 200_000 + "Throughput " + "perf 1: {" * 100_000 + "'a/" * 100_000
+    assert "has no line that is recognised" in audit(text, "--model", "qwen3-8b", code=1)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from headway.audit.rows import Log, PhasedStep, SampleLengths
+from headway.audit.rows import LengthSpread, Log, PhasedStep
 from headway.count import CostModel, Workload
 from headway.devices import Peak
 from headway.integrations.rl import TRAINERS, TrainerPhases
@@ -80,8 +80,8 @@ class _Sizes:
     number: int
     prompt_tokens: int
     answer_tokens: int
-    prompt: SampleLengths
-    answer: SampleLengths
+    prompt: LengthSpread
+    answer: LengthSpread
 
 
 def _sized(step: PhasedStep, mean_sample: int | None) -> _Sizes | None:
@@ -90,9 +90,9 @@ def _sized(step: PhasedStep, mean_sample: int | None) -> _Sizes | None:
     if answer is None:
         return None
     if prompt is None and mean_sample is not None:
-        prompt = SampleLengths(mean_sample - answer.mean)
+        prompt = LengthSpread(mean_sample - answer.mean)
     if prompt is None and step.tokens and number:
-        prompt = SampleLengths(step.tokens / number - answer.mean)
+        prompt = LengthSpread(step.tokens / number - answer.mean)
     if prompt is None or prompt.mean < 1 or not 0 <= answer.mean <= _MOST_TOKENS or prompt.mean > _MOST_TOKENS:
         return None
     if number is None and step.tokens:
@@ -152,7 +152,7 @@ def _even(sized: _Sizes, *, least: bool) -> list[int]:
     return lengths if least else lengths[::-1]
 
 
-def _unlike(number: int, total: int, lengths: SampleLengths) -> list[int] | None:
+def _unlike(number: int, total: int, lengths: LengthSpread) -> list[int] | None:
     """Lengths of a sum between two ends that differ the most: each at one end, but for one of them."""
     if lengths.least is None or lengths.most is None:
         return None
@@ -166,16 +166,17 @@ def _unlike(number: int, total: int, lengths: SampleLengths) -> list[int] | None
 
 def _remarks(log: Log, rows: list[PhaseRow]) -> list[str]:
     remarks = []
-    known = [row.flops for row in rows if row.flops is not None]
-    if known:
+    flops = [row.flops for row in rows if row.flops is not None]
+    if flops:
         remarks.append(
-            "FLOPs of phases are of mean lengths: exact in what grows with tokens, at least that much in pairs of "
-            "attention" + ("; at most those of the shortest and longest samples" if any(f[1] for f in known) else "")
+            "FLOPs of phases are of mean lengths: what grows with tokens is exact to the printed digits; pairs of "
+            "attention are at least those"
+            + ("; at most those of the shortest and longest samples" if any(most for _, most in flops) else "")
         )
         remarks.append("prompts are billed once for each answer; an engine that caches them computes fewer")
     if any("critic" in run for name in {row.phase for row in rows} for run in _runs(log, name)):
         remarks.append("work of a critic, if there is one, is left out: the log does not tell its model")
-    if known and not any(row.flops_per_s for row in rows):
+    if flops and not any(row.flops_per_s for row in rows):
         remarks.append(f"the log does not tell how many devices there are: {Argument('num_ranks', example='N')}")
     return remarks
 

@@ -4,7 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from headway.audit.rows import LogRow, PhasedStep, SampleLengths, near, printed
+from headway.audit.rows import LengthSpread, LogRow, PhasedStep, near, printed
 from headway.integrations.rl import TRAINERS
 
 _DECIMAL = r"[0-9]{1,20}(?:\.[0-9]{1,25})?"
@@ -15,9 +15,8 @@ _ENTRY = re.compile(
 _VERL_STEP = re.compile(r"\bstep:(\d{1,18}) - ")
 _SLIME_LINE = re.compile(r"\b(?:perf|rollout) (\d{1,18}): \{")
 _OPENRLHF_LINE = re.compile(r"Global step (\d{1,18}): \{")
-_PRIME_RL = re.compile(
-    rf"\bStep (\d{{1,18}}) \|.*?\bThroughput:? ({_DECIMAL}) tokens/s \| MFU:? ({_DECIMAL})% \| Peak Mem\.?"
-)
+_PRIME_RL_STEP = re.compile(r"\bStep (\d{1,18}) \|")
+_PRIME_RL = re.compile(rf"\bThroughput:? ({_DECIMAL}) tokens/s \| MFU:? ({_DECIMAL})% \| Peak Mem\.?")
 _NEMO_HEAD = re.compile(r"=+ Step (\d{1,18})/\d+ =+")
 _NEMO_TIME = re.compile(rf"• ([a-z][a-z_/]{{0,60}}): ({_DECIMAL})s \(")
 _NEMO_VALUES = {
@@ -49,12 +48,13 @@ def slime(lines: Iterable[str], _: Counter[str], *, has_mfu: bool) -> Iterator[L
 def prime_rl(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
     """Read prime-rl's lines, of its trainer of reinforcement learning and of supervised training."""
     for line in lines:
-        if (match := _PRIME_RL.search(line)) is None:
+        match, step = _PRIME_RL.search(line), _PRIME_RL_STEP.search(line)
+        if match is None or step is None:
             continue
-        if not float(match[2]) or not float(match[3]):
+        if not float(match[1]) or not float(match[2]):
             skipped["a step without a rate yet, such as the first one"] += 1
             continue
-        yield LogRow(int(match[1]), mfu=printed(match[3], 0.01), tokens_per_s=printed(match[2]))
+        yield LogRow(int(step[1]), mfu=printed(match[2], 0.01), tokens_per_s=printed(match[1]))
 
 
 def no_rates(_: Iterable[str], __: Counter[str]) -> Iterator[LogRow]:
@@ -118,14 +118,15 @@ def openrlhf_steps(lines: Iterable[str]) -> Iterator[PhasedStep]:
 
 def nemo_rl_steps(lines: Iterable[str]) -> Iterator[PhasedStep]:
     """Read the times of NeMo RL's summaries, from a step's marker to the next one."""
-    step, blocks = 0, defaultdict[int, list[str]](list)
+    step, blocks = None, defaultdict[int, list[str]](list)
     for line in lines:
         if (match := _NEMO_HEAD.search(line)) is not None:
             step = int(match[1])
-        blocks[step].append(line)
+        if step is not None:
+            blocks[step].append(line)
     for step, block in blocks.items():
-        found = ((name, pattern.search(line)) for line in block for name, pattern in _NEMO_VALUES.items())
-        values = {name: float(match[1]) for name, match in found if match}
+        matches = ((name, pattern.search(line)) for line in block for name, pattern in _NEMO_VALUES.items())
+        values = {name: float(match[1]) for name, match in matches if match}
         times = {match[1]: float(match[2]) for line in block if (match := _NEMO_TIME.search(line))}
         if "step_s" not in values or not {"generation", "exposed_generation"} & times.keys():
             continue  # of supervised training, or cut off
@@ -161,13 +162,13 @@ def _merged(lines: Iterable[str], head: re.Pattern[str]) -> Iterator[tuple[int, 
     return iter(steps.items())
 
 
-def _lengths(values: Mapping[str, float], name: str) -> SampleLengths | None:
+def _lengths(values: Mapping[str, float], name: str) -> LengthSpread | None:
     mean = values.get(f"{name}/mean")
-    return None if mean is None else SampleLengths(mean, values.get(f"{name}/min"), values.get(f"{name}/max"))
+    return None if mean is None else LengthSpread(mean, values.get(f"{name}/min"), values.get(f"{name}/max"))
 
 
-def _mean(mean: float | None) -> SampleLengths | None:
-    return None if mean is None or mean < 0 else SampleLengths(mean)
+def _mean(mean: float | None) -> LengthSpread | None:
+    return None if mean is None or mean < 0 else LengthSpread(mean)
 
 
 def _whole(number: float | None) -> int | None:

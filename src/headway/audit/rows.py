@@ -112,7 +112,7 @@ class LogRow:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleLengths:
+class LengthSpread:
     """Lengths of a step's prompts, or of its answers [tokens]."""
 
     mean: float
@@ -127,8 +127,8 @@ class PhasedStep:
     step: int  # number of the step
     trainer: str  # key of `headway.integrations.rl.TRAINERS`
     times: Mapping[str, float]  # of its phases, and of the step, by the trainer's names [s]
-    prompt: SampleLengths | None = None
-    answer: SampleLengths | None = None
+    prompt: LengthSpread | None = None
+    answer: LengthSpread | None = None
     tokens: int | None = None  # of prompts and answers together, all devices
     num_samples: int | None = None
     num_devices: int | None = None

@@ -154,10 +154,10 @@ class TrainerPhases:
     @cached_property
     def models(self) -> dict[str, CostModel]:
         """Cost models by what runs them: the policy, and a reference and a critic of their own, if any."""
-        named = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
+        by_role = {"policy": self.policy, "reference": self.reference, "critic": self.critic}
         return {
             name: load_cost_model(model) if isinstance(model, str) else model
-            for name, model in named.items()
+            for name, model in by_role.items()
             if isinstance(model, CostModel | str)
         }
 
