@@ -59,6 +59,12 @@ QWEN3_8B = {
     "verl-2025-12": 6 * 6000 * (LAYERS * LAYER + 2 * HEAD) + 12 * LAYERS * QUERY * SQUARES,
     "nemo-automodel": 6 * 8192 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * 8192**2,
     "nemo-rl": 6 * 6000 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * SQUARES,
+    # an output projection of hidden x hidden, which the heads fill here
+    "slime": 6 * 6000 * (LAYERS * LAYER + HEAD) + 6 * LAYERS * QUERY * SQUARES,
+    # keys and values of rank 32 for heads of 128 + 128, one rotary part of 64; a pair costs 192 + 128 features a head
+    "miles": 6 * 6000 * (LAYERS * (LAYER - 2 * HIDDEN * KEY + 32 * (HIDDEN + 32 * 256) + HIDDEN * 64) + HEAD)
+    + 3 * LAYERS * 32 * 320 * SQUARES,
+    "prime-rl": 8192 * (6 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * HIDDEN * 8192),
     "llm-foundry": 8192 * (6 * (LAYERS * LAYER + NORMS + HEAD) + 12 * LAYERS * HIDDEN * 8192),
     "olmo-core": 8192 * (6 * (LAYERS * (LAYER + 2 * 128) + HIDDEN + HEAD) + 12 * LAYERS * QUERY * 8192),
     "nanochat": 8192 * (6 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * 8192),
@@ -79,7 +85,7 @@ def test_every_convention_is_tested():
 
 
 def test_the_readme_counts_the_rules_that_compare_shows():
-    number = {28: "twenty-eight"}[len(conventions("llama"))]
+    number = {31: "thirty-one"}[len(conventions("llama"))]
     assert f"the same step as {number} tools and rules would print it" in Path("README.md").read_text(encoding="utf-8")
 
 

@@ -8,8 +8,8 @@ import pytest
 from headway.conventions import conventions, get_convention
 from headway.count.models import shipped_models
 from tools.their_rules import render
-from tools.their_rules.__main__ import agree, compare
-from tools.their_rules.cases import EXTRA, PICTURES, TEXT, Case
+from tools.their_rules.__main__ import agree, compare, with_others
+from tools.their_rules.cases import ANSWERS, EXTRA, PICTURES, TEXT, Case, cases
 from tools.their_rules.checkouts import CheckoutError, Checkouts, Source
 from tools.their_rules.peaks import same_peak
 from tools.their_rules.rules import RULES, UNCOMPARED
@@ -62,7 +62,12 @@ def test_the_record_spans_kinds_of_models_and_of_steps():
         for step, flops in steps.items() if flops is not None
     }  # fmt: skip
     assert len(numbers) > 2000
-    assert {step for _, _, step in numbers} == {*TEXT, *PICTURES}
+    assert {step for _, _, step in numbers} == {*TEXT, *ANSWERS, *PICTURES}
+    # trainers of reinforcement learning: ten batches each
+    trainers = {"verl", "nemo-rl", "slime", "miles", "prime-rl"}
+    assert {rule for rule, model, step in numbers if (model, step) == ("qwen3-8b", "a long answer")} == trainers
+    assert len(cases(answers=True)) - len(cases()) == len(ANSWERS) * len({case.model for case in cases()})
+    assert len({*TEXT, *ANSWERS}) == 10
     kinds = {"windows": "gemma-3-4b", "latent attention": "deepseek-v3", "experts": "mixtral-8x7b", "no gate": "gpt2",
              "prediction layers": "glm-4.5-air", "vision": "qwen3-vl-8b", "delta rule": "qwen3-next-80b"}  # fmt: skip
     assert {kind for kind, model in kinds.items() if not any(found == model for _, found, _ in numbers)} == set()
@@ -100,6 +105,18 @@ def test_a_function_is_cut_out_of_a_checkout_and_what_differs_is_shown(tmp_path)
     table = render({"date": "2026-11-25", "headway": "0", "transformers": "5", "rules": [row], "peaks": []})
     assert "| `lmms-engine` | EvolvingLMMs-Lab/lmms-engine | 0.1.4 | release | 1 | 0 | 0 | 1 |" in table
     assert "| `lmms-engine` | qwen3-8b | row | 100,663,296 |" in table
+
+
+def test_rules_that_are_not_run_again_keep_their_record():
+    again = {"rules": [{"convention": "miles", "flops": 2}], "peaks": [], "date": "later"}
+    before = {
+        "rules": [{"convention": "prime-rl", "flops": 1}, {"convention": "miles", "flops": 1}],
+        "peaks": [{"tool": "verl"}], "date": "before",
+    }  # fmt: skip
+    assert with_others(again, before) == {
+        "rules": [{"convention": "miles", "flops": 2}, {"convention": "prime-rl", "flops": 1}],
+        "peaks": [{"tool": "verl"}], "date": "later",
+    }  # fmt: skip
 
 
 def test_a_clone_that_is_not_there_is_named(tmp_path):

@@ -80,6 +80,14 @@ def _one_model_a_line(record: dict[str, Any]) -> str:
     return text + "\n"
 
 
+def with_others(record: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Take rules and peaks that a record lacks from one made before, in the order of the script."""
+    rules = {rule["convention"]: rule for rule in [*before["rules"], *record["rules"]]}
+    peaks = {peak["tool"]: peak for peak in [*before["peaks"], *record["peaks"]]}
+    ordered = [rules[rule.convention] for rule in RULES if rule.convention in rules]
+    return {**record, "rules": ordered, "peaks": [peaks[tool] for tool in PEAKS if tool in peaks]}
+
+
 def main() -> None:
     """Run the comparison and write its record; ends with 1 where a number differs."""
     import transformers
@@ -91,7 +99,12 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="where to write their_rules_<yyyymm>.md and .json; printed if not given"
     )
-    parser.add_argument("--only", nargs="*", metavar="CONVENTION", help="rules to compare; all if not given")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        metavar="CONVENTION",
+        help="rules to compare, all others as recorded before; all if not given",
+    )
     given = parser.parse_args()
     checkouts = Checkouts(given.checkouts)
     now = datetime.now(UTC).date()
@@ -99,13 +112,15 @@ def main() -> None:
     record = {
         "what": "tools.their_rules", "date": now.isoformat(), "headway": headway.__version__,
         "transformers": transformers.__version__,
-        "rules": [compare(rule, checkouts, cases()) for rule in rules],
+        "rules": [compare(rule, checkouts, cases(answers=rule.answers)) for rule in rules],
         "peaks": [compare_peaks(tool, checkouts) for tool in PEAKS if not given.only or tool in given.only],
     }  # fmt: skip
     if given.out is None:
         print(render(record))
     else:
         stem = given.out / f"their_rules_{now:%Y%m}"
+        if given.only and stem.with_suffix(".json").exists():
+            record = with_others(record, json.loads(stem.with_suffix(".json").read_text(encoding="utf-8")))
         stem.with_suffix(".md").write_text(render(record), encoding="utf-8")
         stem.with_suffix(".json").write_text(_one_model_a_line(record), encoding="utf-8")
     if any(rule["differences"] for rule in record["rules"]) or any(found["differ"] for found in record["peaks"]):

@@ -188,6 +188,15 @@ TEXT: Mapping[str, Step] = {
     "pack": Step(Workload([6000, 1500, 692]), 8192),
     "padded packs": Step(Workload([3000, 500], slots=8192), 4096),
 }
+# answers of reinforcement learning: what a policy's update computes, prompts and answers together
+ANSWERS: Mapping[str, Step] = {
+    "a group": Step(Workload([312, 540, 768, 233, 1201, 899, 415, 660]), 8192),
+    "a long answer": Step(Workload([*[450] * 15, 16640]), 16640),
+    "short answers": Step(Workload([1, 2, 3, 5, 8, 13]), 1024),
+    "equal answers": Step(Workload([1024] * 64), 1024),
+    "many answers": Step(Workload([64 + (137 * i * i + 61 * i) % 2048 for i in range(256)]), 4096),
+    "padded answers": Step(Workload([700, 120, 1500], slots=3 * 2048), 2048),
+}
 PICTURES: Mapping[str, Step] = {
     "image": Step(Workload([3200], [(1, 64, 64)]), 3200),
     "images in a pack": Step(Workload([1000, 1600, 600], [(1, 36, 52), (1, 64, 64)]), 3200),
@@ -200,7 +209,7 @@ class Case:
     """One model and one step."""
 
     model: str  # a shipped name, or one of `EXTRA`
-    step_name: str  # of `TEXT` or `PICTURES`
+    step_name: str  # of `TEXT`, `ANSWERS` or `PICTURES`
 
     @property
     def config(self) -> dict[str, Any]:
@@ -210,7 +219,7 @@ class Case:
     @property
     def step(self) -> Step:
         """The step."""
-        return {**TEXT, **PICTURES}[self.step_name]
+        return {**TEXT, **ANSWERS, **PICTURES}[self.step_name]
 
     @property
     def numbers(self) -> Architecture:
@@ -237,8 +246,8 @@ def hf_config(model: str) -> Any:
     return transformers.AutoConfig.for_model(config.pop("model_type"), **config)
 
 
-def cases() -> list[Case]:
-    """Every model on every step of text, and those with a tower on pictures."""
+def cases(*, answers: bool = False) -> list[Case]:
+    """Every model on every step of text, on those of reinforcement learning if asked, and with a tower on pictures."""
     models = [*(name for name in shipped_models() if name != "bagel-7b-mot"), *EXTRA]
-    rows = [Case(model, step) for model in models for step in TEXT]
+    rows = [Case(model, step) for model in models for step in (*TEXT, *(ANSWERS if answers else ()))]
     return rows + [Case(model, step) for model in models if "-vl-" in model for step in PICTURES]

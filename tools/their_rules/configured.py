@@ -131,3 +131,20 @@ def nemo_rl(checkouts: Checkouts, source: Source) -> Count:
         return float(tracked.total_flops)
 
     return count
+
+
+def prime_rl(checkouts: Checkouts, source: Source) -> Count:
+    """Call prime-rl's function for the FLOPs of a token, times the positions of whole rows."""
+    adapters = {"has_lora_layers": nothing, "MultiLoRAModule": type("MultiLoRAModule", (), {})}
+    counter = load(checkouts.text(source), adapters, ["PerfCounter"])["PerfCounter"]
+
+    def count(case: Case) -> float | None:
+        asked = object.__new__(counter)  # its constructor asks for a device
+        asked.model = None
+        try:
+            per_token = asked._get_num_flop_per_token(copy.deepcopy(hf_config(case.model)), case.step.seq_len)
+        except (AttributeError, TypeError):  # of a configuration without a size that it reads
+            return None
+        return float(per_token * case.step.row_slots)
+
+    return count

@@ -76,6 +76,22 @@ def megatron_lm(*, packs: bool) -> Make:
     return make
 
 
+def slime(checkouts: Checkouts, source: Source) -> Count:
+    """Call slime's function, or that of miles, with a launch's arguments, times 3 as both do for the update."""
+    space = load(checkouts.text(source), {"SimpleNamespace": SimpleNamespace})
+
+    def count(case: Case) -> float:
+        arguments = _megatron_arguments(case)
+        if not arguments.multi_latent_attention:  # Megatron-LM's defaults, which every launch has
+            vars(arguments).update(kv_lora_rank=32, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
+            arguments.q_lora_rank = None
+        else:
+            arguments.kv_channels = arguments.hidden_size // arguments.num_attention_heads
+        return float(3 * space["calculate_fwd_flops"](case.step.workload.segments.tolist(), arguments))
+
+    return count
+
+
 # `window_size` and `window_attn_skip_freq` as the bridge of each model type sets them: src/megatron/bridge/models
 _BRIDGE_WINDOWS = {"gemma2": None, "gemma3_text": None, "gpt_oss": 2, "mistral": None}
 

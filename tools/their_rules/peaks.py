@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from headway.conventions import tool_peak
 from headway.devices.table import all_devices
-from tools.their_rules.checkouts import Checkouts, Source, load
+from tools.their_rules.checkouts import Checkouts, Source, load, method
 from tools.their_rules.sizes import nothing
 
 if TYPE_CHECKING:
@@ -87,6 +88,22 @@ def _composer(text: str) -> Find:
     return find
 
 
+def _miles(text: str) -> Find:
+    space = load(text, {"re": re}, ["_PEAK_BF16_TFLOPS", "_MATCH_ORDER", "_words", "peak_bf16_tflops"])
+
+    def find(name: str) -> float | None:
+        rate = space["peak_bf16_tflops"](name)
+        return None if rate is None else float(rate) * 1e12
+
+    return find
+
+
+def _prime_rl(text: str) -> Find:
+    find = method(text, "PerfCounter", "_get_peak_flops", {})
+    asked = SimpleNamespace(_logger=SimpleNamespace(warning=nothing))
+    return lambda name: float(find(asked, name))
+
+
 PEAKS: dict[str, tuple[Source, Callable[[str], Find]]] = {
     "torchtitan": (Source("pytorch/torchtitan", "b5bcd76c6", "torchtitan/tools/utils.py"), _by_name),
     "nanochat": (Source("karpathy/nanochat", "92d63d4", "nanochat/common.py"), _by_name),
@@ -102,6 +119,10 @@ PEAKS: dict[str, tuple[Source, Callable[[str], Find]]] = {
         _in_tera("get_device_flops", "_DEVICE_FLOPS", "_UNIT_TO_SCALE"),
     ),
     "nemo-rl": (Source("NVIDIA-NeMo/RL", "7ea279abf", "nemo_rl/utils/flops_tracker.py"), _nemo_rl),
+    "miles": (Source("radixark/miles", "31f1ca961", "miles/utils/device_flops.py"), _miles),
+    "prime-rl": (
+        Source("PrimeIntellect-ai/prime-rl", "559b44772", "src/prime_rl/trainer/perf.py"), _prime_rl,
+    ),
     "llm-foundry": (
         Source("mosaicml/composer", "640518880", "composer/callbacks/speed_monitor.py"), _composer,
     ),

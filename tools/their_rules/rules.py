@@ -20,11 +20,13 @@ class Rule:
         convention: name of the package's rule.
         source: where the tool's function stands.
         make: compiles the function, and gives the FLOPs of a case.
+        answers: whether it is asked for batches of reinforcement learning too.
     """
 
     convention: str
     source: Source
     make: Make
+    answers: bool = False
 
 
 _BRIDGE = "src/megatron/bridge/training/utils/flop_utils.py"
@@ -81,6 +83,7 @@ RULES = (
         "verl",
         Source("verl-project/verl", "1dda039b9", "verl/utils/flops_counter.py"),
         configured.by_lengths(configured.verl_counter, pictures=True),
+        answers=True,
     ),
     Rule(
         "verl-2025-12",
@@ -109,7 +112,20 @@ RULES = (
         Source("NVIDIA-NeMo/Automodel", "36044ad3d", "nemo_automodel/components/utils/flops_utils.py"),
         configured.automodel,
     ),
-    Rule("nemo-rl", Source("NVIDIA-NeMo/RL", "7ea279abf", "nemo_rl/utils/flops_formulas.py"), configured.nemo_rl),
+    Rule(
+        "nemo-rl",
+        Source("NVIDIA-NeMo/RL", "7ea279abf", "nemo_rl/utils/flops_formulas.py"),
+        configured.nemo_rl,
+        answers=True,
+    ),
+    Rule("slime", Source("THUDM/slime", "624b824a8", "slime/utils/flops_utils.py"), launched.slime, answers=True),
+    Rule("miles", Source("radixark/miles", "31f1ca961", "miles/utils/flops_utils.py"), launched.slime, answers=True),
+    Rule(
+        "prime-rl",
+        Source("PrimeIntellect-ai/prime-rl", "559b44772", "src/prime_rl/trainer/perf.py"),
+        configured.prime_rl,
+        answers=True,
+    ),
 )
 
 UNCOMPARED = {

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 
+from headway.audit import rl_formats
+from headway.audit.rl_formats import ReadPhases
 from headway.audit.rows import Counted, Interval, LogRow, Reading, near, printed
 
 _STEP_NUMBER = r"(\d{1,18})"  # of 64 bits; more digits are no number of a step
@@ -387,12 +389,16 @@ class Format:
     smoothed: bool = False  # whether its MFU is a running mean
     counted: Counted = "billed"  # token positions that its tokens/s, or its sequences, are of
     note: str = ""  # a remark on its numbers, "" for none
+    read_phases: ReadPhases | None = None  # finds the steps by phase, of a trainer that generates
 
 
 _LM_RULES = ("megatron-lm", "megatron-lm-2026-05", "megatron-lm-2025-02")
 _BRIDGE_RULES = ("megatron-bridge", "megatron-bridge-2026-05", "megatron-bridge-2025")
 _MEGATRON_RULES = (*_LM_RULES, *_BRIDGE_RULES)
 _RL_NOTE = "its rates divide by the time of the policy's training alone, without generation and log-probabilities"
+_PRIME_NOTE = (
+    "prime-rl divides by the time of forward and backward alone, and by that of whole steps in supervised training"
+)
 _SWIFT_NOTE = (
     "ms-swift divides by a peak that it measures by products of 8,192 at the start (`Perf: ... TFLOPS`), unless "
     "DEVICE_TFLOPS states one, and by the time of steps alone; if the run was resumed, its MFU is too high: the FLOPs "
@@ -439,14 +445,51 @@ FORMATS = (
     Format("nanochat", "dt: ...ms | tok/sec: ... | mfu: ...", ("nanochat",), _nanochat, whole_job=True),
     Format("OLMo-core", "throughput/device/MFU=...", ("olmo-core",), _olmo_core),
     Format("llm-foundry", "Train throughput/device/mfu: ...", ("llm-foundry",), _llm_foundry),
-    Format("NeMo RL", "Training FLOPS: ... TFLOPS (... TFLOPS per rank)", ("nemo-rl",), _nemo_rl, note=_RL_NOTE),
+    Format(
+        "NeMo RL",
+        "Training FLOPS: ... TFLOPS (... TFLOPS per rank)",
+        ("nemo-rl",),
+        _nemo_rl,
+        note=_RL_NOTE,
+        read_phases=rl_formats.nemo_rl_steps,
+    ),
+    Format(
+        "slime",
+        "perf 3: {..., 'perf/actor_train_tflops': ...}",
+        ("slime", "miles"),
+        partial(rl_formats.slime, has_mfu=False),
+        read_phases=partial(rl_formats.slime_steps, trainer="slime"),
+    ),
+    Format(
+        "miles",
+        "perf 3: {..., 'perf/actor_train_mfu': ...}",
+        ("miles", "slime"),
+        partial(rl_formats.slime, has_mfu=True),
+        read_phases=partial(rl_formats.slime_steps, trainer="miles"),
+    ),
+    Format(
+        "prime-rl",
+        "Step 7 | ... | Throughput ... tokens/s | MFU ...% | Peak Mem. ...",
+        ("prime-rl",),
+        rl_formats.prime_rl,
+        whole_job=True,
+        counted="rows",
+        note=_PRIME_NOTE,
+    ),
+    Format(
+        "OpenRLHF",
+        "Global step 7: {..., 'timing/ppo_train': ...}",
+        (),
+        rl_formats.no_rates,
+        read_phases=rl_formats.openrlhf_steps,
+    ),
     Format("NeMo Automodel", '"tps_per_gpu": ..., "mfu": ...', ("nemo-automodel",), _automodel, counted="real"),
     Format("NeMo Automodel", "Max iter time: ... seconds, MFU: ...%", ("nemo-automodel",), _automodel_benchmark),
     Format(
         "ms-swift", '"MFU": ..., "global_step/max_steps": ...', ("6nd",), _ms_swift, smoothed=True, note=_SWIFT_NOTE
     ),
     Format("Lightning", "metrics.csv with train/device/mfu", ("flop-counter",), _lightning, smoothed=True),
-    Format("verl", "perf/mfu/actor:...", ("verl", "verl-2025-12"), _verl),
+    Format("verl", "perf/mfu/actor:...", ("verl", "verl-2025-12"), _verl, read_phases=rl_formats.verl_steps),
     Format("LMMs-Engine", "'train/mfu': ...", ("lmms-engine",), _lmms_engine),
     Format(
         "diffusers", "Steps: ... [..., 1.25s/it, loss=..., lr=...]", (), _diffusers, smoothed=True, note=_DIFFUSERS_NOTE

@@ -114,12 +114,13 @@ def _log_of(lines: list[str], form: Format) -> Log | None:
         elif own_rows:
             rows = own_rows
             skipped += ignored
-    if not rows:
+    phased = () if form.read_phases is None else tuple(form.read_phases(lines))
+    if not rows and not any(step.answer for step in phased):
         return None
     notes = (form.note,) if form.note else ()
     return Log(
         form.tool, form.conventions, rows, form.whole_job, form.smoothed, skipped=skipped, notes=notes,
-        counted=form.counted,
+        counted=form.counted, phased=phased,
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
+from headway.audit.by_phase import PhaseRow, restated
 from headway.audit.factors import Factor, factors
 from headway.audit.identify import Fit, Identification, counted_tokens, identify
 from headway.audit.rows import Interval, Log, LogRow, RestatedRow, per_device
@@ -16,6 +17,8 @@ from headway.words import Argument
 
 _SAME_PEAK = 1e-9  # peaks that agree to this share are one
 _AGREEMENT = 0.005  # factors must multiply to the reported over the useful MFU this closely
+_FAR = 2.0  # MFU of a phase by its time and MFU by the tool's own clock within it differ by less
+_UPDATES = ("update_actor", "actor_train", "policy_training")  # phases that tools print a rate of
 _PEAK_AGREEMENT = 0.01  # peaks further apart than this are those of two devices
 
 
@@ -36,6 +39,7 @@ class Audit:
     ratio: float | None  # reported over useful mean; of FLOPs where the log prints no MFU; None where no rule is known
     warnings: tuple[str, ...]  # numbers that cannot be right, with likely causes
     notes: tuple[str, ...]  # remarks on the numbers
+    phases: tuple[PhaseRow, ...] = ()  # of the steps of a trainer that generates
 
     @property
     def fit(self) -> Fit | None:
@@ -53,6 +57,7 @@ def audit(
     num_ranks: int | None = None,
     trained: Architecture | None = None,
     skip: int = 0,
+    mean_sample: int | None = None,
 ) -> Audit:
     """Identify a log's counting rule and restate it in `useful`.
 
@@ -65,12 +70,18 @@ def audit(
         num_ranks: devices of the job, where the log does not fix them.
         trained: the model with its frozen parameters, if any are.
         skip: rows to leave out at the start (warm-up).
+        mean_sample: mean length of prompt and answer together [tokens], for phases of a log that does not tell it.
 
     Raises:
         LogError: no rule explains the numbers, or no row is left.
         UsageError: the row length is neither given nor found.
     """
     log = _without_warm_up(log, skip)
+    phases, remarks = restated(log, (trained or model).cost_model, device, num_ranks, mean_sample)
+    log = replace(log, notes=(*log.notes, *remarks))
+    if not log.rows:  # times and lengths, and no rate to explain
+        nothing = Identification(None, (), (), None, None, None)
+        return replace(_summed_up(log, nothing, None, (), _peak(nothing, device), device, [], 0), phases=phases)
     identified = identify(per_device(log, num_ranks) if num_ranks else log, model, step_of, seq_len, num_ranks)
     fit = identified.fit or (identified.fits[0] if identified.fits else None)
     length = seq_len or (fit.seq_len if fit else None)
@@ -100,7 +111,8 @@ def audit(
         for row, duration in zip(log.rows, seconds, strict=True)
     )
     links = list(factors(fit.convention, model, step, trained)) if fit else []
-    return _summed_up(log, identified, step, rows, (peak, source), device, links, length)
+    result = _summed_up(log, identified, step, rows, (peak, source), device, links, length)
+    return replace(result, phases=phases, warnings=(*result.warnings, *_contradictions(rows, phases)))
 
 
 def own(log: Log, *, device: Peak | None = None, skip: int = 0) -> Audit:
@@ -160,12 +172,12 @@ def _summed_up(
 
 
 def _without_warm_up(log: Log, skip: int) -> Log:
-    rows = log.rows[skip:]
-    if not rows:
+    rows, phased = log.rows[skip:], log.phased[skip:]
+    if not rows and not phased:
         raise LogError(
             "no row is left to audit: ", Argument("skip"), " leaves out as many rows as the log has, or more."
         )
-    return replace(log, rows=rows)
+    return replace(log, rows=rows, phased=phased)
 
 
 def _peak(identified: Identification, device: Peak | None) -> tuple[float | None, str]:
@@ -269,6 +281,24 @@ def _warnings(
             "coarse, or do not belong together."
         )
     return tuple(warnings)
+
+
+def _contradictions(rows: Sequence[RestatedRow], phases: Sequence[PhaseRow]) -> tuple[str, ...]:
+    """Say where a printed MFU does not belong to the time and the lengths that the log prints beside it."""
+    of_step = {row.row.step: row.mfu for row in rows}
+    for phase in phases:
+        printed = of_step.get(phase.step) if phase.printed_mfu and phase.phase in _UPDATES else None
+        if printed is None or phase.mfu is None or not phase.mfu[0]:
+            continue
+        low, high = phase.mfu[0], phase.mfu[1] or math.inf
+        if printed > _FAR * high or printed * _FAR < low or (high == math.inf and printed > _FAR**2 * low):
+            return (
+                f"step {phase.step}: the MFU that is printed of {phase.phase} is a useful one of {printed:.1%}, but "
+                f"its time and lengths make {low:.1%}. Likely causes: another {Argument('model')} than was trained, "
+                f"another number of devices ({Argument('num_ranks')}), several epochs on each sample, or a clock that "
+                "leaves out much of the phase.",
+            )
+    return ()
 
 
 def _span(values: Sequence[float]) -> str:

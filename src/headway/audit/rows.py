@@ -112,6 +112,31 @@ class LogRow:
 
 
 @dataclass(frozen=True, slots=True)
+class LengthSpread:
+    """Lengths of a step's prompts, or of its answers [tokens]."""
+
+    mean: float
+    least: float | None = None  # None where the log does not tell
+    most: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PhasedStep:
+    """A step of a trainer that generates, by phase; None where the log does not tell."""
+
+    step: int  # number of the step
+    trainer: str  # key of `headway.integrations.rl.TRAINERS`
+    times: Mapping[str, float]  # of its phases, and of the step, by the trainer's names [s]
+    prompt: LengthSpread | None = None
+    answer: LengthSpread | None = None
+    tokens: int | None = None  # of prompts and answers together, all devices
+    num_samples: int | None = None
+    num_devices: int | None = None
+    mfu: Mapping[str, float] = field(default_factory=dict)  # as printed, by phase, a fraction
+    flops_per_s: Mapping[str, float] = field(default_factory=dict)  # as printed, by phase [FLOP/s of one device]
+
+
+@dataclass(frozen=True, slots=True)
 class RecordBasis:
     """Convention, peak and ranks of Headway's own records."""
 
@@ -135,6 +160,7 @@ class Log:
     skipped: Mapping[str, int] = field(default_factory=dict)  # why lines that look like steps are no rows -> how many
     notes: tuple[str, ...] = ()  # remarks on its numbers
     counted: Counted = "billed"  # token positions that its tokens/s, or its sequences, are of
+    phased: tuple[PhasedStep, ...] = ()  # its steps by phase, of a trainer that generates
 
 
 def per_device(log: Log, num_ranks: int) -> Log:

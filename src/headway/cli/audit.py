@@ -14,12 +14,21 @@ from headway.cli.workload import WorkloadOptions, check_vision_tokens, describe,
 from headway.errors import LogError, UsageError
 from headway.files import check_plain, read_text
 from headway.log.run_files import METRICS
-from headway.report import Column, format_count, format_rate, format_share, render_pairs, render_table
+from headway.report import (
+    Column,
+    format_count,
+    format_duration,
+    format_rate,
+    format_share,
+    render_pairs,
+    render_table,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
-    from headway.audit import Audit
+    from headway.audit import Audit, Log
+    from headway.audit.by_phase import PhaseRow
     from headway.audit.rows import Interval, Reading, RestatedRow
     from headway.conventions import Step
     from headway.count import CostModel, Workload
@@ -31,8 +40,8 @@ LogArgument = Annotated[
     typer.Argument(
         metavar="LOG",
         help="Log of torchtitan, MaxText, Megatron-LM, Megatron-Bridge, Primus, nanoGPT, nanochat, OLMo-core, "
-        "llm-foundry, NeMo RL, NeMo Automodel, ms-swift, Lightning, verl, LMMs-Engine or diffusers, a "
-        "trainer_state.json, or Headway's metrics.jsonl or run folder.",
+        "llm-foundry, NeMo RL, NeMo Automodel, ms-swift, Lightning, verl, slime, miles, prime-rl, OpenRLHF, "
+        "LMMs-Engine or diffusers, a trainer_state.json, or Headway's metrics.jsonl or run folder.",
     ),
 ]
 ModelOption = Annotated[
@@ -93,6 +102,7 @@ def audit(
     """
     from headway.audit import audit as audit_log
     from headway.audit import own, read_log
+    from headway.audit.by_phase import sample_workload
 
     if (work.segments is not None or work.splits is not None) and mean_segment is not None:
         option = "--segments" if work.splits is None else "--splits"
@@ -117,6 +127,9 @@ def audit(
             workload = work.build()
             cost_model = prepared(cost_model, workload, work.supervised)
         trained, name = cost_model.freeze(freeze) if freeze else cost_model, cost_model.name
+        if workload is None and seq_len is None and mean_segment is None and not _says_per_token(parsed):
+            workload = sample_workload(parsed)  # the log's own lengths
+            seq_len = None if workload is None else int(workload.segments.max())
         result = audit_log(
             parsed,
             resolve_architecture(model, cost_model),
@@ -126,6 +139,7 @@ def audit(
             num_ranks=ranks,
             trained=resolve_architecture(model, trained) if freeze else None,
             skip=skip,
+            mean_sample=mean_segment,
         )
     print_result(lambda: _record(result, name), lambda: _text(result, name), as_json=as_json)
     for warning in result.warnings:
@@ -139,6 +153,11 @@ def _log_text(path: Path) -> str:
         return read_text(path, errors="replace")
     except OSError as error:
         raise LogError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _says_per_token(log: "Log") -> bool:
+    """Whether a log's own arithmetic says what its rule bills per token, so that no length is needed."""
+    return any(row.flops_per_s and row.tokens_per_s for row in log.rows)
 
 
 def _refuse(path: Path, described: dict[str, Any]) -> None:
@@ -186,6 +205,7 @@ def _record(result: "Audit", model: str | None) -> dict[str, Any]:
         "tool": result.log.tool,
         "model": model,
         "rows": [_row_record(row) for row in result.rows],
+        "phases": [_phase_record(row) for row in result.phases],
         "identified": {
             "convention": convention,
             "seq_len": identified.fit.seq_len if identified.fit else None,
@@ -224,6 +244,21 @@ def _row_record(row: "RestatedRow") -> dict[str, Any]:
     }
 
 
+def _phase_record(row: "PhaseRow") -> dict[str, Any]:
+    return {
+        "step": row.step,
+        "phase": row.phase,
+        "wall_s": row.seconds,
+        "share": row.share,
+        "reported": {"mfu": row.printed_mfu, "flops_per_s_per_device": row.printed_flops_per_s},
+        "useful": {
+            "flops": None if row.flops is None else list(row.flops),
+            "flops_per_s_per_device": row.flops_per_s,
+            "mfu": None if row.mfu is None else list(row.mfu),
+        },
+    }
+
+
 def _value(reading: "Reading | None", scale: float = 1.0) -> float | None:
     return None if reading is None else round(reading.value * scale, 9)
 
@@ -235,8 +270,9 @@ def _ends(interval: "Interval | None") -> list[float] | None:
 def _text(result: "Audit", model: str | None) -> str:
     columns = [Column("step"), Column("tokens/s"), Column("TFLOP/s"), Column("MFU printed"), Column("MFU useful")]
     mean = ["mean", "", "", _percent(result.reported_mfu_mean), _percent(result.useful_mfu_mean)]
-    table = render_table(columns, [_cells(row) for row in result.rows], footer=mean)
-    parts = [table, render_pairs(_found(result, model))]
+    parts = [render_table(columns, [_cells(row) for row in result.rows], footer=mean)] if result.rows else []
+    parts += [_phase_table(result.phases)] if result.phases else []
+    parts.append(render_pairs(_found(result, model)))
     if result.factors:
         factor_columns = [Column("factor", "left"), Column("printed / useful"), Column("why", "left")]
         rows = [[factor.name, f"{factor.ratio:.4f}", factor.meaning] for factor in result.factors]
@@ -249,7 +285,7 @@ def _text(result: "Audit", model: str | None) -> str:
 
 def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
     identified, fit = result.identified, result.fit
-    pairs = [("log", f"{result.log.tool}, {len(result.rows)} rows")]
+    pairs = [("log", f"{result.log.tool}, {len(result.rows) or len(result.log.phased)} rows")]
     if model is not None:
         pairs.append(("model", model))
     if (recorded := result.log.recorded) is not None:
@@ -288,10 +324,40 @@ def _found(result: "Audit", model: str | None) -> list[tuple[str, str]]:
         )
     else:
         pairs.append(("peak useful", result.peak_source))
-    per_token = result.rows[0].flops_per_token
     counted = "that the log counts" if recorded is None else "in the first row"
-    pairs.append(("useful", f"{per_token / 1e9:.4f} GFLOP per token {counted}"))
+    pairs += [("useful", f"{row.flops_per_token / 1e9:.4f} GFLOP per token {counted}") for row in result.rows[:1]]
     return pairs
+
+
+def _phase_table(rows: "Sequence[PhaseRow]") -> str:
+    """Sum phases up over their steps: time a step, and means over time."""
+    columns = [
+        Column("phase", "left"), Column("time a step"), Column("share"), Column("TFLOP/s printed"),
+        Column("TFLOP/s useful"), Column("MFU printed"), Column("MFU useful"),
+    ]  # fmt: skip
+    steps = {row.step for row in rows}
+    total_s = sum(row.seconds for row in rows)
+    cells = []
+    for phase in dict.fromkeys(row.phase for row in rows):
+        of_phase = [row for row in rows if row.phase == phase]
+        seconds = sum(row.seconds for row in of_phase)
+
+        def mean(values: "Iterable[float | None]", of_phase: "Sequence[PhaseRow]" = of_phase) -> float | None:
+            pairs = [(value, row.seconds) for value, row in zip(values, of_phase, strict=True) if value is not None]
+            time_s = sum(duration for _, duration in pairs)
+            return sum(value * duration for value, duration in pairs) / time_s if time_s else None
+
+        low, high = (mean(row.mfu and row.mfu[end] for row in of_phase) for end in (0, 1))
+        rates = [mean(row.printed_flops_per_s for row in of_phase), mean(row.flops_per_s for row in of_phase)]
+        useful = (
+            _percent(low) if high is None or _percent(low) == _percent(high) else f"{_percent(low)} to {_percent(high)}"
+        )
+        cells.append([
+            phase, format_duration(seconds / len(steps)), _percent(seconds / total_s if total_s else None),
+            *("-" if rate is None else f"{rate / 1e12:,.2f}" for rate in rates),
+            _percent(mean(row.printed_mfu for row in of_phase)), useful,
+        ])  # fmt: skip
+    return render_table(columns, cells)
 
 
 def _cells(row: "RestatedRow") -> list[str]:

@@ -2,7 +2,7 @@
 
 import difflib
 
-from headway.conventions import bagel, flux, maxtext, megatron, nemo, ours, veomni, verl, weights
+from headway.conventions import bagel, flux, maxtext, megatron, nemo, ours, rl_trainers, veomni, verl, weights
 from headway.conventions.convention import Convention
 from headway.errors import UnknownConventionError
 from headway.words import Argument
@@ -115,6 +115,20 @@ _ALL = (
     Convention(
         "nemo-rl", "2026-08", "nemo-rl", "real tokens, half the square of each sample; no routers",
         nemo.rl, "real", "segments",
+    ),
+    Convention(
+        "slime", "2026-08", "", "real tokens, half the square of each sample; no routers, vision free",
+        rl_trainers.slime, "real", "segments",
+    ),
+    Convention(
+        "miles", "2026-08", "miles",
+        "real tokens, half the square of each sample; keys and values of every model as of latent attention",
+        rl_trainers.miles, "real", "segments",
+    ),
+    Convention(
+        "prime-rl", "2026-08", "prime-rl",
+        "rows x their length and its full square; no shared experts, vision free",
+        rl_trainers.prime_rl, "rows", "rows", delta=True,
     ),
     Convention(
         "llm-foundry", "2025-07", "llm-foundry", "parameters that a token uses, and the full square of the row",

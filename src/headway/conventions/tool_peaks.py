@@ -3,6 +3,7 @@
 These are other people's rules, wrong ones included; the peaks to trust are in `headway.devices`.
 """
 
+import re
 from dataclasses import dataclass
 from math import inf
 
@@ -189,6 +190,32 @@ _NEMO_RL = {
     "NVIDIA GB200": 2.45e15,
     "NVIDIA GB300": 2.45e15,
 }
+# radixark/miles, miles/utils/device_flops.py, peak_bf16_tflops, the longest first, on the words of the name in capitals
+# (commit 31f1ca961, 21 Aug 2026); `--mfu-peak-tflops` states another.
+_MILES: _Rules = (
+    ((" H100 PCIE ",), 756e12),
+    ((" GH200 ",), 989e12),
+    ((" GB200 ",), 2.5e15),
+    ((" GB300 ",), 2.5e15),
+    ((" A100 ",), 312e12),
+    ((" H100 ",), 989e12),
+    ((" H200 ",), 989e12),
+    ((" B200 ",), 2.25e15),
+    ((" B300 ",), 2.25e15),
+)
+# PrimeIntellect-ai/prime-rl, src/prime_rl/trainer/perf.py, PerfCounter._get_peak_flops (commit 559b44772, 21 Aug 2026;
+# B300, GB200 and GB300 were unknown before 2ffe374e0 of 1 Aug 2026).
+_PRIME_RL: _Rules = (
+    (("A100",), 312e12),
+    *(((name, form), peak) for form, peak in (("NVL", 835e12), ("PCIe", 756e12), ("", 989e12))
+      for name in ("H100", "H200")),
+    (("GB200",), 2.5e15),
+    (("GB300",), 2.5e15),
+    (("B200",), 2.25e15),
+    (("B300",), 2.25e15),
+    (("MI300X",), 1307.4e12),
+    (("MI325X",), 1307.4e12),
+)  # fmt: skip
 # mosaicml/composer, composer/callbacks/speed_monitor.py, get_gpu_flops_available in bf16, else fp16, on the lower-cased
 # name (commit 640518880, 29 Apr 2026).
 _COMPOSER: _Rules = (
@@ -212,6 +239,8 @@ _TABLES: dict[str, tuple[_Rules, float]] = {  # with what an unknown device gets
     "nanochat": (_NANOCHAT, inf),
     "nemo-automodel": (_AUTOMODEL, inf),
     "nemo-rl": (tuple(((name,), peak) for name, peak in _NEMO_RL.items()), _NO_MFU),
+    "miles": (_MILES, _NO_MFU),
+    "prime-rl": (_PRIME_RL, 312e12),
     "llm-foundry": (_COMPOSER, _NO_MFU),
     "olmo-core": (_OLMO_CORE, 312e12),
     "nanogpt": ((), 312e12),  # model.py, estimate_mfu: an A100, whatever the device
@@ -244,6 +273,8 @@ def tool_peak(tool: str, device_name: str) -> ToolPeak:
     rules, unknown = _TABLES[tool]
     lowered = {"nanochat", "nemo-automodel", "llm-foundry"}
     name = device_name.lower() if tool in lowered else device_name.upper() if tool == "bagel" else device_name
+    if tool == "miles":
+        name = f" {re.sub('[^A-Za-z0-9]+', ' ', device_name).upper().strip()} "
     if tool == "nemo-rl" and name not in _NEMO_RL:
         rules = ()
     for substrings, flops_per_s in rules:

@@ -94,6 +94,13 @@ class Generation:
         media: dict[str, Any] = {name: self._repeated(name, sizes, times) for name, sizes in self.media.items()}
         return Workload(lengths, logits=len(lengths), packs=self.num_prefills, **media)
 
+    @cached_property
+    def samples(self) -> Workload:
+        """Prompts with their answers, as scoring and training read them whole; the answers are what is learnt."""
+        lengths = np.repeat(self.prompts, self.group) + self.answers
+        media: dict[str, Any] = {name: self._repeated(name, sizes, self.group) for name, sizes in self.media.items()}
+        return Workload(lengths, **media).with_counts(supervised=self.generated_tokens)
+
     def _repeated(self, name: str, sizes: IntsLike, times: int) -> Ints:
         array = MODALITIES[name].read(sizes) if name in MODALITIES else np.asarray(sizes)
         return np.repeat(array, times, axis=0)

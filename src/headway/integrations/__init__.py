@@ -1,4 +1,7 @@
-"""The meter in other people's loops: Hugging Face's and TRL's trainers, Accelerate, Lightning, torchtitan, Megatron."""
+"""The meter in other people's loops: Hugging Face's and TRL's trainers, Accelerate, Lightning, torchtitan, Megatron.
+
+`TrainerPhases` makes the record of trainers that generate (verl, slime, ...) out of lengths and times.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -8,6 +11,7 @@ if TYPE_CHECKING:
     from headway.integrations.huggingface import HeadwayCallback
     from headway.integrations.lightning import HeadwayMonitor
     from headway.integrations.megatron import FlopsAccumulator
+    from headway.integrations.rl import TrainerPhases
     from headway.integrations.torchtitan import with_headway
 
 _HOME = {
@@ -15,10 +19,11 @@ _HOME = {
     "FlopsAccumulator": "megatron",
     "HeadwayCallback": "huggingface",
     "HeadwayMonitor": "lightning",
+    "TrainerPhases": "rl",
     "with_headway": "torchtitan",
 }
 
-__all__ = ["AccelerateMeter", "FlopsAccumulator", "HeadwayCallback", "HeadwayMonitor", "with_headway"]
+__all__ = ["AccelerateMeter", "FlopsAccumulator", "HeadwayCallback", "HeadwayMonitor", "TrainerPhases", "with_headway"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,13 +3,18 @@
 What is counted, and why it is a lower bound, is in docs/metering.md.
 """
 
+import functools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from headway.count import Generation, Workload, drivers
+from headway.count import CostModel, Generation, Workload, drivers
+from headway.count.modalities import media_towers
+from headway.count.recompute import run_again
+from headway.count.rows import Parameter, Row
 from headway.errors import UsageError
 
 
@@ -130,6 +135,69 @@ class ForwardTraffic:
             pairs = drivers.parse(driver)
             cache += num_bytes * sum(sign * pairs(workload) for sign, workload in generation.reads)
         return self.of_forwards(forwards, with_towers) + cache
+
+
+def forward_traffic_of(cost_model: CostModel, itemsizes: Sequence[int], cached_itemsize: int) -> ForwardTraffic:
+    """Find what a forward without a backward moves, from a ledger and the types of its weights.
+
+    Args:
+        cost_model: the model's ledger.
+        itemsizes: bytes of an element of each of its parameters, as forward sees them.
+        cached_itemsize: bytes of an element of cached keys and values.
+    """
+    phases = weights_read(cost_model, 0, "none")
+    towers = of_towers(cost_model, phases)
+    sizes = [elements_met(p) * itemsize for p, itemsize in zip(cost_model.parameters, itemsizes, strict=True)]
+    of_text, of_media = (
+        sum(n for i, n in enumerate(sizes) if (phases[0] & group) >> i & 1) for group in (~towers, towers)
+    )
+    cached: dict[str, int] = {}
+    for row in cost_model.rows:
+        if row.cached and drivers.tower(row.driver) == "language":
+            cached[row.driver] = cached.get(row.driver, 0) + row.cached * cached_itemsize
+    return ForwardTraffic(of_text, of_media, sum(cached.values()), tuple(cached.items()))
+
+
+def elements_met(parameter: Parameter) -> int:
+    """Elements read in a pass: of experts those of one token, the least; of a copy for latent patches all."""
+    is_for_others = not parameter.active and not parameter.component.endswith(".experts")
+    return parameter.numel if is_for_others else parameter.active
+
+
+def weights_read(cost: CostModel, trained: int, recompute: str) -> tuple[int, int, int]:
+    """Find the parameters, bit i for parameter i, that products read: of forward, of backward, of recomputation."""
+    again = run_again(cost.rows, trained, recompute, cost.name)
+    forward = dgrad = recomputed = 0
+    for i, row in enumerate(cost.rows):
+        weights = _weights(row)
+        forward |= weights
+        if any(gradient.phase == "dgrad" and gradient.needs & trained for gradient in row.gradients):
+            dgrad |= weights
+        recomputed |= weights if i in again else 0
+    return forward, dgrad, recomputed
+
+
+def _weights(row: Row) -> int:
+    """Find the parameters that a row's weight is made of, bit i for parameter i."""
+    return functools.reduce(operator.or_, (g.needs for g in row.gradients if g.phase == "wgrad"), 0)
+
+
+def of_towers(cost: CostModel, phases: tuple[int, int, int]) -> int:
+    """Find the parameters that only images and sound use; norms and biases go with their component's products."""
+    of_media, of_text, text_components = 0, 0, set()
+    for row in cost.rows:
+        weights = _weights(row)
+        if drivers.tower(row.driver) in media_towers():
+            of_media |= weights
+        else:
+            of_text |= weights
+            text_components.add(row.component.partition(".")[0])
+    if not of_text:  # a model of pictures alone
+        return 0
+    for i, p in enumerate(cost.parameters):
+        if not phases[0] >> i & 1 and p.component.partition(".")[0] in {*media_towers()} - text_components:
+            of_media |= 1 << i
+    return of_media & ~of_text
 
 
 def mbu(num_bytes: int, wall_s: float, bytes_per_s: float) -> float:

@@ -3,8 +3,6 @@
 Bytes of optimizer state per parameter: read off the state that is there, or off a first step on shapes.
 """
 
-import functools
-import operator
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +13,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from headway.count import CostModel
-from headway.count.drivers import tower
-from headway.count.modalities import media_towers
-from headway.count.recompute import run_again
-from headway.count.rows import Parameter, Row
 from headway.errors import UsageError
 from headway.meter.clock import sharded_groups
-from headway.meter.memory_traffic import ForwardTraffic, ParameterBytes, Traffic
+from headway.meter.memory_traffic import (
+    ForwardTraffic,
+    ParameterBytes,
+    Traffic,
+    elements_met,
+    forward_traffic_of,
+    of_towers,
+    weights_read,
+)
 from headway.tracing import trace, unwrap
 from headway.tracing.activations import saved_activations
 from headway.tracing.phantom import phantom
@@ -114,25 +116,9 @@ def forward_traffic(model: nn.Module, cost_model: CostModel) -> ForwardTraffic |
         return None
     if [h.parameter.numel() for h in parameters] != [p.numel for p in cost_model.parameters]:
         return None
-    weights_read, _, _ = phases = _weights_read(cost_model, 0, "none")
-    of_towers = _of_towers(cost_model, phases)
-    sizes = [_met(p) * h.dtype.itemsize for h, p in zip(parameters, cost_model.parameters, strict=True)]
-    weights, towers = (
-        sum(n for i, n in enumerate(sizes) if (weights_read & group) >> i & 1) for group in (~of_towers, of_towers)
-    )
     # keys and values have the type of most weights
     itemsize = max((h.parameter.numel(), h.dtype.itemsize) for h in parameters)[1] if parameters else 0
-    cached: dict[str, int] = {}
-    for row in cost_model.rows:
-        if row.cached and tower(row.driver) == "language":
-            cached[row.driver] = cached.get(row.driver, 0) + row.cached * itemsize
-    return ForwardTraffic(weights, towers, sum(cached.values()), tuple(cached.items()))
-
-
-def _met(parameter: Parameter) -> int:
-    """Elements read in a pass: of experts those of one token, the least; of a copy for latent patches all."""
-    is_for_others = not parameter.active and not parameter.component.endswith(".experts")
-    return parameter.numel if is_for_others else parameter.active
+    return forward_traffic_of(cost_model, [h.dtype.itemsize for h in parameters], itemsize)
 
 
 def _parts(
@@ -146,10 +132,10 @@ def _parts(
     """Add up bytes by part: parameters that every micro-batch uses, and those that only images or sound use."""
     trained = sum(1 << i for i, h in enumerate(parameters) if h.parameter.requires_grad)
     # bits of the parameters that products read, by phase
-    phases = _weights_read(cost, trained, recompute)
-    gated = _of_towers(cost, phases)
+    phases = weights_read(cost, trained, recompute)
+    gated = of_towers(cost, phases)
     cast = autocast.itemsize if autocast else sys.maxsize
-    sizes = [_met(p) * min(h.dtype.itemsize, cast) for h, p in zip(parameters, cost.parameters, strict=True)]
+    sizes = [elements_met(p) * min(h.dtype.itemsize, cast) for h, p in zip(parameters, cost.parameters, strict=True)]
     parts = []
     # what every micro-batch uses, then what needs pictures or sound
     for group in (~gated, gated):
@@ -168,42 +154,6 @@ def _parts(
             )
         )
     return parts
-
-
-def _weights_read(cost: CostModel, trained: int, recompute: str) -> tuple[int, int, int]:
-    """Find the parameters, bit i for parameter i, that products read: of forward, of backward, of recomputation."""
-    again = run_again(cost.rows, trained, recompute, cost.name)
-    forward = dgrad = recomputed = 0
-    for i, row in enumerate(cost.rows):
-        weights = _weights(row)
-        forward |= weights
-        if any(gradient.phase == "dgrad" and gradient.needs & trained for gradient in row.gradients):
-            dgrad |= weights
-        recomputed |= weights if i in again else 0
-    return forward, dgrad, recomputed
-
-
-def _weights(row: Row) -> int:
-    """Find the parameters that a row's weight is made of, bit i for parameter i."""
-    return functools.reduce(operator.or_, (g.needs for g in row.gradients if g.phase == "wgrad"), 0)
-
-
-def _of_towers(cost: CostModel, phases: tuple[int, int, int]) -> int:
-    """Find the parameters that only images and sound use; norms and biases go with their component's products."""
-    of_media, of_text, text_components = 0, 0, set()
-    for row in cost.rows:
-        weights = _weights(row)
-        if tower(row.driver) in media_towers():
-            of_media |= weights
-        else:
-            of_text |= weights
-            text_components.add(row.component.partition(".")[0])
-    if not of_text:  # a model of pictures alone
-        return 0
-    for i, p in enumerate(cost.parameters):
-        if not phases[0] >> i & 1 and p.component.partition(".")[0] in {*media_towers()} - text_components:
-            of_media |= 1 << i
-    return of_media & ~of_text
 
 
 def _parameters_of_rank(model: nn.Module) -> list[_RankParameter]:
