@@ -109,6 +109,11 @@ class Browser:
         ):
             self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
+    def stretch(self, width):
+        """Make the window as high as its page, up to 12,000 pixels."""
+        height = min(self.value("document.documentElement.scrollHeight"), 12_000)
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+
     def picture(self, path):
         """Write what is seen as PNG."""
         path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"]))

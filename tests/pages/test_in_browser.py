@@ -225,6 +225,9 @@ def test_a_smoothed_line_stands_over_a_faint_one_and_its_value_is_told(pages):
     weights = [0.9**back for back in reversed(range(7))]
     mean = math.fsum(map(math.prod, zip(values, weights, strict=True))) / math.fsum(weights)
     assert browser.value(READOUT % time) == f"step 7: 2.50 s, smoothed {1000 * mean:.0f} ms"
+    # The loss on held-out samples has one value, and stays as it is.
+    browser.point(*browser.value(PLACE % (browser.value(CAPTIONS).index("Loss"), share(10))))
+    assert browser.value(READOUT % 0).endswith(", held-out 1.25")
     choose(browser, 1, "0")
     assert len(browser.value(CURVES % time)) == 1
 

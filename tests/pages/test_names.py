@@ -18,11 +18,14 @@ from headway.pages.names import names_of_runs
         (["/a/mine.jsonl", "/a/yours.jsonl"], ["mine.jsonl", "yours.jsonl"]),
         (["/a/run", "/b/run", "/b/other"], ["a/run", "b/run", "b/other"]),
         (["/run", "/a/run"], ["run", "a/run"]),
-        (["/a/run", "/a/run"], ["a (1)", "a (2)"]),
-        (["/a/run/.", "/a/run"], ["a (1)", "a (2)"]),
+        (["/a/run", "/a/run"], ["run (1)", "run (2)"]),
+        (["/a/run/.", "/a/run"], ["run (1)", "run (2)"]),
+        (["/home/alice/run", "/home/bob/run"], ["run (1)", "run (2)"]),  # nobody's name is on a page
+        (["/home/alice/a/run", "/home/bob/b/run"], ["a", "b"]),
+        (["/runs/hf_abcdefghijkl", "/runs/b"], ["(hidden)", "b"]),
         (["/r/caf\u00e9", "/r/cafe\u0301"], ["caf\u00e9 (1)", "cafe\u0301 (2)"]),  # composed, and in two letters
         (["/"], ["/"]),
-        (["/one/run"], ["run"]),
+        (["/runs/one/run"], ["one/run"]),
     ],
 )
 def test_runs_are_named_by_what_differs_in_their_paths(paths, names):

@@ -472,7 +472,7 @@ def test_what_a_run_folder_holds_beside_steps_is_shown(tmp_path):
         assert said in shown, said
     assert '<line class="restart"' in text
     assert '<line class="evaluation"' in text
-    assert "In the charts over steps a dashed line is a restart, a short line at the top an evaluation." in shown
+    assert "In the charts over steps a dashed line is a restart, a short line at the top is an evaluation." in shown
     assert "a3" not in shown
     assert "moments" not in shown
     assert HOSTILE not in text

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.report.bars import bar_chart, heat_strip, histogram
 from headway.report.charts import ChartMark, DrawnLine, line_chart, lines_chart, reduced
 from headway.report.page import svg_file
-from headway.report.svg import AXES, NARROWEST, labels, room_of, ticks
+from headway.report.svg import AXES, NARROWEST, labels, name_room, room_of, ticks
 
 SPACE = "{http://www.w3.org/2000/svg}"
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style> \x1b[2J'
@@ -163,6 +163,19 @@ def test_marks_stand_at_their_steps_and_are_said_and_those_outside_are_not():
         "Went on after step 5. Stages of the data begin with steps 2 (stage 2), 9 (stage 3). Evaluations after steps "
         "4, 8."
     )
+
+
+@given(st.lists(st.floats(0, 1000), min_size=2, max_size=30, unique=True).map(sorted), st.floats(NARROWEST, 2000))
+def test_names_of_stages_do_not_run_into_each_other_at_any_width(steps, width):
+    marks = [ChartMark(step, "stage", f"stage {number}") for number, step in enumerate(steps, 2)]
+    chart = line_chart("x", [0, 1000], [1.0, 2.0], form="plain", marks=marks)
+    names = [(float(x) / 100, name) for x, name in re.findall(r'x="([\d.]+)%" y="-5"[^>]*>(.*?)<', chart)]
+    rooms = [name_room(place, name, width) for place, name in names]
+    assert names
+    assert all(
+        before[1] <= after[0] + 3 for before, after in pairwise(rooms)
+    )  # places are told to a tenth of a per cent
+    assert len(re.findall('<line class="stage"', chart)) == len(steps)
 
 
 def test_of_a_thousand_evaluations_some_are_drawn_and_all_are_counted():

@@ -17,7 +17,7 @@ from headway.log.jsonl import as_object
 from headway.log.run_files import METRICS
 from headway.report import format_bytes, format_flops, format_rate, format_share
 from headway.report.bars import bar_chart, heat_strip
-from headway.report.charts import DrawnLine, line_chart
+from headway.report.charts import ChartMark, DrawnLine, line_chart
 from headway.report.numbers import number, numbers
 from headway.report.secrets import HIDDEN
 from headway.report.section import ReportSection
@@ -37,14 +37,17 @@ _MOST_ANSWERS, _LONGEST_ANSWER = 12, 400  # of the last evaluation [characters]
 _NOTHING = ReportSection("", (), ())
 
 
-def folder_sections(folder: Path | None, records: Sequence[Mapping[str, Any]]) -> dict[str, list[ReportSection]]:
+def folder_sections(
+    folder: Path | None, records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMark] = ()
+) -> dict[str, list[ReportSection]]:
     """Sections that a run tells beside its mean step, by heading; what it does not hold is a section without rows.
 
     Args:
         folder: of the run; None for a file of records, which has its own alone.
         records: of steps.
+        marks: what happened in the run, for charts over its steps.
     """
-    ranks, sources = _ranks(records), _source_losses(records)
+    ranks, sources = _ranks(records), _source_losses(records, marks)
     if folder is None:
         return {"Speed and memory": ranks, "Data": sources}
     return {
@@ -62,7 +65,7 @@ def held_out_loss(folder: Path) -> DrawnLine | None:
     return DrawnLine("held-out", *zip(*points, strict=True)) if points else None
 
 
-def _source_losses(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
+def _source_losses(records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMark]) -> list[ReportSection]:
     """The loss of each source over the steps, where there are several."""
     names = dict.fromkeys(name for record in records for name in _mapping(record.get("sources")))
     shown = [*names][:_MOST_SOURCES] if len(names) > 1 else []
@@ -72,7 +75,8 @@ def _source_losses(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
         points = [(record["step"], value) for record, value in zip(records, values, strict=True) if value is not None]
         if points:
             title = f"Loss of source {name}"
-            chart = line_chart(title, [float(record["step"]) for record in records], values, form="plain")
+            steps = [float(record["step"]) for record in records]
+            chart = line_chart(title, steps, values, form="plain", marks=marks)
             ends = (("first", points[0]), ("last", points[-1]))
             rows = [[f"{which}, step {step}", f"{loss:.4g}"] for which, (step, loss) in ends]
             parts.append(ReportSection(title, ["of the records", "loss"], rows, chart=chart))

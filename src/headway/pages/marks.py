@@ -12,11 +12,12 @@ from headway.report.section import ReportSection
 
 _CHANCE = 1e-4  # that a source of a mixture stays away by itself for as long as it did, below which it was not in it
 _LEAST = 5  # records with a source, of which one can tell how often it comes
-_APART = 2  # records within which one source's end and another's beginning are one change
+_APART = 2  # records within which two changes are one
+_LEFT_OVER = 0.05  # of a run's records within which a source ends that another one has taken over from
 _LOOKS = {
     "restart": "a dashed line is a restart",
-    "stage": "a dotted line the beginning of another stage of the data",
-    "evaluation": "a short line at the top an evaluation",
+    "stage": "a dotted line is the beginning of another stage of the data",
+    "evaluation": "a short line at the top is an evaluation",
 }
 _MOST_STAGES = 30  # more are no stages
 
@@ -67,17 +68,19 @@ def stage_begins(sources: Sequence[frozenset[str]]) -> list[int]:
     for place, names in enumerate(sources):
         for name in names:
             places.setdefault(name, []).append(place)
-    changes = set()
+    starts, ends = set(), set()
     for first, last, count in ((of[0], of[-1], len(of)) for of in places.values()):
         # The chance that a source which comes so often is missing so many records in a row.
         often = (count - 1) / (last - first + 1)
         if count >= _LEAST and (1 - often) ** first < _CHANCE:
-            changes.add(first)
+            starts.add(first)
         if count >= _LEAST and (1 - often) ** (len(sources) - 1 - last) < _CHANCE:
-            changes.add(last + 1)
+            ends.add(last + 1)
     begins: list[int] = []
-    for place in sorted(changes):
-        if not begins or place > begins[-1] + _APART:
+    for place in sorted(starts | ends):
+        # What is left of a source in shuffled packs plays on for a while where the next one has begun.
+        apart = _APART if place in starts else max(_APART, _LEFT_OVER * len(sources))
+        if not begins or place > begins[-1] + apart:
             begins.append(place)
     return begins if len(begins) < _MOST_STAGES else []
 

@@ -216,7 +216,7 @@ def _over_the_run(run: ReportedRun) -> dict[str, list[ReportSection]]:
         "Data": [*of(_DATA), *_sources(run), stages(run.marks, run.records)],
         "The run": [],
     }
-    of_folder = folder_sections(run.folder, run.records)
+    of_folder = folder_sections(run.folder, run.records, run.marks)
     of_files = {"The run": [changed_settings(config, facts_of_run), provenance(facts_of_run)]}
     by_heading = {}
     for heading in of_records:

@@ -8,6 +8,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const WIDE = 1000; // of the curves, which are stretched over the plot
 const MANY = 20; // times the smallest value, from which on an axis is logarithmic
 const CHARACTER = 7.2, APART = 10; // width of a digit, and room between two labels [pixels]
+const FEWEST = 20; // values of a line that is smoothed
 const DRAG = 6; // a pointer that moved by less has not chosen a range [pixels]
 
 // Values with their units, as the functions of these names in headway.report.charts write them.
@@ -165,7 +166,7 @@ class Chart {
     const lines = this.lines.map(({ colour, points, means }, i) => {
       const at = ({ xs, ys }) => xs.map((x, n) => [this.place(x, i), ys[n]]);
       const raw = at(points), mean = { xs: means.xs, ys: smoothed(means.ys, view.weight) };
-      return { colour, raw, smooth: view.weight ? at(mean) : null };
+      return { colour, raw, smooth: view.weight && means.xs.length >= FEWEST ? at(mean) : null };
     });
     const shown = lines.flatMap(line => line.raw).filter(([x, y]) => Number.isFinite(y) && x >= from && x <= to).map(([, y]) => y);
     const { yOf, ticks: drawn } = this.values(shown.length ? shown : [0, 1]);
@@ -206,7 +207,7 @@ class Chart {
       element("line", { x2: "100%", y1: yOf(tick), y2: yOf(tick), stroke: "var(--grid)" }),
       element("text", { x: 0, dx: -6, y: yOf(tick) + 4, "text-anchor": "end" }, this.write(tick)),
     ]);
-    if (byRatio) drawn.push(element("text", { x: 0, dx: -6, y: this.height + 34, "text-anchor": "end" }, "logarithmic"));
+    if (byRatio) drawn.push(element("text", { x: 0, dx: -14, y: this.height + 34, "text-anchor": "end" }, "logarithmic"));
     return { yOf, ticks: drawn };
   }
 
@@ -238,11 +239,15 @@ class Chart {
   }
 
   markLines(from, to, span) {
+    let taken = -Infinity; // up to where names stand [pixels]
     return this.marks.map(mark => ({ ...mark, at: (this.place(mark.step) - from) / span })).filter(({ at }) => at >= 0 && at <= 1)
-      .flatMap(({ kind, name, at }) => [
-        element("line", { class: kind, x1: `${100 * at}%`, x2: `${100 * at}%`, y2: kind === "evaluation" ? 7 : this.height }),
-        ...(name ? [element("text", { x: `${100 * at}%`, y: -5, "text-anchor": at > 0.7 ? "end" : "start" }, name)] : []),
-      ]);
+      .flatMap(({ kind, name, at }) => {
+        const x = `${100 * at}%`, isFar = at > 0.7, room = CHARACTER * name.length, begin = at * this.width - (isFar ? room : 0);
+        const line = element("line", { class: kind, x1: x, x2: x, y2: kind === "evaluation" ? 7 : this.height });
+        if (!name || begin < taken + APART) return [line];
+        taken = begin + room;
+        return [line, element("text", { x, y: -5, "text-anchor": isFar ? "end" : "start" }, name)];
+      });
   }
 
   // Show the cursor and the values at its step.
@@ -257,7 +262,8 @@ class Chart {
     const parts = inside.map(({ name, points: { xs, ys }, means }) => {
       const finite = xs.map((x, i) => i).filter(i => Number.isFinite(ys[i]));
       const i = finite.reduce((best, n) => (Math.abs(xs[n] - step) < Math.abs(xs[best] - step) ? n : best), finite[0]);
-      const smooth = view.weight ? `, smoothed ${this.write(interpolated(means.xs, smoothed(means.ys, view.weight), step))}` : "";
+      const isSmooth = view.weight && means.xs.length >= FEWEST;
+      const smooth = isSmooth ? `, smoothed ${this.write(interpolated(means.xs, smoothed(means.ys, view.weight), step))}` : "";
       return `${name} ${this.write(ys[i])}${xs[i] === step ? "" : ` (at ${digitsOf(xs[i])})`}${smooth}`.trim();
     });
     const at = this.place(step), written = this.over === "seconds" ? forms.duration(at) : `${this.over} ${digitsOf(Math.round(at))}`;
@@ -350,17 +356,18 @@ function addControls(charts) {
   controls.className = "controls";
   controls.setAttribute("role", "group");
   controls.setAttribute("aria-label", "How the charts are drawn");
-  const choice = (text, options, choose) => {
+  const choice = (text, options, chosen, choose) => {
     const label = document.createElement("label"), select = document.createElement("select");
     for (const [value, name] of options) select.add(new Option(name, value));
+    select.value = chosen;
     select.addEventListener("change", () => { choose(select.value); for (const chart of charts) chart.draw(); });
     label.append(`${text} `, select);
     controls.append(label, " ");
   };
   const known = charts.some(chart => chart.isOfSteps) ? ["tokens", "seconds"].filter(isKnown) : [];
-  if (known.length) choice("over", ["step", ...known].map(axis => [axis, OVER[axis].name]), over => { view.over = over; });
+  if (known.length) choice("over", ["step", ...known].map(axis => [axis, OVER[axis].name]), view.over, over => { view.over = over; });
   const weights = [[0, "none"], [0.6, "0.6"], [0.9, "0.9"], [0.97, "0.97"], [0.99, "0.99"]];
-  choice("smoothing", weights, weight => { view.weight = Number(weight); });
+  choice("smoothing", weights, view.weight, weight => { view.weight = Number(weight); });
   const leading = charts.find(chart => chart.isOfSteps) ?? charts[0];
   const acts = { "zoom in": () => leading.zoomBy(0.5), "zoom out": () => leading.zoomBy(2), all: () => leading.show(null) };
   for (const [text, act] of Object.entries(acts)) {
@@ -376,5 +383,16 @@ function addControls(charts) {
   charts[0].svg.closest(".charts").before(controls);
 }
 
+// A page that is served is loaded anew every few seconds, and is read on as it was.
+const isServed = location.protocol.startsWith("http");
+const stored = JSON.parse((isServed && sessionStorage.getItem("charts")) || "{}");
+Object.assign(view, stored.view);
+if (view.over !== "step" && !isKnown(view.over)) view.over = "step";
+Object.assign(ofSteps, stored.ofSteps);
+if (isServed) addEventListener("pagehide", () => sessionStorage.setItem("charts", JSON.stringify({ view, ofSteps })));
+
 for (const svg of document.querySelectorAll("svg[data-of]")) charts.push(new Chart(svg));
-if (charts.length) addControls(charts);
+if (charts.length) {
+  addControls(charts);
+  for (const chart of charts) chart.draw();
+}

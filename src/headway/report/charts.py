@@ -21,6 +21,7 @@ from headway.report.svg import (
     Scale,
     chart,
     fixed,
+    name_room,
     percent,
     safe,
     stretched,
@@ -178,15 +179,17 @@ def _numbers(line: DrawnLine) -> "tuple[str, np.ndarray, np.ndarray]":
 
 def _drawn_marks(marks: Sequence[ChartMark], x_of: Scale) -> list[str]:
     """Lines of marks; of a kind that has many, a part evenly chosen."""
-    drawn = []
+    drawn, named_until = [], -math.inf
     for kind in _MARK_WORDS:
         of_kind = [mark for mark in marks if mark.kind == kind]
         for mark in of_kind[:: max(1, math.ceil(len(of_kind) / _MOST_MARKS))]:
             x = percent(x_of(mark.step))
             drawn.append(f'<line class="{kind}" x1="{x}" x2="{x}" y2="{7 if kind == "evaluation" else PLOT}"/>')
-            if mark.name:
-                is_far = x_of(mark.step) > 0.7  # its name would not fit on the right
-                drawn.append(words(x, -5, mark.name, "end" if is_far else "start"))
+            # A name that would run into the one before it, or over the edge, on a narrow screen is not drawn.
+            begin, end, anchor = name_room(x_of(mark.step), mark.name)
+            if mark.name and begin > named_until:
+                drawn.append(words(x, -5, mark.name, anchor))
+                named_until = end
     return drawn
 
 

@@ -33,6 +33,7 @@ NARROWEST = 340 - AXES.left - AXES.right  # a plot on a screen of 375 pixels, le
 _CHARACTER = 7.2  # width of a digit at most [pixels]
 _APART = 10  # between two labels [pixels]
 _MOST_TICKS = 5
+_FAR = 0.7  # of a plot, from where on a name stands on the left of its place
 _FEW_POWERS = 3  # of ten, up to which an axis has room for ticks between them
 COLOURS = (0, 2, 3, 4, 5, 6, 7)
 """Numbers of the page's colours for lines and bars; --c1 is the band's, too light for either."""
@@ -174,7 +175,7 @@ def y_axis(low: float, high: float, form: Callable[[float], str], *, by_ratio: b
         drawn.append(f'<line x2="100%" y1="{fixed(y)}" y2="{fixed(y)}" stroke="var(--grid)"/>')
         drawn.append(words("0", y + 4, form(tick), "end", dx=-6))
     if by_ratio:
-        drawn.append(words("0", PLOT + 34, "logarithmic", "end", dx=-6))
+        drawn.append(words("0", PLOT + 34, "logarithmic", "end", dx=-14))
     return y_of, "".join(drawn)
 
 
@@ -227,6 +228,20 @@ def room_of(place: float, label: str, width: float) -> tuple[float, float]:
     half = _CHARACTER / 2 * len(label)
     right = width + AXES.right if _is_cut(place, label) else place * width + half
     return right - 2 * half, right
+
+
+def name_room(place: float, name: str, width: float = NARROWEST) -> tuple[float, float, str]:
+    """Left and right end of a name at a place above a plot [pixels], and how it is anchored: inwards, far on the right.
+
+    Args:
+        place: a fraction of the plot.
+        name: what stands there.
+        width: of the plot [pixels].
+    """
+    room = _CHARACTER * len(name)
+    if place > _FAR:
+        return place * width - room, place * width + _APART, "end"
+    return place * width, place * width + room + _APART, "start"
 
 
 def _is_cut(place: float, label: str) -> bool:
