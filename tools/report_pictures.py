@@ -48,7 +48,7 @@ sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_att
 model = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_key_value_heads=1, **sizes))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
 tokens = (torch.arange(16 * 300)[:, None] + torch.arange(64)).remainder(61).reshape(300, 16, 64)
-with Meter(model, log_to=[sys.argv[1]], log_every=1) as meter:
+with Meter(model, log_to=["jsonl:" + sys.argv[1]], log_every=1) as meter:
     for ids in meter.batches(tokens):
         batch = {"input_ids": ids}
         meter.count(batch)
@@ -56,7 +56,7 @@ with Meter(model, log_to=[sys.argv[1]], log_every=1) as meter:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        meter.step(loss=loss.detach())
+        meter.step(loss=loss.item())
 """
 
 

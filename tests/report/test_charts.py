@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.report.bars import bar_chart, heat_strip, histogram
-from headway.report.charts import ChartMark, DrawnLine, line_chart, lines_chart, reduced
+from headway.report.charts import FORMS, ChartMark, DrawnLine, line_chart, lines_chart, reduced
 from headway.report.page import svg_file
-from headway.report.svg import AXES, NARROWEST, labels, name_room, room_of, ticks
+from headway.report.svg import AXES, NARROWEST, distinct_ticks, labels, name_room, room_of, ticks
 
 SPACE = "{http://www.w3.org/2000/svg}"
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style> \x1b[2J'
@@ -230,6 +230,13 @@ def test_labels_of_ticks_neither_overlap_nor_are_cut_at_any_width(ends, width):
     assert all(before[1] < after[0] for before, after in pairwise(rooms))
     assert -AXES.left <= rooms[0][0]
     assert rooms[-1][1] <= width + AXES.right + 1e-6
+
+
+@given(st.floats(-1e3, 1e3), st.floats(1e-9, 1e3), st.sampled_from([*FORMS]))
+def test_ticks_of_values_read_differently(low, span, form):
+    marks = distinct_ticks(low, low + span, FORMS[form])
+    assert marks == sorted(marks)
+    assert len({FORMS[form](tick) for tick in marks}) == len(marks) > 0
 
 
 def test_nothing_to_draw_is_an_error():

@@ -10,7 +10,7 @@ from headway.report import format_bytes, format_duration, format_flops, format_r
 from headway.report.charts import FORMS
 from headway.report.page import render
 from headway.report.section import ReportSection
-from headway.report.svg import ratio_ticks, ticks
+from headway.report.svg import distinct_ticks, ratio_ticks, ticks
 from helpers.pages import Browser
 
 RANDOM = np.random.default_rng(32)
@@ -64,6 +64,18 @@ def test_ticks_are_those_of_python(script):
         )
         for drawn, expected in pairs:
             assert drawn == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    # Of values that read alike fewer are drawn; which two do is another thing halfway between two roundings.
+    for form in FORMS:
+        drawn = results(
+            script,
+            f"(low, high) => distinctTicks(low, high, forms.{form}, false).map(tick => [tick, forms.{form}(tick)])",
+            lows,
+            highs,
+        )
+        assert all(len({label for _, label in axis}) == len(axis) > 0 for axis in drawn)
+    marks = results(script, "(low, high) => distinctTicks(low, high, String, false)", lows, highs)
+    for axis, low, high in zip(marks, lows, highs, strict=True):
+        assert axis == pytest.approx(distinct_ticks(low, high, str), rel=1e-12, abs=1e-12)
     lows = lows[:-1]
     highs = [low * factor for low, factor in zip(lows, 10 ** RANDOM.uniform(1.4, 9, 500), strict=True)]
     assert results(script, "ratioTicks", lows, highs) == [[*map(pytest.approx, ratio_ticks(*ends))]

@@ -49,6 +49,13 @@ function ratioTicks(low, high) {
   return marks.filter(tick => low <= tick && tick <= high);
 }
 
+// Ticks of an axis of values that read differently: fewer where units of little detail would repeat themselves.
+function distinctTicks(low, high, write, byRatio) {
+  const tried = byRatio ? [ratioTicks(low, high)] : [5, 4, 3, 2, 1].map(count => ticks(low, high, count));
+  const marks = tried.find(some => some.length && new Set(some.map(write)).size === some.length) ?? tried[0];
+  return marks.filter((tick, i) => marks.findIndex(other => write(other) === write(tick)) === i);
+}
+
 // The exponential moving average, each value the mean of those up to it with weights that fall by `weight` a value.
 function smoothed(values, weight) {
   let sum = 0, weights = 0;
@@ -203,7 +210,7 @@ class Chart {
     if (!(high > low)) [low, high] = [Math.min(low, 0), Math.max(high, 0) || 1];
     const up = value => (byRatio ? (value > 0 ? Math.log10(value) : NaN) : value);
     const yOf = value => this.height - this.height * (up(value) - up(low)) / (up(high) - up(low));
-    const drawn = (byRatio ? ratioTicks(low, high) : ticks(low, high)).flatMap(tick => [
+    const drawn = distinctTicks(low, high, this.write, byRatio).flatMap(tick => [
       element("line", { x2: "100%", y1: yOf(tick), y2: yOf(tick), stroke: "var(--grid)" }),
       element("text", { x: 0, dx: -6, y: yOf(tick) + 4, "text-anchor": "end" }, this.write(tick)),
     ]);

@@ -151,6 +151,17 @@ def ratio_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in marks if low <= tick <= high]
 
 
+def distinct_ticks(low: float, high: float, form: Callable[[float], str], *, by_ratio: bool = False) -> list[float]:
+    """Ticks of an axis of values that read differently: fewer where units of little detail would repeat themselves.
+
+    >>> distinct_ticks(0, 0.00115, lambda share: f"{100 * share:.1f} %")
+    [0.0, 0.001]
+    """
+    tried = [ratio_ticks(low, high)] if by_ratio else [ticks(low, high, count) for count in range(_MOST_TICKS, 0, -1)]
+    marks = next((some for some in tried if some and len({*map(form, some)}) == len(some)), tried[0])
+    return list({form(tick): tick for tick in reversed(marks)}.values())[::-1]
+
+
 def y_axis(low: float, high: float, form: Callable[[float], str], *, by_ratio: bool = False) -> tuple[Scale, str]:
     """Make the axis of values, with a line across the plot at each tick.
 
@@ -170,7 +181,7 @@ def y_axis(low: float, high: float, form: Callable[[float], str], *, by_ratio: b
         return PLOT - PLOT * ((math.log10(value) if by_ratio else value) - bottom) / (top - bottom)
 
     drawn = []
-    for tick in ratio_ticks(low, high) if by_ratio else ticks(low, high):
+    for tick in distinct_ticks(low, high, form, by_ratio=by_ratio):
         y = y_of(tick)
         drawn.append(f'<line x2="100%" y1="{fixed(y)}" y2="{fixed(y)}" stroke="var(--grid)"/>')
         drawn.append(words("0", y + 4, form(tick), "end", dx=-6))
