@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import yaml
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -31,11 +32,11 @@ _COLOURS = 128  # of a picture, so that it is small
 _WAIT_S = 1800  # for a run to get so far
 _WIDTHS = (1280, 375)  # of a window [pixels]
 _SHOWN = {
-    "run": [("report-1280.png", 1280, False), ("report-375-dark.png", 375, True)],
-    "resumed": [("report-resumed.png", 1280, True)],
-    "two": [("report-two.png", 1280, False)],
-    "meter": [("report-meter.png", 375, False)],
-}  # pictures in docs: file, width, whether dark
+    "run": [("report-1280.png", 1280, False, "h1"), ("report-375-dark.png", 375, True, "figure")],
+    "resumed": [("report-resumed.png", 1280, True, ".controls")],
+    "two": [("report-two.png", 1280, False, "h1")],
+    "meter": [("report-meter.png", 375, False, "figure")],
+}  # pictures in docs: file, width, whether dark, and what stands at the upper edge
 
 # A loop of anyone with a meter: no run folder, no ledger, an optimizer that goes over its tensors one by one.
 _LOOP = """
@@ -86,15 +87,15 @@ def write_pages(folder: Path) -> dict[str, Path]:
         _headway("demo", "--folder", run, "--steps", STEPS)
     if not (resumed / "run/summary.json").exists():
         _kill_and_resume(resumed)
-    if not (padded / "run/summary.json").exists():
-        _headway("demo", "--folder", padded, "--steps", STEPS, "--set", "data.bucket_tokens=2048")
+    if not (padded / "summary.json").exists():
+        _train(run, padded, "data.bucket_tokens=2048")
     if not records.exists():
         records.parent.mkdir(exist_ok=True)
         subprocess.run([sys.executable, "-c", _LOOP, str(records)], check=True)
     sources = {
         "run": [run / "run"],
         "resumed": [resumed / "run"],
-        "two": [run / "run", padded / "run"],
+        "two": [run / "run", padded],
         "meter": [records],
     }
     for name, paths in sources.items():
@@ -105,10 +106,9 @@ def write_pages(folder: Path) -> dict[str, Path]:
 def take_shown(browser: Browser, pages: dict[str, Path], folder: Path) -> None:
     """Take the first screens that the docs show."""
     for name, pictures in _SHOWN.items():
-        for file, width, dark in pictures:
+        for file, width, dark, top in pictures:
             browser.show(pages[name].as_uri(), width=width, dark=dark)
-            if width < _WIDTHS[0]:  # whose first screen is words alone
-                browser.value("document.querySelector('figure').scrollIntoView()")
+            browser.value(f"document.querySelector('{top}').scrollIntoView()")
             _small(browser, folder / file)
     browser.show(pages["run"].as_uri(), width=1280)
     # One chart over tokens, smoothed and zoomed, as a reader has made it.
@@ -140,6 +140,15 @@ def _small(browser: Browser, path: Path) -> None:
 
 def _headway(*arguments: object) -> None:
     subprocess.run([sys.executable, "-m", "headway", *map(str, arguments)], check=True)
+
+
+def _train(demo: Path, folder: Path, *settings: str) -> None:
+    """Train as the demo did, on its data, in another folder and with some other settings."""
+    config = yaml.safe_load((demo / "run/config.yaml").read_text(encoding="utf-8"))
+    config["run"]["folder"] = str(folder)
+    recipe = folder.with_suffix(".yaml")
+    recipe.write_text(yaml.safe_dump(config), encoding="utf-8")
+    _headway("train", recipe, *(part for setting in settings for part in ("--set", setting)))
 
 
 def _kill_and_resume(folder: Path) -> None:
