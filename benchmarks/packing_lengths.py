@@ -20,7 +20,7 @@ from headway.config import load_config
 from headway.errors import HeadwayError
 from headway.predict.tune import Candidate
 from headway.predict.tune.space import Space
-from headway.report.charts import DrawnLine, lines_chart
+from headway.report.charts import ChartMark, DrawnLine, lines_chart
 from headway.report.page import svg_file
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
@@ -158,7 +158,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
                 lines.append(DrawnLine("limit", [run["tokens_per_pack"] for run in whole], [limit] * len(whole)))
             mark = own_length(recipe)
             charts[what] = lines_chart(
-                what, lines, form=lambda one: f"{one:.4g}", x_name="tokens of a pack", marks=[mark]
+                what, lines, form="plain", x_name="tokens of a pack", marks=[ChartMark(mark, "restart")]
             )
     path.write_text(svg_file(charts), encoding="utf-8")
 

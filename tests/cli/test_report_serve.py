@@ -297,9 +297,12 @@ def test_the_page_in_a_browser_updates_itself(tmp_path):
         address = f"http://127.0.0.1:{port}/"
         browser.show(address)
         assert "1 to 3, 3 records" in browser.value("document.body.innerText")
+        choice = "document.querySelectorAll('.controls select')[1]"
+        browser.value(f"{choice}.value = '0.9'; {choice}.dispatchEvent(new Event('change')); ofSteps.range = [1, 2]")
         append(run, 4)
         browser.follow("1")  # the browser loads the page again, and nobody tells it to
         assert "1 to 4, 4 records" in browser.value("document.body.innerText")
+        assert browser.value(f"[{choice}.value, view.weight, ofSteps.range]") == ["0.9", 0.9, [1, 2]]  # is read on
         assert browser.errors == []
         assert {*browser.requests} == {address}
 

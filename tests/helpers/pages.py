@@ -1,4 +1,4 @@
-"""Pages as readers meet them: opened in a browser without a window, and the links of Markdown that lead nowhere."""
+"""Pages as readers meet them: in a browser without a window, made-up runs for them, and links that lead nowhere."""
 
 import base64
 import json
@@ -10,6 +10,7 @@ import subprocess
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _KEYS = {"Tab": 9, "Enter": 13, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}  # by their codes on Windows
+_LETTERS = {"+": 187, "-": 189, "0": 48}  # keys that write themselves
 LIMIT_S = 60  # without an answer for so long, the browser hangs
 
 
@@ -81,15 +82,37 @@ class Browser:
 
     def press(self, key):
         """Press a key as a person does, such as Tab."""
-        typed = {"text": "\r"} if key == "Enter" else {}
+        typed = {"text": "\r" if key == "Enter" else key} if key == "Enter" or key in _LETTERS else {}
         for kind in ("keyDown", "keyUp"):
             self._call(
-                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS[key], **typed
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=(_KEYS | _LETTERS)[key],
+                **typed,
             )
 
     def point(self, x, y):
         """Move the mouse to a place of the window [pixels]."""
         self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def drag(self, start, end):
+        """Press the mouse at one place of the window, move it to another and let go [pixels]."""
+        button = {"button": "left", "clickCount": 1}
+        for kind, (x, y), more in (
+            ("mouseMoved", start, {}),
+            ("mousePressed", start, button),
+            ("mouseMoved", ((start[0] + end[0]) / 2, end[1]), {"button": "left"}),
+            ("mouseMoved", end, {"button": "left"}),
+            ("mouseReleased", end, button),
+        ):
+            self._call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+
+    def stretch(self, width):
+        """Make the window as high as its page, up to 12,000 pixels."""
+        height = min(self.value("document.documentElement.scrollHeight"), 12_000)
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def picture(self, path):
         """Write what is seen as PNG."""
@@ -131,6 +154,42 @@ class Browser:
             case "Network.requestWillBeSent" if params["request"]["url"].startswith(("http", "ws", "//")):
                 self.requests.append(params["request"]["url"])
         return message
+
+
+def write_run(folder, num_steps, *, source="a", **more):
+    """Write records as a meter does, with times that are made up."""
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for step in range(1, num_steps + 1):
+        wall_s = 2.5 if step == 7 else 0.5 + 0.001 * (step % 10)
+        record = {
+            "schema_version": 1,
+            "kind": "step",
+            "step": step,
+            "num_steps": 1,
+            "wall_s": wall_s,
+            "step_s": wall_s,
+            "data_wait_s": 0.1,
+            "data_wait_share": 0.1 / wall_s,
+            "tokens": 100,
+            "slots": 120,
+            "world_size": 1,
+            "padding_share": 1 / 6,
+            "flops": {"total": 9000, "forward": 3000, "dgrad": 3000, "wgrad": 3000, "recompute": 0},
+            "flops_by_component": {"language.mlp": 6000, "language.attention": 3000},
+            "mfu": 9000 / wall_s / 1e5,
+            "tokens_per_s": 100 / wall_s,
+            "convention": "useful",
+            "peak_flops_per_s": 1e5,
+            "peak_dtype": "fp32",
+            "peak_source": "made up for a test",
+            "loss": 3.0 / step,
+            "sources": {source: {"loss": 3.0 / step, "tokens": 100}},
+            **more,
+        }
+        lines.append(json.dumps(record))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
 
 
 FENCED = re.compile(r"^(`{3,}).*?^\1$", flags=re.MULTILINE | re.DOTALL)

@@ -14,10 +14,10 @@ from headway.devices import Peak
 from headway.errors import ConfigError, UsageError
 from headway.meter import Meter
 from headway.pages.comparison import _interval, compared_markdown, compared_page
-from headway.pages.run import read_run, report_markdown, report_page, verdict
+from headway.pages.run import read_run, report_markdown, report_page
 from headway.report.page import svg_file
 from helpers.device import COST_MODEL, Clock
-from helpers.pages import Browser
+from helpers.pages import write_run
 
 HOSTILE = '<script>alert(1)</script>"><img onerror=x> ]]> </style>'
 
@@ -41,42 +41,6 @@ class Page(HTMLParser):
         self.data.append(data)
 
 
-def write_run(folder, num_steps, *, source="a", **more):
-    """Write records as a meter does, with times that are made up."""
-    folder.mkdir(exist_ok=True)
-    lines = []
-    for step in range(1, num_steps + 1):
-        wall_s = 2.5 if step == 7 else 0.5 + 0.001 * (step % 10)
-        record = {
-            "schema_version": 1,
-            "kind": "step",
-            "step": step,
-            "num_steps": 1,
-            "wall_s": wall_s,
-            "step_s": wall_s,
-            "data_wait_s": 0.1,
-            "data_wait_share": 0.1 / wall_s,
-            "tokens": 100,
-            "slots": 120,
-            "world_size": 1,
-            "padding_share": 1 / 6,
-            "flops": {"total": 9000, "forward": 3000, "dgrad": 3000, "wgrad": 3000, "recompute": 0},
-            "flops_by_component": {"language.mlp": 6000, "language.attention": 3000},
-            "mfu": 9000 / wall_s / 1e5,
-            "tokens_per_s": 100 / wall_s,
-            "convention": "useful",
-            "peak_flops_per_s": 1e5,
-            "peak_dtype": "fp32",
-            "peak_source": "made up for a test",
-            "loss": 3.0 / step,
-            "sources": {source: {"loss": 3.0 / step, "tokens": 100}},
-            **more,
-        }
-        lines.append(json.dumps(record))
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    return folder
-
-
 def test_the_page_has_its_parts_and_asks_for_nothing(tmp_path):
     text = report_page(read_run(write_run(tmp_path / "run", 20)))
     page = Page(text)
@@ -88,9 +52,8 @@ def test_the_page_has_its_parts_and_asks_for_nothing(tmp_path):
     assert "@import" not in text
     assert {urlsplit(url).netloc for url in re.findall(r"https?://[^\s\"'<]+", text)} <= {"www.w3.org"}  # SVG's name
     assert page.scripts == SCRIPTS
-    assert page.tags.count("svg") == page.tags.count("figure") == page.tags.count("details") > 5
-    assert page.tags.count("desc") == page.tags.count("svg")
-    assert text.count("viewBox") == page.tags.count("svg")
+    assert text.count('<svg role="img"') == page.tags.count("figure") == page.tags.count("desc") > 5
+    assert page.tags.count("details") >= page.tags.count("figure")
 
 
 def test_the_same_run_gives_the_same_page(tmp_path):
@@ -116,7 +79,7 @@ def test_ten_thousand_steps_of_eight_sources_and_ranks_stay_small(tmp_path):
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     text = report_page(read_run(run))
     assert text.count("<figcaption>Loss of source") == 8
-    assert 200_000 < len(text.encode()) < 300_000
+    assert 300_000 < len(text.encode()) < 450_000
 
 
 def test_steps_that_took_long_are_named_with_what_their_records_say(tmp_path):
@@ -268,7 +231,9 @@ def test_the_command_writes_the_page(tmp_path, monkeypatch):
 def test_the_markdown_says_the_same_first(tmp_path):
     run = write_run(tmp_path / "run", 20)
     text = report_markdown(read_run(run))
-    assert text.startswith("**Steps reached MFU 17.8 % (median)")
+    assert text.startswith(
+        "**The loss went from 3 to 0.1539 in 20 steps and 12.08 s at MFU 17.8 % (median); first finding"
+    )
     assert "| convention | useful |" in text
     assert "| largest, step 7 | 2.50 s |" in text
     assert "| language.mlp | 120.0 kFLOP | 66.7 % |" in text
@@ -294,11 +259,6 @@ def test_other_conventions_stand_beside_the_one_that_was_used(tmp_path):
 def test_no_run_is_an_error_that_names_it(tmp_path):
     with pytest.raises(ConfigError, match="no-run"):
         read_run(tmp_path / "no-run")
-
-
-def test_the_verdict_says_what_only_a_profile_would_tell(tmp_path):
-    run = write_run(tmp_path / "run", 20)
-    assert "of the mean step are kernels and waiting that only a profile tells apart." in verdict(read_run(run))
 
 
 SECRETS = """
@@ -510,7 +470,9 @@ def test_what_a_run_folder_holds_beside_steps_is_shown(tmp_path):
         "50.0 %", "Memory of a device by part, predicted and measured", "3.0 GiB", "Answers after step 6", "a6",
     ):  # fmt: skip
         assert said in shown, said
-    assert "stroke-dasharray" in text  # the restart, on the charts over steps
+    assert '<line class="restart"' in text
+    assert '<line class="evaluation"' in text
+    assert "In the charts over steps a dashed line is a restart, a short line at the top is an evaluation." in shown
     assert "a3" not in shown
     assert "moments" not in shown
     assert HOSTILE not in text
@@ -525,7 +487,7 @@ def test_the_loss_of_held_out_samples_stands_in_the_chart_of_the_loss(tmp_path):
         ]
         (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         text = report_page(read_run(run))
-        assert f'data-name="held-out" data-of="step" data-unit="1" data-x="2 2 2" data-v="0.5|0.4|{losses[-1]}"' in text
+        assert f'data-name="held-out" data-unit="1" data-x="2 2 2" data-y="0.5 0.4 {losses[-1]}"' in text
         assert 'data-name="training"' in text
         assert ("least after step 4, 0.4000, and is 0.6000 after step 6" in text) == risen
         assert ("least after step 4" in report_markdown(read_run(run))) == risen
@@ -558,7 +520,7 @@ def test_what_a_model_drew_stands_above_who_read_it(tmp_path):
     assert 'alt="Drawn, a row for each of the table"' in text
     assert "| 7 | 4 | 3 |  |" in report_markdown(read_run(run))
     (run / "drawn.png").write_bytes(bytes(100_001))
-    assert "Drawn" not in report_page(read_run(run))
+    assert "Drawn, a row" not in report_page(read_run(run))
 
 
 def test_headings_keep_their_order_where_records_say_nothing_of_learning(tmp_path):
@@ -652,100 +614,3 @@ def test_odd_values_leave_sections_out(tmp_path, odd):
     for name in ("memory.json", "resumes.jsonl", "samples.jsonl"):
         (run / name).write_text('{"kind": "sample", "predicted": 3, "lost": 4}\n[1]\nnot json\n')
     assert "Work of each rank" not in report_page(read_run(run))
-
-
-SAID = "document.querySelectorAll('.said')[%d].textContent"
-PLACE = """(() => {
-  const svg = document.querySelectorAll("svg:has(g[data-v])")[%d];
-  svg.scrollIntoView();
-  const { from, to, left, right } = svg.querySelector("g[data-v]").dataset, box = svg.getBoundingClientRect();
-  const x = (Number(left) + (right - left) * (%d - from) / (to - from)) * box.width / 640;
-  return [box.left + x, box.top + 50];
-})()"""
-FOCUSED = """(() => {
-  const at = document.activeElement, caption = at.closest("figure")?.querySelector("figcaption").textContent;
-  return at === document.body ? null : [at.tagName.toLowerCase(), caption ?? ""];
-})()"""
-
-
-CUT = """[...document.querySelectorAll('svg')].flatMap(svg => {
-  const box = svg.viewBox.baseVal, cut = t => t.x < box.x - 1 || t.x + t.width > box.x + box.width + 1;
-  return [...svg.querySelectorAll('text')].filter(t => cut(t.getBBox())).map(t => t.textContent)})"""
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("steps", [20, 150, 1500])
-def test_no_text_of_a_chart_is_cut(tmp_path, steps):
-    text = report_page(read_run(write_run(tmp_path / "run", steps, away_s=0.1)))
-    assert ">logging, eval, checkpoint, compile</text>" in text  # the longest name of the waterfall
-    (tmp_path / "page.html").write_text(text)
-    with Browser(tmp_path / "profile") as browser:
-        browser.show((tmp_path / "page.html").as_uri())
-        assert browser.value("document.querySelectorAll('svg text').length") > 20
-        assert browser.value(CUT) == []
-
-
-def stops_before(browser, target):
-    """Press Tab until an element has the focus; list the stops before it, some of the browser's own choice."""
-    stops = []
-    for _ in range(browser.value("document.querySelectorAll('*').length")):
-        browser.press("Tab")
-        if (stop := browser.value(FOCUSED)) == target:
-            return stops
-        stops.append(stop)
-    raise AssertionError(f"Tab never reaches {target}, but {stops}")
-
-
-@pytest.mark.browser
-def test_the_value_of_a_step_is_shown_under_the_pointer_and_by_the_keyboard(tmp_path):
-    run, other = write_run(tmp_path / "run", 20), write_run(tmp_path / "other", 15)
-    (tmp_path / "one.html").write_text(report_page(read_run(run)))
-    (tmp_path / "two.html").write_text(compared_page(read_run(run), read_run(other)))
-    with Browser(tmp_path / "profile") as browser:
-        browser.show((tmp_path / "one.html").as_uri())
-        captions = browser.value(
-            "[...document.querySelectorAll('figure:has(.said) figcaption')].map(c => c.textContent)"
-        )
-        captions_of_all = browser.value("[...document.querySelectorAll('figcaption')].map(c => c.textContent)")
-        loss, time = captions.index("Loss"), captions.index("Time of a step")
-        assert browser.value(SAID % time) == ""
-        browser.point(*browser.value(PLACE % (time, 7)))
-        assert browser.value(SAID % time) == "step 7: 2.50 s"
-        browser.point(*browser.value(PLACE % (loss, 3)))
-        assert browser.value(SAID % loss) == "step 3: 1"
-        stops = stops_before(browser, ["svg", "Loss"])
-        assert ["summary", captions_of_all[0]] in stops  # of the waterfall's table
-        browser.press("ArrowRight")
-        assert browser.value(SAID % loss) == "step 4: 0.75"
-        for key, said in (("Home", "step 1: 3"), ("ArrowLeft", "step 1: 3"), ("End", "step 20: 0.15")):
-            browser.press(key)
-            assert browser.value(SAID % loss) == said
-        assert not [stop for stop in stops_before(browser, ["summary", "Loss"]) if stop and stop[1] != "Loss"]
-        browser.press("Enter")
-        assert browser.value("document.activeElement.parentNode.open")
-        assert browser.value("document.querySelectorAll('svg[tabindex=\"0\"]').length") == len(captions)
-        assert browser.value("document.querySelector('.said').getAttribute('aria-live')") == "polite"
-        browser.show((tmp_path / "two.html").as_uri())
-        captions = browser.value(
-            "[...document.querySelectorAll('figure:has(.said) figcaption')].map(c => c.textContent)"
-        )
-        time = captions.index("Time of a step")
-        browser.point(*browser.value(PLACE % (time, 7)))
-        assert browser.value(SAID % time) == "step 7: A 2.50 s, B 2.50 s"
-        browser.point(*browser.value(PLACE % (time, 18)))  # B has ended
-        assert browser.value(SAID % time) == "step 18: A 508 ms"
-        assert browser.errors == browser.requests == []
-
-
-@pytest.mark.browser
-def test_a_page_whose_script_is_refused_says_all_that_it_says(tmp_path):
-    text = report_page(read_run(write_run(tmp_path / "run", 20)))
-    words = {}
-    with Browser(tmp_path / "profile") as browser:
-        for name, page in (("with", text), ("without", text.replace("const charts", "const  charts"))):
-            (tmp_path / "page.html").write_text(page)
-            browser.show((tmp_path / "page.html").as_uri())
-            words[name] = browser.value("document.body.innerText.split(/\\s+/).join(' ')")
-            assert (browser.value("document.querySelector('.said')") is None) == (name == "without")
-        assert words["with"] == words["without"]
-        assert len(browser.errors) == 1  # another script than that whose hash the policy holds is refused

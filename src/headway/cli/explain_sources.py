@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from headway.errors import ConfigError, LogError, UsageError
 from headway.explain.events import Trace
-from headway.explain.explanation import JobExplanation
+from headway.explain.explanation import PER_SECOND_NOTE, JobExplanation
 from headway.explain.logs import LoggedStep, explain_log
+from headway.explain.profiles import TRACES, newest_window
 from headway.explain.records import explain_records
 from headway.explain.stated_work import StatedWork
 from headway.explain.trace import read_traces
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from headway.audit.rows import Reading
 
 Pair = tuple[tuple[str, JobExplanation], tuple[str, JobExplanation]]
-_TRACES = "steps-*-rank-*.json.gz"  # as `headway.profile` names them
-_TRACE = re.compile(r"steps-(\d+)-(\d+)-rank-\d+\.json\.gz")
 _BEGINNING = 1 << 16  # bytes of a file by which its format is recognised
 _JSON = re.compile(rb"(?:\xef\xbb\xbf)?\s*(\{\s*[\"}]|\[\s*[{\]])")
 
@@ -75,8 +74,10 @@ def explained(paths: Sequence[Path], chosen: SourceOptions, *, compares: bool) -
 
 def _explained(path: Path, chosen: SourceOptions) -> JobExplanation:
     if path.is_dir():
-        traces, about = _newest_window(path)
+        traces, about = newest_window(path)
         if traces:
+            if (path / METRICS).is_file():
+                about += f" All other steps, without a profile: headway explain {path / METRICS}"
             explanation = _of_traces([trace for file in traces for trace in read_traces(file)], chosen)
             return replace(explanation, notes=(about, *explanation.notes))
     source = _source_of(path)
@@ -103,29 +104,6 @@ def _of_traces(traces: Sequence[Trace], chosen: SourceOptions) -> JobExplanation
     )
 
 
-def _newest_window(folder: Path) -> tuple[list[Path], str]:
-    """Traces of the steps that were profiled last, of all ranks, and a sentence about them."""
-    windows: dict[tuple[int, int], list[Path]] = {}
-    for where in (folder / "profile", folder):
-        for path in where.glob(_TRACES):
-            if match := _TRACE.fullmatch(path.name):
-                windows.setdefault((int(match[1]), int(match[2])), []).append(path)
-        if windows:
-            break
-    if not windows:
-        return [], ""
-    newest = max(windows)
-    traces = sorted(windows[newest], key=lambda path: int(path.name.split("-rank-")[1].partition(".")[0]))
-    others = (
-        "" if len(windows) == 1 else f", the last of {len(windows)} windows there; name a file of another to see it"
-    )
-    ranks = "1 rank" if len(traces) == 1 else f"{len(traces)} ranks"
-    sentence = f"of the profile of steps {newest[0]} to {newest[1]}, {ranks}, in {traces[0].parent}{others}."
-    if (folder / METRICS).is_file():
-        sentence += f" All other steps, without a profile: headway explain {folder / METRICS}"
-    return traces, sentence
-
-
 def _source_of(path: Path) -> Path:
     """The file that stands for an argument: of a folder without a trace, its records.
 
@@ -136,14 +114,14 @@ def _source_of(path: Path) -> Path:
         if not path.exists():
             raise ConfigError(f"{path} is not there. Give a trace, a run folder, its {METRICS}, or a training log.")
         return path
-    traces, _ = _newest_window(path)
+    traces, _ = newest_window(path)
     if traces:
         return traces[0]
     if not (path / METRICS).is_file():
         runs = sorted(file.parent.name for file in path.glob(f"*/{METRICS}"))
         within = f" Runs within it: {', '.join(runs[:5])}; name one of them." if runs else ""
         raise ConfigError(
-            f"{path} holds neither records ({METRICS}) nor a profile (profile/{_TRACES}).{within} A run folder of "
+            f"{path} holds neither records ({METRICS}) nor a profile (profile/{TRACES}).{within} A run folder of "
             "`headway train` has records once it has taken a step; `Meter(log_to=[...])` writes them in any loop."
         )
     return path / METRICS
@@ -186,7 +164,38 @@ def _beginning(path: Path) -> bytes:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}. Name a trace, a run or a log.") from error
 
 
+def records_of_log(path: Path) -> tuple[JobExplanation, list[dict[str, float]]] | None:
+    """Read another tool's log as records of its steps, and explain them; None of a file that is none.
+
+    Args:
+        path: a file.
+
+    Raises:
+        ConfigError: it is neither a log that is known, nor records.
+    """
+    if path.is_dir() or not path.exists() or _is_records(path) or _is_trace(path):
+        return None
+    explanation, lines = _explained_log(path, SourceOptions(None, None, as_one_step=False, work=None, device=None))
+    by_step = {line.step: line for line in lines}
+    records, before = [], None
+    # A line stands for the steps since the one before it.
+    for waterfall in explanation.steps:
+        line, step = by_step[waterfall.step], waterfall.step
+        facts = {"mfu": line.mfu, "tokens_per_s": line.tokens_per_s, "step_s": waterfall.duration_ns / 1e9}
+        if PER_SECOND_NOTE in explanation.notes:
+            del facts["step_s"]
+        num_steps = 1 if before is None else max(1, step - before)
+        records.append({"step": step, "num_steps": num_steps} | {k: v for k, v in facts.items() if v is not None})
+        before = step
+    return explanation, records
+
+
 def _of_log(path: Path, chosen: SourceOptions) -> JobExplanation:
+    return _explained_log(path, chosen)[0]
+
+
+def _explained_log(path: Path, chosen: SourceOptions) -> tuple[JobExplanation, list[LoggedStep]]:
+    """Explain the lines of a log, and give them."""
     from headway.audit import read_log
 
     try:
@@ -210,7 +219,8 @@ def _of_log(path: Path, chosen: SourceOptions) -> JobExplanation:
     explanation = explain_log(lines, log.tool, str(path), step=chosen.step, rank=chosen.rank)
     skipped = tuple(f"{count:,} lines are left out: {why}." for why, count in log.skipped.items())
     smoothed = (f"the MFU of {log.tool} is a running mean, not that of its step.",) if log.smoothed else ()
-    return JobExplanation(explanation.steps, (*explanation.notes, *smoothed, *skipped), explanation.findings)
+    notes = (*explanation.notes, *smoothed, *skipped)
+    return JobExplanation(explanation.steps, notes, explanation.findings), lines
 
 
 def _known(printed: "Reading | None") -> float | None:

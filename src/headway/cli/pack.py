@@ -285,7 +285,8 @@ def _draw(path: Path, tokens: Any, fills: "Mapping[str, Any]", budget: "Budget")
     """
     import numpy as np
 
-    from headway.report.charts import DrawnLine, histogram, lines_chart
+    from headway.report.bars import histogram
+    from headway.report.charts import DrawnLine, lines_chart
     from headway.report.page import svg_file
 
     of_tokens = f"Share of all tokens by length of their sample [tokens], {len(tokens):,} samples"
@@ -302,5 +303,5 @@ def _draw(path: Path, tokens: Any, fills: "Mapping[str, Any]", budget: "Budget")
         DrawnLine(name, 100 * filled, np.searchsorted(np.sort(fill), filled + 1e-9, side="right") / len(fill))
         for name, fill in fills.items()
     ]
-    charts = {of_tokens: lengths, of_packs: lines_chart(of_packs, lines, form=format_share, x_name="fill [%]")}
+    charts = {of_tokens: lengths, of_packs: lines_chart(of_packs, lines, form="share", x_name="fill [%]")}
     write_output(path, svg_file(charts), option="--plot")

@@ -2,14 +2,17 @@
 
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headway.cli.output import say
-from headway.errors import UsageError
+from headway.errors import ConfigError, UsageError
 from headway.files import write_output
 from headway.log.working import working
+
+if TYPE_CHECKING:
+    from headway.pages.run import ReportedRun
 
 MOST = 2
 
@@ -18,7 +21,8 @@ def report(
     runs: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN [RUN2]", help="Run folder that holds metrics.jsonl, or a file of a meter's records; or two."
+            metavar="RUN [RUN2]",
+            help="Run folder that holds metrics.jsonl, a file of a meter's records, or another tool's log; or two.",
         ),
     ],
     output: Annotated[
@@ -43,7 +47,9 @@ def report(
     """
     from headway.cli.report_serve import serve
     from headway.pages.comparison import compared_markdown, compared_page
-    from headway.pages.run import read_run, report_markdown, report_page
+    from headway.pages.judged import judged_alone, judged_markdown, judged_page
+    from headway.pages.names import names_of_runs
+    from headway.pages.run import report_markdown, report_page
 
     if live:
         serve(runs, port, output=output, markdown=markdown, open_it=open_it)
@@ -56,15 +62,40 @@ def report(
     if len(runs) > MOST:
         raise UsageError(f"{len(runs)} runs are given; a page is of one run or of two.")
     # One run is reported, two are compared.
-    with working("reading records"):
-        read_runs = [read_run(run) for run in runs]
+    try:
+        with working("reading records"):
+            read_runs = [_read(run) for run in runs]
+    except ConfigError:
+        if len(runs) > 1 or not (evaluations := judged_alone(runs[0])):
+            raise
+        if markdown:
+            print(judged_markdown(runs[0], evaluations))
+        else:
+            page = judged_page(runs[0], evaluations)
+            _write(output, page, f"{len(evaluations)} evaluations", open_it=open_it)
+        return
     if markdown:
         print(compared_markdown(*read_runs) if len(read_runs) > 1 else report_markdown(*read_runs))
         return
-    path = output or Path("report.html")
-    written = (compared_page(*read_runs) if len(read_runs) > 1 else report_page(*read_runs)).encode()
+    page = compared_page(*read_runs) if len(read_runs) > 1 else report_page(*read_runs)
+    names = zip(read_runs, names_of_runs(runs), strict=True)
+    contents = " and ".join(f"{len(part.records)} records of {name}" for part, name in names)
+    _write(output, page, contents, open_it=open_it)
+
+
+def _write(output: Path | None, page: str, contents: str, *, open_it: bool) -> None:
+    """Write the page, and show it if asked to."""
+    path, written = output or Path("report.html"), page.encode()
     write_output(path, written, option="-o")
-    contents = " and ".join(f"{len(part.records)} records of {part.name}" for part in read_runs)
     say(f"{path}: {contents}, {len(written):,} bytes")
     if open_it:
         webbrowser.open(path.resolve().as_uri())
+
+
+def _read(path: Path) -> "ReportedRun":
+    """Read a run's records, or another tool's log of one."""
+    from headway.cli.explain_sources import records_of_log
+    from headway.pages.run import assembled, read_run
+
+    log = records_of_log(path)
+    return read_run(path) if log is None else assembled(path, *log)

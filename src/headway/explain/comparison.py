@@ -176,7 +176,7 @@ def _name(key: str, means: Sequence[MeanStep]) -> str:
 
 
 def comparison_text(compared: Comparison, *, markdown: bool = False) -> str:
-    """Render a comparison.
+    """Render a comparison: what differs first, then the table.
 
     Args:
         compared: two jobs.
@@ -186,9 +186,10 @@ def comparison_text(compared: Comparison, *, markdown: bool = False) -> str:
     columns = [Column("per step", "left"), Column("A ms"), Column("B ms"), Column("B - A ms"), Column("of A's step")]
     rows, footer = table_of(compared)
     heads = [f"{letter}: {job.name}, mean of {_steps(job.num_steps)}" for letter, job in (("A", a), ("B", b))]
-    notes = [*differences(compared), *(f"Note: {note}" for note in compared.notes)]
+    first = sentences([*heads, *differences(compared)], markdown=markdown)
+    notes = [f"Note: {note}" for note in compared.notes]
     table = (markdown_table if markdown else plain_table)(columns, rows, footer)
-    return "\n\n".join([sentences(heads, markdown=markdown), table, sentences(notes, markdown=markdown)])
+    return "\n\n".join([first, table, *([sentences(notes, markdown=markdown)] if notes else [])])
 
 
 def table_of(compared: Comparison) -> tuple[list[list[str]], list[str]]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -11,9 +12,10 @@ import yaml
 from headway.explain.comparison import Comparison, compare, differences, table_of
 from headway.explain.text import sentences
 from headway.log.run_files import CONFIG
-from headway.pages.run import SCHEMA_VERSION, SERIES, ReportedRun, facts, machine
+from headway.pages.names import names_of_runs
+from headway.pages.run import DETAIL, SCHEMA_VERSION, SERIES, ReportedRun, facts, machine, verdict
 from headway.report import format_flops, format_rate
-from headway.report.charts import DrawnLine, lines_chart
+from headway.report.charts import FORMS, DrawnLine, lines_chart
 from headway.report.markdown import markdown_text
 from headway.report.numbers import number
 from headway.report.page import render
@@ -24,6 +26,7 @@ _QUANTILES = (5, 50, 95)
 _SAME_PEAK = 0.005  # a measured one is never twice the same
 _SAME_WORK = 0.005  # smaller differences are not named
 _FEW = 5  # steps
+_MOST_NAMED = 3  # settings that differ, in a sentence
 _BLOCK, _RESAMPLES = 10, 2000  # steps that follow each other are alike, so ten of them are drawn together
 _OF_INTERVAL = (
     "the interval knows how steps vary within each run; of what changed between the two, such as other work on the "
@@ -36,6 +39,7 @@ _SMOOTHED = 50  # a loss is the mean of so manieth part of the run before it
 
 def compared_page(a: ReportedRun, b: ReportedRun) -> str:
     """Render two runs as one HTML page."""
+    a, b = _named_apart(a, b)
     compared = compare((a.name, a.explanation), (b.name, b.explanation))
     return render(
         "comparison.html.jinja",
@@ -50,6 +54,7 @@ def compared_page(a: ReportedRun, b: ReportedRun) -> str:
 
 def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
     """Render two runs as Markdown."""
+    a, b = _named_apart(a, b)
     compared = compare((a.name, a.explanation), (b.name, b.explanation))
     parts = [
         f"# {markdown_text(a.name)} (A) and {markdown_text(b.name)} (B)",
@@ -61,18 +66,36 @@ def compared_markdown(a: ReportedRun, b: ReportedRun) -> str:
     )
 
 
+def _named_apart(a: ReportedRun, b: ReportedRun) -> tuple[ReportedRun, ReportedRun]:
+    """Two runs under names that tell them apart."""
+    names = names_of_runs([a.path, b.path])
+    return replace(a, name=names[0]), replace(b, name=names[1])
+
+
 def _verdict(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
-    """What `headway explain` says of the two, with how sure the difference of the steps is."""
+    """How the steps differ and how surely, then what each run reached, and by which settings they differ."""
     first, *others = differences(compared)
     exact = [*_waste_differs(a, b), *_peaks_differ(a, b)]  # which no scatter of times can change
+    reached = [f"{letter}, {run.name}: {verdict(run)}" for letter, run in (("A", a), ("B", b))]
+    reached += _settings_in_words(a, b)
     a_s, b_s = _steps_s(a), _steps_s(b)
     if min(len(a_s), len(b_s)) < _FEW:
-        return [f"{first} (How sure that is cannot be told of fewer than {_FEW} steps.)", *others, *exact]
+        return [f"{first} (How sure that is cannot be told of fewer than {_FEW} steps.)", *others, *exact, *reached]
     low, high = _interval(a_s, b_s)
     sure = f"95 % interval {100 * low:+.1f} to {100 * high:+.1f} % of A's step, from how the steps of each run vary"
     if low <= 0 <= high:
-        return [f"{first} ({sure}: no difference is shown.)", *_beyond_scatter(a, b, compared), *exact]
-    return [f"{first} ({sure}.)", *others, *exact]
+        return [f"{first} ({sure}: no difference is shown.)", *_beyond_scatter(a, b, compared), *exact, *reached]
+    return [f"{first} ({sure}.)", *others, *exact, *reached]
+
+
+def _settings_in_words(a: ReportedRun, b: ReportedRun) -> list[str]:
+    """The first settings that differ, without the folder, which always does."""
+    changed = [row for row in _settings(a, b).rows if row[0] != "run.folder"]
+    if not changed:
+        return []
+    shown = ", ".join(f"{name} ({of_a} in A, {of_b} in B)" for name, of_a, of_b in changed[:_MOST_NAMED])
+    more = f" and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
+    return [f"Settings that differ: {shown}{more}."]
 
 
 def _waste_differs(a: ReportedRun, b: ReportedRun) -> list[str]:
@@ -258,7 +281,7 @@ def _losses(by: str, a: ReportedRun, b: ReportedRun) -> ReportSection:
         scale = 1000.0 ** (math.floor(math.log10(max(float(cost[-1]) for cost, _ in curves) or 1.0)) // 3)
         unit = format_flops(scale).split()[1]
     lines = [DrawnLine(name, cost / scale, losses) for name, (cost, losses) in zip("AB", curves, strict=True)]
-    chart = lines_chart(title, lines, form=lambda loss: f"{loss:.4g}", x_name=unit)
+    chart = lines_chart(title, lines, form="plain", x_name=unit)
     return ReportSection(title, [by, "A", "B", "B - A"], rows, says, chart)
 
 
@@ -271,9 +294,10 @@ def _series(a: ReportedRun, b: ReportedRun) -> list[ReportSection]:
         if key not in _COMPARED or not all(finite):
             continue
         steps = [[float(record["step"]) for record in run.records] for run in (a, b)]
-        chart = lines_chart(title, [DrawnLine(*line) for line in zip("AB", steps, both, strict=True)], form=form)
+        lines, write = [DrawnLine(*line) for line in zip("AB", steps, both, strict=True)], FORMS[form]
+        chart = lines_chart(title, lines, form=form, detail=DETAIL)
         shown = [np.percentile(values, _QUANTILES) for values in finite]
-        rows = [[f"{q} %", form(float(x)), form(float(y))] for q, x, y in zip(_QUANTILES, *shown, strict=True)]
+        rows = [[f"{q} %", write(float(x)), write(float(y))] for q, x, y in zip(_QUANTILES, *shown, strict=True)]
         sections.append(ReportSection(title, ["percentile of the records", "A", "B"], rows, chart=chart))
     return sections
 

@@ -16,7 +16,8 @@ from headway.files import open_plain
 from headway.log.jsonl import as_object
 from headway.log.run_files import METRICS
 from headway.report import format_bytes, format_flops, format_rate, format_share
-from headway.report.charts import DrawnLine, bar_chart, heat_strip, line_chart
+from headway.report.bars import bar_chart, heat_strip
+from headway.report.charts import ChartMark, DrawnLine, line_chart
 from headway.report.numbers import number, numbers
 from headway.report.secrets import HIDDEN
 from headway.report.section import ReportSection
@@ -36,14 +37,17 @@ _MOST_ANSWERS, _LONGEST_ANSWER = 12, 400  # of the last evaluation [characters]
 _NOTHING = ReportSection("", (), ())
 
 
-def folder_sections(folder: Path | None, records: Sequence[Mapping[str, Any]]) -> dict[str, list[ReportSection]]:
+def folder_sections(
+    folder: Path | None, records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMark] = ()
+) -> dict[str, list[ReportSection]]:
     """Sections that a run tells beside its mean step, by heading; what it does not hold is a section without rows.
 
     Args:
         folder: of the run; None for a file of records, which has its own alone.
         records: of steps.
+        marks: what happened in the run, for charts over its steps.
     """
-    ranks, sources = _ranks(records), _source_losses(records)
+    ranks, sources = _ranks(records), _source_losses(records, marks)
     if folder is None:
         return {"Speed and memory": ranks, "Data": sources}
     return {
@@ -56,12 +60,12 @@ def folder_sections(folder: Path | None, records: Sequence[Mapping[str, Any]]) -
 
 def held_out_loss(folder: Path) -> DrawnLine | None:
     """Loss of held-out samples over the steps; None where nothing was judged."""
-    pairs = [(number(record.get("step")), number(record.get("loss"))) for record in _held_out(folder)]
+    pairs = [(number(record.get("step")), number(record.get("loss"))) for record in held_out(folder)]
     points = sorted((step, loss) for step, loss in pairs if step is not None and loss is not None)
     return DrawnLine("held-out", *zip(*points, strict=True)) if points else None
 
 
-def _source_losses(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
+def _source_losses(records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMark]) -> list[ReportSection]:
     """The loss of each source over the steps, where there are several."""
     names = dict.fromkeys(name for record in records for name in _mapping(record.get("sources")))
     shown = [*names][:_MOST_SOURCES] if len(names) > 1 else []
@@ -71,7 +75,8 @@ def _source_losses(records: Sequence[Mapping[str, Any]]) -> list[ReportSection]:
         points = [(record["step"], value) for record, value in zip(records, values, strict=True) if value is not None]
         if points:
             title = f"Loss of source {name}"
-            chart = line_chart(title, [float(record["step"]) for record in records], values, form=lambda v: f"{v:.4g}")
+            steps = [float(record["step"]) for record in records]
+            chart = line_chart(title, steps, values, form="plain", marks=marks)
             ends = (("first", points[0]), ("last", points[-1]))
             rows = [[f"{which}, step {step}", f"{loss:.4g}"] for which, (step, loss) in ends]
             parts.append(ReportSection(title, ["of the records", "loss"], rows, chart=chart))
@@ -210,8 +215,7 @@ def _resumes(folder: Path) -> list[dict[str, Any]]:
 def _restarts(folder: Path) -> ReportSection:
     lost = [(record, value if isinstance(value := record.get("lost"), list) else []) for record in _resumes(folder)]
     rows = [[str(record.get("step")), str(len(steps))] for record, steps in lost]
-    says = "A dashed line across the charts over steps is a restart."
-    return ReportSection("Restarts", ["went on after step", "steps that were taken again"], rows, says)
+    return ReportSection("Restarts", ["went on after step", "steps that were taken again"], rows)
 
 
 def _memory(folder: Path) -> ReportSection:
@@ -236,13 +240,13 @@ def _bars_of_two(title: str, bars: Sequence[tuple[str, float, int]], form: Calla
     return bar_chart(title, [(name, value) for name, value, _ in bars], form=form, kinds=kinds) if bars else ""
 
 
-def _held_out(folder: Path) -> list[Mapping[str, Any]]:
+def held_out(folder: Path) -> list[Mapping[str, Any]]:
     """Records of evaluations, in the order of their steps."""
     return [record for record in _lines(folder / METRICS, b'"evaluation"') if record.get("kind") == "evaluation"]
 
 
 def _evaluations(folder: Path) -> ReportSection:
-    evaluations = _held_out(folder)
+    evaluations = held_out(folder)
     rows = [
         [str(record.get("step")), f"{loss:.4f}" if (loss := number(record.get("loss"))) is not None else "",
          format_share(exact) if (exact := number(record.get("exact_match"))) is not None else ""]

@@ -1,9 +1,9 @@
 """A run's records read, and reported as one HTML page or as Markdown."""
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,13 +13,17 @@ import numpy as np
 
 from headway.errors import LogError
 from headway.explain.comparison import MeanStep, mean_step
-from headway.explain.explanation import UNSEPARATED, JobExplanation
+from headway.explain.explanation import PER_SECOND_NOTE, Finding, JobExplanation
 from headway.explain.records import UNFINISHED_NOTE, explain_with_records
 from headway.explain.text import as_text
 from headway.log.jsonl import as_object
-from headway.log.run_files import CONFIG, METRICS, RUN
+from headway.log.run_files import CONFIG, METRICS, RUN, SUMMARY
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
-from headway.pages.folder import changed_settings, folder_sections, held_out_loss, provenance, restarts
+from headway.pages.folder import changed_settings, folder_sections, held_out, held_out_loss, provenance
+from headway.pages.marks import legend, marks_of, stages
+from headway.pages.names import names_of_runs
+from headway.pages.profiled import StepProfile, in_order, read_profile
+from headway.pages.verdict import first_sentence
 from headway.report import (
     Column,
     format_bytes,
@@ -30,7 +34,8 @@ from headway.report import (
     format_rate,
     format_share,
 )
-from headway.report.charts import DrawnLine, bar_chart, histogram, lines_chart
+from headway.report.bars import bar_chart, histogram
+from headway.report.charts import FORMS, ChartMark, DrawnLine, Form, lines_chart
 from headway.report.markdown import markdown_table, markdown_text
 from headway.report.numbers import number
 from headway.report.page import render
@@ -42,31 +47,28 @@ _LONGEST_FILE = 20_000  # of config.yaml and run.json on the page [characters]
 _FEW = 2  # steps; fewer have no percentiles
 _SLOW, _MOST_SLOW = 1.5, 10  # a step that is told by its number took so many times the median
 _TOLD = 0.1  # share of a step, or of its tokens, that may explain it
-_Format = Callable[[float], str]
+_MOST_KNOTS = 1000  # steps of which the page holds tokens and time; between them these are on a straight line
+DETAIL = 400  # buckets of a long run that the page holds for zooming
 
-
-def _plain(value: float) -> str:
-    return f"{value:.4g}"
-
-
+_plain = FORMS["plain"]
 _BY_RATIO = ("loss", "flow_loss", "grad_norm")  # numbers whose falls to a hundredth are seen on an axis of ratios
-_Series = tuple[tuple[str, str, _Format], ...]  # key of a record, title, and how a value reads
+_Series = tuple[tuple[str, str, Form], ...]  # key of a record, title, and how a value reads
 _LEARNING: _Series = (
-    ("loss", "Loss", _plain),
-    ("flow_loss", "Loss of drawn images", _plain),
-    ("lr", "Learning rate", _plain),
-    ("grad_norm", "Gradient norm", _plain),
+    ("loss", "Loss", "plain"),
+    ("flow_loss", "Loss of drawn images", "plain"),
+    ("lr", "Learning rate", "plain"),
+    ("grad_norm", "Gradient norm", "plain"),
 )
 _SPEED: _Series = (
-    ("mfu", "MFU", format_share),
-    ("tokens_per_s", "Tokens per second", lambda value: f"{value:,.0f}"),
-    ("step_s", "Time of a step", format_duration),
+    ("mfu", "MFU", "share"),
+    ("tokens_per_s", "Tokens per second", "count"),
+    ("step_s", "Time of a step", "duration"),
 )
 _DATA: _Series = (
-    ("data_wait_share", "Waiting for data, share of a step", format_share),
-    ("padding_share", "Padding, share of slots", format_share),
-    ("fill", "Fill, tokens over the room of the packs", format_share),
-    ("balance", "Balance, mean over most FLOPs of the ranks", format_share),
+    ("data_wait_share", "Waiting for data, share of a step", "share"),
+    ("padding_share", "Padding, share of slots", "share"),
+    ("fill", "Fill, tokens over the room of the packs", "share"),
+    ("balance", "Balance, mean over most FLOPs of the ranks", "share"),
 )
 SERIES = (*_LEARNING, *_SPEED, *_DATA)
 
@@ -77,25 +79,31 @@ class ReportedRun:
 
     Attributes:
         name: of the run folder or file.
+        path: of it.
         folder: of the run; None for a file of a meter's records.
         records: of steps, each step once.
         explanation: what `headway explain` says of them.
         mean: its mean step.
+        profile: of its newest profiled steps; None where there is none.
+        findings: what to mend, by the profile and the records.
         goodput: of the whole run; None where there is no ledger that can be read.
         notes: what a reader must know.
         files: text of config.yaml and run.json, where they are.
-        restarts: steps after which it went on.
+        marks: restarts, stages and evaluations.
     """
 
     name: str
+    path: Path
     folder: Path | None
     records: Sequence[Mapping[str, Any]]
     explanation: JobExplanation
     mean: MeanStep
+    profile: StepProfile | None
+    findings: tuple[Finding, ...]
     goodput: GoodputReport | None
     notes: tuple[str, ...]
     files: Mapping[str, str]
-    restarts: Sequence[float]
+    marks: Sequence[ChartMark]
 
 
 def read_run(path: Path) -> ReportedRun:
@@ -107,6 +115,18 @@ def read_run(path: Path) -> ReportedRun:
     file = path / METRICS if path.is_dir() else path
     with _without_search_for_cycles():
         explanation, records = explain_with_records(file)
+    return assembled(path, explanation, records)
+
+
+def assembled(path: Path, explanation: JobExplanation, records: Sequence[Mapping[str, Any]]) -> ReportedRun:
+    """Add what stands beside the records of a run.
+
+    Args:
+        path: run folder, file of a meter's records, or another tool's log.
+        explanation: of its steps.
+        records: of as many steps, each once, with its number as "step".
+    """
+    file = path / METRICS if path.is_dir() else path
     # Of a run folder, what stands beside the records.
     folder = file.parent
     notes, goodput = list(explanation.notes), None
@@ -116,23 +136,32 @@ def read_run(path: Path) -> ReportedRun:
             notes += goodput.warnings
         except LogError as error:
             notes.append(f"goodput is not known: {error}")
-    texts = {
-        name: without_secrets((folder / name).read_text(encoding="utf-8", errors="replace"), longest=_LONGEST_FILE)
-        for name in (CONFIG, RUN)
-        if file.name == METRICS and (folder / name).is_file()
-    }
-    name = path.resolve().name
+    profile, about_profile = read_profile(folder) if file.name == METRICS else (None, ())
+    (name,) = names_of_runs([path])
     return ReportedRun(
         name=name,
+        path=path,
         folder=folder if file.name == METRICS else None,
         records=records,
         explanation=explanation,
         mean=mean_step(name, explanation),
+        profile=profile,
+        findings=in_order(None if profile is None else profile.findings, explanation.findings),
         goodput=goodput,
-        notes=tuple(notes),
-        files=texts,
-        restarts=restarts(folder) if file.name == METRICS else (),
+        notes=(*notes, *about_profile),
+        files=texts_of(path),
+        marks=marks_of(folder if file.name == METRICS else None, records),
     )
+
+
+def texts_of(path: Path) -> dict[str, str]:
+    """Texts of config.yaml and run.json of a run folder, where they are, without secrets."""
+    folder = path if path.is_dir() else path.parent
+    return {
+        name: without_secrets((folder / name).read_text(encoding="utf-8", errors="replace"), longest=_LONGEST_FILE)
+        for name in (CONFIG, RUN)
+        if (path.is_dir() or path.name == METRICS) and (folder / name).is_file()
+    }
 
 
 @contextmanager
@@ -155,8 +184,9 @@ def report_page(run: ReportedRun) -> str:
         verdict=verdict(run),
         facts=facts(run),
         has_goodput=run.goodput is not None,
-        first=[_waterfall(run), *_goodput(run)],
-        findings=run.explanation.findings,
+        first=[*_waterfalls(run), *_goodput(run)],
+        legend=legend(run.marks),
+        findings=run.findings,
         by_heading=_over_the_run(run),
         notes=run.notes,
         files=run.files,
@@ -167,8 +197,9 @@ def report_page(run: ReportedRun) -> str:
 def report_markdown(run: ReportedRun) -> str:
     """Render a run as Markdown: verdict, facts, what `headway explain` says, and the tables below the page's charts."""
     table = markdown_table([Column("what", "left"), Column("value", "left")], facts(run), None)
-    sections = [*_goodput(run), *chain.from_iterable(_over_the_run(run).values())]
-    explained = as_text(run.explanation, markdown=True)
+    profiled = [] if run.profile is None else [_waterfall(run.profile.mean, run.profile.about)]
+    sections = [*profiled, *_goodput(run), *chain.from_iterable(_over_the_run(run).values())]
+    explained = as_text(replace(run.explanation, findings=run.findings), markdown=True)
     return "\n\n".join(
         [f"**{markdown_text(verdict(run))}**", table, explained, *(section.as_markdown() for section in sections)]
     )
@@ -182,10 +213,10 @@ def _over_the_run(run: ReportedRun) -> dict[str, list[ReportSection]]:
     of_records = {
         "Learning": of(_LEARNING),
         "Speed and memory": [*of(_SPEED), *_times(run), *_components(run)],
-        "Data": [*of(_DATA), *_sources(run)],
+        "Data": [*of(_DATA), *_sources(run), stages(run.marks, run.records)],
         "The run": [],
     }
-    of_folder = folder_sections(run.folder, run.records)
+    of_folder = folder_sections(run.folder, run.records, run.marks)
     of_files = {"The run": [changed_settings(config, facts_of_run), provenance(facts_of_run)]}
     by_heading = {}
     for heading in of_records:
@@ -195,20 +226,26 @@ def _over_the_run(run: ReportedRun) -> dict[str, list[ReportSection]]:
 
 
 def verdict(run: ReportedRun) -> str:
-    """One sentence: MFU, and what costs most of the time."""
-    is_unfinished = any(note.startswith(UNFINISHED_NOTE) for note in run.notes)
-    mfu = _known(run, "mfu")
-    first = f"steps reached MFU {format_share(float(np.median(mfu)))} (median)" if mfu else "MFU is not known"
-    text = f"Unfinished run: {first}" if is_unfinished else first[0].upper() + first[1:]
-    lost = [(ns, key, name) for key, (name, ns) in run.mean.lines.items() if key != "useful" and ns > 0]
-    if lost and "useful" in run.mean.lines:
-        ns, key, name = max(lost)
-        share = format_share(ns / run.mean.duration_ns)
-        if key == UNSEPARATED:
-            text += f"; {share} of the mean step are kernels and waiting that only a profile tells apart"
-        else:
-            text += f"; the largest loss of the mean step is {share}: {name}"
-    return f"{text}."
+    """What the run reached, in which time, and the first thing to mend, in a sentence."""
+    judged = held_out(run.folder) if run.folder is not None else []
+    summary = run.folder / SUMMARY if run.folder is not None else None
+    ended = as_object(summary.read_bytes()) if summary is not None and summary.is_file() else None
+    seconds = None if PER_SECOND_NOTE in run.explanation.notes else float(_seconds(run)[-1])
+    return first_sentence(
+        run.records,
+        run.mean,
+        run.findings,
+        summary=ended or {},
+        judged=judged[-1] if judged else {},
+        wall_s=run.goodput.wall_s if run.goodput is not None and run.goodput.wall_s else seconds,
+        is_unfinished=any(note.startswith(UNFINISHED_NOTE) for note in run.notes),
+    )
+
+
+def _seconds(run: ReportedRun) -> "np.ndarray":
+    """Time from the first step's begin to the end of each record, without pauses between processes [s]."""
+    counts = [number(record.get("num_steps", 1)) or 1.0 for record in run.records]
+    return np.cumsum([step.duration_ns / 1e9 * n for step, n in zip(run.explanation.steps, counts, strict=True)])
 
 
 def facts(run: ReportedRun) -> list[tuple[str, str]]:
@@ -248,14 +285,20 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
     return rows
 
 
-def _waterfall(run: ReportedRun) -> ReportSection:
-    mean = run.mean
+def _waterfalls(run: ReportedRun) -> list[ReportSection]:
+    """The mean step of the newest profile, which tells all apart, and that of all records."""
+    says = "Each bar begins where the one before ends; together they are the step."
+    sections = [] if run.profile is None else [_waterfall(run.profile.mean, run.profile.about)]
+    return [*sections, _waterfall(run.mean, says if not sections else "Of all steps, of which records tell less.")]
+
+
+def _waterfall(mean: MeanStep, says: str) -> ReportSection:
     bars = [(name, ns / 1e9) for name, ns in mean.lines.values() if ns > 0]
     rows = [[name, format_ms(ns), format_share(ns / mean.duration_ns)] for name, ns in mean.lines.values()]
     rows.append(["step", format_ms(mean.duration_ns), format_share(1.0)])
-    title = f"Where the time of a step went (mean of {mean.num_steps} records)"
+    what = "profiled steps" if mean.name == "profile" else "records"
+    title = f"Where the time of a step went (mean of {mean.num_steps} {what})"
     chart = bar_chart(title, bars, form=format_duration, stacked=True)
-    says = "Each bar begins where the one before ends; together they are the step."
     return ReportSection(title, ["part", "time [ms]", "share"], rows, says, chart)
 
 
@@ -280,19 +323,20 @@ def _series(run: ReportedRun, series: _Series, companions: Mapping[str, DrawnLin
     steps = [float(record["step"]) for record in run.records]
     sections, constant = [], []
     for key, title, form in series:
+        write = FORMS[form]
         values = [number(record.get(key)) for record in run.records]
         if all(value is None for value in values):
             continue
         summary = _summary(run.records, values)
         if summary["smallest"] == summary["largest"] and len(values) > 1:
-            constant.append([title, form(summary["smallest"])])
+            constant.append([title, write(summary["smallest"])])
             continue
         other = companions.get(key)
         lines = [DrawnLine("training" if other else "", steps, values), *([other] if other else [])]
-        chart = lines_chart(title, lines, form=form, marks=run.restarts, by_ratio=key in _BY_RATIO)
-        rows = [[name, form(summary[name])] for name in ("5 %", "50 %", "95 %")]
-        rows.insert(0, [f"smallest, step {summary['step of smallest']:.0f}", form(summary["smallest"])])
-        rows.append([f"largest, step {summary['step of largest']:.0f}", form(summary["largest"])])
+        chart = lines_chart(title, lines, form=form, marks=run.marks, by_ratio=key in _BY_RATIO, detail=DETAIL)
+        rows = [[name, write(summary[name])] for name in ("5 %", "50 %", "95 %")]
+        rows.insert(0, [f"smallest, step {summary['step of smallest']:.0f}", write(summary["smallest"])])
+        rows.append([f"largest, step {summary['step of largest']:.0f}", write(summary["largest"])])
         sections.append(ReportSection(title, ["of the records", "value"], rows, chart=chart))
     if constant:
         sections.append(ReportSection("The same in every record", ["what", "value"], constant))
@@ -386,13 +430,27 @@ def machine(run: ReportedRun) -> dict[str, Any]:
         "num_records": len(run.records),
         "mean_step": run.mean.to_dict() | {"lines": {key: ns for key, (_, ns) in run.mean.lines.items()}},
         "goodput": None if run.goodput is None else run.goodput.to_dict(),
-        "findings": [finding.to_dict() for finding in run.explanation.findings],
+        "findings": [finding.to_dict() for finding in run.findings],
+        "axes": _axes(run),
         "series": {
             key: _summary(run.records, values)
             for key, values in by_key.items()
             if any(value is not None for value in values)
         },
     }
+
+
+def _axes(run: ReportedRun) -> dict[str, list[float]]:
+    """Tokens and time up to steps of the run, evenly chosen, for charts over either."""
+    last = len(run.records) - 1
+    places = np.unique(np.linspace(0, last, min(last + 1, _MOST_KNOTS)).round().astype(int))
+    axes = {"step": [run.records[place]["step"] for place in places]}
+    if PER_SECOND_NOTE not in run.explanation.notes:
+        axes["seconds"] = [round(float(seconds), 3) for seconds in _seconds(run)[places]]
+    tokens = [number(record.get("tokens")) for record in run.records]
+    if all(tokens):
+        axes["tokens"] = [int(count) for count in np.cumsum([count or 0.0 for count in tokens])[places]]
+    return axes
 
 
 def _known(run: ReportedRun, key: str) -> list[float]:

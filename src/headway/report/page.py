@@ -8,12 +8,17 @@ import base64
 import hashlib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from headway.report.format import format_share, printable
-from headway.report.hover import SCRIPT
+from headway.report.svg import within
+
+# The page's own script: charts that are read and zoomed, tables that sort.
+_SCRIPT = "".join(Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("charts.js", "tables.js"))
+_WIDTH, _HEADING, _APART = 640, 28, 8  # of a file of charts: its width, room of a heading, and below a chart [pixels]
 
 
 def render(template: str, **values: Any) -> str:
@@ -33,12 +38,11 @@ def svg_file(charts: Mapping[str, str]) -> str:
         charts: of `headway.report.charts`, by a heading of plain text.
     """
     rows, y = [], 0
-    for heading, chart in charts.items():
-        box = re.match(r'<svg role="img" viewBox="0 0 640 (\d+)"', chart)
-        assert box is not None, "a chart begins with its box"
-        rows.append({"heading": heading, "y": y, "height": int(box[1]), "svg": chart.removeprefix("<svg")})
-        y += 36 + int(box[1])
-    return render("charts.svg.jinja", charts=rows, height=y)
+    for heading, drawn in charts.items():
+        placed, height = within(drawn, y + _HEADING, _WIDTH)
+        rows.append({"heading": heading, "y": y, "svg": placed})
+        y += _HEADING + height + _APART
+    return render("charts.svg.jinja", charts=rows, width=_WIDTH, height=y)
 
 
 def _shown(value: object) -> object:
@@ -57,6 +61,6 @@ _TEMPLATES = Environment(
 )
 _TEMPLATES.filters |= {"share": format_share, "split_at_code": re.compile(r"`([^`]+)`").split}
 _TEMPLATES.globals |= {
-    "hover_script": SCRIPT,
-    "hover_script_sha256": base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode(),
+    "script": _SCRIPT,
+    "script_sha256": base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode(),
 }

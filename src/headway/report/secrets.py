@@ -81,6 +81,15 @@ def presentable(text: str) -> str:
     return printable(hide_secrets(text))
 
 
+def hide_people(text: str) -> str:
+    """Text of anyone for others' eyes: no secret, no name of a home folder and no address of mail.
+
+    >>> hide_people("/home/me/runs/a")
+    '~/runs/a'
+    """
+    return _replaced(text, (*_SECRETS, *_PEOPLE))
+
+
 def _replaced(text: str, rules: Sequence[tuple[re.Pattern[str], str]]) -> str:
     if len(text) > _LONGEST_TEXT:  # cut between words: half a secret may be in no form that is known
         end = max(text.rfind(space, 0, _LONGEST_TEXT) for space in " \n\t")

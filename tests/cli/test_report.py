@@ -1,0 +1,118 @@
+"""What `headway report` is pointed at: runs with a profile, other tools' logs, folders of evaluations alone."""
+
+import json
+import re
+
+import pytest
+
+from headway.pages.run import read_run, verdict
+from helpers.pages import write_run
+from helpers.traces import sidecar, two_kernels_a_step
+
+# Lines of TorchTitan's Qwen3-VL-30B-A3B experiment on 8 H200, December 2025, one of every ten steps.
+LOG = "".join(
+    f"[rank0]:[titan] 2025-12-17 01:{18 + number:02}:00,000 - root - INFO - step: {10 * number:2}  loss: 12.3984  "
+    f"grad_norm:  8.0045  memory: 116.16GiB(83.14%)  tps: {tps}  tflops: 301.33  mfu: {mfu}%\n"
+    for number, (tps, mfu) in enumerate(
+        [("5,970", "30.47"), ("6,585", "33.60"), ("6,580", "33.58"), ("6,586", "33.61")], 1
+    )
+)
+PROFILE = "profile/steps-000010-000011-rank-0.json.gz"
+
+
+def test_a_log_of_another_tool_is_a_page(headway, tmp_path):
+    (tmp_path / "titan.log").write_text(LOG)
+    result = headway("report", tmp_path / "titan.log", "-o", tmp_path / "page.html")
+    assert result.code == 0, result.err
+    assert "/titan.log, " in result.out
+    text = headway("report", tmp_path / "titan.log", "--md").out
+    # 1 step, then three times 10, each at a minute for 10 steps; the first is reckoned from its rate.
+    assert text.startswith("**The run took 31 steps and 3 min 7 s at MFU 33.6 % (median); ")
+    assert "needed work is what torchtitan counts" in text
+    page = (tmp_path / "page.html").read_text()
+    assert "<figcaption>MFU" in page
+    assert "<figcaption>Tokens per second" in page
+
+
+def test_two_logs_are_named_apart(headway, tmp_path):
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.log").write_text(LOG)
+    result = headway("report", tmp_path / "before/train.log", tmp_path / "after/train.log", "--md")
+    assert result.out.startswith("# before (A) and after (B)"), result.err
+
+
+def test_a_file_that_is_no_log_is_refused_as_by_explain(headway, tmp_path):
+    (tmp_path / "x.txt").write_text("nothing\n")
+    result = headway("report", tmp_path / "x.txt")
+    assert result.code == 2
+    assert "Error: " in result.err
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """A folder of evaluations, without a step."""
+    folder = tmp_path / "judged"
+    folder.mkdir()
+    rows = [
+        {"kind": "evaluation", "step": step, "loss": loss, "exact_match": 0.5} for step, loss in ((5, 1.5), (9, 1.25))
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answer = {"kind": "sample", "step": 9, "prompt": "<b>what</b>", "gold": "7", "answer": "8", "exact": False}
+    (folder / "samples.jsonl").write_text(json.dumps(answer) + "\n")
+    (folder / "run.json").write_text('{"host": "node-7", "password": "hush"}')
+    return folder
+
+
+def test_a_folder_of_evaluations_alone_is_a_page(headway, judged, tmp_path):
+    for path in (judged, judged / "metrics.jsonl"):
+        result = headway("report", path, "-o", tmp_path / "page.html")
+        assert result.code == 0, result.err
+        assert "2 evaluations, " in result.out
+        page = (tmp_path / "page.html").read_text()
+        assert (
+            '<p class="verdict">2 evaluations and no step of training; at the last one, after step 9, the loss was '
+            "1.25 on held-out samples, 50.0 % of the held-out answers exact." in page
+        )
+        assert "<b>what" not in page
+        assert "hush" not in page
+        for part in ("<h3>Evaluations", "<h3>Answers after step 9", "node-7"):
+            assert part in page
+    markdown = headway("report", judged, "--md").out
+    assert markdown.startswith("**2 evaluations and no step of training")
+    assert "| 9 | 1.2500 | 50.0 % |" in markdown
+    both = headway("report", judged, judged)
+    assert "holds no record of a step" in " ".join(both.err.split())
+
+
+def test_a_folder_without_anything_is_an_error(headway, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "evaluation"')
+    result = headway("report", tmp_path)
+    assert result.code == 2
+    assert "holds no record of a step" in " ".join(result.err.split())
+
+
+def test_a_profile_in_the_folder_tells_where_the_time_of_its_steps_went(headway, tmp_path):
+    run = write_run(tmp_path / "run", 20)
+    without = headway("report", run, "--md").out
+    (run / "profile").mkdir()
+    two_kernels_a_step(5).write(run / PROFILE, headway=sidecar(rank=0, world_size=1))
+    text = headway("report", run, "--md").out
+    assert re.search(r"## Where the time of a step went \(mean of \d profiled steps\)", text)
+    assert "of the profile of steps 10 to 11, 1 rank" in text
+    assert "## Where the time of a step went" not in without
+    profile = read_run(run).profile
+    assert sum(ns for _, ns in profile.mean.lines.values()) == profile.mean.duration_ns
+    assert f"first finding, {profile.findings[0].id} (" in verdict(read_run(run))
+
+
+def test_a_profile_that_was_cut_off_is_said_and_records_stand_alone(headway, tmp_path):
+    run = write_run(tmp_path / "run", 20)
+    (run / "profile").mkdir()
+    (run / PROFILE).write_bytes(b"\x1f\x8b\x08\x00torn")
+    text = headway("report", run, "-o", tmp_path / "page.html")
+    assert text.code == 0, text.err
+    assert (
+        "The profile cannot be read, and records alone tell where the time went: "
+        in (tmp_path / "page.html").read_text()
+    )
