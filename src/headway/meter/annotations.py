@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.errors import TraceError
 from headway.meter.host_evidence import HostEvidence
+from headway.meter.profiler_cost import ProfilerCost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,21 +38,33 @@ class Annotations:
         self._handles: list[Any] = []
         self._wrapped: list[tuple[nn.Module, Any]] = []
         self._host = HostEvidence(_enter)
+        self._cost: ProfilerCost | None = None
+        self._added_ns: dict[str, float] = {}
         self._step: Any = None
         self._phase: tuple[str, Any] | None = None
+
+    def prepare(self) -> None:
+        """Time calls without a profiler, before it starts."""
+        self._cost = ProfilerCost()
 
     def open(self) -> None:
         """Put the hooks in, and begin to watch the host."""
         self._host.open()
-        if self._model is None:
-            return
-        root = self._model
-        inner = _unwrapped(root)
-        outside = _compiled_around()
-        self._hook(outside.get(id(root), root), "")
-        for path, module in _units(inner, outside):
+        units = [] if self._model is None else self._named_units(self._model)
+        for path, module in units:
+            self._hook(module, path)
+        if self._cost is not None:
+            # The module that is timed has a path that the trace has anyway: readers check the paths of a trace.
+            path = next((path for path, _ in units if path), "")
             if path:
-                self._hook(module, path)
+                self._hook(self._cost.module, path)
+            self._added_ns = self._cost.added()
+
+    def _named_units(self, root: "nn.Module") -> "list[tuple[str, nn.Module]]":
+        """List what gets hooks, by path: the model itself and the modules in it, compiled ones as one unit."""
+        outside = _compiled_around()
+        units = [(path, module) for path, module in _units(_unwrapped(root), outside) if path]
+        return [("", outside.get(id(root), root)), *units]
 
     def close(self) -> None:
         """Take the hooks away, and end what lasts."""
@@ -78,8 +91,8 @@ class Annotations:
 
     @property
     def host(self) -> dict[str, Any]:
-        """Observations of the host, JSON-ready; see `HostEvidence.facts`."""
-        return self._host.facts()
+        """Observations of the host, JSON-ready; see `HostEvidence.facts`, and what the profile adds to a call [ns]."""
+        return {**self._host.facts(), "added_ns": self._added_ns}
 
     def switch(self, phase: str | None) -> None:
         """End the phase that lasts, and begin another one; the same one goes on."""

@@ -211,8 +211,9 @@ class ProfiledSteps(LoopWatcher):
             return
         with meter.away("idle"):
             begin_s = clock.now_s()
-            self._start_profiler(meter)
             self._annotations = Annotations(meter.model if self._model is None else self._model)
+            self._annotations.prepare()
+            self._start_profiler(meter)
             self._annotations.open()
             self._switching_s = clock.now_s() - begin_s
         self._annotations.step(number)
