@@ -58,6 +58,11 @@ class _StepRecord:
         """Time of a step that the record has under a name in seconds, its share of the record's [ns]."""
         return round((quantity(self.record.get(name)) or 0.0) * 1e9) // self.num_steps
 
+    @property
+    def is_profiled(self) -> bool:
+        """Whether a profile made most of its steps slower."""
+        return 2 * (quantity(self.record.get("num_profiled")) or 0.0) > self.num_steps
+
     def phases_ns(self) -> dict[str, int]:
         """Phases of a step [ns], as those of the sampled steps divide it; none where no step was sampled."""
         times = self.record.get("phases_s")
@@ -121,8 +126,7 @@ def explain_with_records(
             f": {path} has no record of it; it has {len(waterfalls)} records, {numbers}.",
             choices=[str(waterfall.step) for waterfall in waterfalls],
         )
-    run = RunEvidence(run_steps, beside_ns, _left_out(every, entries))
-    findings = _findings(entries, waterfalls, run)
+    findings = _findings(entries, waterfalls, run_steps, beside_ns, _left_out(every, entries))
     explanation = JobExplanation(tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), findings)
     return explanation, [entry.record for entry in entries]
 
@@ -143,7 +147,7 @@ def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | No
     run_steps = [
         _run_step(entry, waterfall, memory_bytes) for entry, waterfall in zip(entries, waterfalls, strict=True)
     ]
-    return list(_findings(entries, waterfalls, RunEvidence(run_steps, left_out=_left_out(every, entries))))
+    return list(_findings(entries, waterfalls, run_steps, {}, _left_out(every, entries)))
 
 
 def _counted(entries: list[_StepRecord]) -> list[_StepRecord]:
@@ -166,8 +170,18 @@ def _has_compiled(entry: _StepRecord) -> bool:
     return bool(entry.record.get("recompiles") or (entry.record.get("num_left_out") and entry.ns("compile_s")))
 
 
-def _findings(entries: list[_StepRecord], waterfalls: list[StepWaterfall], run: RunEvidence) -> tuple[Finding, ...]:
-    return find(StepEvidence(waterfalls[run.num_first :], {0: _facts(entries)}), run)
+def _findings(
+    entries: list[_StepRecord],
+    waterfalls: list[StepWaterfall],
+    run_steps: list[RunStep],
+    beside_ns: Mapping[str, int],
+    left_out: list[RunStep],
+) -> tuple[Finding, ...]:
+    """Find what costs the steps time; those that a profile made slower are judged where there are no others."""
+    usual = [place for place, entry in enumerate(entries) if not entry.is_profiled] or list(range(len(entries)))
+    run = RunEvidence([run_steps[place] for place in usual], beside_ns, left_out)
+    steady = [waterfalls[place] for place in usual[run.num_first :]]
+    return find(StepEvidence(steady, {0: _facts(entries)}), run)
 
 
 def _facts(entries: list[_StepRecord]) -> dict[str, Any]:

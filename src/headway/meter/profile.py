@@ -164,6 +164,7 @@ class ProfiledSteps(LoopWatcher):
             self._before.append(step.time)
             self._open_before(self._meter, number + 1)
             return
+        step.profiled = True
         self._recorded.append(step)
         self._outer.clear()
         if number == self._steps[-1]:

@@ -219,6 +219,7 @@ class Window(Utilisation):
         away_for_s: time of compiling, evaluations and checkpoints by these names, also within steps that are left out
             [s].
         collection_s: time of Python's garbage collections on the first rank, within the counted steps [s].
+        num_profiled: counted steps that the first rank recorded with a profiler, which makes them slower.
         phases: of the sampled steps; None where none was sampled.
         loop: what the rank that writes the record knows of its loop: its optimizer, places that it pauses in.
         num_skipped: counted steps whose update the loop skipped (a gradient scaler that found inf); computed all the
@@ -253,6 +254,7 @@ class Window(Utilisation):
     away_s: float = 0.0
     away_for_s: Mapping[str, float] = field(default_factory=dict)
     collection_s: float = 0.0
+    num_profiled: int = 0
     phases: SampledPhases | None = None
     loop: Mapping[str, Any] = field(default_factory=dict)
     peak_memory_bytes: int = 0
@@ -362,6 +364,7 @@ class Window(Utilisation):
             "away_s": self.away_s,
             **{f"{bucket}_s": seconds for bucket, seconds in self.away_for_s.items()},
             "collection_s": self.collection_s,
+            "num_profiled": self.num_profiled,
             **(_NO_PHASES if self.phases is None else self.phases.to_dict()),
             "num_skipped": self.num_skipped,
             "step_s": self.step_s,

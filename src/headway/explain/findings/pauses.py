@@ -246,13 +246,13 @@ def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
     operators = [event for event in evidence.spent if event.ns and event.line not in ("aside", "communication")]
     # A call takes its time whatever it computes; what an operator takes beyond that is work. Collections of garbage
     # interrupt operators and gaps alike, and are no part of a call.
-    collected_ns = _collected_ns(pauses_of(evidence))
-    calls_ns = short_ns + sum(min(event.ns, _CALL_NS) for event in operators) - collected_ns
+    own_ns = evidence.duration_ns - _collected_ns(pauses_of(evidence))
+    calls_ns = short_ns + sum(min(event.ns, _CALL_NS) for event in operators)
     pauses_ns = sum(gap.own_ns for step in pauses_of(evidence) for gap in step.gaps if gap.is_long)
     others_ns = sum(evidence.ns(key) for key in ("aside", "communication", "idle.data", "idle.sync"))
-    ns = min(calls_ns, evidence.duration_ns - collected_ns - pauses_ns - others_ns)
+    ns = min(calls_ns, own_ns - pauses_ns - others_ns)
     # Every step of a small model has some calls that its work does not hide; half of the time is no such model's.
-    if 2 * ns < evidence.duration_ns:
+    if 2 * ns < own_ns:
         return None
     usual_ns = median(event.ns for event in operators)
     return Observation(
