@@ -1,6 +1,7 @@
 """Loops for `explain_faults.py`: plain, under Hugging Face's Trainer, DDP over gloo, and `headway train`.
 
-Each runs a case twice under the public meter: without its fault, and with it and a profile of a few steps. A case is a function from whether the fault is planted to what its loop needs.
+Each runs a case twice under the public meter: without its fault, and with it and a profile of a few steps. A case is a
+function from whether the fault is planted to what its loop needs.
 """
 
 import os

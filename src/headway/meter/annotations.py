@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Under these names a wrapper holds a module whose path is the wrapper's own.
 # Source: torch.compile; torch's checkpoint_wrapper; FullyShardedDataParallel (PyTorch 2.11).
 _TRANSPARENT = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_TIMED = "headway: a call that is timed"  # in place of a module's path, which readers would look for in the model
 _COMPILED = "_torchdynamo_orig_callable"  # attribute of every function that torch.compile gives back
 
 
@@ -39,7 +40,7 @@ class Annotations:
         self._wrapped: list[tuple[nn.Module, Any]] = []
         self._host = HostEvidence(_enter)
         self._cost: ProfilerCost | None = None
-        self._added_ns: dict[str, float] = {}
+        self._added_ns: dict[str, Any] = {}
         self._step: Any = None
         self._phase: tuple[str, Any] | None = None
 
@@ -54,10 +55,8 @@ class Annotations:
         for path, module in units:
             self._hook(module, path)
         if self._cost is not None:
-            # The module that is timed has a path that the trace has anyway: readers check the paths of a trace.
-            path = next((path for path, _ in units if path), "")
-            if path:
-                self._hook(self._cost.module, path)
+            if len(units) > 1:  # in a step without named modules none costs anything
+                self._hook(self._cost.module, _TIMED)
             self._added_ns = self._cost.added()
 
     def _named_units(self, root: "nn.Module") -> "list[tuple[str, nn.Module]]":
@@ -121,7 +120,7 @@ class Annotations:
     def before(self, module: "nn.Module", path: str) -> None:
         """Note that a module's forward begins in this thread."""
         if path:
-            _lasting().append((module, _enter(f"module:{path}")))
+            _lasting().append((module, _enter(path if path == _TIMED else f"module:{path}")))
         elif self._phase is None and module.training:
             self.switch("forward")
             _lasting().append((module, None))

@@ -57,7 +57,7 @@ def optimizer_findings(tmp_path, operators):
 
 def test_an_optimizer_that_takes_tensors_one_by_one_is_found(tmp_path):
     found = optimizer_findings(tmp_path, ["aten::mul_"] * 400)["optimizer-loop"]
-    assert found.ns == 40 * US
+    assert found.ns == pytest.approx(40 * US * (1 - 7 / 20))  # fused it moves 7 tensors where the loop moves 20
     assert "400 operators a step" in found.seen
 
 

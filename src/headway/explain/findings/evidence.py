@@ -218,7 +218,9 @@ class StepEvidence(Evidence[StepWaterfall]):
             if step.measured is None:
                 continue
             added = self.host_fact("added_ns", step.rank) or {}
-            cost = AddedCost(*(as_number(added.get(name)) or 0.0 for name in ("operator_ns", "module_ns")))
+            phases_ns = {str(name): round(as_number(ns) or 0) for name, ns in (added.get("phases_ns") or {}).items()}
+            operator_ns, module_ns = (as_number(added.get(name)) or 0.0 for name in ("operator_ns", "module_ns"))
+            cost = AddedCost(operator_ns, module_ns, phases_ns)
             preempted = self.preempted(step.measured[0], step.step)
             if added or preempted:
                 own_times[place] = OwnTime(*step.measured, cost, preempted)

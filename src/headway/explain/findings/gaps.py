@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from headway.explain.attribution import Phase
 from headway.explain.events import NONE, Column, Kind
 from headway.explain.findings.evidence import StepEvidence
 from headway.explain.measurement import MeasuredStep, MeasuredTrace
@@ -22,6 +23,22 @@ _LOADS = re.compile(r"(cu|hip)(ModuleLoad|LibraryLoad|ModuleGetFunction)\w*|cuda
 _REPLAYS = re.compile(r"(cuda|hip|cu)GraphLaunch\w*")
 ANNOTATION = "the annotation"
 _SURROUNDINGS = ("ProfilerStep#", "phase:", COLLECTION)
+
+ENGINE = re.compile(r"^~?_engine_run_backward")
+# What names of files and functions in a stack tell of a pause: words, the chore that has a finding of its own, else
+# what the host did and what to do about it.
+_ACTIVITIES = (
+    (r"\((torch/)?serialization\.py|safetensors|save_checkpoint|\w*save\w* \(", Phase.CHECKPOINT, "", ""),
+    (r"\(logging/|wandb|tensorboard|mlflow|comet|\(tqdm/", Phase.LOGGING, "", ""),
+    (r"evaluat|validat", Phase.EVALUATION, "", ""),
+    (r"subprocess\.py|\(multiprocessing/", None, "another program or process is waited for",
+     "ask it less often, or in a thread of its own"),
+    (r"\(socket\.py|\(ssl\.py|\(http/|urllib|requests/|\(asyncio/", None, "a server is waited for",
+     "ask it less often, or in a thread of its own"),
+    (ENGINE.pattern, None, "backward's engine was between two operators: a hook in C++, or another "
+     "thread that held Python's lock", "look at the trace around the gap, and at other threads"),
+    (r"\(copy\.py|\w+/copy\.py", None, "objects are copied in Python", "copy less often, and tensors alone"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,13 +110,13 @@ class StepPauses:
         for event, ns in self.step.idle.late_before.items():
             end_ns = window.end_ns if event == NONE else min(int(events.start_ns[event]), window.end_ns)
             collected_ns = min(ns, overlap(self.collections, end_ns - ns, end_ns))
-            preempted_ns = self._preempted_ns(end_ns - ns, end_ns)
+            preempted_ns = self.preempted_ns(end_ns - ns, end_ns)
             # What the counts leave of a gap that was nearly all another process's is not known well enough.
             is_long = ns - collected_ns - preempted_ns >= max(long_ns, preempted_ns // 4)
             gaps.append(Pause(ns, end_ns - ns, end_ns, event, collected_ns, preempted_ns, is_long))
         return tuple(sorted(gaps, key=lambda gap: gap.start_ns))
 
-    def _preempted_ns(self, start_ns: int, end_ns: int) -> int:
+    def preempted_ns(self, start_ns: int, end_ns: int) -> int:
         """Time of a span in which the thread had no core: of what was counted between two samples, all that fits."""
         return sum(
             min(ns, min(end, end_ns) - max(begin, start_ns))
@@ -194,3 +211,12 @@ def stacks_of(evidence: StepEvidence, step: StepPauses, pause: Pause) -> Counter
         if ns > 0:
             spent[stack] += ns
     return spent
+
+
+def activity(stack: Sequence[str]) -> tuple[str, str, str]:
+    """Class, cause and advice that a stack tells; "pause", "" and general advice where it is nothing that is known."""
+    text = " ".join(stack)
+    for words, phase, cause, advice in _ACTIVITIES:
+        if re.search(words, text, flags=re.IGNORECASE):
+            return phase.value if phase is not None else "pause", f"{cause}.", f"{advice}."
+    return "pause", "", "do it less often, ahead of time, or in a thread or process of its own."

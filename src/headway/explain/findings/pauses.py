@@ -4,18 +4,27 @@ A few long gaps are pauses: an allocation, the first use of a kernel, a graph th
 collected, or whatever the host's stack tells. Many short ones are launches that take longer than their kernels.
 """
 
-import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import median
 
 from headway.explain.attribution import Phase
 from headway.explain.findings import loops, patterns
 from headway.explain.findings.evidence import Observation, StepEvidence, as_number
-from headway.explain.findings.gaps import ALLOCATES, ANNOTATION, Pause, StepPauses, overlap, pauses_of, stacks_of
+from headway.explain.findings.gaps import (
+    ALLOCATES,
+    ANNOTATION,
+    ENGINE,
+    Pause,
+    StepPauses,
+    activity,
+    pauses_of,
+    stacks_of,
+)
 from headway.report import format_ms, format_share
 
 _MANY = 16  # short gaps a step, from which they are the launches' and not the step's begin and end
+_TINY_NS = 30_000  # what an operator on a CPU takes of which larger batches take no more
 _CALL_NS = 5_000  # of a call on a CPU that does nothing: PyTorch's dispatch, autograd's node, memory for the result
 _LOOP_SHARE = 0.05  # of the steps, from which a loop over tensors is what is to be told
 _NOT_KNOWN_MESSAGE = (
@@ -23,21 +32,6 @@ _NOT_KNOWN_MESSAGE = (
     "or another process that had its core."
 )
 _LOOKED_AT = 40  # longest pauses of a job that are looked at one by one
-_ENGINE = re.compile(r"^~?_engine_run_backward")
-# What names of files and functions in a stack tell of a pause: words, the chore that has a finding of its own, else
-# what the host did and what to do about it.
-_ACTIVITIES = (
-    (r"\((torch/)?serialization\.py|safetensors|save_checkpoint|\w*save\w* \(", Phase.CHECKPOINT, "", ""),
-    (r"\(logging/|wandb|tensorboard|mlflow|comet|\(tqdm/", Phase.LOGGING, "", ""),
-    (r"evaluat|validat", Phase.EVALUATION, "", ""),
-    (r"subprocess\.py|\(multiprocessing/", None, "another program or process is waited for",
-     "ask it less often, or in a thread of its own"),
-    (r"\(socket\.py|\(ssl\.py|\(http/|urllib|requests/|\(asyncio/", None, "a server is waited for",
-     "ask it less often, or in a thread of its own"),
-    (_ENGINE.pattern, None, "backward's engine was between two operators: a hook in C++, or another "
-     "thread that held Python's lock", "look at the trace around the gap, and at other threads"),
-    (r"\(copy\.py|\w+/copy\.py", None, "objects are copied in Python", "copy less often, and tensors alone"),
-)  # fmt: skip
 
 
 def garbage_collection(evidence: StepEvidence) -> Observation | None:
@@ -58,8 +52,13 @@ def garbage_collection(evidence: StepEvidence) -> Observation | None:
 
 
 def _collected_ns(steps: Sequence[StepPauses]) -> int:
-    """Time of all collections within steps, in operators as well as between them [ns]."""
-    return sum(overlap(step.collections, step.step.window.start_ns, step.step.window.end_ns) for step in steps)
+    """Time of all collections within steps, in operators as well as between them, as far as they had a core [ns]."""
+    spans = [
+        (step, max(start, step.step.window.start_ns), min(end, step.step.window.end_ns))
+        for step in steps
+        for start, end in step.collections
+    ]
+    return sum(max(0, end - start - step.preempted_ns(start, end)) for step, start, end in spans)
 
 
 def _classed(evidence: StepEvidence, kind: str) -> tuple[int, Counter[str], list[tuple[StepPauses, Pause]]]:
@@ -76,9 +75,9 @@ def _classed(evidence: StepEvidence, kind: str) -> tuple[int, Counter[str], list
             # What stacks tell to be a chore is that chore, announced to the meter or not.
             stacks = stacks_of(evidence, step, gap)
             stack = stacks.most_common(1)[0][0] if stacks else ()
-            cause = _activity(stack)[0] if stack else cause
+            cause = activity(stack)[0] if stack else cause
             # Between operators of backward no code of the loop runs: there it waits for a thread that lost its core.
-            if gap.preempted_ns and _ENGINE.match(" ".join(stack)):
+            if gap.preempted_ns and ENGINE.match(" ".join(stack)):
                 continue
         if cause == kind:
             ns += gap.own_ns
@@ -107,7 +106,7 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
     # The stack that the pauses were in longest names the code; the host's annotation the part of the loop.
     if stacks:
         stack, _ = stacks.most_common(1)[0]
-        _, what, advice = _activity(stack)
+        _, what, advice = activity(stack)
         share = stacks[stack] / stacks.total()
         where = f" Python was in {_frames(stack)} for {share:.0%} of it."
         cause = what or "code of the loop that calls no operator of PyTorch runs between the operators."
@@ -133,15 +132,6 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
 def paused_for(evidence: StepEvidence, phase: Phase) -> int:
     """Time of long gaps whose stacks tell that the loop did such a chore in them, unannounced [ns]."""
     return _classed(evidence, phase.value)[0]
-
-
-def _activity(stack: Sequence[str]) -> tuple[str, str, str]:
-    """Class, cause and advice that a stack tells; "pause", "" and general advice where it is nothing that is known."""
-    text = " ".join(stack)
-    for words, phase, cause, advice in _ACTIVITIES:
-        if re.search(words, text, flags=re.IGNORECASE):
-            return phase.value if phase is not None else "pause", f"{cause}.", f"{advice}."
-    return "pause", "", "do it less often, ahead of time, or in a thread or process of its own."
 
 
 def _frames(stack: Sequence[str]) -> str:
@@ -248,12 +238,17 @@ def _call_bound(evidence: StepEvidence, short_ns: int) -> Observation | None:
     # interrupt operators and gaps alike, and are no part of a call.
     own_ns = evidence.duration_ns - _collected_ns(pauses_of(evidence))
     calls_ns = short_ns + sum(min(event.ns, _CALL_NS) for event in operators)
+    # Every step of a small model has some calls that its work does not hide; half of the time is no such model's.
+    if 2 * calls_ns < own_ns:
+        return None
+    # At most all goes but what larger batches would take too: operators that usually take long, pauses, waits.
+    of_kind: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for event in operators:
+        of_kind[event.operator, int(event.trace.events.operands[event.event])].append(event.ns)
+    large_ns = sum(len(calls) * kind_ns for calls in of_kind.values() if (kind_ns := round(median(calls))) > _TINY_NS)
     pauses_ns = sum(gap.own_ns for step in pauses_of(evidence) for gap in step.gaps if gap.is_long)
     others_ns = sum(evidence.ns(key) for key in ("aside", "communication", "idle.data", "idle.sync"))
-    ns = min(calls_ns, own_ns - pauses_ns - others_ns)
-    # Every step of a small model has some calls that its work does not hide; half of the time is no such model's.
-    if 2 * ns < own_ns:
-        return None
+    ns = max(0, own_ns - large_ns - pauses_ns - others_ns)
     usual_ns = median(event.ns for event in operators)
     return Observation(
         ns,
