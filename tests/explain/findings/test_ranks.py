@@ -8,7 +8,7 @@ from headway.explain.findings.rules import find
 from headway.explain.ranks import RankStep, WaitedFor, waited_for
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.traces import US, paced_steps, sidecar
+from helpers.traces import US, WrittenTrace, paced_steps, sidecar
 
 
 def rank_of(tmp_path, rank, busy_us, *, flops=None, kind="AllReduce"):
@@ -54,6 +54,26 @@ def test_a_slow_rank_is_always_the_same(ranks, is_found):
         for number, rank in enumerate(ranks, start=1)
     ]
     found = {finding.id: finding for finding in find(StepEvidence(steps, waits=waits))}
+    assert ("slow-rank" in found) == is_found
+    if is_found:
+        assert found["slow-rank"].ns == 10 * US
+
+
+@pytest.mark.parametrize(("core_wait_us", "is_found"), [(15, True), (30, False)])
+def test_a_delay_by_less_than_ranks_wait_for_cores_is_chance(tmp_path, core_wait_us, is_found):
+    """On a CPU rank 1 takes 10 us longer of 100; each waits for a core meanwhile."""
+    traces = []
+    for rank, busy_us in ((0, 60), (1, 70)):
+        trace = WrittenTrace()
+        trace.steps(*(1000 * US + 100 * US * i for i in range(4)))
+        for at in (1000 * US + 100 * US * i for i in range(3)):
+            trace.operator("aten::mm", at, busy_us * US)
+            trace.operator("gloo:all_reduce", at + busy_us * US, (100 - busy_us) * US)
+        host = {"core_wait_ns": {str(n): n * core_wait_us * US for n in range(1, 5)}}
+        steps = {n: facts for n, facts in sidecar()["steps"].items() if n in "123"}
+        beside = sidecar(rank=rank, world_size=2, host=host, steps=steps)
+        traces.append(read_trace(trace.write(tmp_path / f"{rank}.json", headway=beside)))
+    found = {finding.id: finding for finding in explain(traces).findings}
     assert ("slow-rank" in found) == is_found
     if is_found:
         assert found["slow-rank"].ns == 10 * US

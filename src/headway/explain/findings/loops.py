@@ -171,11 +171,11 @@ def pauses_in_loop(evidence: StepEvidence) -> list[Pause]:
     lines: Counter[str] = Counter()  # gaps of the loop at each line
     pauses: list[tuple[str, Pause]] = []
     for step, events in zip(pauses_of(evidence), evidence.spent_by_step, strict=True):
-        before = {late.event: early.event for early, late in pairwise(events)}
+        before = {following.event: event.event for event, following in pairwise(events)}
         last = events[-1].event if events else NONE
         for gap in step.gaps:
             neighbours = {gap.event, before.get(gap.event, last if gap.event == NONE else NONE)}
-            if gap.ns > _SEEN_NS and any((id(step.measured), event) in loop for event in neighbours):
+            if gap.ns > _SEEN_NS and any((id(step.measured), neighbour) in loop for neighbour in neighbours):
                 line = _line(evidence, step, gap)
                 lines[line] += 1
                 pauses += [(line, gap)] if gap.is_long else []

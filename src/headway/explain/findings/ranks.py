@@ -15,7 +15,7 @@ from headway.words import Argument
 _SLOW_CAUSES = frozenset({"speed", "idle.data", "idle.launch", "idle.sync", "idle.other", "copies", "aside"})
 # Of the time that ranks are waited for, from which one rank is slow: otherwise it is now this one and now that one.
 _MOSTLY = 0.8
-_SHARED_CORES = 0.15  # of the time that loops wait for cores, from which ranks come early and late by chance
+_BY_CHANCE = 0.5  # of the time that ranks wait for cores; ranks with equal work came a fifth of it apart
 _GATHERS = re.compile(r"all_?gather", flags=re.IGNORECASE)
 _REDUCES = re.compile(r"all_?reduce|reduce_?scatter", flags=re.IGNORECASE)
 
@@ -109,11 +109,9 @@ def _waited_for(
     if is_one_rank:
         if of_rank[rank] < _MOSTLY * ns:
             return None
-        if evidence.is_cpu and evidence.core_wait_ns > _SHARED_CORES * evidence.full_ns:
-            # Where ranks take cores from each other, only a delay that every step has is that rank's own.
-            numbers = {step.step for step in evidence.steps}
-            least = min(costs[step] if step in waits and waits[step].rank == rank else 0 for step in numbers)
-            ns = least * evidence.num_steps
+        # Where ranks take cores from each other, one is late by chance for a part of what each of them waits for cores.
+        if evidence.is_cpu and ns < _BY_CHANCE * evidence.core_wait_ns:
+            return None
     dearest = max(
         (wait for wait in waits.values() if wait.rank == rank), key=lambda wait: wait.cost_ns * wait.explained
     )
