@@ -4,9 +4,9 @@
     .venv/bin/python benchmarks/explain_faults.py eager_attention healthy_plain --keep /tmp/runs
     .venv/bin/python benchmarks/explain_faults.py --again --keep /tmp/runs   # ask again of runs that were kept
 
-Each case runs in a process of its own (of several ranks, one each), on one thread: a loop without its fault, then with
-it, under the public meter (`Meter`, `HeadwayCallback`, `headway train`) and a profile of three steps. The truth is the
-time by which the step grows, measured on the steps outside of the profile, without what the main thread waits for a
+Each case runs in a process of its own (of several ranks, one each), on one thread, under the public meter (`Meter`,
+`HeadwayCallback`, `headway train`): a loop without its fault, then with it and a profile of three steps. The truth is
+the time by which the step grows, measured on the steps outside of the profile, without what the main thread waits for a
 core. Then `headway explain` is asked of the profile, and of `metrics.jsonl` alone. A case is "right" where the first
 finding names the fault with a size within a fifth of the truth, as a share of the step or in milliseconds: where other
 processes stretch what is computed, a wait keeps its length and loses its share. Of a small truth 3 points of the step
@@ -54,7 +54,7 @@ def main() -> None:
         print("\n".join(f"{name:28} {CASES[name].fault}" for name in names))
         return
     if options.run:
-        run_case(names[0], options.run)
+        run_case(options.cases[0], options.run)
         return
     record: dict[str, Any] = {"what": "explain_faults", "environment": environment(torch.device("cpu")), "rows": []}
     with tempfile.TemporaryDirectory() as temporary:

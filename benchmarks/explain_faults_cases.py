@@ -465,7 +465,7 @@ def collects_often(is_faulty: bool) -> Loop:
 
     def step(loop: Loop, batch: Batch, count: Any) -> None:
         train_step(loop, batch, count)
-        assert [[n] for n in range(2000)]
+        assert [[n] for n in range(20_000)]
         assert heap
 
     return Loop(small_model(), batches(Lengths(64), 2), step=step)

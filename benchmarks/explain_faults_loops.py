@@ -1,7 +1,7 @@
 """Loops for `explain_faults.py`: plain, under Hugging Face's Trainer, DDP over gloo, and `headway train`.
 
-Each runs a case twice: without its fault, timed alone, and with it, under the public meter and a profile of a few
-steps. A case is a function from whether the fault is planted to what its loop needs.
+Each runs a case twice under the public meter: without its fault, and with it and a profile of a few steps. A case is a
+function from whether the fault is planted to what its loop needs.
 """
 
 import os
@@ -164,32 +164,30 @@ def usual_s(ends: Sequence[float], without: range = range(0)) -> float:
 
 
 def run_plain(make: Callable[[bool], Loop], folder: Path, *, ranks: Sequence[int] = (0,)) -> Times:
-    """Run a loop of one's own without and with its fault.
+    """Run a loop of one's own without and with its fault, both under a meter: their difference is the fault's alone.
 
     Returns:
         Time of a healthy step and of a faulty one [s].
     """
-    healthy = make(False)
-    ends = []
-    for _, batch in zip(range(NUM_HEALTHY), healthy.batches, strict=False):
-        healthy.step(healthy, batch, lambda _: None)
-        ends.append(own_s())
-    healthy_s = usual_s(ends) / healthy.scale
-    torch.autograd.set_detect_anomaly(False)
-
-    faulty = make(True)
-    model = faulty.model.module if isinstance(faulty.model, DistributedDataParallel) else faulty.model
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    log_to = [f"jsonl:{folder}/metrics.jsonl"] if is_first else []
-    meter = headway.Meter(model, peak=PEAK, log_every=1, log_to=log_to, **faulty.meter)
-    ends = []
-    with headway.profile(meter, folder / "profile", steps=WINDOW, ranks=ranks):
-        for _, batch in zip(range(NUM_STEPS), meter.batches(faulty.batches), strict=False):
-            faulty.step(faulty, batch, meter.count)
-            meter.step()
-            ends.append(own_s())
-    meter.close()
-    return healthy_s, usual_s(ends, WINDOW)
+    seconds = []
+    for is_faulty in (False, True):
+        loop = make(is_faulty)
+        model = loop.model.module if isinstance(loop.model, DistributedDataParallel) else loop.model
+        log_to = [f"jsonl:{folder}/{'metrics' if is_faulty else 'healthy'}.jsonl"] if is_first else []
+        meter = headway.Meter(model, peak=PEAK, log_every=1, log_to=log_to, **loop.meter)
+        profile = headway.profile(meter, folder / "profile", steps=WINDOW, ranks=ranks) if is_faulty else nullcontext()
+        ends = []
+        with profile:
+            steps = range(NUM_STEPS if is_faulty else NUM_HEALTHY)
+            for _, batch in zip(steps, meter.batches(loop.batches), strict=False):
+                loop.step(loop, batch, meter.count)
+                meter.step()
+                ends.append(own_s())
+        meter.close()
+        seconds.append(usual_s(ends, WINDOW if is_faulty else range(0)) / loop.scale)
+        torch.autograd.set_detect_anomaly(False)
+    return seconds[0], seconds[1]
 
 
 def run_ddp(make: Callable[[bool], Loop], folder: Path) -> Times:
@@ -236,9 +234,8 @@ def run_trainer(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
             "logging_steps": 2, "save_strategy": "no", "per_device_train_batch_size": 4,
             **options.get("arguments", {}),
         }  # fmt: skip
-        callbacks = [clock, *options.get("callbacks", ())]
-        if is_faulty:
-            callbacks = [HeadwayCallback(peak=PEAK, log_to=[f"jsonl:{folder}/metrics.jsonl"]), *callbacks]
+        log_to = [f"jsonl:{folder}/{'metrics' if is_faulty else 'healthy'}.jsonl"]
+        callbacks = [HeadwayCallback(peak=PEAK, log_to=log_to), clock, *options.get("callbacks", ())]
         trainer = Trainer(
             model=options.get("model") or small_model(),
             args=TrainingArguments(

@@ -44,6 +44,16 @@ def test_the_rank_that_was_waited_for_has_a_cause(slow, flops, cause, said):
     assert found.to_dict()["cause_ns"] == found.cause_ns
 
 
+def test_a_rank_that_waits_itself_is_not_what_others_wait_for():
+    """Rank 1 waits for rank 0, which the broadcast's tree has waiting for rank 2: who waits least holds all up."""
+    first = rank_step(0, 50, waits={1: 610, 2: 5})
+    second = rank_step(1, 50, waits={0: 640, 2: 40})
+    late = rank_step(2, 50, waits={1: 15}, idle_data=600)
+    found = waited_for(1, [first, second, late])
+    assert (found.rank, found.cause) == (2, "idle.data")
+    assert found.cost_ns == (615 - 15) * MS  # what the first one would still wait then is of another cause
+
+
 def test_where_none_waited_there_is_none():
     assert waited_for(1, [rank_step(0, 50, waits={1: 0}), rank_step(1, 50, waits={0: 0})]) is None
 

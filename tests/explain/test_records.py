@@ -273,3 +273,17 @@ def test_many_steps_are_shown_by_their_places_and_the_slow_ones_by_name(tmp_path
     assert "The mean of 10,000 steps of rank 0 on unknown device: 1,005.40 ms" in text
     assert "the median is step 5001, 1,005.00 ms" in text
     assert len(text.splitlines()) < 30
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_steps_that_a_profile_made_slower_are_in_no_finding_where_records_tell_them(tmp_path, says_so):
+    """Of 24 steps three take four times as long, since they were recorded."""
+    records = [
+        step_record(
+            n, tokens=100, wall_s=4.0 if n in (12, 13, 14) else 1.0, num_profiled=int(says_so and n in (12, 13, 14))
+        )
+        for n in range(1, 25)
+    ]
+    found = explain_records(write(tmp_path / "metrics.jsonl", *records))
+    assert {finding.id for finding in found.findings} == (set() if says_so else {"unstable-steps"})
+    assert len(found.steps) == 24  # all are shown

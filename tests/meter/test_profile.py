@@ -86,6 +86,20 @@ def profiled(tmp_path_factory):
     return model, meter, lines, window.path, losses
 
 
+def test_records_tell_the_steps_that_were_recorded_and_the_file_what_that_adds(tmp_path):
+    model = tiny()
+    meter = Meter(model, peak=PEAK, log_every=1, log_to=[tmp_path / "metrics.jsonl"])
+    with headway.profile(meter, tmp_path / "p", steps=range(3, 5), report=lambda _: None) as window:
+        run(model, meter)
+    records = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    profiled = {record["step"]: record["num_profiled"] for record in records if record["kind"] == "step"}
+    assert profiled == {1: 0, 2: 0, 3: 1, 4: 1, 5: 0}
+    added = read(window.path)["headway"]["host"]["added_ns"]
+    assert added["operator_ns"] >= 0
+    assert added["module_ns"] > 0  # whose hooks write two annotations
+    assert added["phases_ns"] == {}  # of two steps before it, fewer than can be compared
+
+
 def test_a_trace_names_steps_phases_and_modules(profiled):
     model, _, lines, path, _ = profiled
     assert path.name == "steps-000003-000004-rank-0.json.gz"
@@ -105,7 +119,8 @@ def test_recomputation_is_a_modules_second_event_outside_of_forward(profiled):
     events = annotations(profiled[3])
     forwards = [event for event in events if event["name"] == "phase:forward"]
     steps = [event for event in events if event["name"].startswith("ProfilerStep#")]
-    assert all(any(is_in(event, step) for step in steps) for event in events)  # also where recomputation stops early
+    modules = [event for event in events if event["name"].startswith("module:")]
+    assert all(any(is_in(event, step) for step in steps) for event in modules)  # also where recomputation stops early
     for name, again in [("module:model.layers.0.mlp.up_proj", 2), ("module:lm_head", 1)]:
         found = [event for event in events if event["name"] == name]
         assert len(found) == 2 * again  # of two steps

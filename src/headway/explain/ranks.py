@@ -128,15 +128,17 @@ def waited_for(step: int, ranks: Sequence[RankStep]) -> WaitedFor | None:
     Returns:
         The rank; None where none waited.
     """
-    # The others wait for the rank that comes last; the mean over them is what it cost.
-    waited = {rank_step.rank: sum(other.waits.get(rank_step.rank, 0) for other in ranks) for rank_step in ranks}
-    slowest = max(ranks, key=lambda rank_step: waited[rank_step.rank])
+    # The rank that waits least came last. In a tree of messages others wait for one that is held up itself, and each
+    # rank waits a little for each other: so what it waits less than the others is what they wait for it.
+    own_ns = {rank_step.rank: sum(rank_step.waits.values()) for rank_step in ranks}
+    slowest = min(ranks, key=lambda rank_step: own_ns[rank_step.rank])
     others = [rank_step for rank_step in ranks if rank_step is not slowest]
-    wait_ns = waited[slowest.rank] // max(len(others), 1)
+    longer_ns = [own_ns[rank_step.rank] - own_ns[slowest.rank] for rank_step in others]
+    wait_ns = sum(longer_ns) // max(len(others), 1)
     if wait_ns <= 0:
         return None
-    # Without its delay the step would end when the next one comes: the one that waited least for it.
-    cost_ns = min(other.waits.get(slowest.rank, 0) for other in others)
+    # Without its delay the step would end when the next one comes: the one that waited least of the others.
+    cost_ns = min(longer_ns)
     # Time of the rank above the others' median, for each line in which it did not compute.
     longer = {
         key: round(slowest.spent.get(key, 0) - statistics.median(rank_step.spent.get(key, 0) for rank_step in others))

@@ -20,7 +20,7 @@ from headway.explain.explanation import (
     StepWaterfall,
     unprofiled_waterfall,
 )
-from headway.explain.findings.evidence import RunEvidence, RunStep, StepEvidence
+from headway.explain.findings.evidence import RunEvidence, RunStep, StepEvidence, as_number
 from headway.explain.findings.rules import find
 from headway.files import open_plain
 from headway.log.jsonl import as_object, sharing_decoder
@@ -111,7 +111,6 @@ def explain_with_records(
             ) from error
     # The series sees the whole run even where one step alone is shown: rules compare steps with each other.
     notes += _notes_of_work(unsaid, waterfalls, entries) + _notes_of_run(path.parent, entries)
-    # Time outside of the steps comes from the run's ledger, where there is one.
     beside_ns, about_beside = _beside(path.parent, every)
     chosen = [waterfall for waterfall in waterfalls if step is None or waterfall.step == step]
     if not chosen:
@@ -121,8 +120,9 @@ def explain_with_records(
             f": {path} has no record of it; it has {len(waterfalls)} records, {numbers}.",
             choices=[str(waterfall.step) for waterfall in waterfalls],
         )
-    run = RunEvidence(run_steps, beside_ns, _left_out(every, entries))
-    findings = _findings(entries, waterfalls, run)
+    judged = _unprofiled(entries)
+    run = RunEvidence([run_steps[place] for place in judged], beside_ns, _left_out(every, entries))
+    findings = _findings(entries, [waterfalls[place] for place in judged], run)
     explanation = JobExplanation(tuple(chosen), (NO_PROFILE_NOTE, *notes, *about_beside), findings)
     return explanation, [entry.record for entry in entries]
 
@@ -139,11 +139,12 @@ def find_in_records(records: Iterable[Mapping[str, Any]], memory_bytes: int | No
     """
     every = [entry for record in records if (entry := _checked(record)) is not None]
     entries = _counted(every)
+    entries = [entries[place] for place in _unprofiled(entries)]
     waterfalls = [_waterfall(entry, _work(entry, "the run"), "") for entry in entries]
     run_steps = [
         _run_step(entry, waterfall, memory_bytes) for entry, waterfall in zip(entries, waterfalls, strict=True)
     ]
-    return list(_findings(entries, waterfalls, RunEvidence(run_steps, left_out=_left_out(every, entries))))
+    return list(_findings(entries, waterfalls, RunEvidence(run_steps, left_out=_left_out(every, _counted(every)))))
 
 
 def _counted(entries: list[_StepRecord]) -> list[_StepRecord]:
@@ -168,6 +169,13 @@ def _has_compiled(entry: _StepRecord) -> bool:
 
 def _findings(entries: list[_StepRecord], waterfalls: list[StepWaterfall], run: RunEvidence) -> tuple[Finding, ...]:
     return find(StepEvidence(waterfalls[run.num_first :], {0: _facts(entries)}), run)
+
+
+def _unprofiled(entries: list[_StepRecord]) -> list[int]:
+    """Find the records that are judged: those that a profile made slower only where there are no others."""
+    numbers = [as_number(entry.record.get("num_profiled")) or 0.0 for entry in entries]
+    usual = [place for place, entry in enumerate(entries) if 2 * numbers[place] <= entry.num_steps]
+    return usual or list(range(len(entries)))
 
 
 def _facts(entries: list[_StepRecord]) -> dict[str, Any]:
@@ -209,14 +217,12 @@ def _read_records(path: Path) -> tuple[list[_StepRecord], list[str]]:
         raise ConfigError(
             f"{path} cannot be read: {error.strerror or error}. Name a run folder or its file."
         ) from error
-    # A file of evaluations alone is as good as empty, and the error says which of the two it is.
     if not by_step:
         lines = f"only {others} other records" if others else "no line that can be read"
         raise ConfigError(
             f"{path} holds no record of a step with its time (wall_s, or step_s), {lines}. Let the run take a step, or "
             "give the metrics.jsonl of `headway train` or of `Meter(log_to=[...])`."
         )
-    # A torn last line is no damage: the run was killed or is being written.
     notes = []
     if is_torn:
         unreadable.pop()
@@ -349,7 +355,6 @@ def _why_no_work(record: Mapping[str, Any]) -> str:
 
 
 def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entries: list[_StepRecord]) -> list[str]:
-    # What is missing in the records, then how what is there was computed.
     notes = []
     for name, way_out in (
         ("FLOPs", "`Meter` and `headway train` record them."),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.errors import TraceError
 from headway.meter.host_evidence import HostEvidence
+from headway.meter.profiler_cost import ProfilerCost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 # Under these names a wrapper holds a module whose path is the wrapper's own.
 # Source: torch.compile; torch's checkpoint_wrapper; FullyShardedDataParallel (PyTorch 2.11).
 _TRANSPARENT = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_TIMED = "headway: a call that is timed"  # in place of a module's path, which readers would look for in the model
 _COMPILED = "_torchdynamo_orig_callable"  # attribute of every function that torch.compile gives back
 
 
@@ -37,21 +39,31 @@ class Annotations:
         self._handles: list[Any] = []
         self._wrapped: list[tuple[nn.Module, Any]] = []
         self._host = HostEvidence(_enter)
+        self._cost: ProfilerCost | None = None
+        self._added_ns: dict[str, Any] = {}
         self._step: Any = None
         self._phase: tuple[str, Any] | None = None
+
+    def prepare(self) -> None:
+        """Time calls without a profiler, before it starts."""
+        self._cost = ProfilerCost()
 
     def open(self) -> None:
         """Put the hooks in, and begin to watch the host."""
         self._host.open()
-        if self._model is None:
-            return
-        root = self._model
-        inner = _unwrapped(root)
+        units = [] if self._model is None else self._named_units(self._model)
+        for path, module in units:
+            self._hook(module, path)
+        if self._cost is not None:
+            if len(units) > 1:  # in a step without named modules none costs anything
+                self._hook(self._cost.module, _TIMED)
+            self._added_ns = self._cost.added()
+
+    def _named_units(self, root: "nn.Module") -> "list[tuple[str, nn.Module]]":
+        """List what gets hooks, by path: the model itself and the modules in it, compiled ones as one unit."""
         outside = _compiled_around()
-        self._hook(outside.get(id(root), root), "")
-        for path, module in _units(inner, outside):
-            if path:
-                self._hook(module, path)
+        units = [(path, module) for path, module in _units(_unwrapped(root), outside) if path]
+        return [("", outside.get(id(root), root)), *units]
 
     def close(self) -> None:
         """Take the hooks away, and end what lasts."""
@@ -78,8 +90,8 @@ class Annotations:
 
     @property
     def host(self) -> dict[str, Any]:
-        """Observations of the host, JSON-ready; see `HostEvidence.facts`."""
-        return self._host.facts()
+        """Observations of the host, JSON-ready; see `HostEvidence.facts`, and what the profile adds to a call [ns]."""
+        return {**self._host.facts(), "added_ns": self._added_ns}
 
     def switch(self, phase: str | None) -> None:
         """End the phase that lasts, and begin another one; the same one goes on."""
@@ -108,7 +120,7 @@ class Annotations:
     def before(self, module: "nn.Module", path: str) -> None:
         """Note that a module's forward begins in this thread."""
         if path:
-            _lasting().append((module, _enter(f"module:{path}")))
+            _lasting().append((module, _enter(path if path == _TIMED else f"module:{path}")))
         elif self._phase is None and module.training:
             self.switch("forward")
             _lasting().append((module, None))

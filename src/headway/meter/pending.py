@@ -57,6 +57,7 @@ class PendingStep:
     left_out: bool  # warm-up, or some rank compiled something in it
     batches: list[tuple[Any, Billing]]  # what was computed, and how it is billed
     extra: Mapping[str, Any]  # the loop's own numbers
+    profiled: bool = False  # whether it was recorded, which makes it slower
 
 
 class PendingSteps:
@@ -195,6 +196,7 @@ class PendingSteps:
         busy_s = sum(span.seconds - sum(wait.seconds for wait in waits) for span, waits in step.forwards)
         totals["busy_ns"] += round(busy_s * NS)
         totals["collection_ns"] += round(time.collection_s * NS)
+        totals["profiled"] += step.profiled
         if time.phases is not None:
             self._take_phases(time.phases)
         self._take_phase_times(time.phase_times, wall_ns)

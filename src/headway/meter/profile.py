@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _OUTER = ("evaluation", "checkpoint")  # phases in which others may begin and end
+_FEWEST = 3  # steps before the window whose phases are known; one alone may be the first, which is slow
 _COMPARED = 10  # steps before the window that its steps' times are compared with
 
 
@@ -164,6 +165,7 @@ class ProfiledSteps(LoopWatcher):
             self._before.append(step.time)
             self._open_before(self._meter, number + 1)
             return
+        step.profiled = True
         self._recorded.append(step)
         self._outer.clear()
         if number == self._steps[-1]:
@@ -211,8 +213,9 @@ class ProfiledSteps(LoopWatcher):
             return
         with meter.away("idle"):
             begin_s = clock.now_s()
-            self._start_profiler(meter)
             self._annotations = Annotations(meter.model if self._model is None else self._model)
+            self._annotations.prepare()
+            self._start_profiler(meter)
             self._annotations.open()
             self._switching_s = clock.now_s() - begin_s
         self._annotations.step(number)
@@ -237,6 +240,7 @@ class ProfiledSteps(LoopWatcher):
         overhead_s, cost = self._overhead()
         facts = facts_of(meter, rank=self._rank, world_size=self._world_size, overhead_s=overhead_s)
         facts["host"] = self._annotations.host
+        facts["host"]["added_ns"]["phases_ns"] = self._added_to_phases()
         facts["steps"] = {str(meter.steps_before + step.number): step_facts(meter, step) for step in self._recorded}
         path = self._folder / f"steps-{first:06d}-{last:06d}-rank-{self._rank}.json.gz"
         self._write(profiler, path, facts)
@@ -260,6 +264,23 @@ class ProfiledSteps(LoopWatcher):
             f"a step took {slow_s * 1e3:,.1f} ms in it and {usual_s * 1e3:,.1f} ms before (medians of {len(inside)} "
             f"and {len(before)}); {switching}"
         )
+
+    def _added_to_phases(self) -> dict[str, int]:
+        """Say how much longer each phase takes in the window than before, by the least of each [ns]; {} if not known.
+
+        The least is what a phase takes when nothing comes between, as another process does.
+        """
+        before, inside = (
+            [time.phases.seconds() for time in times if time.phases is not None]
+            for times in (self._before, [step.time for step in self._recorded])
+        )
+        if len(before) < _FEWEST or not inside:
+            return {}
+        least = [
+            {name: min(seconds[name] for seconds in part if name in seconds) for name in part[0]}
+            for part in (before, inside)
+        ]
+        return {name: round((least[1][name] - least[0][name]) * 1e9) for name in least[0] if name in least[1]}
 
     def _let_go(self) -> None:
         """Watch no more."""

@@ -31,6 +31,7 @@ _TOTALS = (
     "busy_ns",  # forwards of the model, without waiting for other ranks
     "busy_flops",  # useful FLOPs of these forwards
     "collection_ns",  # garbage collections
+    "profiled",  # steps that were recorded
     "num_sampled",  # steps whose phases were taken
     *(f"{phase}_phase_ns" for phase in PHASES),
     "host_ns",  # of these steps, in which the host gave work to a device: forward, backward, optimizer
@@ -264,6 +265,7 @@ class Tally:
             collection_s=first["collection_ns"] / NS,
             sampled=_phases(ranks),
             phases=self._named(ranks),
+            num_profiled=first["profiled"],
             num_without_labels=total.totals["num_without_labels"],
             energy_j=math.nan if total.totals["num_without_energy"] else total.totals["energy_mj"] / 1000,
             packing_length=yardstick.packing_length,

@@ -33,6 +33,7 @@ class Window(Utilisation):
         away_for_s: time of compiling, evaluations and checkpoints by these names, also within steps that are left out
             [s].
         collection_s: time of Python's garbage collections on the first rank, within the counted steps [s].
+        num_profiled: counted steps that the first rank recorded with a profiler, which makes them slower.
         sampled: phases of the sampled steps; None where none was sampled.
         phases: phases that the loop names, and the rest, by name; none where it names none.
         supervised: tokens with a label; of micro-batches that told it.
@@ -70,6 +71,7 @@ class Window(Utilisation):
     away_s: float = 0.0
     away_for_s: Mapping[str, float] = field(default_factory=dict)
     collection_s: float = 0.0
+    num_profiled: int = 0
     sampled: SampledPhases | None = None
     phases: Mapping[str, PhaseUse] = field(default_factory=dict)
     supervised: int = 0
@@ -201,6 +203,7 @@ class Window(Utilisation):
             "away_s": self.away_s,
             **{f"{bucket}_s": seconds for bucket, seconds in self.away_for_s.items()},
             "collection_s": self.collection_s,
+            "num_profiled": self.num_profiled,
             **(_NO_PHASES if self.sampled is None else self.sampled.to_dict()),
             "phases": {name: phase.to_dict() for name, phase in self.phases.items()},
             "num_skipped": self.num_skipped,

@@ -73,7 +73,8 @@ def test_a_head_that_dwarfs_the_width_is_found(tmp_path, vocabulary, is_found):
     found = findings_of(tmp_path, trace)
     assert ("large-head" in found) == is_found
     if is_found:
-        assert found["large-head"].ns == 70 * US
+        # from 4,096 tokens on a vocabulary is large, and the rest is charged
+        assert found["large-head"].ns == pytest.approx(70 * US * (1 - 4096 / vocabulary), abs=1)
         assert f"{vocabulary:,} tokens from a width of 128" in found["large-head"].seen
 
 
@@ -179,3 +180,20 @@ def test_many_tokens_are_no_vocabulary(tmp_path):
         trace.launched("gemm", at + 6 * US, at + 1020 * US, 80 * US, number + 2, operator="aten::mm", operands=weights)
 
     assert "large-head" not in findings_of(tmp_path, paced_steps(step))
+
+
+def test_on_a_cpu_stacks_cost_what_operators_take_that_compute_nothing(tmp_path):
+    """Of 20 operators of forward that autograd notes, views take 100 us each, which is the stack's, products 300 us."""
+
+    def host_step(trace, at, first):
+        for i in range(20):
+            name, us = ("aten::view", 100) if i % 2 else ("aten::mm", 300)
+            trace.operator(name, at + 400 * US * i, us * US, sequence=first + i)
+        trace.operator("aten::fill_", at + 8000 * US, 1000 * US)  # autograd notes nothing of it
+
+    trace = WrittenTrace()
+    trace.steps(*(1000 * US + 10_000 * US * i for i in range(4)))
+    for i in range(3):
+        host_step(trace, 1000 * US + 10_000 * US * i, 100 * i)
+    found = findings_of(tmp_path, trace, headway=sidecar(host={"anomaly_mode": True}))
+    assert found["anomaly-mode"].ns == 20 * 100 * US

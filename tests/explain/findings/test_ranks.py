@@ -2,10 +2,13 @@
 
 import pytest
 
-from headway.explain.ranks import RankStep, waited_for
+from headway.explain.explanation import StepWaterfall
+from headway.explain.findings.evidence import StepEvidence
+from headway.explain.findings.rules import find
+from headway.explain.ranks import RankStep, WaitedFor, waited_for
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
-from helpers.traces import US, paced_steps, sidecar
+from helpers.traces import US, WrittenTrace, paced_steps, sidecar
 
 
 def rank_of(tmp_path, rank, busy_us, *, flops=None, kind="AllReduce"):
@@ -37,6 +40,43 @@ def test_who_is_waited_for_has_more_work_or_is_slower(tmp_path, flops, rule):
     if rule:
         assert found[rule].ns == 50 * US  # rank 0 waits 50 us of each step; without that, both end so much earlier
         assert "waited for rank 1" in found[rule].seen
+
+
+@pytest.mark.parametrize(("ranks", "is_found"), [((1, 1, 1), True), ((0, 1, 1), False), ((0, 1, 0), False)])
+def test_a_slow_rank_is_always_the_same(ranks, is_found):
+    steps = [
+        StepWaterfall(number, rank, 100 * US, None, (), is_edge=False, device_name="A device")
+        for number in (1, 2, 3)
+        for rank in (0, 1)
+    ]
+    waits = [
+        WaitedFor(number, rank, 10 * US, "idle.launch", 10 * US, cost_ns=10 * US)
+        for number, rank in enumerate(ranks, start=1)
+    ]
+    found = {finding.id: finding for finding in find(StepEvidence(steps, waits=waits))}
+    assert ("slow-rank" in found) == is_found
+    if is_found:
+        assert found["slow-rank"].ns == 10 * US
+
+
+@pytest.mark.parametrize(("core_wait_us", "is_found"), [(15, True), (30, False)])
+def test_a_delay_by_less_than_ranks_wait_for_cores_is_chance(tmp_path, core_wait_us, is_found):
+    """On a CPU rank 1 takes 10 us longer of 100; each waits for a core meanwhile."""
+    traces = []
+    for rank, busy_us in ((0, 60), (1, 70)):
+        trace = WrittenTrace()
+        trace.steps(*(1000 * US + 100 * US * i for i in range(4)))
+        for at in (1000 * US + 100 * US * i for i in range(3)):
+            trace.operator("aten::mm", at, busy_us * US)
+            trace.operator("gloo:all_reduce", at + busy_us * US, (100 - busy_us) * US)
+        host = {"core_wait_ns": {str(n): n * core_wait_us * US for n in range(1, 5)}}
+        steps = {n: facts for n, facts in sidecar()["steps"].items() if n in "123"}
+        beside = sidecar(rank=rank, world_size=2, host=host, steps=steps)
+        traces.append(read_trace(trace.write(tmp_path / f"{rank}.json", headway=beside)))
+    found = {finding.id: finding for finding in explain(traces).findings}
+    assert ("slow-rank" in found) == is_found
+    if is_found:
+        assert found["slow-rank"].ns == 10 * US
 
 
 def test_without_the_slowest_rank_a_step_lasts_until_the_next_one_comes(tmp_path):

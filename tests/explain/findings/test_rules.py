@@ -32,16 +32,16 @@ def test_at_most_five_are_told_the_dearest_first():
     costs = {"idle.data": 100, "copies": 60, "communication": 200, "idle.sync": 110}
     waits = {"idle.sync": {"aten::item (cudaStreamSynchronize)": 110_000}}
     lines = [WaterfallLine(key, key, ns * 1000, ns / 1000, parts=waits.get(key, {})) for key, ns in costs.items()]
-    parts = {"checkpoint": 180_000, "logging": 70_000}
-    lines.append(WaterfallLine("aside", "aside", 250_000, 0.25, parts=parts))
+    parts = {"checkpoint": 180_000, "logging": 105_000}
+    lines.append(WaterfallLine("aside", "aside", 285_000, 0.285, parts=parts))
     step = StepWaterfall(1, 0, 1_000_000, None, tuple(lines), is_edge=False, device_name="A device")
     found = find(StepEvidence([step]))
     assert [one.id for one in found] == [
         "exposed-communication",
         "checkpoint",
         "synchronisation",
-        "data-bound",
         "logging",
+        "data-bound",
     ]
     assert len(found) == MOST
     assert found[0].mfu_to is None

@@ -37,7 +37,7 @@ def rated(rates, **more):
         (rated([1.0] * 15, recomputed_ns=SECOND // 5), {}, "recomputation"),
         (rated([1.0] * 15, recomputed_ns=SECOND // 5, memory_share=0.9), {}, None),  # memory asks for it
         (rated([1.0, 0.9, 1.1] * 10 + [0.1, 0.09, 0.11] * 30), {}, "changed-speed"),
-        (rated([0.1] * 30 + [1.0] * 30), {}, "changed-speed"),
+        (rated([0.1] * 30 + [1.0] * 30), {}, "first-steps"),  # what was slow is over
         (rated([1.0] * 6 + [0.1] * 1) + rated([1.0] * 6), {}, None),  # one slow step is no change
         (rated([1.0] * 10 + [0.3] * 10 + [1.0] * 10 + [0.3] * 10), {}, "unstable-steps"),  # it comes and goes
         (rated([1.0] * 20, stage=frozenset("a")) + rated([0.1] * 20, stage=frozenset("b")), {}, None),

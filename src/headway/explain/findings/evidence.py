@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from headway.explain.attribution import Phase
 from headway.explain.events import NONE, Product
 from headway.explain.explanation import StepWaterfall, num_first_steps
-from headway.explain.measurement import MATMUL, MeasuredStep, MeasuredTrace
+from headway.explain.findings.own_time import AddedCost, OwnTime
+from headway.explain.measurement import ASIDE, MATMUL, MeasuredStep, MeasuredTrace
 from headway.explain.ranks import WaitedFor
 from headway.report import format_share
 from headway.report.numbers import quantity
@@ -124,6 +125,11 @@ class Evidence(Generic[Step]):
         return sum(step.duration_ns for step in self.steps)
 
     @property
+    def full_ns(self) -> int:
+        """Time of all steps with what is not their own [ns]."""
+        return sum(step.duration_ns for step in self.steps)
+
+    @property
     def useful_ns(self) -> float | None:
         """Time that the useful FLOPs of all steps take at peak [ns]; None where that is not known of a step."""
         useful_ns = [step.mfu * step.duration_ns for step in self.steps if step.mfu is not None]
@@ -175,7 +181,7 @@ class EventTime(NamedTuple):
 
 
 class StepEvidence(Evidence[StepWaterfall]):
-    """Waterfalls of a job's steps, added up.
+    """Waterfalls of a job's steps, added up; on a CPU without what the profiler and other processes took (`OwnTime`).
 
     Args:
         steps: waterfalls of a trace, or of a run's records.
@@ -201,6 +207,66 @@ class StepEvidence(Evidence[StepWaterfall]):
         for line in (line for step in steps for line in step.lines):
             self._lines[line.key] += line.ns
             self._parts.setdefault(line.key, Counter()).update(line.parts)
+        self._own_times = self._find_own_times() if self.is_cpu else {}
+        self._matmul_taken_off_ns = 0
+        self._take_off()
+
+    def _find_own_times(self) -> dict[int, OwnTime]:
+        """Own time of each measured step that tells what to take off it, by the step's place."""
+        own_times = {}
+        for place, step in enumerate(self.steps):
+            if step.measured is None:
+                continue
+            added = self.host_fact("added_ns", step.rank) or {}
+            phases_ns = {str(name): round(as_number(ns) or 0) for name, ns in (added.get("phases_ns") or {}).items()}
+            operator_ns, module_ns = (as_number(added.get(name)) or 0.0 for name in ("operator_ns", "module_ns"))
+            cost = AddedCost(operator_ns, module_ns, phases_ns)
+            preempted = self.preempted(step.measured[0], step.step)
+            if added or preempted:
+                own_times[place] = OwnTime(*step.measured, cost, preempted)
+        return own_times
+
+    def _take_off(self) -> None:
+        """Take off the lines, and the parts of those beside training, what is not their own time."""
+        for place, own_time in self._own_times.items():
+            measured = self.steps[place].measured
+            if measured is None:
+                continue
+            for owned in measured[1].owned:
+                self._shorten(owned.line, min(owned.ns, own_time.of_event[owned.event]))
+            idle = measured[1].idle
+            for event, ns in idle.late_before.items():
+                self._shorten("idle.launch", min(ns, own_time.of_gap[event]))
+            for phase, ns in own_time.of_phase.items():
+                line = "aside" if phase in ASIDE else "idle.data"
+                self._shorten(line, min(ns, idle.by_phase[phase]))
+                if line == "aside":
+                    self._parts[line][f"{phase.value}, idle"] -= min(ns, idle.by_phase[phase])
+
+    def _shorten(self, line: str, ns: int) -> None:
+        """Take a time off a line; products may be split into several, and communication in two."""
+        if line == MATMUL and line not in self._lines:
+            self._matmul_taken_off_ns += ns
+            return
+        key = line if line in self._lines else f"{line}.transfer"
+        self._lines[key] = max(0, self._lines[key] - ns)
+
+    @cached_property
+    def duration_ns(self) -> int:
+        """Time of all steps, on a CPU without what was taken off them [ns]."""
+        off_ns = sum(own_time.added_ns + own_time.waited_ns for own_time in self._own_times.values())
+        return max(1, self.full_ns - off_ns)
+
+    @property
+    def core_wait_ns(self) -> int:
+        """Time in which the loop's thread waited for a core, in all steps; 0 where nobody counted [ns]."""
+        waited_ns: list[int] = []
+        for step in self.steps:
+            moments = self.host_fact("core_wait_ns", step.rank) or {}
+            begin, end = moments.get(str(step.step)), moments.get(str(step.step + 1))
+            if begin is not None and end is not None:
+                waited_ns.append(max(0, int(end) - int(begin)))
+        return round(sum(waited_ns) / len(waited_ns) * self.num_steps) if waited_ns else 0
 
     def of_a_step(self, ns: int) -> int:
         """Mean of a time over the steps, to the nearest nanosecond."""
@@ -262,7 +328,11 @@ class StepEvidence(Evidence[StepWaterfall]):
     @cached_property
     def spent_by_step(self) -> tuple[tuple[EventTime, ...], ...]:
         """Events that took time of each step that was measured, in their order; a step made of records has none."""
-        return tuple(tuple(_spent(*step.measured)) for step in self.measured_steps if step.measured is not None)
+        return tuple(
+            tuple(_spent(*step.measured, self._own_times.get(place)))
+            for place, step in enumerate(self.steps)
+            if step.measured is not None
+        )
 
     @cached_property
     def spent(self) -> tuple[EventTime, ...]:
@@ -336,17 +406,18 @@ class StepEvidence(Evidence[StepWaterfall]):
         """Time of matmul-class kernels, however their line is split [ns]."""
         unsplit_ns = self.ns(MATMUL)
         keys = ("useful", "ceiling", "recomputation", "padding", "slow")
-        return unsplit_ns or sum(self.ns(key) for key in keys)
+        return unsplit_ns or max(0, sum(self.ns(key) for key in keys) - self._matmul_taken_off_ns)
 
 
-def _spent(measured: MeasuredTrace, step: MeasuredStep) -> Iterator[EventTime]:
+def _spent(measured: MeasuredTrace, step: MeasuredStep, own_time: OwnTime | None) -> Iterator[EventTime]:
     attribution, names, events = measured.attribution, measured.trace.names, measured.events
     owned = {owned_time.event: owned_time for owned_time in step.owned}
+    of_event, of_gap = (Counter[int](), Counter[int]()) if own_time is None else (own_time.of_event, own_time.of_gap)
     for event in sorted({*owned, *step.idle.late_before} - {NONE}):
         owned_time = owned.get(event)
         yield EventTime(
-            ns=owned_time.ns if owned_time else 0,
-            late_ns=step.idle.late_before[event],
+            ns=max(0, owned_time.ns - of_event[event]) if owned_time else 0,
+            late_ns=max(0, step.idle.late_before[event] - of_gap[event]),
             line=owned_time.line if owned_time else "",
             phase=attribution.phase[event],
             module=attribution.module[event],

@@ -5,8 +5,8 @@ from collections.abc import Collection
 
 from headway.explain.events import NONE
 from headway.explain.findings.evidence import Observation, StepEvidence
+from headway.explain.findings.gaps import StepPauses, pauses_of
 from headway.explain.findings.patterns import dearest_parts
-from headway.explain.findings.pauses import StepPauses, pauses_of
 from headway.explain.measurement import MATMUL
 from headway.report import format_ms
 from headway.report.step_lines import NAMES, SLOW

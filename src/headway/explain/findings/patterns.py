@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
+from statistics import median
 
 from headway.explain.attribution import Phase
 from headway.explain.events import NONE
@@ -18,6 +19,9 @@ _MANY_TIMES_THE_WIDTH = 32  # from which a head outweighs a block of the usual t
 _LEAST_ELEMENTS = 1024  # of an operand in 64 bits; single numbers and small tables are often so
 _CHECKS = re.compile(r"aten::(ne|any|is_nonzero|item|_local_scalar_dense|isnan)$")
 _TRACEBACK = "traceback.py"
+_VIEWS = re.compile(
+    r"aten::(view|t|transpose|unsqueeze|squeeze|expand|slice|select|permute|_unsafe_view|_reshape_alias|alias)$"
+)
 
 
 def eager_attention(evidence: StepEvidence) -> Observation | None:
@@ -107,11 +111,13 @@ def large_head(evidence: StepEvidence) -> Observation | None:
         else:
             passes_ns += event.ns
     ns = products_ns + passes_ns
+    # Time goes with the vocabulary: up to the size from which it is large every model has a head.
+    ordinary = max(_LEAST_VOCABULARY, _MANY_TIMES_THE_WIDTH * width)
     return Observation(
-        ns,
+        ns * (1 - ordinary / vocabulary),
         f"the projection on {vocabulary:,} tokens from a width of {width:,}, its loss and its weights take "
         f"{evidence.share(ns)} of the time: {evidence.share(products_ns)} products, {evidence.share(passes_ns)} passes "
-        "over logits and weights.",
+        f"over logits and weights; what is charged is the part beyond {ordinary:,} tokens.",
         "the vocabulary is large for the model's width, and logits of all positions are written out.",
         "a loss that makes logits in chunks or in one kernel with the projection (Liger's fused linear cross entropy, "
         "cut cross entropy), labels on fewer positions, or a smaller vocabulary.",
@@ -156,14 +162,35 @@ def anomaly_mode(evidence: StepEvidence) -> Observation | None:
         for event in evidence.spent
         if event.phase is Phase.BACKWARD and _CHECKS.match(event.operator)
     )
-    stacks_ns = evidence.time_in(_TRACEBACK)
-    ns = checks_ns + stacks_ns
+    ns = checks_ns + _stacks_ns(evidence)
     return Observation(
         ns,
         f"anomaly mode is on: stacks of operators and checks for NaN took {evidence.share(ns)} of the time.",
         "torch.autograd.set_detect_anomaly(True), or detect_anomaly() around the loop, was left on.",
         "turn it off; on again for some steps when a loss is NaN.",
     )
+
+
+def _stacks_ns(evidence: StepEvidence) -> int:
+    """Time of the stacks that anomaly mode keeps, one for each operator of forward that autograd notes.
+
+    Operators that only change how a tensor is seen compute nothing, so what they take is the stack; of others as much
+    as of these (the median).
+    """
+    times: dict[tuple[int, int], int] = {}  # of operators, by trace and number
+    views: dict[tuple[int, int], int] = {}  # of those that compute nothing
+    for event in evidence.spent:
+        number = int(event.trace.trace.host.sequence[event.event]) if evidence.is_cpu else NONE
+        if number == NONE or event.phase is not Phase.FORWARD:
+            continue
+        key = id(event.trace), number
+        times[key] = max(times.get(key, 0), event.ns)
+        if _VIEWS.match(event.operator):
+            views[key] = max(views.get(key, 0), event.ns)
+    if not views:  # on a device the operators' own times are not known
+        return evidence.time_in(_TRACEBACK)
+    stack_ns = median(views.values())
+    return round(sum(views.get(key, min(ns, stack_ns)) for key, ns in times.items()))
 
 
 def memory_bound(evidence: StepEvidence) -> Observation | None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection
 from statistics import median
 
+from headway.explain.attribution import Chore
 from headway.explain.findings.evidence import EventTime, Observation, SteadyEvidence, StepEvidence
 from headway.explain.findings.patterns import num_passes
 from headway.report import format_ms, format_share
@@ -12,6 +13,9 @@ from headway.words import Argument
 
 # Why a rank comes late other than by more work.
 _SLOW_CAUSES = frozenset({"speed", "idle.data", "idle.launch", "idle.sync", "idle.other", "copies", "aside"})
+# Of the time that ranks are waited for, from which one rank is slow: otherwise it is now this one and now that one.
+_MOSTLY = 0.8
+_BY_CHANCE = 0.5  # of the time that ranks wait for cores; ranks with equal work came a fifth of it apart
 _GATHERS = re.compile(r"all_?gather", flags=re.IGNORECASE)
 _REDUCES = re.compile(r"all_?reduce|reduce_?scatter", flags=re.IGNORECASE)
 
@@ -60,33 +64,54 @@ def heavy_pack(evidence: StepEvidence) -> Observation | None:
 
 
 def slow_rank(evidence: StepEvidence) -> Observation | None:
-    """Ranks that wait for one that takes longer for the same work."""
+    """Ranks that wait for one, always the same, that takes longer for the same work."""
     return _waited_for(
         evidence,
         _SLOW_CAUSES,
         "that rank's device or host is slower: throttled, shared with others, or held up by something in its process.",
         "look at that machine (clocks, other processes, its loader), and take it out if it stays slow; "
         f"{Argument('rank')} shows where its time went.",
+        is_one_rank=True,
     )
 
 
 def _waited_for(
-    evidence: StepEvidence, causes: Collection[str], cause: str, advice: str, setting: str = ""
+    evidence: StepEvidence,
+    causes: Collection[str],
+    cause: str,
+    advice: str,
+    setting: str = "",
+    *,
+    is_one_rank: bool = False,
 ) -> Observation | None:
     """Sum up what the steps would be shorter without the rank that was waited for, where one of some causes was why.
 
     Of a cause that covers a part of the wait, that part counts.
+
+    Args:
+        evidence: of the steps.
+        causes: of waits that count.
+        cause: of the finding.
+        advice: of the finding.
+        setting: of `headway train`.
+        is_one_rank: whether the cause is a rank's own, so that it is to be the same rank in all steps.
     """
     waits = {wait.step: wait for wait in evidence.waits if wait.cause in causes}
+    costs = {step: round(wait.cost_ns * wait.explained) for step, wait in waits.items()}
     of_rank: Counter[int] = Counter()  # what each rank cost the others [ns]
     for step in evidence.steps:  # once for each rank, all of which would take their step in less time
         if step.step in waits:
-            wait = waits[step.step]
-            of_rank[wait.rank] += round(wait.cost_ns * wait.explained)
+            of_rank[waits[step.step].rank] += costs[step.step]
     ns = of_rank.total()
     if not ns:
         return None
     rank = max(of_rank, key=of_rank.__getitem__)
+    if is_one_rank:
+        if of_rank[rank] < _MOSTLY * ns:
+            return None
+        # Where ranks take cores from each other, one is late by chance for a part of what each of them waits for cores.
+        if evidence.is_cpu and ns < _BY_CHANCE * evidence.core_wait_ns:
+            return None
     dearest = max(
         (wait for wait in waits.values() if wait.rank == rank), key=lambda wait: wait.cost_ns * wait.explained
     )
@@ -139,14 +164,17 @@ def reduces_each_pass(evidence: StepEvidence) -> Observation | None:
     repeated_ns = 0.0
     most = 0
     for events, passes in zip(evidence.spent_by_step, num_passes(evidence), strict=True):
-        exchanges = [event for event in events if event.line == "communication" and _REDUCES.search(_text(event))]
+        exchanges = [event for event in events if event.line == "communication"]
         if passes < 2 or not exchanges:
             continue
-        # A bucket is one kind of exchange, of so many elements. Those that every pass has were sent again and again.
+        # A bucket is one kind of exchange, of so many elements. Those that every pass has were sent again and again,
+        # and with gradients go buffers (broadcasts), and copies into the buckets and out of them.
         times = Counter(_text(event) for event in exchanges)
         repeated = {text for text, number in times.items() if number >= passes}
         ns = sum(event.ns for event in exchanges if _text(event) in repeated)
-        if repeated and ns:
+        if any(_REDUCES.search(text) for text in repeated) and ns:
+            attribution = events[0].trace.attribution
+            ns += sum(event.ns for event in events if attribution.chore[event.event] is Chore.DATA_PARALLEL)
             repeated_ns += ns * (1 - 1 / passes)
             most = max(most, passes)
     if not most:

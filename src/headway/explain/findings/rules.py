@@ -24,6 +24,7 @@ class TimeOf(Enum):
     """Part of the time in which a loss lies."""
 
     STEPS = "in the steps"
+    MACHINE = "in the steps, and no part of their own time"
     DATA = "in the steps, waiting for data"
     BESIDE = "between the steps"
 
@@ -86,7 +87,7 @@ RULES: tuple[Rule[Any], ...] = (
     # A device that is launched ahead never waits; 10 % leaves the step's begin and end, and what a profiler adds.
     Rule("launch-bound", StepEvidence, 0.10, pauses.launch_bound, lines=_LATE),
     # A core is taken away for some per cent of the time wherever the system itself has work.
-    Rule("shared-cores", StepEvidence, 0.15, pauses.contended, lines=("idle.launch", "memory", "slow")),
+    Rule("shared-cores", StepEvidence, 0.15, pauses.contended, TimeOf.MACHINE),
     # A loop zeroes gradients, counts and logs a line between the phases; a tenth of the time is more than that.
     Rule("garbage-collection", SteadyEvidence, 0.05, recorded.collections),
     Rule("logging", SteadyEvidence, 0.05, partial(recorded.pause, purpose="logging")),
@@ -113,7 +114,8 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("compiling", RunEvidence, 0.05, series.compiling, TimeOf.BESIDE),
     # Young's formula puts a checkpoint's cost at a few per cent where devices fail daily; more is too often.
     Rule("checkpoint", StepEvidence, 0.10, partial(host.beside_training, phase=Phase.CHECKPOINT), lines=_ASIDE),
-    Rule("logging", StepEvidence, 0.05, partial(host.beside_training, phase=Phase.LOGGING), lines=_ASIDE),
+    # A line of numbers costs the host a millisecond or two, and several ranks wait for each other to write it.
+    Rule("logging", StepEvidence, 0.10, partial(host.beside_training, phase=Phase.LOGGING), lines=_ASIDE),
     # Judging is useful work, but a fifth of the time is much of it.
     Rule("evaluation", StepEvidence, 0.20, partial(host.beside_training, phase=Phase.EVALUATION), lines=_ASIDE),
     Rule("checkpoint", RunEvidence, 0.10, partial(series.beside, what="checkpoint"), TimeOf.BESIDE),
@@ -197,27 +199,38 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
         # A vague rule is charged with what is left; of time between the steps a loss is a share of both together.
         lost_ns = max(0, observation.ns - (named_ns if rule.place is FindingPlace.VAGUE else 0))
         beside_ns = sum(evidence.beside_ns.values()) if rule.time is TimeOf.BESIDE else 0
-        if lost_ns < rule.least * (evidence.duration_ns + beside_ns):
+        total_ns = beside_ns + (evidence.full_ns if rule.time is TimeOf.MACHINE else evidence.duration_ns)
+        if lost_ns < rule.least * total_ns:
             continue
-        finding = _finding(rule, observation, evidence, lost_ns, evidence.duration_ns + beside_ns)
+        finding = _finding(rule, observation, evidence, lost_ns, total_ns, beside_ns)
         findings[rule.name] = rule.place, finding
         named_ns += finding.ns * evidence.num_steps if rule.time is TimeOf.STEPS else 0
         covered += [(line, round(lost_ns)) for line in rule.lines]
     if steps is not None and steps.num_steps and (observation := largest_loss(steps, covered)) is not None:
         rule = Rule("largest-loss", StepEvidence, LEAST, lambda _: observation, place=FindingPlace.UNEXPLAINED)
-        findings[rule.name] = rule.place, _finding(rule, observation, steps, observation.ns, steps.duration_ns)
+        findings[rule.name] = rule.place, _finding(rule, observation, steps, observation.ns, steps.duration_ns, 0)
     in_order = sorted(findings.values(), key=lambda placed: (placed[0], -placed[1].ns, placed[1].id))
     return tuple(finding for _, finding in in_order[:MOST])
 
 
 def _finding(
-    rule: Rule[Any], observation: Observation, evidence: Evidence[Any], lost_ns: float, total_ns: int
+    rule: Rule[Any], observation: Observation, evidence: Evidence[Any], lost_ns: float, total_ns: int, beside_ns: int
 ) -> Finding:
-    """Make the finding of an observation: its loss as a share of a time, and MFU with and without it."""
+    """Make the finding of an observation: its loss as a share of a time, and MFU with and without it.
+
+    Args:
+        rule: that made the observation.
+        observation: of the rule.
+        evidence: that the rule read.
+        lost_ns: what it costs all steps [ns].
+        total_ns: the time that it is a share of [ns].
+        beside_ns: the part of that time between the steps [ns].
+    """
+    mfu_ns = evidence.full_ns + beside_ns  # MFU is that of the steps as they were measured
     lost_ns, useful_ns, mfu_to = min(round(lost_ns), total_ns), evidence.useful_ns, None
     is_promise = rule.place not in (FindingPlace.VAGUE, FindingPlace.UNEXPLAINED)  # whose losses are bounds
     if is_promise and useful_ns is not None and 0 < lost_ns < total_ns:
-        mfu_to = min(evidence.most_mfu, useful_ns / (total_ns - lost_ns))
+        mfu_to = min(evidence.most_mfu, useful_ns / (mfu_ns - lost_ns))
     advice = observation.next
     if observation.setting and isinstance(evidence, StepEvidence) and evidence.is_headway_train:
         advice = f"{advice.removesuffix('.')}; here: {observation.setting}."
@@ -228,6 +241,6 @@ def _finding(
         next=advice,
         ns=evidence.of_a_step(lost_ns),
         share=lost_ns / total_ns,
-        mfu_from=None if useful_ns is None else useful_ns / total_ns,
+        mfu_from=None if useful_ns is None else useful_ns / mfu_ns,
         mfu_to=mfu_to,
     )

@@ -28,7 +28,12 @@ _MOST_STAGES = 8  # of a run; sources that come and go more often are a mixture
 
 
 def changed(evidence: SteadyEvidence) -> Observation | None:
-    """A speed that changes once, and stays so."""
+    """A speed that falls once, and stays so; one that rises has what was slow behind it (`first_steps`)."""
+    return _speed_change(evidence, is_slower=True)
+
+
+def _speed_change(evidence: SteadyEvidence, *, is_slower: bool) -> Observation | None:
+    """A speed that changes once, to slower or to faster steps, and stays so."""
     rated = _of_stages(evidence)
     place = _change([rate for rate, _ in rated])
     if place is None:
@@ -36,7 +41,8 @@ def changed(evidence: SteadyEvidence) -> Observation | None:
     before, after = rated[:place], rated[place:]
     # The faster part says what steps can take; the slower one is charged with the difference.
     usual_before, usual_after = (median(rate for rate, _ in part) for part in (before, after))
-    is_slower = usual_after < usual_before
+    if is_slower != (usual_after < usual_before):
+        return None
     factor = max(usual_before, usual_after) / min(usual_before, usual_after)
     fast, slow = (usual_before, after) if is_slower else (usual_after, before)
     # What else changed at that step is the likely cause; where nothing did, it lies outside of the loop.
@@ -230,10 +236,10 @@ def drift(evidence: SteadyEvidence) -> Observation | None:
 
 
 def first_steps(evidence: RunEvidence) -> Observation | None:
-    """Slow steps that the run begins with."""
+    """Slow steps that the run begins with: a few far slower ones, or all up to some step."""
     num_first = evidence.num_first
     if not num_first:
-        return None
+        return _speed_change(evidence.steady, is_slower=False)
     first, others = evidence.steps[:num_first], evidence.steps[num_first:]
     usual_ns = median(step.duration_ns for step in others)
     which = "the first step" if num_first == 1 else f"the first {num_first} steps"

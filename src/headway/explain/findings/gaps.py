@@ -1,0 +1,222 @@
+"""Gaps of a step in which the host was late, and what the trace shows around them: phases, stacks, collections."""
+
+import re
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from headway.explain.attribution import Phase
+from headway.explain.events import NONE, Column, Kind
+from headway.explain.findings.evidence import StepEvidence
+from headway.explain.measurement import MeasuredStep, MeasuredTrace
+from headway.meter.host_evidence import COLLECTION
+
+_LONG_NS = 1_000_000  # launches and Python between two operators take some 5 to 100 us
+_LONG_SHARE = 0.02  # of the step; a core that is shared takes a thread away for some milliseconds now and then
+_FIRST_USE = 10  # times what other calls of the operator take
+ALLOCATES = re.compile(r"(cuda|hip|cu)(Host)?(Malloc|Free|MemAlloc|MemFree|HostAlloc|MemCreate|MemMap)\w*")
+_LOADS = re.compile(r"(cu|hip)(ModuleLoad|LibraryLoad|ModuleGetFunction)\w*|cudaFuncGetAttributes")
+_REPLAYS = re.compile(r"(cuda|hip|cu)GraphLaunch\w*")
+ANNOTATION = "the annotation"
+_SURROUNDINGS = ("ProfilerStep#", "phase:", COLLECTION)
+
+ENGINE = re.compile(r"^~?_engine_run_backward")
+# What names of files and functions in a stack tell of a pause: words, the chore that has a finding of its own, else
+# what the host did and what to do about it.
+_ACTIVITIES = (
+    (r"\((torch/)?serialization\.py|safetensors|save_checkpoint|\w*save\w* \(", Phase.CHECKPOINT, "", ""),
+    (r"\(logging/|wandb|tensorboard|mlflow|comet|\(tqdm/", Phase.LOGGING, "", ""),
+    (r"evaluat|validat", Phase.EVALUATION, "", ""),
+    (r"subprocess\.py|\(multiprocessing/", None, "another program or process is waited for",
+     "ask it less often, or in a thread of its own"),
+    (r"\(socket\.py|\(ssl\.py|\(http/|urllib|requests/|\(asyncio/", None, "a server is waited for",
+     "ask it less often, or in a thread of its own"),
+    (ENGINE.pattern, None, "backward's engine was between two operators: a hook in C++, or another "
+     "thread that held Python's lock", "look at the trace around the gap, and at other threads"),
+    (r"\(copy\.py|\w+/copy\.py", None, "objects are copied in Python", "copy less often, and tensors alone"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A gap in which nothing ran, since the host had not launched or called anything.
+
+    Attributes:
+        ns: of it, without what a phase or a wait explains [ns].
+        start_ns: beginning [ns].
+        end_ns: end [ns].
+        event: that ends it; NONE where the step does.
+        collected_ns: part in which garbage was collected [ns].
+        preempted_ns: part in which the thread had no core [ns].
+        is_long: whether it is a pause, and not one of many gaps between launches.
+    """
+
+    ns: int
+    start_ns: int
+    end_ns: int
+    event: int
+    collected_ns: int
+    preempted_ns: int
+    is_long: bool
+
+    @property
+    def own_ns(self) -> int:
+        """Without what has another cause [ns]."""
+        return max(0, self.ns - self.collected_ns - self.preempted_ns)
+
+
+class StepPauses:
+    """Gaps of one step in which the host was late.
+
+    Args:
+        measured: the trace.
+        step: one of its steps.
+        preempted: begin, end and how much of it the loop's thread had no core [ns].
+    """
+
+    def __init__(
+        self, measured: MeasuredTrace, step: MeasuredStep, preempted: Sequence[tuple[int, int, int]] = ()
+    ) -> None:
+        self.measured, self.step, self._preempted = measured, step, preempted
+        self.host = measured.trace.host
+
+    @cached_property
+    def own_events(self) -> Column:
+        """Host events of the loop's thread that overlap the step."""
+        host, window = self.host, self.step.window
+        inside = (host.end_ns > window.start_ns) & (host.start_ns < window.end_ns)
+        return np.flatnonzero(inside & (host.track == self.measured.trace.step_track))
+
+    @cached_property
+    def collections(self) -> list[tuple[int, int]]:
+        """Begin and end of each collection of garbage in the loop's thread [ns]."""
+        names = self.measured.trace.names
+        return [
+            (int(self.host.start_ns[i]), int(self.host.end_ns[i]))
+            for i in self.own_events.tolist()
+            if self.host.kind[i] == Kind.ANNOTATION and names[self.host.name[i]].startswith(COLLECTION)
+        ]
+
+    @cached_property
+    def gaps(self) -> tuple[Pause, ...]:
+        """All gaps in which the host was late, by their order in time."""
+        window, events = self.step.window, self.measured.events
+        long_ns = max(_LONG_NS, round(_LONG_SHARE * window.ns))
+        gaps = []
+        for event, ns in self.step.idle.late_before.items():
+            end_ns = window.end_ns if event == NONE else min(int(events.start_ns[event]), window.end_ns)
+            collected_ns = min(ns, overlap(self.collections, end_ns - ns, end_ns))
+            preempted_ns = self.preempted_ns(end_ns - ns, end_ns)
+            # What the counts leave of a gap that was nearly all another process's is not known well enough.
+            is_long = ns - collected_ns - preempted_ns >= max(long_ns, preempted_ns // 4)
+            gaps.append(Pause(ns, end_ns - ns, end_ns, event, collected_ns, preempted_ns, is_long))
+        return tuple(sorted(gaps, key=lambda gap: gap.start_ns))
+
+    def preempted_ns(self, start_ns: int, end_ns: int) -> int:
+        """Time of a span in which the thread had no core: of what was counted between two samples, all that fits."""
+        return sum(
+            min(ns, min(end, end_ns) - max(begin, start_ns))
+            for begin, end, ns in self._preempted
+            if begin < end_ns and end > start_ns
+        )
+
+    @cached_property
+    def waiting_gaps(self) -> list[tuple[int, int]]:
+        """Length [ns] and ending event of gaps of the device before events that had been launched already."""
+        events, window = self.measured.events, self.step.window
+        inside = np.flatnonzero((events.end_ns > window.start_ns) & (events.start_ns < window.end_ns))
+        if self.measured.trace.is_cpu_only or not len(inside):
+            return []
+        busy_until = np.maximum.accumulate(np.concatenate([[window.start_ns], events.end_ns[inside]]))[:-1]
+        lengths = events.start_ns[inside] - busy_until
+        late_before = self.step.idle.late_before
+        return [
+            (int(length), int(event))
+            for length, event in zip(lengths.tolist(), inside.tolist(), strict=True)
+            if length > 0 and not late_before[event]
+        ]
+
+    def surrounding(self, pause: Pause) -> int:
+        """Innermost host event that lasts for most of a pause; NONE where there is none but the step and its phase."""
+        host, own = self.host, self.own_events
+        names, contexts = self.measured.trace.names, self.measured.attribution.contexts
+        overlap = np.minimum(host.end_ns[own], pause.end_ns) - np.maximum(host.start_ns[own], pause.start_ns)
+        candidates = [
+            i for i in own[2 * overlap > pause.ns].tolist() if not names[host.name[i]].startswith(_SURROUNDINGS)
+        ]
+        return max(candidates, key=lambda i: contexts[i].depth, default=NONE)
+
+    def cause(self, pause: Pause) -> tuple[str, str]:
+        """Class a long pause by what the trace shows of it.
+
+        Returns:
+            "allocation", "first-use", "graph" or "pause", and what the host was in; "" where nothing shows it.
+        """
+        host, names = self.host, self.measured.trace.names
+        around = self.surrounding(pause)
+        name = names[host.name[around]] if around != NONE else ""
+        if around != NONE and host.kind[around] == Kind.ANNOTATION:
+            name = f"{ANNOTATION} {name}"
+        operator = self.measured.attribution.contexts[around].operator if around != NONE else NONE
+        operator_name = names[host.name[operator]] if operator != NONE else ""
+        if ALLOCATES.fullmatch(name):
+            return "allocation", f"{name} in {operator_name}" if operator_name else name
+        if _LOADS.fullmatch(name) or (operator != NONE and self._is_first_use(operator)):
+            return "first-use", operator_name or name
+        if pause.event != NONE and not self.measured.trace.is_cpu_only:
+            launch = int(self.measured.attribution.launch[pause.event])
+            if launch != NONE and _REPLAYS.fullmatch(names[host.name[launch]]):
+                return "graph", name
+        return "pause", name
+
+    def _is_first_use(self, operator: int) -> bool:
+        """Whether an operator is the first of its name, and took far longer than those that follow."""
+        host = self.host
+        same = np.flatnonzero((host.name == host.name[operator]) & (host.kind == Kind.OPERATOR))
+        durations = host.end_ns[same] - host.start_ns[same]
+        others = durations[same != operator]
+        own_ns = int(host.end_ns[operator] - host.start_ns[operator])
+        is_first = int(host.start_ns[same].min()) == int(host.start_ns[operator])
+        return is_first and (not len(others) or own_ns > _FIRST_USE * float(np.median(others)))
+
+
+def overlap(spans: Sequence[tuple[int, int]], start_ns: int, end_ns: int) -> int:
+    """Time that spans have in common with one [ns]."""
+    return sum(max(0, min(end, end_ns) - max(start, start_ns)) for start, end in spans)
+
+
+_pauses: "weakref.WeakKeyDictionary[StepEvidence, list[StepPauses]]" = weakref.WeakKeyDictionary()
+
+
+def pauses_of(evidence: StepEvidence) -> list[StepPauses]:
+    """Gaps of each step that was measured."""
+    if evidence not in _pauses:
+        _pauses[evidence] = [
+            StepPauses(*step.measured, evidence.preempted(step.measured[0], step.step))
+            for step in evidence.steps
+            if step.measured is not None
+        ]
+    return _pauses[evidence]
+
+
+def stacks_of(evidence: StepEvidence, step: StepPauses, pause: Pause) -> Counter[tuple[str, ...]]:
+    """Time of each stack of the loop's thread within a pause [ns]; none where nobody sampled it."""
+    spent: Counter[tuple[str, ...]] = Counter()
+    for begin, end, stack in evidence.samples(step.measured, step.step.window.step):
+        ns = min(end, pause.end_ns) - max(begin, pause.start_ns)
+        if ns > 0:
+            spent[stack] += ns
+    return spent
+
+
+def activity(stack: Sequence[str]) -> tuple[str, str, str]:
+    """Class, cause and advice that a stack tells; "pause", "" and general advice where it is nothing that is known."""
+    text = " ".join(stack)
+    for words, phase, cause, advice in _ACTIVITIES:
+        if re.search(words, text, flags=re.IGNORECASE):
+            return phase.value if phase is not None else "pause", f"{cause}.", f"{advice}."
+    return "pause", "", "do it less often, ahead of time, or in a thread or process of its own."
