@@ -14,7 +14,8 @@ import numpy as np
 from headway.errors import LogError
 from headway.explain.comparison import MeanStep, mean_step
 from headway.explain.explanation import UNSEPARATED, JobExplanation
-from headway.explain.records import UNFINISHED_NOTE, explain_with_records
+from headway.explain.records import explain_with_records
+from headway.explain.run_folder import UNFINISHED_NOTE
 from headway.explain.text import as_text
 from headway.log.jsonl import as_object
 from headway.log.run_files import CONFIG, METRICS, RUN
