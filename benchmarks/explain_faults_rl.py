@@ -7,7 +7,7 @@ Each loop answers prompts with transformers' `generate`, scores them, runs a ref
 import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -23,7 +23,7 @@ from explain_faults_loops import PEAK, Times, busy, own_s, small_model
 from headway import Generation
 
 BYTES_PER_S = 10e9  # of one thread, assumed
-NUM_HEALTHY, NUM_STEPS, NUM_WARM = 6, 9, 2
+NUM_HEALTHY, NUM_STEPS, NUM_WARM = 5, 9, 2
 END = 0  # the token that ends an answer
 GROUP = 4  # answers to a prompt
 
@@ -98,7 +98,7 @@ def answer(model: Qwen3ForCausalLM, prompts: torch.Tensor, lengths: Sequence[int
     )  # fmt: skip
 
 
-def serve(channel: Connection, prompt: int, lengths: Sequence[int]) -> None:
+def serve(channel: Connection, lengths: Sequence[int]) -> None:
     """Answer prompts in a process of its own, as a server's engine does, until there are no more."""
     torch.set_num_threads(1)
     model = policy_model()
@@ -149,13 +149,14 @@ class RLLoop:
             yield
             return
         here, there = multiprocessing.get_context("spawn").Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=serve, args=(there, self.prompt, self.lengths))
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(there, self.lengths))
         process.start()
         self.channel = here
         try:
             yield
             if self.asked:
                 here.recv()
+                self.asked = False
             here.send(None)
         finally:
             process.join(30)
@@ -237,22 +238,25 @@ def run_rl(make: Callable[[bool], RLLoop], folder: Path) -> Times:
     Returns:
         Time of a healthy step and of a faulty one [s].
     """
-    seconds = []
-    for is_faulty in (False, True):
-        loop = make(is_faulty)
-        log_to = [f"jsonl:{folder}/metrics.jsonl"] if is_faulty else []
-        ends = []
-        metered: AbstractContextManager[headway.Meter] = headway.Meter(
-            loop.policy, others=[loop.of_reference], optimizer=loop.optimizer, peak=PEAK,
-            memory_bytes_per_s=BYTES_PER_S, log_every=1, log_to=log_to,
-        )  # fmt: skip
-        with loop.serving() if loop.server else nullcontext(), metered as meter:
-            for _ in range(NUM_STEPS if is_faulty else NUM_HEALTHY):
-                loop.step(meter)
-                ends.append(own_s())
-        steps = [end - begin for begin, end in pairwise(ends)][NUM_WARM - 1 :]
-        seconds.append(statistics.median(steps))
-    return seconds[0], seconds[1]
+    healthy, times = make(False), []
+    # Before and behind the faulty steps, since other processes on the machine come and go.
+    times += _step_times(healthy, NUM_HEALTHY, [])
+    faulty_s = statistics.median(_step_times(make(True), NUM_STEPS, [f"jsonl:{folder}/metrics.jsonl"]))
+    times += _step_times(healthy, NUM_HEALTHY, [])
+    return statistics.median(times), faulty_s
+
+
+def _step_times(loop: RLLoop, num_steps: int, log_to: list[str]) -> list[float]:
+    """Run a loop under a meter; the times of its warm steps [s]."""
+    ends = []
+    with loop.serving(), headway.Meter(
+        loop.policy, others=[loop.of_reference], optimizer=loop.optimizer, peak=PEAK,
+        memory_bytes_per_s=BYTES_PER_S, log_every=1, log_to=log_to,
+    ) as meter:  # fmt: skip
+        for _ in range(num_steps):
+            loop.step(meter)
+            ends.append(own_s())
+    return [end - begin for begin, end in pairwise(ends)][NUM_WARM - 1 :]
 
 
 @case("one answer of 160 tokens among 15 of 24", "longest-answer")

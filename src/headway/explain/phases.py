@@ -58,7 +58,7 @@ class PhaseLine:
         if self.num_devices:
             return "other devices"
         if self.name == ASIDE or not self.flops:
-            return "host, no FLOPs" if self.flops == 0 and self.ns else ""
+            return "host" if self.flops == 0 and self.ns else ""
         if self.idle_share >= _MOSTLY:
             return "idle rows"
         if self.mfu is None or self.mbu is None:
@@ -195,12 +195,21 @@ def _mean_flops(lines: Sequence[PhaseLine], count: int) -> float | None:
 
 def phase_table(lines: Sequence[PhaseLine], duration_ns: int) -> tuple[list[Column], list[list[str]], list[str]]:
     """Lay phases out as a table: columns, rows, and the step that they add up to."""
-    columns = [Column("by phase", "left"), *map(Column, ("ms", "share", "MFU", "MBU")), Column("bound by", "left")]
+    # A rate that is known of no phase has no column.
+    rates = [
+        (name, values)
+        for name, values in (("MFU", [line.mfu for line in lines]), ("MBU", [line.mbu for line in lines]))
+        if any(values)
+    ]
+    columns = [Column("by phase", "left"), Column("ms"), Column("share"), *(Column(name) for name, _ in rates)]
+    columns.append(Column("bound by", "left"))
     rows = []
-    for line in (line for line in lines if line.ns or line.flops):
-        time = [format_ms(line.ns), format_share(line.share)]
-        rows.append([NAMES.get(line.name, line.name), *time, *map(_rate, (line.mfu, line.mbu)), line.bound])
-    return columns, rows, ["the step", format_ms(duration_ns), format_share(1.0), "", "", ""]
+    for place, line in enumerate(lines):
+        if line.ns or line.flops:
+            reached = [_rate(values[place]) for _, values in rates]
+            time = [format_ms(line.ns), format_share(line.share)]
+            rows.append([NAMES.get(line.name, line.name), *time, *reached, line.bound])
+    return columns, rows, ["the step", format_ms(duration_ns), format_share(1.0), *("" for _ in rates), ""]
 
 
 def _rate(rate: float | None) -> str:

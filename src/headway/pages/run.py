@@ -21,6 +21,7 @@ from headway.log.jsonl import as_object
 from headway.log.run_files import CONFIG, METRICS, RUN
 from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
 from headway.pages.folder import changed_settings, folder_sections, held_out_loss, provenance, restarts
+from headway.pages.phases import mean_phase_lines, phase_chart
 from headway.report import (
     Column,
     format_bytes,
@@ -157,6 +158,7 @@ def report_page(run: ReportedRun) -> str:
         facts=facts(run),
         has_goodput=run.goodput is not None,
         first=[_waterfall(run), *_goodput(run)],
+        phases=phase_chart(run.explanation.steps),
         findings=run.explanation.findings,
         by_heading=_over_the_run(run),
         notes=run.notes,
@@ -386,6 +388,7 @@ def machine(run: ReportedRun) -> dict[str, Any]:
         "name": run.name,
         "num_records": len(run.records),
         "mean_step": run.mean.to_dict() | {"lines": {key: ns for key, (_, ns) in run.mean.lines.items()}},
+        "phases": [phase.to_dict() for phase in mean_phase_lines(run.explanation.steps)],
         "goodput": None if run.goodput is None else run.goodput.to_dict(),
         "findings": [finding.to_dict() for finding in run.explanation.findings],
         "series": {
