@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from headway.explain.phases import PhaseLine, mean_phases, phase_lines, phase_sentences
 from headway.explain.records import explain_records
 from headway.explain.text import as_text
-from helpers.rl_loops import metered_loop
+from helpers.loops import metered_rl_loop
 
 seconds = st.floats(0, 100)
 names = st.sampled_from(["rollout", "reference", "update", "rest"])
@@ -34,7 +34,7 @@ def test_phases_add_up_to_the_step_and_to_the_mean_step(steps):
 
 
 def test_a_step_is_shown_by_phase_with_what_bounds_each(tmp_path):
-    metered_loop(tmp_path / "m.jsonl", answers=[11] * 15 + [251])
+    metered_rl_loop(tmp_path / "m.jsonl", answers=[11] * 15 + [251])
     text = as_text(explain_records(tmp_path / "m.jsonl"))
     table = text[text.index("by phase") :].splitlines()
     rows = [re.split(r"  +", row.strip()) for row in table[2:7]]
@@ -50,7 +50,7 @@ def test_a_step_is_shown_by_phase_with_what_bounds_each(tmp_path):
 
 
 def test_the_numbers_for_programs_have_each_phase_of_each_step_and_of_the_mean(tmp_path):
-    metered_loop(tmp_path / "m.jsonl", server=4)
+    metered_rl_loop(tmp_path / "m.jsonl", server=4)
     told = json.loads(json.dumps(explain_records(tmp_path / "m.jsonl").to_dict()))
     for part in (told["mean"], *told["steps"]):
         assert sum(phase["ns"] for phase in part["phases"]) == part["duration_ns"]

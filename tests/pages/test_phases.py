@@ -7,12 +7,12 @@ import pytest
 
 from headway.pages.phases import phase_chart
 from headway.pages.run import read_run, report_markdown, report_page
-from helpers.pages import CHROMIUM, Browser
-from helpers.rl_loops import metered_loop
+from helpers.loops import metered_rl_loop
+from helpers.pages import Browser
 
 
 def page_of(folder, **options):
-    metered_loop(folder / "m.jsonl", **options)
+    metered_rl_loop(folder / "m.jsonl", **options)
     return report_page(read_run(folder / "m.jsonl"))
 
 
@@ -36,7 +36,7 @@ def test_a_run_without_phases_has_no_such_section(tmp_path):
 
 
 def test_bars_are_as_high_as_their_steps_are_long(tmp_path):
-    metered_loop(tmp_path / "m.jsonl", num_steps=3)
+    metered_rl_loop(tmp_path / "m.jsonl", num_steps=3)
     chart = phase_chart(read_run(tmp_path / "m.jsonl").explanation.steps)
     rects = [rect for of_colour in chart["by_colour"].values() for rect in of_colour]
     heights = {}
@@ -47,7 +47,7 @@ def test_bars_are_as_high_as_their_steps_are_long(tmp_path):
 
 
 def test_hostile_names_of_phases_stay_text(tmp_path):
-    metered_loop(tmp_path / "m.jsonl")
+    metered_rl_loop(tmp_path / "m.jsonl")
     hostile = "<script>alert(1)</script>"
     records = (tmp_path / "m.jsonl").read_text().replace('"rollout"', json.dumps(hostile))
     (tmp_path / "m.jsonl").write_text(records)
@@ -55,14 +55,13 @@ def test_hostile_names_of_phases_stay_text(tmp_path):
 
 
 def test_the_markdown_has_the_table_too(tmp_path):
-    metered_loop(tmp_path / "m.jsonl")
+    metered_rl_loop(tmp_path / "m.jsonl")
     text = report_markdown(read_run(tmp_path / "m.jsonl"))
     assert "| by phase |" in text
     assert "decode steps of 16.0 rows" in text
 
 
 @pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_the_section_fits_a_narrow_window(tmp_path):
     (tmp_path / "page.html").write_text(page_of(tmp_path, answers=[11] * 15 + [251]))
     with Browser(tmp_path / "profile") as browser:

@@ -96,22 +96,33 @@ def phase_lines(record: Mapping[str, Any], duration_ns: int, aside_ns: int) -> t
         Lines that add up to the duration, in the record's order, with the rest and what is no training last; none of a
         loop without phases.
     """
-    entries = record.get("phases")
-    named = {} if not isinstance(entries, Mapping) else {k: v for k, v in entries.items() if isinstance(v, Mapping)}
-    if not named:
+    phases = record.get("phases")
+    entries = {} if not isinstance(phases, Mapping) else {k: v for k, v in phases.items() if isinstance(v, Mapping)}
+    if not entries:
         return ()
     num_steps = max(1, round(quantity(record.get("num_steps", 1)) or 1))
     lines = [
         _line(name, entry, num_steps, _ns(entry.get("wall_s"), num_steps), duration_ns)
-        for name, entry in named.items()
+        for name, entry in entries.items()
         if name != REST
     ]
     # Rounding of the others is the rest's, so that the sum is the step.
     rest_ns = duration_ns - aside_ns - sum(line.ns for line in lines)
-    lines.append(_line(REST, named.get(REST, {}), num_steps, rest_ns, duration_ns))
+    lines.append(_line(REST, entries.get(REST, {}), num_steps, rest_ns, duration_ns))
     if aside_ns:
         lines.append(PhaseLine(ASIDE, aside_ns, aside_ns / duration_ns, aside_ns))
     return tuple(lines)
+
+
+def profiled_phases(times: Mapping[str, int], duration_ns: int) -> tuple[PhaseLine, ...]:
+    """Make the phases of a step of a trace.
+
+    Args:
+        times: of each phase [ns], which add up to the duration.
+        duration_ns: of the step [ns].
+    """
+    in_order = sorted(times.items(), key=lambda phase: phase[0] == REST)
+    return tuple(PhaseLine(name, ns, ns / duration_ns, ns) for name, ns in in_order)
 
 
 def _ns(seconds: object, num_steps: int) -> int:
@@ -202,14 +213,16 @@ def phase_table(lines: Sequence[PhaseLine], duration_ns: int) -> tuple[list[Colu
         if any(values)
     ]
     columns = [Column("by phase", "left"), Column("ms"), Column("share"), *(Column(name) for name, _ in rates)]
-    columns.append(Column("bound by", "left"))
+    has_bounds = any(line.bound for line in lines)  # none in a trace
+    columns += [Column("bound by", "left")] if has_bounds else []
     rows = []
     for place, line in enumerate(lines):
         if line.ns or line.flops:
             reached = [_rate(values[place]) for _, values in rates]
             time = [format_ms(line.ns), format_share(line.share)]
-            rows.append([NAMES.get(line.name, line.name), *time, *reached, line.bound])
-    return columns, rows, ["the step", format_ms(duration_ns), format_share(1.0), *("" for _ in rates), ""]
+            rows.append([NAMES.get(line.name, line.name), *time, *reached, *([line.bound] if has_bounds else [])])
+    nothing = [""] * (len(rates) + has_bounds)
+    return columns, rows, ["the step", format_ms(duration_ns), format_share(1.0), *nothing]
 
 
 def _rate(rate: float | None) -> str:

@@ -422,7 +422,7 @@ def _run_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | 
         late_ns=round((quantity(record.get("late_rank_s")) or 0.0) * 1e9),
         late_phase=str(record.get("late_rank_phase") or ""),
         facts={name: record.get(name) for name in _FACTS},
-        named=waterfall.phases,
+        loop_phases=waterfall.phases,
     )
 
 

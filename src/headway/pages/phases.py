@@ -72,5 +72,5 @@ def _parts(steps: Sequence[StepWaterfall]) -> list[Sequence[StepWaterfall]]:
 
 def _colours(lines: Sequence[PhaseLine]) -> dict[str, str]:
     """Colour of each phase, as a variable of the page."""
-    named = dict.fromkeys(line.name for line in lines if line.name not in _COLOUR_OF)
-    return {name: f"--c{_COLOURS[place % len(_COLOURS)]}" for place, name in enumerate(named)} | _COLOUR_OF
+    names = dict.fromkeys(line.name for line in lines if line.name not in _COLOUR_OF)
+    return {name: f"--c{_COLOURS[place % len(_COLOURS)]}" for place, name in enumerate(names)} | _COLOUR_OF

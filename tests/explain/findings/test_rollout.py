@@ -1,14 +1,12 @@
 """Faults of reinforcement learning's loops: named first, with what the mended loop saves by the law of its times."""
 
-import json
-
 import pytest
 
 from headway.explain.findings.evidence import RunEvidence, RunStep
 from headway.explain.findings.rules import find
 from headway.explain.phases import PhaseLine
 from headway.explain.records import explain_records
-from helpers.rl_loops import metered_loop
+from helpers.loops import metered_rl_loop
 
 LONG = [11] * 15 + [251]  # tokens of answers; 26 on average: as many tokens in 250 decode steps as in 25
 FAULTS = [
@@ -25,8 +23,8 @@ FAULTS = [
 @pytest.mark.parametrize(("name", "fault", "mended"), FAULTS)
 @pytest.mark.parametrize("log_every", [1, 3])
 def test_a_fault_is_named_first_with_what_the_mended_loop_saves(tmp_path, name, fault, mended, log_every):
-    faulty_s = metered_loop(tmp_path / "faulty.jsonl", log_every=log_every, **fault)
-    mended_s = metered_loop(tmp_path / "mended.jsonl", log_every=log_every, **mended)
+    faulty_s = metered_rl_loop(tmp_path / "faulty.jsonl", log_every=log_every, **fault)
+    mended_s = metered_rl_loop(tmp_path / "mended.jsonl", log_every=log_every, **mended)
     first = explain_records(tmp_path / "faulty.jsonl").findings[0]
     assert first.id == name
     if name == "host-phase":  # what no phase claims is the host's as well
@@ -47,12 +45,12 @@ def test_a_fault_is_named_first_with_what_the_mended_loop_saves(tmp_path, name, 
     ],
 )
 def test_a_healthy_loop_has_no_finding(tmp_path, options):
-    metered_loop(tmp_path / "m.jsonl", **options)
+    metered_rl_loop(tmp_path / "m.jsonl", **options)
     assert [f.id for f in explain_records(tmp_path / "m.jsonl").findings if f.id != "not-compute-bound"] == []
 
 
 def test_sentences_say_what_was_seen_and_name_the_phase(tmp_path):
-    metered_loop(tmp_path / "m.jsonl", answers=LONG)
+    metered_rl_loop(tmp_path / "m.jsonl", answers=LONG)
     (finding, *_) = explain_records(tmp_path / "m.jsonl").findings
     assert finding.seen == (
         "90.0 % of the places of decode steps in the phase 'rollout' were idle: the longest answer of a batch had 251 "
@@ -62,38 +60,28 @@ def test_sentences_say_what_was_seen_and_name_the_phase(tmp_path):
 
 
 def test_a_server_that_works_all_the_time_is_told_from_one_that_waits(tmp_path):
-    metered_loop(tmp_path / "m.jsonl", server=4, answers=[300] * 16, ahead=True, updates=0)
+    metered_rl_loop(tmp_path / "m.jsonl", server=4, answers=[300] * 16, ahead=True, updates=0)
     finding = next(f for f in explain_records(tmp_path / "m.jsonl").findings if f.id == "no-overlap")
     assert "worked 100.0 % of it" in finding.seen
     assert "more of the devices for it" in finding.next
 
 
-def test_two_frozen_models_in_one_phase_are_no_repetition(tmp_path):
-    """A reward model beside the reference: each scores the answers once."""
-    metered_loop(tmp_path / "m.jsonl", updates=4, references=4)
-    records = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
-    for record in records:
-        record["phases"]["reference"]["scored_tokens"] /= 4
-    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, records)))
-    assert "repeated-scoring" not in [f.id for f in explain_records(tmp_path / "m.jsonl").findings]
-
-
 def test_a_full_memory_has_no_room_for_a_larger_batch(tmp_path):
-    metered_loop(tmp_path / "m.jsonl", batch=4)
-    named = explain_records(tmp_path / "m.jsonl").steps[0].phases
+    metered_rl_loop(tmp_path / "m.jsonl", batch=4)
+    phases = explain_records(tmp_path / "m.jsonl").steps[0].phases
     for memory_share, names in ((0.5, ["small-decode-batches"]), (0.9, [])):
-        steps = [RunStep(n, 10**9, rate=1.0, memory_share=memory_share, named=named) for n in range(1, 9)]
+        steps = [RunStep(n, 10**9, rate=1.0, memory_share=memory_share, loop_phases=phases) for n in range(1, 9)]
         assert [f.id for f in find(run=RunEvidence(steps)) if f.id == "small-decode-batches"] == names
 
 
 def test_a_phase_whose_flops_nobody_knows_is_not_called_the_hosts():
     line = PhaseLine("rollout", 10**9, 1.0, 10**9)
-    steps = [RunStep(n, 10**9, rate=1.0, named=(line,)) for n in range(1, 9)]
+    steps = [RunStep(n, 10**9, rate=1.0, loop_phases=(line,)) for n in range(1, 9)]
     assert find(run=RunEvidence(steps)) == ()
 
 
 def test_rest_is_the_hosts_where_nothing_is_counted_in_it(tmp_path):
-    metered_loop(tmp_path / "m.jsonl", rest_s=3.0)
+    metered_rl_loop(tmp_path / "m.jsonl", rest_s=3.0)
     finding = explain_records(tmp_path / "m.jsonl").findings[0]
     assert (finding.id, finding.ns) == ("host-phase", pytest.approx(3.01e9, rel=1e-6))
     assert finding.seen.startswith("what no phase claims took")

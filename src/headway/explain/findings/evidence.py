@@ -68,7 +68,7 @@ class RunStep:
         late_ns: how much later than any other [ns].
         late_phase: phase by which most.
         facts: about the loop, as its record has them: `optimizer`, `anomaly_mode`, `weights_dtype`.
-        named: phases that the loop names.
+        loop_phases: phases that the loop names.
     """
 
     step: int
@@ -95,7 +95,7 @@ class RunStep:
     late_ns: int = 0
     late_phase: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    named: tuple[PhaseLine, ...] = ()
+    loop_phases: tuple[PhaseLine, ...] = ()
 
 
 Step = TypeVar("Step", StepWaterfall, RunStep)

@@ -88,9 +88,9 @@ def _gaps(evidence: SteadyEvidence) -> dict[str, int]:
     gaps = _GAPS if any(step.phases_ns.get("optimizer") for step in timed) else ("input",)
     shares = {gap: sum(step.phases_ns.get(gap, 0) for step in timed) / timed_ns for gap in gaps}
     # Phases that the loop names lie in the gaps too, and have rules of their own.
-    if any(step.named for step in timed):
-        named = sum(map(rollout.workless_ns, evidence.steps)) / evidence.duration_ns
-        shares = {gap: max(0.0, share - named) for gap, share in shares.items()}
+    if any(step.loop_phases for step in timed):
+        workless = sum(map(rollout.workless_ns, evidence.steps)) / evidence.duration_ns
+        shares = {gap: max(0.0, share - workless) for gap, share in shares.items()}
     # A collection is where the loop calls it, or where most objects are made: in the longest gap as far as it fits.
     dearest = max(shares, key=lambda gap: shares[gap])
     shares[dearest] -= sum(step.collection_ns for step in evidence.steps) / evidence.duration_ns

@@ -82,7 +82,7 @@ class _PhaseTotal:
 def phase_totals(evidence: SteadyEvidence) -> dict[str, _PhaseTotal]:
     """Add up the named phases of all steps, by name; none of a loop that names none."""
     totals: dict[str, _PhaseTotal] = {}
-    for line in (line for step in evidence.steps for line in step.named if line.name != ASIDE):
+    for line in (line for step in evidence.steps for line in step.loop_phases if line.name != ASIDE):
         totals.setdefault(line.name, _PhaseTotal(line.name)).add(line)
     # The loop's devices have shown what they can do in the phase that used them best; others only in their own.
     here = [total for total in totals.values() if not total.num_devices and total.flops and total.busy_ns > 0]
@@ -234,15 +234,15 @@ def host_phase(evidence: SteadyEvidence) -> Observation | None:
 
 def rest_without_work(evidence: SteadyEvidence) -> int:
     """Time that no phase claims, but for waiting for data, where nothing is counted in it [ns]; 0 where work is."""
-    rest = [(line, step) for step in evidence.steps for line in step.named if line.name == REST]
-    if any(line.flops != 0 for line, _ in rest):
+    lines = [(line, step) for step in evidence.steps for line in step.loop_phases if line.name == REST]
+    if any(line.flops != 0 for line, _ in lines):
         return 0
-    return sum(max(0, line.ns - step.waited_ns) for line, step in rest)
+    return sum(max(0, line.ns - step.waited_ns) for line, step in lines)
 
 
 def workless_ns(step: RunStep) -> int:
     """Time of a step in named phases without FLOPs on the loop's devices [ns]."""
-    return sum(line.ns for line in step.named if line.name not in (REST, ASIDE) and line.flops == 0)
+    return sum(line.ns for line in step.loop_phases if line.name not in (REST, ASIDE) and line.flops == 0)
 
 
 def no_overlap(evidence: SteadyEvidence) -> Observation | None:
