@@ -40,6 +40,7 @@ def phase_chart(steps: Sequence[StepWaterfall]) -> dict[str, Any] | None:
     # A bar has all its steps, slow first ones as well, which the mean step leaves out.
     bars = [mean_phases([(step.duration_ns, step.phases) for step in part]) for part in _parts(steps)]
     longest_ns = max(sum(max(0, line.ns) for line in bar) for bar in bars) or 1  # a part without phases has no bar
+    # Parts of a bar from the bottom up, in the order of the table.
     width, rects = WIDTH / len(bars), []
     for place, bar in enumerate(bars):
         below = 0.0
@@ -48,6 +49,7 @@ def phase_chart(steps: Sequence[StepWaterfall]) -> dict[str, Any] | None:
             below += height
             rects.append((line.name, round(place * width, 1), round(HEIGHT - below, 1), round(height, 1)))
     shares = "; ".join(f"{line.name}: {format_share(line.share)}" for line in lines)
+    # One path for each colour, however many bars it is in.
     return {
         "section": section,
         "swatches": [colours[line.name] for line in lines if line.ns or line.flops],

@@ -106,6 +106,7 @@ def longest_answer(evidence: SteadyEvidence) -> Observation | None:
     ns, phases = _summed(evidence, lambda total: total.decode_ns * _idle_share(total) * _waited(total))
     if not phases:
         return None
+    # Means over all batches: a decode step for each token behind the first of the longest answer.
     dearest = phases[0][1]
     longest, mean = dearest["decode_steps"] / dearest["prefills"] + 1, dearest["generated_tokens"] / dearest["answers"]
     return Observation(
@@ -135,6 +136,7 @@ def small_batches(evidence: SteadyEvidence) -> Observation | None:
     ns, phases = _summed(evidence, lambda total: _saved_by_one_batch(total, len(evidence.steps)) * _waited(total))
     if not phases:
         return None
+    # Batches of one step, and their rows: what one batch would join.
     dearest = phases[0][1]
     batches, rows = dearest["prefills"] / evidence.num_steps, dearest["decode_slots"] / dearest["decode_steps"]
     rates = [
@@ -148,7 +150,8 @@ def small_batches(evidence: SteadyEvidence) -> Observation | None:
         f"the phase '{dearest.name}' decoded {batches:,.0f} batches of {rows:,.1f} rows in a step, one after the other"
         f"{reached}: {format_share(1 - dearest.rows_ns / dearest.decode_ns)} of its decoding does not grow with rows.",
         "each decode step reads all weights and launches all kernels, for however few rows.",
-        f"one batch of all {batches * rows:,.0f} rows, or of as many as memory holds: weights are read once for all.",
+        f"one batch of all {batches * rows:,.0f} rows, or of as many as memory holds: weights are read once for all. "
+        "Turns that need the answers before them stay apart.",
     )
 
 
@@ -205,6 +208,7 @@ def repeated_scoring(evidence: SteadyEvidence) -> Observation | None:
 
 def host_phase(evidence: SteadyEvidence) -> Observation | None:
     """A phase, or what no phase claims, in which the host works and no FLOPs are counted."""
+    # A phase on other devices waits for these, and one whose FLOPs nobody knows may compute.
     hosts = [
         (total.ns, total.name)
         for total in phase_totals(evidence).values()
@@ -215,6 +219,7 @@ def host_phase(evidence: SteadyEvidence) -> Observation | None:
     if not hosts:
         return None
     _, dearest = max(hosts)
+    # Code that the loop's thread was seen in, where it was sampled.
     which = "what no phase claims" if dearest == REST else f"the phase '{dearest}'"
     codes: Counter[str] = Counter()
     for step in evidence.steps:
@@ -256,6 +261,7 @@ def no_overlap(evidence: SteadyEvidence) -> Observation | None:
     idle_ns = evidence.duration_ns - busy_ns
     waits = format_share(dearest.ns / evidence.duration_ns)
     of_devices = f"its {dearest.num_devices} devices" if dearest.num_devices > 1 else "its device"
+    # Where its devices never stand still, overlap gains nothing, and more of them do.
     if busy_ns >= _BUSY * evidence.duration_ns:
         return Observation(
             dearest.ns,
