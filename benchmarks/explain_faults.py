@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/explain_faults.py                       # a quarter of an hour on 2 quiet cores
     .venv/bin/python benchmarks/explain_faults.py eager_attention healthy_plain --keep /tmp/runs
     .venv/bin/python benchmarks/explain_faults.py --again --keep /tmp/runs   # ask again of runs that were kept
+    .venv/bin/python benchmarks/explain_faults.py --of rl               # loops of reinforcement learning, by records
 
 Each case runs in a process of its own (of several ranks, one each), on one thread, under the public meter (`Meter`,
 `HeadwayCallback`, `headway train`): a loop without its fault, then with it and a profile of three steps. The truth is
@@ -27,8 +28,9 @@ from typing import Any
 
 import torch
 
-from explain_faults_cases import CASES
+from explain_faults_cases import CASES as TRAINING_CASES
 from explain_faults_loops import ranks_of
+from explain_faults_rl import RL_CASES
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 LONGEST_S = 300  # of a case
@@ -36,12 +38,18 @@ NO_CAUSE = {"largest-loss", "first-steps"}  # findings that name no cause, or wh
 OF_THE_MACHINE = {"shared-cores"}  # true wherever other processes compute too, and no fault of the loop
 POINTS = 0.03  # of the step
 SOURCES = ("profile", "records")
+GROUPS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
+    "training": ("explain_faults", TRAINING_CASES, SOURCES),
+    "rl": ("explain_faults_rl", RL_CASES, ("records",)),
+}  # name of the record, cases, and what explain is asked of
+CASES: dict[str, Any] = {**TRAINING_CASES, **RL_CASES}
 
 
 def main() -> None:
     """Run the cases, print the table; within a case's own process, run that."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", metavar="CASE", help="names, or their beginnings; all if none")
+    parser.add_argument("--of", choices=GROUPS, default="training", help="group of the cases")
     parser.add_argument("--list", action="store_true", help="print the names and end")
     parser.add_argument("--keep", type=Path, help="folder in which the runs are kept")
     parser.add_argument("--again", action="store_true", help="ask again of kept runs, and run what is missing")
@@ -49,14 +57,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    names = [name for name in CASES if not options.cases or name.startswith(tuple(options.cases))]
+    what, cases, sources = GROUPS[options.of]
+    names = [name for name in cases if not options.cases or name.startswith(tuple(options.cases))]
     if options.list:
         print("\n".join(f"{name:28} {CASES[name].fault}" for name in names))
         return
     if options.run:
         run_case(options.cases[0], options.run)
         return
-    record: dict[str, Any] = {"what": "explain_faults", "environment": environment(torch.device("cpu")), "rows": []}
+    record: dict[str, Any] = {
+        "what": what,
+        "sources": sources,
+        "environment": environment(torch.device("cpu")),
+        "rows": [],
+    }
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)).resolve()
         waiting, running = list(names), {}
@@ -68,13 +82,13 @@ def main() -> None:
             for name, processes in list(running.items()):
                 if all(process.poll() is not None for process in processes):
                     del running[name]
-                    record["rows"].append(judged(name, folder / name))
+                    record["rows"].append(judged(name, folder / name, sources))
                     print(json.dumps(record["rows"][-1]), file=sys.stderr, flush=True)
             time.sleep(0.1)
     record["rows"].sort(key=lambda row: list(CASES).index(row["case"]))
     table = render(record)
     print(table)
-    if len(names) == len(CASES):
+    if len(names) == len(cases):
         write(result_paths(options.out, record), record, table)
 
 
@@ -90,6 +104,7 @@ def start(name: str, folder: Path) -> list[subprocess.Popen[bytes]]:
     for rank, variables in enumerate(environments):
         with (folder / f"output-{rank}.txt").open("wb") as output:
             command = ["timeout", str(LONGEST_S), sys.executable, __file__, name, "--run", str(folder)]
+            command += ["--of", next(group for group, (_, cases, _) in GROUPS.items() if name in cases)]
             processes.append(subprocess.Popen(
                 command, env={**variables, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
                 stdout=output, stderr=subprocess.STDOUT,
@@ -108,16 +123,18 @@ def run_case(name: str, folder: Path) -> None:
         )
 
 
-def judged(name: str, folder: Path) -> dict[str, Any]:
+def judged(name: str, folder: Path, sources: tuple[str, ...]) -> dict[str, Any]:
     """Ask `headway explain` of a case's runs, and judge its answers."""
     row: dict[str, Any] = {"case": name, "fault": CASES[name].fault, "truth": None}
     if not (folder / "truth.json").exists():
-        return {**row, **{source: {"verdict": "did not run", "findings": []} for source in SOURCES}}
+        return {**row, **{source: {"verdict": "did not run", "findings": []} for source in sources}}
     row["truth"] = json.loads((folder / "truth.json").read_text())
     for source, paths in (
         ("profile", sorted((folder / "profile").glob("*.json.gz"))),
         ("records", [folder / "metrics.jsonl"]),
     ):
+        if source not in sources:
+            continue
         command = [sys.executable, "-m", "headway", "explain", *map(str, paths), "--json"]
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
         if answer.returncode:
@@ -154,7 +171,7 @@ def render(record: dict[str, Any]) -> str:
     rows = []
     for row in record["rows"]:
         answers = []
-        for source in SOURCES:
+        for source in record["sources"]:
             findings = row[source]["findings"]
             answers += [
                 f"{findings[0][0]} {findings[0][1]:.1%}, {findings[0][2]:,.0f} ms" if findings else "none",
@@ -166,11 +183,11 @@ def render(record: dict[str, Any]) -> str:
             else f"{row['truth']['share']:.1%}, {row['truth']['ms']:,.0f} ms"
         )
         rows.append([row["fault"], truth, *answers])
-    headings = ["fault", "truth", "first, by profile", "verdict", "first, by records", "verdict"]
+    headings = ["fault", "truth", *(f for source in record["sources"] for f in (f"first, by {source}", "verdict"))]
     lines = ["# Planted faults, and what `headway explain` says first", "", markdown_table(headings, rows), ""]
     planted = [row for row in record["rows"] if CASES[row["case"]].names]
     sound = [row for row in record["rows"] if not CASES[row["case"]].names]
-    for source in SOURCES:
+    for source in record["sources"]:
         right = sum(row[source]["verdict"] == "right" for row in planted)
         first = sum(row[source]["verdict"] in ("right", "named first, other size") for row in planted)
         alarms = sum(row[source]["verdict"] == "false alarm" for row in sound)

@@ -150,3 +150,35 @@ def test_nothing_is_generated_by_nothing():
     generation = Generation(np.zeros(0, dtype=int), np.zeros(0, dtype=int))
     assert generation.workload == Workload(logits=0)
     assert (generation.num_prefills, generation.num_decode_steps) == (0, 0)
+
+
+def test_a_generation_tells_how_it_ran():
+    """By hand: two prompts of two answers each in batches of 3 and 1 rows; steps of 6 and of 1."""
+    own = Generation([5, 9], [3, 7, 0, 2], group=2, batch_size=3)
+    assert own.quantities() == {
+        "answers": 3,
+        "prefills": 2,
+        "prompt_tokens": 14,
+        "prefill_tokens": 28,
+        "generated_tokens": 12,
+        "sequence_tokens": 28 + 12,
+        "decode_steps": 6 + 1,
+        "decode_tokens": 2 + 6 + 1,
+        "decode_slots": 3 * 6 + 1 * 1,
+    }
+    shared = Generation([5, 9], [3, 7, 0, 2], group=2, batch_size=3, prefix="computed once")
+    assert shared.quantities() == {**own.quantities(), "prefill_tokens": 14}
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(1, 4), st.integers(1, 9),
+    st.sampled_from(["own", "computed once", "read once"]), st.data(),
+)  # fmt: skip
+def test_slots_hold_all_tokens_and_a_shared_prompt_once(prompts, group, batch_size, prefix, data):
+    answers = data.draw(st.lists(st.integers(0, 30), min_size=group * len(prompts), max_size=group * len(prompts)))
+    generation = Generation(prompts, answers, group=group, batch_size=batch_size, prefix=prefix)
+    workload = generation.workload
+    assert workload.slots >= workload.tokens
+    assert generation.decode_slots >= generation.decode.tokens
+    alike = Generation([8] * len(prompts), [4] * len(answers), group=group, batch_size=len(answers), prefix=prefix)
+    assert alike.workload.slots == alike.workload.tokens  # nothing is padded, and no row is idle

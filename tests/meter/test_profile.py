@@ -115,6 +115,39 @@ def test_a_trace_names_steps_phases_and_modules(profiled):
     assert "(medians of 2 and 1); starting and stopping it took" in line
 
 
+def test_a_profile_is_explained_by_the_phases_that_the_loop_names(tmp_path):
+    """A phase within another interrupts it, and one that goes on in the next step is in both."""
+    model = tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter = Meter(model, peak=PEAK, log_every=1)
+    with headway.profile(meter, tmp_path, steps=range(2, 5), report=str) as profiled:
+        for number, batch in enumerate(map(batch_of, LENGTHS), start=1):
+            with meter.phase("reference", forward_only=True), torch.no_grad():
+                meter.count(batch)
+                model(**batch)
+            with meter.phase("update"):
+                meter.count(batch)
+                model(**batch).loss.backward()
+                with meter.phase("score"):
+                    time.sleep(0.01)
+                optimizer.step()
+                if number == 3:
+                    meter.step()
+            if number != 3:
+                meter.step()
+    explanation = explain([read_trace(profiled.path)])
+    assert [step.step for step in explanation.steps] == [2, 3, 4]
+    for step in explanation.steps:
+        assert sum(phase.ns for phase in step.phases) == step.duration_ns
+        phases = {phase.name: phase.ns for phase in step.phases}
+        assert {*phases} == {"reference", "update", "score", "rest"}
+        assert phases["score"] >= 9_000_000
+        assert min(phases["reference"], phases["update"]) > 0
+    loops = [event["name"] for event in annotations(profiled.path) if event["name"].startswith("loop:")]
+    assert Counter(loops) == {"loop:reference": 3, "loop:update": 4, "loop:score": 3}
+    meter.close()
+
+
 def test_recomputation_is_a_modules_second_event_outside_of_forward(profiled):
     events = annotations(profiled[3])
     forwards = [event for event in events if event["name"] == "phase:forward"]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 
@@ -213,12 +214,32 @@ def test_bytes_of_phases_are_those_of_what_runs_in_them():
     cache = per_token * (2 * sum(prompts) + sum(a - 1 for a in answers) + steps_read)
     phases = record["phases"]
     assert phases["rollout"]["bytes_moved"] == 4 * weights + cache
+    assert phases["rollout"]["weight_bytes"] == 4 * weights
     assert phases["rollout"]["mbu"] == pytest.approx((4 * weights + cache) / 1e6)
     assert phases["reference"]["bytes_moved"] == weights
     update = traffic_of(model, optimizer).bytes_of(Workload([11, 7])).total
     assert phases["update"]["bytes_moved"] == update
     assert record["bytes_moved"] == 4 * weights + cache + weights + update
     assert phases[REST]["bytes_moved"] is None
+
+
+def test_tokens_that_a_frozen_model_scores_are_those_of_one_model():
+    """A reference and a reward model in one phase run on the same tokens: 30, not 60; in each of two updates, 60."""
+    others = [replace(COST_MODEL, name=name) for name in ("reference", "reward")]
+    clock = Clock()
+    meter, _ = metered(clock, others=others, log_every=2)
+    for times in (1, 2):
+        for _ in range(times):
+            with meter.phase("score", forward_only=True):
+                for other in others:
+                    meter.count(Workload([10, 20]), cost_model=other)
+                meter.count(Workload([10, 20]))  # of the trained model itself, which changes
+        meter.count(Workload([30]))
+        clock.now_s += 1.0
+        window = meter.step()
+    phases = window.to_dict()["phases"]
+    assert (phases["score"]["scored_tokens"], phases["score"]["tokens"]) == (30 + 60, 3 * 90)
+    assert phases[REST]["scored_tokens"] == 0
 
 
 def test_what_a_phase_is_bound_by():

@@ -13,6 +13,17 @@ from headway.count.workload import Workload
 from headway.errors import WorkloadError
 
 Prefix = Literal["own", "computed once", "read once"]
+GENERATION_QUANTITIES = (
+    "answers",  # that have a token
+    "prefills",  # batches, of which each reads its prompts in one forward
+    "prompt_tokens",  # of prompts, each once
+    "prefill_tokens",  # of prompts as often as they are read: those of one prompt for each of its answers, or once
+    "generated_tokens",
+    "sequence_tokens",  # of answers with their prompts, as a forward of all of them takes
+    "decode_steps",  # forwards behind the prefills
+    "decode_tokens",  # that they take
+    "decode_slots",  # positions that they compute, with rows whose answer had ended
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,8 +144,37 @@ class Generation:
     def _slots(self) -> int:
         if self.slots is not None:
             return self.slots
-        padded = sum(rows * (prompt + max(answer - 1, 0)) for rows, prompt, answer in self._batches)
-        return padded if self.batch_size else self.prefill.tokens + self.decode.tokens
+        if not self.batch_size:
+            return self.prefill.tokens + self.decode.tokens
+        # Prompts are padded to the longest of a batch: one row for each answer, or for each group that shares its own.
+        per_row = 1 if self.prefix == "own" else self.group
+        padded = sum(-(-rows // per_row) * prompt for rows, prompt, _ in self._batches)
+        return max(padded, self.prefill.tokens) + self.decode_slots
+
+    @property
+    def decode_slots(self) -> int:
+        """Token positions that decode steps computed, with the rows whose answer had ended."""
+        if self.slots is not None:
+            return self.slots - self.prefill.tokens
+        if not self.batch_size:
+            return self.decode.tokens
+        return sum(rows * max(answer - 1, 0) for rows, _, answer in self._batches)
+
+    def quantities(self) -> dict[str, int]:
+        """Give what adds up over generations and tells how they ran, by the names in `GENERATION_QUANTITIES`."""
+        answers = int((self.answers > 0).sum())
+        numbers = (
+            answers,
+            self.num_prefills,
+            self.prompt_tokens,
+            self.prefill.tokens,
+            self.generated_tokens,
+            int(np.repeat(self.prompts, self.group).sum()) + self.generated_tokens,
+            self.num_decode_steps,
+            self.decode.tokens,
+            self.decode_slots,
+        )
+        return dict(zip(GENERATION_QUANTITIES, numbers, strict=True))
 
     @cached_property
     def _batches(self) -> list[tuple[int, int, int]]:

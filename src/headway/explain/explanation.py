@@ -11,6 +11,7 @@ from typing import Any
 
 from headway.explain.budget import DeviceRates
 from headway.explain.measurement import MeasuredStep, MeasuredTrace
+from headway.explain.phases import PhaseLine, mean_phases
 from headway.explain.ranks import WaitedFor
 
 SCHEMA_VERSION = 1
@@ -111,6 +112,7 @@ class StepWaterfall:
         measured: what each event owned, and the trace; None where there was no trace.
         rates: of the device; None where there was no trace.
         traffic: what memory-bound kernels had to move; None where no shapes were recorded.
+        phases: that the loop names, the rest last; they add up to `duration_ns`. None of a loop that names none.
     """
 
     step: int
@@ -123,6 +125,7 @@ class StepWaterfall:
     measured: tuple[MeasuredTrace, MeasuredStep] | None = field(default=None, repr=False)
     rates: DeviceRates | None = None
     traffic: OperandTraffic | None = None
+    phases: tuple[PhaseLine, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
@@ -136,6 +139,7 @@ class StepWaterfall:
             "mfu": self.mfu,
             "is_edge": self.is_edge,
             "lines": [line.to_dict() for line in self.lines],
+            "phases": [phase.to_dict() for phase in self.phases],
             "memory_bound": None if self.traffic is None else self.traffic.to_dict(),
         }
 
@@ -151,6 +155,7 @@ class MeanWaterfall:
         mfu: total over total; None where it is not known.
         lines: they add up to `duration_ns`.
         traffic: what memory-bound kernels had to move; None where no shapes were recorded.
+        phases: that the loop names; they add up to `duration_ns`.
     """
 
     num_steps: int
@@ -159,6 +164,7 @@ class MeanWaterfall:
     mfu: float | None
     lines: tuple[WaterfallLine, ...]
     traffic: OperandTraffic | None = None
+    phases: tuple[PhaseLine, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Give the JSON-ready record."""
@@ -168,6 +174,7 @@ class MeanWaterfall:
             "duration_ns": self.duration_ns,
             "mfu": self.mfu,
             "lines": [line.to_dict() for line in self.lines],
+            "phases": [phase.to_dict() for phase in self.phases],
             "memory_bound": None if self.traffic is None else self.traffic.to_dict(),
         }
 
@@ -301,7 +308,8 @@ def mean_of(steps: Sequence[StepWaterfall]) -> MeanWaterfall:
         mean_parts = {name: part_ns // count for name, part_ns in parts.most_common()}
         lines.append(WaterfallLine(key, of_key[0].name, line_ns, line_ns / duration_ns, mfu, mfu_to, mean_parts))
     left_out = tuple(step.step for step in steps[:num_first])
-    return MeanWaterfall(count, left_out, duration_ns, mfu, tuple(lines), _mean_traffic(steady))
+    phases = mean_phases([(step.duration_ns, step.phases) for step in steady])
+    return MeanWaterfall(count, left_out, duration_ns, mfu, tuple(lines), _mean_traffic(steady), phases)
 
 
 def _mean_traffic(steps: Sequence[StepWaterfall]) -> OperandTraffic | None:

@@ -8,7 +8,7 @@ launched before, the device waited for itself: for another stream, or between tw
 import heapq
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from headway.explain.attribution import COMPILING, Attribution, Phase, attribute
 from headway.explain.events import NONE, Column, Events, Kind, Operands, Trace
 from headway.explain.kernels import Work
 from headway.explain.windows import StepWindow, step_windows
+from headway.meter.step_phases import REST
 
 _NO_STEPS_NOTE = (
     "the trace has no steps, so all of it is taken as one. Call profiler.step() after each step, with a schedule (for "
@@ -27,6 +28,7 @@ _PRIORITIES = {Work.MATMUL: 0, Work.MEMORY: 1, Work.UNKNOWN: 1, Work.COMMUNICATI
 _LEVEL = 100_000  # of the host's operators: deeper nesting than this has not been seen
 ASIDE = (Phase.LOGGING, Phase.CHECKPOINT, Phase.EVALUATION, Phase.COMPILE)
 MATMUL = "matmul"
+LOOP = "loop:"  # begins the annotations of phases that a loop names
 _LINES = {
     Work.MATMUL: MATMUL,
     Work.MEMORY: "memory",
@@ -110,11 +112,13 @@ class MeasuredStep:
         window: the step's time.
         owned: events that owned time.
         idle: the rest, by cause.
+        loop_phases: the same time by the phases that the loop names [ns]; empty where it names none.
     """
 
     window: StepWindow
     owned: tuple[OwnedTime, ...]
     idle: IdleTime
+    loop_phases: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,13 +181,14 @@ def measure(trace: Trace, *, as_one_step: bool = False) -> MeasuredTrace:
     computes = [work in _COMPUTES for work in attribution.work]
     windows = step_windows(trace, attribution.launch, computes, which, as_one_step=as_one_step)
     causes = _IdleCauses(trace, attribution, which)
+    loop_phases = _LoopPhases(trace, attribution)
     events = (trace.host if trace.is_cpu_only else trace.device).take(which)
     priority = _priorities(trace, attribution, which)
     steps = []
     for window in windows:
         pieces = divide(events.start_ns, events.end_ns, priority, (window.start_ns, window.end_ns))
         idle = causes.split(pieces, (window.start_ns, window.end_ns))
-        steps.append(MeasuredStep(window, _owned(pieces, which, attribution), idle))
+        steps.append(MeasuredStep(window, _owned(pieces, which, attribution), idle, loop_phases.split(pieces, which)))
     return MeasuredTrace(trace, attribution, tuple(steps), tuple(notes))
 
 
@@ -275,6 +280,55 @@ def divide(start_ns: Column, end_ns: Column, priority: Column, window: tuple[int
             heapq.heappush(running, (rank, order, ends[order], index))
     table = np.array(cuts, dtype=np.int64).reshape(-1, 2)
     return Segments(np.concatenate([[begin], table[:-1, 0]]) if len(table) else table[:, 0], table[:, 0], table[:, 1])
+
+
+class _LoopPhases:
+    """Phases that the loop names in one trace (`loop:NAME`), by the host's clock; the innermost one lasts.
+
+    What runs is in the phase in which the host launched it; a gap is in those that the host was in meanwhile.
+
+    Args:
+        trace: the whole trace.
+        attribution: what its events were for.
+    """
+
+    def __init__(self, trace: Trace, attribution: Attribution) -> None:
+        self._starts, self._launch = trace.host.start_ns, attribution.launch
+        names = {i: name.removeprefix(LOOP) for i, name in enumerate(trace.names) if name.startswith(LOOP)}
+        chosen = np.flatnonzero((trace.host.kind == Kind.ANNOTATION) & np.isin(trace.host.name, list(names)))
+        chosen = chosen[np.argsort(trace.host.start_ns[chosen], kind="stable")]
+        start_ns, end_ns = trace.host.start_ns[chosen], trace.host.end_ns[chosen]
+        # Of phases that last, the one that began last is the innermost.
+        span = (int(start_ns.min()), int(end_ns.max())) if len(chosen) else (0, 0)
+        self._pieces = divide(start_ns, end_ns, -np.arange(len(chosen)), span)
+        of_annotation = [names[name] for name in trace.host.name[chosen].tolist()]
+        self._names = [REST if owner == NONE else of_annotation[owner] for owner in self._pieces.owner.tolist()]
+
+    def split(self, segments: Segments, which: Column) -> dict[str, int]:
+        """Split the pieces of a step's window by phase [ns]; they add up to it. Empty where the loop names none."""
+        spent: Counter[str] = Counter()
+        columns = (segments.start_ns, segments.end_ns, segments.owner)
+        for start, end, owner in zip(*(column.tolist() for column in columns), strict=True) if self._names else ():
+            launch = NONE if owner == NONE else int(self._launch[which[owner]])
+            if launch != NONE:
+                moment = int(self._starts[launch])
+                spent[self._at(moment)] += end - start
+                continue
+            left = end - start
+            first = int(np.searchsorted(self._pieces.end_ns, start, side="right"))
+            last = int(np.searchsorted(self._pieces.start_ns, end, side="left"))
+            for i in range(first, last):
+                ns = min(end, int(self._pieces.end_ns[i])) - max(start, int(self._pieces.start_ns[i]))
+                spent[self._names[i]] += ns
+                left -= ns
+            spent[REST] += left
+        return dict(spent)
+
+    def _at(self, moment: int) -> str:
+        """The phase that lasts at a moment."""
+        place = int(np.searchsorted(self._pieces.end_ns, moment, side="right"))
+        is_inside = place < len(self._names) and int(self._pieces.start_ns[place]) <= moment
+        return self._names[place] if is_inside else REST
 
 
 class _IdleCauses:

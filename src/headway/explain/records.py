@@ -6,12 +6,11 @@ window of steps, of all ranks together.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headway.devices.names import named_devices
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import ConfigError
 from headway.explain.budget import SCHEMA_VERSION, Need, NeededWork, head_lines
 from headway.explain.explanation import (
     NO_PROFILE_NOTE,
@@ -22,15 +21,14 @@ from headway.explain.explanation import (
 )
 from headway.explain.findings.evidence import RunEvidence, RunStep, StepEvidence, as_number
 from headway.explain.findings.rules import find
+from headway.explain.phases import phase_lines
+from headway.explain.run_folder import BESIDE, device_of_run, notes_of_run, time_beside
 from headway.files import open_plain
 from headway.log.jsonl import as_object, sharing_decoder
-from headway.log.run_files import CONFIG, SUMMARY
-from headway.report import format_duration
 from headway.report.numbers import finite, integer, quantity
 from headway.report.step_lines import NAMES
 from headway.words import Argument
 
-UNFINISHED_NOTE = "the run has not ended, or was killed"  # how the note on it begins
 _MOST_STEPS = 2**53  # a larger number is no float
 _MOST_FLOPS = 10**30  # of all devices in one record
 _LOST_WORK = ("recomputation", "padding")  # keys of lines of what is computed in vain
@@ -95,7 +93,7 @@ def explain_with_records(
     every, notes = _read_records(path)
     # Steps that are left out are in no rate; they are shown where there is nothing else, and their compiling counts.
     entries = _counted(every)
-    device_name, memory_bytes = _device(path.parent)
+    device_name, memory_bytes = device_of_run(path.parent)
     # Each record becomes a waterfall and a place in the series; a value that Headway does not write names its step.
     waterfalls, run_steps, unsaid = [], list[RunStep](), Counter[str]()
     for entry in entries:
@@ -110,8 +108,12 @@ def explain_with_records(
                 f"({type(error).__name__}: {error}). Repair or delete the line."
             ) from error
     # The series sees the whole run even where one step alone is shown: rules compare steps with each other.
-    notes += _notes_of_work(unsaid, waterfalls, entries) + _notes_of_run(path.parent, entries)
-    beside_ns, about_beside = _beside(path.parent, every)
+    notes += _notes_of_work(unsaid, waterfalls, entries) + notes_of_run(path.parent, entries[-1].step)
+    # Time outside of the steps comes from the run's ledger, where there is one.
+    # A record stands for its mean step in the series, and so does what came beside it.
+    of_records = {name: sum(entry.ns(f"{name}_s") for entry in every) for name in BESIDE}
+    steps_tell = any("away_s" in entry.record for entry in every)
+    beside_ns, about_beside = time_beside(path.parent, of_records, steps_tell=steps_tell)
     chosen = [waterfall for waterfall in waterfalls if step is None or waterfall.step == step]
     if not chosen:
         numbers = f"{waterfalls[0].step} to {waterfalls[-1].step}"
@@ -347,7 +349,8 @@ def _waterfall(entry: _StepRecord, work: Mapping[str, Need] | None, device_name:
     away_ns = entry.away_ns // entry.num_steps
     if "away_s" in entry.record or entry.is_left_out:
         amounts.append(("aside", NAMES["aside"], away_ns, {}))
-    return unprofiled_waterfall(entry.step, entry.wall_ns // entry.num_steps + away_ns, amounts, device_name)
+    waterfall = unprofiled_waterfall(entry.step, entry.wall_ns // entry.num_steps + away_ns, amounts, device_name)
+    return replace(waterfall, phases=phase_lines(entry.record, waterfall.duration_ns, away_ns))
 
 
 def _why_no_work(record: Mapping[str, Any]) -> str:
@@ -389,62 +392,6 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entrie
     return notes
 
 
-def _notes_of_run(folder: Path, entries: list[_StepRecord]) -> list[str]:
-    """Make notes of the resumes and the end that a run folder of `headway train` tells of."""
-    notes = []
-    resumes = [as_object(line) or {} for line in _lines(folder / "resumes.jsonl")]
-    steps = [str(resume["step"]) for resume in resumes if resume.get("kind") == "resumed" and "step" in resume]
-    if steps:
-        times = "once" if len(steps) == 1 else f"{len(steps):,} times"
-        notes.append(f"the run was resumed {times}, after step {', '.join(steps[:5])}.")
-    if (folder / CONFIG).exists() and not (folder / SUMMARY).exists():
-        notes.append(f"{UNFINISHED_NOTE}: these are its records up to step {entries[-1].step}.")
-    return notes
-
-
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines() if path.is_file() else []
-
-
-def _device(folder: Path) -> tuple[str, int | None]:
-    """The device's name, as run.json has it, and its memory [bytes], where that is known."""
-    run = as_object((folder / "run.json").read_bytes()) if (folder / "run.json").is_file() else None
-    device = (run or {}).get("device")
-    name = device.get("name") if isinstance(device, Mapping) else None
-    if not isinstance(name, str):
-        return "unknown device", None
-    try:
-        sizes = [entry.memory_bytes for entry in named_devices(name) if entry.memory_bytes]
-    except HeadwayError:
-        sizes = []
-    return name, min(sizes, default=None)
-
-
-def _beside(folder: Path, entries: list[_StepRecord]) -> tuple[Mapping[str, int], list[str]]:
-    """Time of the run that was no training, from its ledger, else its records: evaluations, checkpoints, compiling."""
-    from headway.meter.goodput_report import FILE_NAME, read_goodput  # the meter takes a while to load
-
-    names = ("compile", "evaluation", "checkpoint")
-    if not (folder / FILE_NAME).is_file():
-        # A record stands for its mean step in the series, and so does what came beside it.
-        of_records = {name: sum(entry.ns(f"{name}_s") for entry in entries) for name in names}
-        return {name: ns for name, ns in of_records.items() if ns}, []
-    try:
-        report = read_goodput(folder)
-    except HeadwayError as error:
-        return {}, [f"where the time between the steps went is not known: {error}"]
-    spent: dict[str, int] = {name: ns for name, ns in report.ns.items() if ns and name in names}
-    if not spent:
-        return {}, []
-    spent_text = ", ".join(f"{name} {format_duration(ns / 1e9)}" for name, ns in spent.items())
-    where = (
-        "each step has what came since the one before, and what came after the last is in none"
-        if any("away_s" in entry.record for entry in entries)
-        else "the records do not say in which steps"
-    )
-    return spent, [f"beside training the whole run spent: {spent_text}; {where} (`headway goodput` has all of it)."]
-
-
 def _run_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | None) -> RunStep:
     record = entry.record
     ns = {line.key: line.ns for line in waterfall.lines}
@@ -481,6 +428,7 @@ def _run_step(entry: _StepRecord, waterfall: StepWaterfall, memory_bytes: int | 
         late_ns=round((quantity(record.get("late_rank_s")) or 0.0) * 1e9),
         late_phase=str(record.get("late_rank_phase") or ""),
         facts={name: record.get(name) for name in _FACTS},
+        loop_phases=waterfall.phases,
     )
 
 

@@ -16,6 +16,7 @@ from headway.explain.explanation import (
     WaterfallLine,
     mean_of,
 )
+from headway.explain.phases import phase_sentences, phase_table
 from headway.explain.products import GemmRow, gemms_of
 from headway.report import (
     Column,
@@ -67,7 +68,9 @@ def as_text(explanation: JobExplanation, by: By | Literal["gemm"] | None = None,
     parts.append(_title(shown, mean, len({waterfall.rank for waterfall in waterfalls}), markdown=markdown))
     drawn = table(*_waterfall(mean, shown))
     parts.append(drawn if markdown else _with_colour(drawn, _dearest(mean)))
-    details = [*_details(mean), *_of_ranks(explanation, shown)]
+    if mean.phases:
+        parts.append(table(*phase_table(mean.phases, mean.duration_ns)))
+    details = [*phase_sentences(mean.phases), *_details(mean), *_of_ranks(explanation, shown)]
     if details:
         parts.append(sentences(details, markdown=markdown))
     if by is not None and mean.num_steps > 1:

@@ -22,6 +22,7 @@ from headway.explain.findings.evidence import StepEvidence
 from headway.explain.findings.rules import find
 from headway.explain.measurement import ASIDE, MATMUL, MeasuredStep, MeasuredTrace
 from headway.explain.owners import Owners
+from headway.explain.phases import profiled_phases
 from headway.explain.ranks import RankStep, WaitedFor, waited_for
 from headway.explain.stated_work import StatedWork, check_rates, note_on_products
 from headway.explain.trace_facts import Collectives, TraceFacts, gather_facts, waiting_in
@@ -230,6 +231,7 @@ def _waterfall(facts: TraceFacts, step: MeasuredStep, others: Sequence[Collectiv
         measured=(measured, step),
         rates=facts.rates,
         traffic=operand_traffic(measured, step, facts.rates.bytes_per_s),
+        phases=profiled_phases(step.loop_phases, duration_ns),
     )
 
 

@@ -43,6 +43,7 @@ class Annotations:
         self._added_ns: dict[str, Any] = {}
         self._step: Any = None
         self._phase: tuple[str, Any] | None = None
+        self._named: list[tuple[str, Any]] = []  # phases that the loop names and that last, the innermost last
 
     def prepare(self) -> None:
         """Time calls without a profiler, before it starts."""
@@ -81,12 +82,27 @@ class Annotations:
     def step(self, number: int | None) -> None:
         """End the step that lasts, and begin another one."""
         self.switch(None)
+        # A phase that the loop names may go on in the next step: its annotation lies within one step.
+        names = [name for name, _ in self._named]
+        while self._named:
+            self.leave()
         if self._step is not None:
             _exit(self._step)
         self._step = None
         if number is not None:
             self._host.step(number)
             self._step = _enter(f"ProfilerStep#{number}")
+            for name in names:
+                self.enter(name)
+
+    def enter(self, name: str) -> None:
+        """Begin a phase that the loop names."""
+        self._named.append((name, _enter(f"loop:{name}")))
+
+    def leave(self) -> None:
+        """End the innermost phase that the loop names, if there is one."""
+        if self._named:
+            _exit(self._named.pop()[1])
 
     @property
     def host(self) -> dict[str, Any]:

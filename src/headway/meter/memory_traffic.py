@@ -128,13 +128,17 @@ class ForwardTraffic:
         Left out, so that it is a lower bound: activations, logits, states of recurrences and convolutions.
         """
         prefill, decode = generation.prefill, generation.decode
-        forwards = generation.num_prefills + generation.num_decode_steps
-        with_towers = generation.num_prefills if prefill.runs_towers else 0
         cache = self.cache_per_token * (2 * prefill.tokens + decode.tokens)
         for driver, num_bytes in self.cache_reads:
             pairs = drivers.parse(driver)
             cache += num_bytes * sum(sign * pairs(workload) for sign, workload in generation.reads)
-        return self.of_forwards(forwards, with_towers) + cache
+        return self.weights_of_generation(generation) + cache
+
+    def weights_of_generation(self, generation: Generation) -> int:
+        """Count what answering prompts reads of weights: all of them once for each prefill and decode step."""
+        forwards = generation.num_prefills + generation.num_decode_steps
+        with_towers = generation.num_prefills if generation.prefill.runs_towers else 0
+        return self.of_forwards(forwards, with_towers)
 
 
 def forward_traffic_of(cost_model: CostModel, itemsizes: Sequence[int], cached_itemsize: int) -> ForwardTraffic:

@@ -1,6 +1,6 @@
 """Steps on their way from a loop to its log: held until the device has passed them, then added up."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -186,9 +186,13 @@ class PendingSteps:
             totals["left_out_ns"] += wall_ns
             return
         # batches whose tokens another rank counts are empty here
+        scored: dict[str, Counter[int]] = defaultdict(Counter)  # tokens of frozen models, by phase and model
         for batch, billed in step.batches:
-            self._work[billed].append(self._work_of(batch, billed))
+            work = self._work_of(batch, billed)
+            self._work[billed].append(work)
             totals["num_batches"] += billed.trains
+            if billed.model and billed.forward_only and isinstance(work, Workload):
+                scored[billed.phase][billed.model] += work.tokens
         totals["wall_ns"] += wall_ns
         totals["data_wait_ns"] += min(wait_ns, wall_ns)
         totals["away_ns"] += round(time.away_s * NS)
@@ -200,6 +204,8 @@ class PendingSteps:
         if time.phases is not None:
             self._take_phases(time.phases)
         self._take_phase_times(time.phase_times, wall_ns)
+        for phase, tokens in scored.items():
+            self._sums.phase(phase).totals["scored_tokens"] += max(tokens.values())
         totals["num_steps"] += 1
         totals["num_skipped"] += step.skipped
         self._updates[0] += 1
@@ -259,8 +265,8 @@ class PendingSteps:
             phase.add_quantities(workload)
             for item in work:
                 if isinstance(item, Generation):
-                    phase.totals["prompt_tokens"] += item.prompt_tokens
-                    phase.totals["generated_tokens"] += item.generated_tokens
+                    for name, number in item.quantities().items():
+                        phase.totals[name] += number
         self._count_bytes()
         self._work.clear()
         self._updates = [0, 0]
@@ -272,6 +278,9 @@ class PendingSteps:
         for billed, work in self._work.items():
             if not billed.trains and (forwards := self._forwards.get(billed.model)) is not None:
                 moved[billed.phase] = moved.get(billed.phase, 0) + _moved_forward(forwards, work)
+                self._sums.phase(billed.phase).totals["weight_bytes"] += sum(
+                    forwards.weights_of_generation(item) for item in work if isinstance(item, Generation)
+                )
         if self._traffic is not None and self._updates[0]:
             phase = trains.pop() if len(trains) == 1 else REST  # an update's bytes are those of all phases that train
             moved[phase] = moved.get(phase, 0) + self._moved_in_training(self._traffic)

@@ -65,19 +65,31 @@ class PhaseUse(Utilisation):
         loop_s: time that the loop was in it [s]; those of all phases add up to the steps' time.
         is_elsewhere: whether it has devices of its own, whose FLOPs are not those of the steps.
         supervised: labelled tokens.
-        prompt_tokens: tokens of prompts that were answered, each prompt once.
-        generated_tokens: tokens of the answers.
+        generation: what was generated in it, by the names in `headway.count.generation.GENERATION_QUANTITIES`.
+        scored_tokens: tokens of forwards without a backward, of the model beside the trained one with most of them.
         bytes_moved: bytes that it moved at least; 0 where they are not known.
+        weight_bytes: those of them that generations read of weights.
         peak_bytes_per_s: memory bandwidth of one device [B/s]; NaN where it is not known.
     """
 
     loop_s: float
     is_elsewhere: bool
     supervised: int
-    prompt_tokens: int
-    generated_tokens: int
+    generation: Mapping[str, int]
+    scored_tokens: int
     bytes_moved: int
+    weight_bytes: int
     peak_bytes_per_s: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that were answered, each prompt once."""
+        return self.generation["prompt_tokens"]
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of the answers."""
+        return self.generation["generated_tokens"]
 
     @property
     def mbu(self) -> float:
@@ -103,13 +115,14 @@ class PhaseUse(Utilisation):
                 "tokens": self.tokens,
                 "slots": self.slots,
                 "supervised": self.supervised,
-                "prompt_tokens": self.prompt_tokens,
-                "generated_tokens": self.generated_tokens,
+                **self.generation,
+                "scored_tokens": self.scored_tokens,
                 "tokens_per_s": self.tokens_per_s,
                 "generated_tokens_per_s": ratio(self.generated_tokens, self.wall_s),
                 "mfu": self.mfu,
                 "mbu": self.mbu,
                 "bytes_moved": self.bytes_moved or None,
+                "weight_bytes": self.weight_bytes or None,
                 "bound": self.bound,
             }
         )

@@ -38,9 +38,10 @@ def profile(
     """Profile some steps of a loop while entered, with `torch.profiler`.
 
     Each chosen rank writes `FOLDER/steps-000020-000022-rank-0.json.gz`: open it in https://ui.perfetto.dev. Its
-    annotations name the steps (`ProfilerStep#20`), their phases (`phase:data_wait`) and the modules by path
-    (`module:model.layers.3.mlp`); its key `headway` says what each step was asked to compute and what that costs by
-    component. What the profiler adds to a step is measured against the steps before, told once and kept in the file.
+    annotations name the steps (`ProfilerStep#20`), their phases (`phase:data_wait`; `loop:rollout` of `Meter.phase`)
+    and the modules by path (`module:model.layers.3.mlp`); its key `headway` says what each step was asked to compute
+    and what that costs by component. What the profiler adds to a step is measured against the steps before, told once
+    and kept in the file.
     Outside of the window nothing is installed; starting the profiler and writing the file are no step's time.
 
     Args:
@@ -95,6 +96,7 @@ class ProfiledSteps(LoopWatcher):
         self._before: deque[StepTime] = deque(maxlen=_COMPARED + 1)  # of the steps before the window
         self._recorded: list[PendingStep] = []
         self._outer: list[str] = []  # phases around the one that lasts
+        self._named: list[str] = []  # phases that the loop names and that last
         self._switching_s = 0.0
 
     def __enter__(self) -> Self:
@@ -156,6 +158,19 @@ class ProfiledSteps(LoopWatcher):
             self._annotations.switch(self._outer.pop() if self._outer else None)
         elif phase in self._outer:
             self._outer.remove(phase)
+
+    def enter(self, name: str) -> None:
+        """Name a phase of the loop's own that begins."""
+        self._named.append(name)
+        if self._profiler is not None:
+            self._annotations.enter(name)
+
+    def leave(self) -> None:
+        """End the name of the loop's innermost phase."""
+        if self._named:
+            self._named.pop()
+        if self._profiler is not None:
+            self._annotations.leave()
 
     def took(self, step: PendingStep) -> None:
         """Begin to record before the window's first step, and write the file after its last."""
@@ -219,6 +234,8 @@ class ProfiledSteps(LoopWatcher):
             self._annotations.open()
             self._switching_s = clock.now_s() - begin_s
         self._annotations.step(number)
+        for name in self._named:
+            self._annotations.enter(name)
 
     def _start_profiler(self, meter: StepMeter) -> None:
         from torch.profiler import ProfilerActivity, profile

@@ -52,6 +52,12 @@ class LoopWatcher:
     def end(self, phase: str) -> None:
         """Note that a phase ends, if it is the one that lasts."""
 
+    def enter(self, name: str) -> None:
+        """Note that a phase begins that the loop names; one within another interrupts it."""
+
+    def leave(self) -> None:
+        """Note that the innermost phase ends that the loop names."""
+
     def took(self, step: Any) -> None:
         """Note that a step has ended, a `PendingStep`, and that the next one begins."""
 

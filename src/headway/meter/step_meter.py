@@ -354,9 +354,11 @@ class StepMeter(StepClock, ABC):
         phase = NamedPhase(name, forward_only, devices)
         self._phase_clock.enter(phase)
         self._pause(phase)
+        self._tell_watchers(lambda watcher: watcher.enter(name))
         try:
             yield phase
         finally:
+            self._tell_watchers(lambda watcher: watcher.leave())
             self._phase_clock.leave()
             self._resume(phase)
 

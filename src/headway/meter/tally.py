@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from headway.count import FlopCount, FlopRow, Workload, modalities
+from headway.count.generation import GENERATION_QUANTITIES
 from headway.devices import Peak
 from headway.meter.phase_use import PhaseUse, SampledPhases
 from headway.meter.phases import PHASES
@@ -37,12 +38,13 @@ _TOTALS = (
     "host_ns",  # of these steps, in which the host gave work to a device: forward, backward, optimizer
     "lead_ns",  # the most that the host was ahead of a device
     "num_without_labels",  # micro-batches that did not tell which tokens are learnt
-    "prompt_tokens",  # of generation
-    "generated_tokens",
+    *GENERATION_QUANTITIES,
+    "scored_tokens",  # of forwards without a backward, of the model beside the trained one that ran most of them
     "devices_ns",  # what a phase's own devices said they worked
     "energy_mj",
     "num_without_energy",  # windows of ranks that cannot tell their energy
     "bytes_moved",
+    "weight_bytes",  # that generations read of weights
     *_QUANTITIES,
 )
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
@@ -304,9 +306,10 @@ def _use(sums: Sums, first: Sums, devices: PhaseDevices, is_elsewhere: bool) -> 
         world_size=devices.num_devices,
         is_elsewhere=is_elsewhere,
         supervised=totals["supervised"],
-        prompt_tokens=totals["prompt_tokens"],
-        generated_tokens=totals["generated_tokens"],
+        generation={name: totals[name] for name in GENERATION_QUANTITIES},
+        scored_tokens=totals["scored_tokens"],
         bytes_moved=totals["bytes_moved"],
+        weight_bytes=totals["weight_bytes"],
         peak_bytes_per_s=devices.memory_bytes_per_s,
     )
 

@@ -14,7 +14,8 @@ import numpy as np
 from headway.errors import LogError
 from headway.explain.comparison import MeanStep, mean_step
 from headway.explain.explanation import PER_SECOND_NOTE, Finding, JobExplanation
-from headway.explain.records import UNFINISHED_NOTE, explain_with_records
+from headway.explain.records import explain_with_records
+from headway.explain.run_folder import UNFINISHED_NOTE
 from headway.explain.text import as_text
 from headway.log.jsonl import as_object
 from headway.log.run_files import CONFIG, METRICS, RUN, SUMMARY
@@ -22,6 +23,7 @@ from headway.meter.goodput_report import FILE_NAME, GoodputReport, read_goodput
 from headway.pages.folder import changed_settings, folder_sections, held_out, held_out_loss, provenance
 from headway.pages.marks import legend, marks_of, stages
 from headway.pages.names import names_of_runs
+from headway.pages.phases import mean_phase_lines, phase_chart
 from headway.pages.profiled import StepProfile, in_order, read_profile
 from headway.pages.verdict import first_sentence
 from headway.report import (
@@ -186,6 +188,7 @@ def report_page(run: ReportedRun) -> str:
         has_goodput=run.goodput is not None,
         first=[*_waterfalls(run), *_goodput(run)],
         legend=legend(run.marks),
+        phases=phase_chart(run.explanation.steps),
         findings=run.findings,
         by_heading=_over_the_run(run),
         notes=run.notes,
@@ -429,6 +432,7 @@ def machine(run: ReportedRun) -> dict[str, Any]:
         "name": run.name,
         "num_records": len(run.records),
         "mean_step": run.mean.to_dict() | {"lines": {key: ns for key, (_, ns) in run.mean.lines.items()}},
+        "phases": [phase.to_dict() for phase in mean_phase_lines(run.explanation.steps)],
         "goodput": None if run.goodput is None else run.goodput.to_dict(),
         "findings": [finding.to_dict() for finding in run.findings],
         "axes": _axes(run),

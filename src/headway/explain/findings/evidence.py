@@ -16,6 +16,7 @@ from headway.explain.events import NONE, Product
 from headway.explain.explanation import StepWaterfall, num_first_steps
 from headway.explain.findings.own_time import AddedCost, OwnTime
 from headway.explain.measurement import ASIDE, MATMUL, MeasuredStep, MeasuredTrace
+from headway.explain.phases import PhaseLine
 from headway.explain.ranks import WaitedFor
 from headway.report import format_share
 from headway.report.numbers import quantity
@@ -68,6 +69,7 @@ class RunStep:
         late_ns: how much later than any other [ns].
         late_phase: phase by which most.
         facts: about the loop, as its record has them: `optimizer`, `anomaly_mode`, `weights_dtype`.
+        loop_phases: phases that the loop names.
     """
 
     step: int
@@ -94,6 +96,7 @@ class RunStep:
     late_ns: int = 0
     late_phase: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
+    loop_phases: tuple[PhaseLine, ...] = ()
 
 
 Step = TypeVar("Step", StepWaterfall, RunStep)

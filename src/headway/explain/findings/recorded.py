@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 
-from headway.explain.findings import ranks
+from headway.explain.findings import ranks, rollout
 from headway.explain.findings.evidence import Observation, SteadyEvidence
 from headway.explain.findings.loops import FUSED_PART
 from headway.report import format_share
@@ -59,6 +59,8 @@ def pause(evidence: SteadyEvidence, purpose: str) -> Observation | None:
         evidence: of the steps.
         purpose: what the code in the gap is for, a key of `_PURPOSES`; "" where nothing is known of it.
     """
+    if not purpose and rollout.rest_without_work(evidence):
+        return None  # `host_phase` tells of it
     gaps = {gap: ns for gap, ns in _gaps(evidence).items() if _purpose(evidence, gap) == purpose}
     if not gaps:
         return None
@@ -86,6 +88,10 @@ def _gaps(evidence: SteadyEvidence) -> dict[str, int]:
         return {}
     gaps = _GAPS if any(step.phases_ns.get("optimizer") for step in timed) else ("input",)
     shares = {gap: sum(step.phases_ns.get(gap, 0) for step in timed) / timed_ns for gap in gaps}
+    # Phases that the loop names lie in the gaps too, and have rules of their own.
+    if any(step.loop_phases for step in timed):
+        workless = sum(map(rollout.workless_ns, evidence.steps)) / evidence.duration_ns
+        shares = {gap: max(0.0, share - workless) for gap, share in shares.items()}
     # A collection is where the loop calls it, or where most objects are made: in the longest gap as far as it fits.
     dearest = max(shares, key=lambda gap: shares[gap])
     shares[dearest] -= sum(step.collection_ns for step in evidence.steps) / evidence.duration_ns

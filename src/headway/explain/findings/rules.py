@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from headway.explain.attribution import Phase
 from headway.explain.explanation import MOST, Finding
-from headway.explain.findings import device, host, loops, patterns, pauses, ranks, recorded, series
+from headway.explain.findings import device, host, loops, patterns, pauses, ranks, recorded, rollout, series
 from headway.explain.findings.evidence import Evidence, Observation, RunEvidence, SteadyEvidence, StepEvidence
 from headway.explain.findings.largest import LEAST, largest_loss
 
@@ -88,6 +88,13 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("launch-bound", StepEvidence, 0.10, pauses.launch_bound, lines=_LATE),
     # A core is taken away for some per cent of the time wherever the system itself has work.
     Rule("shared-cores", StepEvidence, 0.15, pauses.contended, TimeOf.MACHINE),
+    # Answers differ in length, rewards take their time and servers are waited for in every loop; a tenth is more.
+    Rule("longest-answer", SteadyEvidence, 0.10, rollout.longest_answer),
+    Rule("small-decode-batches", SteadyEvidence, 0.10, rollout.small_batches),
+    Rule("repeated-prefill", SteadyEvidence, 0.05, rollout.repeated_prefill),
+    Rule("repeated-scoring", SteadyEvidence, 0.03, rollout.repeated_scoring),
+    Rule("host-phase", SteadyEvidence, 0.10, rollout.host_phase),
+    Rule("no-overlap", SteadyEvidence, 0.10, rollout.no_overlap),
     # A loop zeroes gradients, counts and logs a line between the phases; a tenth of the time is more than that.
     Rule("garbage-collection", SteadyEvidence, 0.05, recorded.collections),
     Rule("logging", SteadyEvidence, 0.05, partial(recorded.pause, purpose="logging")),

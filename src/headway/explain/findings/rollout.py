@@ -1,0 +1,280 @@
+"""Rules about the phases that a loop names: time that a step loses in rollouts, rewards and references."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from headway.explain.findings.evidence import Observation, RunStep, SteadyEvidence
+from headway.explain.phases import ASIDE, PhaseLine
+from headway.meter.step_phases import REST
+from headway.report import format_share
+
+_REPEATED = 1.5  # times the tokens of the sequences, from which a frozen model has scored them more than once
+_FULL = 0.75  # of the device's memory, from which a larger batch has no room
+_BUSY = 0.9  # of the step, from which devices work all the time
+
+
+@dataclass(slots=True)
+class _PhaseTotal:
+    """One named phase, added up over all steps.
+
+    Attributes:
+        name: of the phase.
+        ns: time that the loop was in it [ns].
+        busy_ns: time that its devices worked [ns].
+        flops: useful FLOPs.
+        is_counted: whether they are known in all steps.
+        at_peak_ns: time that these FLOPs take at peak [ns]; 0 where it is not known.
+        at_rate_ns: time that these FLOPs take at the best rate that a phase on the same devices reaches [ns].
+        moved_ns: time that its bytes take at full bandwidth [ns]; 0 where it is not known.
+        num_devices: of its own; 0 where it has none.
+        quantities: tokens, bytes and what was generated, by their names in a record.
+    """
+
+    name: str
+    ns: int = 0
+    busy_ns: int = 0
+    flops: float = 0.0
+    is_counted: bool = True
+    at_peak_ns: float = 0.0
+    at_rate_ns: float = 0.0
+    moved_ns: float = 0.0
+    num_devices: int = 0
+    quantities: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def add(self, line: PhaseLine) -> None:
+        """Add the phase of a step."""
+        self.ns += line.ns
+        self.busy_ns += line.busy_ns
+        self.flops += line.flops or 0.0
+        self.is_counted = self.is_counted and line.flops is not None
+        self.at_peak_ns += (line.mfu or 0.0) * line.busy_ns
+        self.moved_ns += (line.mbu or 0.0) * line.busy_ns
+        self.num_devices = max(self.num_devices, line.num_devices)
+        for name, number in line.quantities.items():
+            self.quantities[name] += number
+
+    def __getitem__(self, name: str) -> float:
+        return self.quantities[name]
+
+    @property
+    def prefill_ns(self) -> float:
+        """Time of reading prompts, as long as their FLOPs take at the best rate [ns].
+
+        A token of a prompt and one of an answer need about the same; the head, which runs on answers alone, is shared.
+        """
+        tokens = self["prefill_tokens"] + self["decode_tokens"]
+        return min(self.busy_ns, self.at_rate_ns * self["prefill_tokens"] / tokens) if tokens else 0.0
+
+    @property
+    def decode_ns(self) -> float:
+        """Time of decode steps: what prefill does not take [ns]."""
+        return self.busy_ns - self.prefill_ns
+
+    @property
+    def rows_ns(self) -> float:
+        """Time of decode that grows with its rows: FLOPs at the best rate, or reads of the cache [ns]."""
+        computing_ns = self.at_rate_ns - self.prefill_ns
+        cache = 1 - self["weight_bytes"] / self["bytes_moved"] if self["bytes_moved"] else 0.0
+        return min(self.decode_ns, max(computing_ns, self.moved_ns * cache))
+
+
+def phase_totals(evidence: SteadyEvidence) -> dict[str, _PhaseTotal]:
+    """Add up the named phases of all steps, by name; none of a loop that names none."""
+    totals: dict[str, _PhaseTotal] = {}
+    for line in (line for step in evidence.steps for line in step.loop_phases if line.name != ASIDE):
+        totals.setdefault(line.name, _PhaseTotal(line.name)).add(line)
+    # The loop's devices have shown what they can do in the phase that used them best; others only in their own.
+    here = [total for total in totals.values() if not total.num_devices and total.flops and total.busy_ns > 0]
+    best = max((total.flops / total.busy_ns for total in here), default=0.0)
+    for total in totals.values():
+        total.at_rate_ns = total.at_peak_ns if total.num_devices else total.flops / best if best else 0.0
+    return totals
+
+
+def _summed(
+    evidence: SteadyEvidence, lost_ns: Callable[[_PhaseTotal], float]
+) -> tuple[float, list[tuple[float, _PhaseTotal]]]:
+    """Add up a loss over the phases that generate, with these phases, the dearest first."""
+    losses = [(lost_ns(total), total) for total in phase_totals(evidence).values() if total["prefills"]]
+    lossy = sorted((loss for loss in losses if loss[0] > 0), key=lambda loss: -loss[0])
+    return sum(ns for ns, _ in lossy), lossy
+
+
+def longest_answer(evidence: SteadyEvidence) -> Observation | None:
+    """Rows of decode whose answer has ended, and which go on until the longest of their batch has."""
+    ns, phases = _summed(evidence, lambda total: total.decode_ns * _idle_share(total) * _waited(total))
+    if not phases:
+        return None
+    # Means over all batches: a decode step for each token behind the first of the longest answer.
+    dearest = phases[0][1]
+    longest, mean = dearest["decode_steps"] / dearest["prefills"] + 1, dearest["generated_tokens"] / dearest["answers"]
+    return Observation(
+        ns,
+        f"{format_share(_idle_share(dearest))} of the places of decode steps in the phase '{dearest.name}' were idle: "
+        f"the longest answer of a batch had {longest:,.0f} tokens, the mean answer {mean:,.0f}.",
+        "answers that have ended keep their rows until the longest of their batch has ended too.",
+        "a lower limit of answers' lengths (max_new_tokens), an engine that gives free rows to other prompts "
+        "(continuous batching), or batches of prompts with answers of like lengths.",
+    )
+
+
+def _idle_share(total: _PhaseTotal) -> float:
+    return 1 - total["decode_tokens"] / total["decode_slots"] if total["decode_slots"] else 0.0
+
+
+def _waited(total: _PhaseTotal) -> float:
+    """Part of the time of a phase's devices that the loop was in it: what they do beside the loop costs no step."""
+    return min(1.0, total.ns / total.busy_ns) if total.busy_ns > 0 else 0.0
+
+
+def small_batches(evidence: SteadyEvidence) -> Observation | None:
+    """Answers of one step that are decoded in several batches, each of which reads all weights for few rows."""
+    memory = max((step.memory_share or 0.0 for step in evidence.steps), default=0.0)
+    if memory > _FULL:
+        return None
+    ns, phases = _summed(evidence, lambda total: _saved_by_one_batch(total, len(evidence.steps)) * _waited(total))
+    if not phases:
+        return None
+    # Batches of one step, and their rows: what one batch would join.
+    dearest = phases[0][1]
+    batches, rows = dearest["prefills"] / evidence.num_steps, dearest["decode_slots"] / dearest["decode_steps"]
+    rates = [
+        f"{name} {format_share(at_ns / dearest.busy_ns)}"
+        for name, at_ns in (("MFU", dearest.at_peak_ns), ("MBU", dearest.moved_ns))
+        if at_ns
+    ]
+    reached = f" ({', '.join(rates)})" if rates else ""
+    return Observation(
+        ns,
+        f"the phase '{dearest.name}' decoded {batches:,.0f} batches of {rows:,.1f} rows in a step, one after the other"
+        f"{reached}: {format_share(1 - dearest.rows_ns / dearest.decode_ns)} of its decoding does not grow with rows.",
+        "each decode step reads all weights and launches all kernels, for however few rows.",
+        f"one batch of all {batches * rows:,.0f} rows, or of as many as memory holds: weights are read once for all. "
+        "Turns that need the answers before them stay apart.",
+    )
+
+
+def _saved_by_one_batch(total: _PhaseTotal, num_steps: int) -> float:
+    batches = total["prefills"] / num_steps
+    if batches <= 1 or not total["decode_steps"]:
+        return 0.0
+    return (total.decode_ns - total.rows_ns) * (1 - 1 / batches)
+
+
+def repeated_prefill(evidence: SteadyEvidence) -> Observation | None:
+    """Prompts that are read once for each of their answers."""
+
+    def lost_ns(total: _PhaseTotal) -> float:
+        again = 1 - total["prompt_tokens"] / total["prefill_tokens"] if total["prefill_tokens"] else 0.0
+        return total.prefill_ns * again * _waited(total)
+
+    ns, phases = _summed(evidence, lost_ns)
+    if not phases:
+        return None
+    dearest = phases[0][1]
+    times = dearest["prefill_tokens"] / dearest["prompt_tokens"]
+    return Observation(
+        ns,
+        f"the phase '{dearest.name}' read {dearest['prefill_tokens'] / evidence.num_steps:,.0f} tokens of prompts in a "
+        f"step, each prompt {times:,.1f} times: once for each of its answers.",
+        "the answers of a group share a prompt, and each computes its keys and values anew.",
+        "prefix caching of the engine, or one prefill of each prompt whose cache is repeated for its answers; where "
+        "the engine does so already, say prefix='computed once' to Generation.",
+    )
+
+
+def repeated_scoring(evidence: SteadyEvidence) -> Observation | None:
+    """A frozen model that scores the same sequences again, as in each of several updates on one rollout."""
+    totals = phase_totals(evidence)
+    sequences = sum(total["sequence_tokens"] for total in totals.values())
+    repeated = [
+        (total.ns * (1 - sequences / total["scored_tokens"]), total)
+        for total in totals.values()
+        if sequences and total["scored_tokens"] >= _REPEATED * sequences
+    ]
+    if not repeated:
+        return None
+    _, dearest = max(repeated, key=lambda loss: loss[0])
+    return Observation(
+        sum(ns for ns, _ in repeated),
+        f"the phase '{dearest.name}' computed {dearest['scored_tokens'] / sequences:,.1f} times the tokens of the "
+        f"rollout with a model that is not trained, {format_share(dearest.ns / evidence.duration_ns)} of the time.",
+        "it runs again for each update on the same rollout, though its outputs stay the same.",
+        "its log-probabilities once for each rollout, kept beside the answers; none where their term of the loss has "
+        "the weight 0.",
+    )
+
+
+def host_phase(evidence: SteadyEvidence) -> Observation | None:
+    """A phase, or what no phase claims, in which the host works and no FLOPs are counted."""
+    # A phase on other devices waits for these, and one whose FLOPs nobody knows may compute.
+    hosts = [
+        (total.ns, total.name)
+        for total in phase_totals(evidence).values()
+        if total.name != REST and not total.num_devices and total.is_counted and not total.flops
+    ]
+    rest_ns = rest_without_work(evidence)
+    hosts = [*hosts, *([(rest_ns, REST)] if rest_ns else [])]
+    if not hosts:
+        return None
+    _, dearest = max(hosts)
+    # Code that the loop's thread was seen in, where it was sampled.
+    which = "what no phase claims" if dearest == REST else f"the phase '{dearest}'"
+    codes: Counter[str] = Counter()
+    for step in evidence.steps:
+        for _, code, _, spent_ns in step.places:
+            codes[code] += spent_ns
+    where = f", mostly in {codes.most_common(1)[0][0]}" if codes else ""
+    ns = sum(ns for ns, _ in hosts)
+    return Observation(
+        ns,
+        f"{which} took {format_share(max(hosts)[0] / evidence.duration_ns)} of the time, and nothing was counted in it"
+        f"{where}: the devices wait for the host.",
+        "rewards, checks or texts are computed on the host, one after the other; or a model runs there that is not "
+        "counted.",
+        "several processes for it, and the next rollout or the reference meanwhile; count(...) for a model in it.",
+    )
+
+
+def rest_without_work(evidence: SteadyEvidence) -> int:
+    """Time that no phase claims, but for waiting for data, where nothing is counted in it [ns]; 0 where work is."""
+    lines = [(line, step) for step in evidence.steps for line in step.loop_phases if line.name == REST]
+    if any(line.flops != 0 for line, _ in lines):
+        return 0
+    return sum(max(0, line.ns - step.waited_ns) for line, step in lines)
+
+
+def workless_ns(step: RunStep) -> int:
+    """Time of a step in named phases without FLOPs on the loop's devices [ns]."""
+    return sum(line.ns for line in step.loop_phases if line.name not in (REST, ASIDE) and line.flops == 0)
+
+
+def no_overlap(evidence: SteadyEvidence) -> Observation | None:
+    """Devices of a rollout and those of the loop that wait for each other."""
+    apart = [total for total in phase_totals(evidence).values() if total.num_devices]
+    if not apart:
+        return None
+    dearest = max(apart, key=lambda total: total.ns)
+    # At once, a step lasts as long as the busier of the two.
+    busy_ns = min(dearest.busy_ns, evidence.duration_ns)
+    idle_ns = evidence.duration_ns - busy_ns
+    waits = format_share(dearest.ns / evidence.duration_ns)
+    of_devices = f"its {dearest.num_devices} devices" if dearest.num_devices > 1 else "its device"
+    # Where its devices never stand still, overlap gains nothing, and more of them do.
+    if busy_ns >= _BUSY * evidence.duration_ns:
+        return Observation(
+            dearest.ns,
+            f"the loop waited {waits} of the time for the phase '{dearest.name}', and {of_devices} worked "
+            f"{format_share(busy_ns / evidence.duration_ns)} of it.",
+            "the phase takes longer than all else in the step, which it overlaps with.",
+            "more of the devices for it and fewer for the update, shorter answers, or fewer of them.",
+        )
+    return Observation(
+        min(dearest.ns, idle_ns),
+        f"the loop waited {waits} of the time for the phase '{dearest.name}', and {of_devices} stood still for "
+        f"{format_share(idle_ns / evidence.duration_ns)} of it: each waits for the other.",
+        "the update begins when the rollout has ended, and the next rollout when the update has.",
+        "the rollout of the next step during this one's update, with weights that are one step old; or both on the "
+        "same devices.",
+    )
