@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headway.config.sections import Positive, Section
+from headway.config.sections import Fraction, Positive, Section, Slots
 from headway.errors import ConfigError
 from headway.log.sinks import check_spec
 from headway.packing.lengths import MIXES
@@ -110,6 +110,88 @@ class EvalConfig(Section):
         return self.every is not None or self.at_end
 
 
+MOST_ANSWERS = 10**6
+"""Answers of a step that can be planned."""
+
+
+class RolloutConfig(Section):
+    """A step of reinforcement learning that `headway plan` plans: answers are written, scored and learnt from."""
+
+    prompts: Positive = Field(le=MOST_ANSWERS, description="Prompts of a step [prompts]")
+    prompt_tokens: Slots = Field(description="Length of a prompt [tokens]")
+    answer_tokens: tuple[Slots, ...] = Field(
+        min_length=1,
+        description="Lengths of the answers, of which several share the answers evenly; the mean where longest_answer "
+        "is set [tokens]",
+    )
+    longest_answer: Slots | None = Field(
+        default=None,
+        description="Length at which answers end at last; the others spread below it round the mean; null for answers "
+        "of answer_tokens [tokens]",
+    )
+    group: Positive = Field(default=1, le=MOST_ANSWERS, description="Answers to each prompt [answers]")
+    prefix: Literal["own", "computed once"] = Field(
+        default="computed once", description="Whether an engine reads a prompt for each answer, or once for its group"
+    )
+    batching: Literal["continuous", "static"] = Field(
+        default="continuous",
+        description="Whether a place is filled as its answer ends, as by vLLM and SGLang, or a batch waits for its "
+        "longest answer, as in transformers' generate",
+    )
+    max_rows: Positive = Field(
+        default=1024, description="Most answers that an engine writes at a time, where their cache fits [answers]"
+    )
+    tensor: Positive = Field(default=1, description="Devices that share an engine's products [devices]")
+    devices: Positive | None = Field(
+        default=None, description="Devices of the engines alone; null for those of the update [devices]"
+    )
+    device: str | None = Field(default=None, description="Kind of those devices; null for that of the update")
+    memory: Fraction = Field(default=0.9, gt=0.0, description="Share of a device that weights and cache may fill")
+    offload: bool = Field(
+        default=False,
+        description="Whether weights and optimizer of the update leave its devices while engines there write",
+    )
+    scoring: bool = Field(
+        default=True, description="Whether the policy reads the answers once more for their log-probabilities"
+    )
+    reference: bool = Field(default=True, description="Whether a frozen copy of the model reads the answers")
+    reward_s: float = Field(default=0.0, ge=0.0, description="Time of the reward that nothing else hides [s]")
+    updates: Positive = Field(default=1, description="Optimizer steps that the answers are divided into [steps]")
+    asynchronous: bool = Field(
+        default=False, description="Whether the next answers are written beside the update; needs devices of their own"
+    )
+
+    @property
+    def answers(self) -> int:
+        """Answers of a step."""
+        return self.prompts * self.group
+
+    @model_validator(mode="after")
+    def _answers_can_be_planned(self) -> Self:
+        if self.answers > MOST_ANSWERS:
+            raise ValueError(f"{self.prompts:,} prompts x {self.group:,} answers are more than {MOST_ANSWERS:,}")
+        if self.longest_answer is not None:
+            if len(self.answer_tokens) > 1:
+                raise ValueError("longest_answer spreads answers round one mean; give one number as answer_tokens")
+            if self.longest_answer < self.answer_tokens[0]:
+                raise ValueError(
+                    f"longest_answer {self.longest_answer:,} is below the mean, {self.answer_tokens[0]:,} tokens"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _engines_have_their_devices(self) -> Self:
+        if self.devices is None:
+            for name in ("device", "asynchronous"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} has no effect without 'devices', on which the engines are alone")
+        elif self.devices % self.tensor:
+            raise ValueError(f"{self.devices:,} devices cannot form engines of {self.tensor:,} each; see 'tensor'")
+        elif self.offload:
+            raise ValueError("offload has no effect where the engines have 'devices' of their own")
+        return self
+
+
 class PlanConfig(Section):
     """Devices and lengths that `headway train --dry-run` plans for; training itself reads none of it."""
 
@@ -128,6 +210,10 @@ class PlanConfig(Section):
     lengths: Path | None = Field(
         default=None, description="Measured lengths instead: CSV or Parquet as `headway pack --lengths` reads"
     )
+    rollout: RolloutConfig | None = Field(
+        default=None,
+        description="Prompts and answers instead: a step of reinforcement learning; null for one on samples",
+    )
 
     @field_validator("mix")
     @classmethod
@@ -138,6 +224,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _lengths_come_from_one_place(self) -> Self:
-        if self.mix is not None and self.lengths is not None:
-            raise ValueError("give either 'mix' or 'lengths'")
+        names = [name for name in ("mix", "lengths", "rollout") if getattr(self, name) is not None]
+        if len(names) > 1:
+            raise ValueError(f"give either {' or '.join(map(repr, names))}; null switches a setting off")
         return self
