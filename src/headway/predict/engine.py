@@ -185,8 +185,8 @@ class EngineTimes:
             np.add.at(rows, places_T, sign)
             np.add.at(needed, places_T, sign * needs[runs])
         rows, needed = rows.cumsum()[:-1], needed.cumsum()[:-1]
-        seen = {driver: self._keys_of_steps(driver, prompt, starts, ends) for driver in self._attention}
-        return self._timed(prompt, prefills, rows, seen, waited, float(needed.max(initial=0.0)))
+        keys = {driver: self._keys_of_steps(driver, prompt, starts, ends) for driver in self._attention}
+        return self._timed(prompt, prefills, rows, keys, waited, float(needed.max(initial=0.0)))
 
     def _keys_of_steps(self, driver: str, prompt: int, starts: Ints, ends: Ints) -> Floats:
         """Keys that all rows of each step see under a mask, shape (steps,)."""
@@ -201,33 +201,29 @@ class EngineTimes:
         return total
 
     def _timed(
-        self, prompt: int, prefills: int, rows: Ints, seen: dict[str, Floats], waited: bool, most_cache: float
+        self, prompt: int, prefills: int, rows: Ints, keys: dict[str, Floats], waited: bool, most_cache: float
     ) -> EngineRun:
         """Time of prompts, and of steps with so many rows that see so many keys."""
-        prefill, compute_s = self._prefill_s(prompt, prefills)
+        prefill, compute_s, num_bytes = self._prefilled(prompt, prefills)
         # products: once for each number of rows that occurs
-        decode, num_bytes = Cases.exact(0.0), 0.0
+        decode = Cases.exact(0.0)
         for number, count in zip(*np.unique(rows, return_counts=True), strict=True):
-            seconds, at_rate, read = self._products_s(int(number), int(number))
+            seconds, at_rate, weights = self._products_s(int(number), int(number))
             decode += seconds.times(int(count))
             compute_s += at_rate * int(count)
-            num_bytes += read * int(count)
-        # attention: each step takes as long as its cache or its FLOPs, whichever is longer
+            num_bytes += weights * int(count)
+        # attention: each step takes as long as the cache that it reads and writes or its FLOPs, whichever is longer
         reads, flops = np.zeros(len(rows)), np.zeros(len(rows))
         for driver, attention in self._attention.items():
-            reads += attention.cache_bytes * seen[driver]
-            flops += attention.flops / self._tensor * seen[driver]
-        pairs = sum(float(keys.sum()) for keys in seen.values())
-        per_query = pairs / (len(seen) * rows.sum()) if rows.sum() else 1.0
+            reads += attention.cache_bytes * (keys[driver] + rows)
+            flops += attention.flops / self._tensor * keys[driver]
+        pairs = sum(float(of_mask.sum()) for of_mask in keys.values())
+        per_query = pairs / (len(keys) * rows.sum()) if rows.sum() else 1.0
         for_flop, for_byte = self._speeds.attention_s(1.0, 0.0, per_query), self._speeds.memory_s(1.0)
         both = zip(for_flop, for_byte, strict=True)
         decode += Cases(*(float(np.maximum(flops * flop_s, reads * byte_s).sum()) for flop_s, byte_s in both))
         compute_s += for_flop.expected * float(flops.sum())
-        # weights are read for prompts as well, and each token's cache is written
-        written = sum(attention.cache_bytes for attention in self._attention.values())
-        chunks = math.ceil(prompt * prefills / PREFILL_ROWS)
-        num_bytes += float(reads.sum()) + written * (prompt * prefills + int(rows.sum()))
-        num_bytes += chunks * self._products_s(min(prompt * prefills, PREFILL_ROWS), 1)[2]
+        num_bytes += float(reads.sum())
         return EngineRun(
             prefill,
             decode,
@@ -241,18 +237,23 @@ class EngineTimes:
             compute_s,
         )
 
-    def _prefill_s(self, prompt: int, prefills: int) -> tuple[Cases, float]:
-        """Time of reading prompts, in chunks, and that of its FLOPs at their rates [s]."""
+    def _prefilled(self, prompt: int, prefills: int) -> tuple[Cases, float, float]:
+        """Reading of prompts, in chunks: time, time of its FLOPs at their rates [s], and bytes that it moves."""
         tokens = prompt * prefills
+        if not tokens:
+            return Cases.exact(0.0), 0.0, 0.0
         chunk = min(tokens, PREFILL_ROWS)
-        seconds, at_rate, _ = self._products_s(chunk, min(prefills, chunk) * chunk / max(tokens, 1))
-        seconds, at_rate = seconds.times(tokens / max(chunk, 1)), at_rate * tokens / max(chunk, 1)
+        seconds, at_rate, weights = self._products_s(chunk, chunk * prefills / tokens)
+        seconds, at_rate = seconds.times(tokens / chunk), at_rate * tokens / chunk
+        num_bytes = weights * math.ceil(tokens / chunk)
         for driver, attention in self._attention.items():
             pairs = drivers.parse(driver)(Workload([prompt]))
             flops = attention.prefill_flops * pairs * prefills / self._tensor
             attending = self._speeds.attention_s(flops, 0.0, pairs / prompt)
-            seconds, at_rate = seconds + attending, at_rate + attending.expected
-        return seconds, at_rate
+            cached = 2 * attention.cache_bytes * tokens  # written, and read once
+            seconds += Cases(*map(max, attending, self._speeds.memory_s(cached)))
+            at_rate, num_bytes = at_rate + attending.expected, num_bytes + cached
+        return seconds, at_rate, num_bytes
 
     def _products_s(self, rows: int, logits: float) -> tuple[Cases, float, float]:
         """Products of a forward on one device: time, time of the FLOPs at their rate [s], and weights read [bytes].
@@ -274,13 +275,15 @@ class EngineTimes:
         experts = speeds.product_s(self._experts * rows / self._tensor, None, size)
         at_rate += loose.expected + experts.expected
         # Each row chooses its experts as if at random, so a share of (1 - chosen) ** rows of them is not read.
-        read = sum(numel * (1 - (1 - chosen) ** rows) for numel, chosen in self._expert_sizes) * size / self._tensor
-        seconds += Cases(*map(max, experts, speeds.memory_s(read)))
+        chosen_bytes = (
+            sum(numel * (1 - (1 - chosen) ** rows) for numel, chosen in self._expert_sizes) * size / self._tensor
+        )
+        seconds += Cases(*map(max, experts, speeds.memory_s(chosen_bytes)))
         if self._tensor > 1 and self._links is not None:
             group = RankGroup.of(self._tensor, 1, self._links)
             summed = collective_s("all-reduce", rows * self._hidden * size, group, self._links)
             seconds += summed.times(self._sums)
-        return seconds, at_rate, weights + read
+        return seconds, at_rate, weights + chosen_bytes
 
 
 def _keys_seen(driver: str, position: int) -> int:

@@ -25,6 +25,7 @@ from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.planned_lengths import answer_lengths
 from headway.predict.speeds import Cases, Speeds
 from headway.predict.step_time import StepForecast
+from headway.report import format_bytes
 from headway.words import Argument
 
 _MOST_TOKENS = 2 * 10**9  # of all answers: some seconds
@@ -221,7 +222,7 @@ def config_of_update(config: TrainConfig, shape: MeshShape) -> TrainConfig:
     if longest > pack:
         raise PlanError(
             f"a prompt with its answer has up to {longest:,} tokens, and a pack holds {pack:,}: give ",
-            Argument("data.tokens_per_pack", longest),
+            Argument("data.tokens_per_pack", example=str(longest)),
             ".",
         )
     if per_update < ranks:
@@ -344,18 +345,9 @@ def predict_rollout(
     room = math.inf
     if engines.memory_bytes is not None:
         room = rollout.memory * engines.memory_bytes - weights - kept_bytes
-    longest = rollout.prompt_tokens + int(answers.max()) - 1
-    if times.cache_of(longest) > room:
-        tenants = f", beside {kept_bytes:,} bytes that the update keeps there" if kept_bytes else ""
-        raise PlanError(
-            f"an engine of {rollout.tensor:,} devices has no room for an answer: weights take {weights:,} bytes of "
-            f"each{tenants}, the cache of {longest:,} tokens {times.cache_of(longest):,.0f}, and ",
-            Argument(f"{_ROOT}.memory", rollout.memory),
-            f" of {engines.memory_bytes:,} may be filled. Give more devices to an engine with ",
-            Argument(f"{_ROOT}.tensor", 2 * rollout.tensor),
-            *(() if not kept_bytes else (", or ", Argument(f"{_ROOT}.offload", value=True))),
-            ".",
-        )
+    longest = times.cache_of(rollout.prompt_tokens + int(answers.max()) - 1)
+    if longest > room:
+        raise _no_room(rollout, engines, weights, kept_bytes, longest)
     # each engine takes a run of answers, and reads each prompt among them once, or once for each
     shared_by = rollout.group if rollout.prefix == "computed once" else 1
     runs = tuple(
@@ -372,6 +364,38 @@ def predict_rollout(
     )
     prompts = rollout.prompts * rollout.prompt_tokens
     return RolloutForecast(len(runs), runs, room, rollout.max_rows, prompts, int(answers.sum()))
+
+
+def _no_room(rollout: RolloutConfig, engines: EngineDevices, weights: int, kept_bytes: int, cache: float) -> PlanError:
+    """Make the error of an engine that cannot hold an answer, with what would make room.
+
+    Args:
+        rollout: as the recipe has it.
+        engines: devices that they run on.
+        weights: on each device [bytes].
+        kept_bytes: what the update keeps there [bytes].
+        cache: of the longest answer on each device [bytes].
+    """
+    assert engines.memory_bytes is not None
+    tenants = f", what the update keeps there {format_bytes(kept_bytes)}" if kept_bytes else ""
+    filled = rollout.memory * engines.memory_bytes
+    sizes = (size for size in range(rollout.tensor + 1, engines.count + 1) if engines.count % size == 0)
+    enough = next((n for n in sizes if (weights + cache) * rollout.tensor / n + kept_bytes <= filled), None)
+    ways: list[object] = ["Let more devices share an engine: "]
+    if enough is not None:
+        ways += [Argument(f"{_ROOT}.tensor", example=str(enough))]
+    elif kept_bytes:
+        ways = ["Move what the update keeps to the host: ", Argument(f"{_ROOT}.offload", example="true")]
+    else:
+        ways = ["Give more or larger devices"]
+    return PlanError(
+        f"there is no room for an answer: of each device weights take {format_bytes(weights)}{tenants}, the cache of "
+        f"the longest answer {format_bytes(round(cache))}, and of {format_bytes(engines.memory_bytes)} ",
+        Argument(f"{_ROOT}.memory", rollout.memory),
+        " may be filled. ",
+        *ways,
+        ".",
+    )
 
 
 def number_bytes_of(config: TrainConfig, devices: int) -> int:
