@@ -175,15 +175,12 @@ def test_a_value_alone_is_a_list_of_it(name, minimal):
         "run.profile.ranks": ("run.profile.start=2",),
         "plan.rollout.answer_tokens": ("plan.rollout.prompts=8", "plan.rollout.prompt_tokens=8"),
     }.get(name, ())
-    value = (
-        1
-        if name in ("run.profile.ranks", "plan.rollout.answer_tokens")
-        else "tensorboard:x"
-        if name == "run.trackers"
-        else "q_proj"
-    )
+    values = {"run.profile.ranks": 1, "plan.rollout.answer_tokens": 8, "run.trackers": "tensorboard:x"}
+    value = values.get(name, "q_proj")
     alone, listed = (load_config(minimal, (*beside, f"{name}={text}")) for text in (value, f"[{value}]"))
-    assert alone == listed != load_config(minimal, beside)
+    assert alone == listed
+    if name != "plan.rollout.answer_tokens":  # without which there is no rollout
+        assert alone != load_config(minimal, beside)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,12 @@ def test_devices_share_products_and_add_them_up():
     assert joined.decode.expected < alone.decode.expected
 
 
+def test_an_engine_without_answers_takes_no_time():
+    for static in (False, True):
+        run = write(SMALL_TIMES, np.array([], dtype=np.int64), room=1e9, static=static)
+        assert (run.seconds.expected, run.steps, run.num_bytes) == (0, 0, 0)
+
+
 def test_models_that_cannot_be_planned_are_refused():
     with pytest.raises(PlanError, match="does not say what keys and values"):
         EngineTimes(tiny(cached=0), SLOW, 2)

@@ -94,7 +94,8 @@ def plan(
 
     The step's lines are those of `headway explain`. Each has a range, from what devices reach at best to what they
     should reach at least; `headway ceiling --model` measures this machine's own rates. With --scale, the same for
-    several numbers of devices, with the failures that --mtbf implies.
+    several numbers of devices, with the failures that --mtbf implies. With plan.rollout set, a step of reinforcement
+    learning by phase: rollout, scoring, reference, reward, update, sync.
 
     Exit code 1 if the run does not fit the device; settings that make it fit are printed.
 

@@ -115,50 +115,44 @@ MOST_ANSWERS = 10**6
 
 
 class RolloutConfig(Section):
-    """A step of reinforcement learning that `headway plan` plans: answers are written, scored and learnt from."""
+    """A step of reinforcement learning that `headway plan` plans."""
 
     prompts: Positive = Field(le=MOST_ANSWERS, description="Prompts of a step [prompts]")
     prompt_tokens: Slots = Field(description="Length of a prompt [tokens]")
     answer_tokens: tuple[Slots, ...] = Field(
         min_length=1,
-        description="Lengths of the answers, of which several share the answers evenly; the mean where longest_answer "
-        "is set [tokens]",
+        description="Lengths of answers, each of as many answers; the mean where longest_answer is set [tokens]",
     )
     longest_answer: Slots | None = Field(
         default=None,
-        description="Length at which answers end at last; the others spread below it round the mean; null for answers "
-        "of answer_tokens [tokens]",
+        description="Spreads answers below it, round their mean; null for lengths as given [tokens]",
     )
     group: Positive = Field(default=1, le=MOST_ANSWERS, description="Answers to each prompt [answers]")
     prefix: Literal["own", "computed once"] = Field(
-        default="computed once", description="Whether an engine reads a prompt for each answer, or once for its group"
+        default="computed once", description="Whether each answer has its prompt read, or a group once"
     )
     batching: Literal["continuous", "static"] = Field(
         default="continuous",
-        description="Whether a place is filled as its answer ends, as by vLLM and SGLang, or a batch waits for its "
-        "longest answer, as in transformers' generate",
+        description="Whether places are filled as answers end (vLLM, SGLang), or a batch waits for its longest answer "
+        "(generate of transformers)",
     )
-    max_rows: Positive = Field(
-        default=1024, description="Most answers that an engine writes at a time, where their cache fits [answers]"
-    )
+    max_rows: Positive = Field(default=1024, description="Most answers that an engine writes at a time [answers]")
     tensor: Positive = Field(default=1, description="Devices that share an engine's products [devices]")
     devices: Positive | None = Field(
-        default=None, description="Devices of the engines alone; null for those of the update [devices]"
+        default=None, description="Devices of the engines alone; null for the update's [devices]"
     )
-    device: str | None = Field(default=None, description="Kind of those devices; null for that of the update")
-    memory: Fraction = Field(default=0.9, gt=0.0, description="Share of a device that weights and cache may fill")
+    device: str | None = Field(default=None, description="Kind of those devices")
+    memory: Fraction = Field(default=0.9, gt=0.0, description="Share of a device that an engine may fill")
     offload: bool = Field(
         default=False,
-        description="Whether weights and optimizer of the update leave its devices while engines there write",
+        description="Whether the update's weights and optimizer leave its devices during the rollout",
     )
-    scoring: bool = Field(
-        default=True, description="Whether the policy reads the answers once more for their log-probabilities"
-    )
-    reference: bool = Field(default=True, description="Whether a frozen copy of the model reads the answers")
-    reward_s: float = Field(default=0.0, ge=0.0, description="Time of the reward that nothing else hides [s]")
-    updates: Positive = Field(default=1, description="Optimizer steps that the answers are divided into [steps]")
+    scoring: bool = Field(default=True, description="Whether the policy reads its answers for log-probabilities")
+    reference: bool = Field(default=True, description="Whether a frozen copy does")
+    reward_s: float = Field(default=0.0, ge=0.0, description="Time of the reward [s]")
+    updates: Positive = Field(default=1, description="Optimizer steps that share the answers [steps]")
     asynchronous: bool = Field(
-        default=False, description="Whether the next answers are written beside the update; needs devices of their own"
+        default=False, description="Whether the next rollout runs beside the update, on devices of its own"
     )
 
     @property
@@ -212,7 +206,7 @@ class PlanConfig(Section):
     )
     rollout: RolloutConfig | None = Field(
         default=None,
-        description="Prompts and answers instead: a step of reinforcement learning; null for one on samples",
+        description="Prompts and answers instead: a step of reinforcement learning",
     )
 
     @field_validator("mix")

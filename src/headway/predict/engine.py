@@ -166,13 +166,13 @@ class EngineTimes:
         lengths, places = np.unique(steps, return_inverse=True)
         shared = self.cache_of(prompt) * (1 - 1 / shared_by)
         needs = np.array([self.cache_of(prompt + int(length)) - shared for length in lengths])[places]
-        if needs.size and needs.max() > room:
-            raise PlanError(
-                f"the cache of an answer needs {needs.max():,.0f} bytes, and there is room for {room:,.0f}."
-            )
+        most = float(needs.max(initial=0.0))
+        if most > room:
+            raise PlanError(f"the cache of an answer needs {most:,.0f} bytes, and there is room for {room:,.0f}.")
         if static:
-            starts, ends = _in_batches(steps, max_rows if math.isinf(room) else min(max_rows, int(room // needs.max())))
-            waited = not math.isinf(room) and room // needs.max() < min(max_rows, len(steps))
+            size = min(max_rows, len(steps)) if math.isinf(room) or not most else min(max_rows, int(room // most))
+            starts, ends = _in_batches(steps, max(1, size))
+            waited = size < min(max_rows, len(steps))
         else:
             starts, ends, waited = _as_places_free(steps, needs, max_rows, room)
         num_steps = int(ends.max(initial=0))
