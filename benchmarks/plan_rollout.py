@@ -1,6 +1,6 @@
 """A step of reinforcement learning as `headway plan` predicts it, beside the timings that verl and NeMo RL publish.
 
-    .venv/bin/python benchmarks/plan_rollout.py     # three minutes of one core; nothing is trained
+    .venv/bin/python benchmarks/plan_rollout.py     # three to twelve minutes of one core; nothing is trained
 
 Writes benchmarks/results/plan_rollout_<hardware>_<yyyymm>.json and the .md tables rendered from it. No constant of the
 plan was chosen by these rows.
