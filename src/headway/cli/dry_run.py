@@ -320,7 +320,8 @@ def lengths_of_data(config: "TrainConfig") -> "tuple[str, LengthTable] | None":
     Returns:
         None where there are others or the data cannot be measured here, which is warned of.
     """
-    if config.plan.mix is not None or config.plan.lengths is not None or config.data.stream is not None:
+    planned = config.plan
+    if planned.mix or planned.lengths is not None or planned.rollout is not None or config.data.stream is not None:
         return None
     try:
         with needs_extra("measuring data.train"):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headway.config import TrainConfig
     from headway.predict.collectives import Links
     from headway.predict.dry_run import DryRun
+    from headway.predict.rollout import RlForecast
     from headway.predict.scale import Scaling, SizedRun
     from headway.predict.speeds import Cases, Speeds
     from headway.predict.step_time import StepForecast
@@ -42,7 +43,7 @@ class WholeRun:
     def of(
         cls,
         tokens: float,
-        time: "StepForecast",
+        time: "StepForecast | RlForecast",
         devices: int,
         price: float | None,
         speeds: "Speeds",
@@ -83,6 +84,22 @@ class WholeRun:
             "energy_kwh": None if self.energy_kwh is None else [*self.energy_kwh],
         }
 
+    def to_pairs(self) -> list[tuple[str, str]]:
+        """Name and text of each quantity."""
+        pairs = [
+            (
+                "steps",
+                f"{format_count(max(1, round(self.steps)))} of {format_count(round(self.tokens / self.steps))} tokens",
+            ),
+            (f"{format_count(round(self.tokens))} tokens", cases_text(self.seconds, format_duration)),
+            ("device-hours", cases_text(self.device_hours, lambda hours: f"{hours:,.4g}")),
+        ]
+        if self.cost is not None:
+            pairs.append(("cost", cases_text(self.cost, lambda cost: f"{cost:,.4g}")))
+        if self.energy_kwh is not None:
+            pairs.append(("energy", cases_text(self.energy_kwh, lambda kwh: f"{kwh:,.4g} kWh") + ", boards alone"))
+        return pairs
+
 
 def to_dict(planned: "DryRun", time: "StepForecast", speeds: "Speeds", run: WholeRun | None) -> dict[str, Any]:
     """The dry run, the step and the whole run, as plain JSON types."""
@@ -113,22 +130,12 @@ def as_text(
         ("devices", f"{devices:,} x {speeds.name}"),
         ("packs", f"{config.data.tokens_per_pack:,} tokens, {format_share(packs.report.fill)} full"),
         ("lengths", packs.lengths.partition(":")[0]),
-        ("memory", _memory(planned)),
-        ("step", _cases(time.seconds, format_duration)),
-        ("MFU", _cases(time.mfu, format_share)),
-        ("tokens/s", _cases(time.tokens_per_s, lambda rate: format_count(round(rate)))),
+        ("memory", memory_text(planned)),
+        ("step", cases_text(time.seconds, format_duration)),
+        ("MFU", cases_text(time.mfu, format_share)),
+        ("tokens/s", cases_text(time.tokens_per_s, lambda rate: format_count(round(rate)))),
     ]
-    if run is not None:
-        pairs += [
-            ("steps", f"{format_count(max(1, round(run.steps)))} of {format_count(round(time.tokens))} tokens"),
-            (f"{format_count(round(run.tokens))} tokens", _cases(run.seconds, format_duration)),
-            ("device-hours", _cases(run.device_hours, lambda hours: f"{hours:,.4g}")),
-        ]
-        if run.cost is not None:
-            pairs.append(("cost", _cases(run.cost, lambda cost: f"{cost:,.4g}")))
-        if run.energy_kwh is not None:
-            pairs.append(("energy", _cases(run.energy_kwh, lambda energy: f"{energy:,.4g} kWh") + ", boards alone"))
-    sections = [render_pairs(pairs)]
+    sections = [render_pairs(pairs + ([] if run is None else run.to_pairs()))]
     if planned.ways:
         sections.append(ways_text(planned.device, planned.ways))
     on_links = note_on_links(links, devices, on_this_machine=speeds.is_measured)
@@ -160,12 +167,12 @@ def _milliseconds(seconds: "Cases", step_s: float) -> list[str]:
     return [expected, format_share(seconds.expected / step_s), best, worst]
 
 
-def _cases(cases: "Cases", write: Callable[[float], str]) -> str:
+def cases_text(cases: "Cases", write: Callable[[float], str]) -> str:
     """The expected case, and the two others behind it: "2.40 s (1.90 s at best, 3.80 s at worst)"."""
     return f"{write(cases.expected)} ({write(cases.best)} at best, {write(cases.worst)} at worst)"
 
 
-def _memory(planned: "DryRun") -> str:
+def memory_text(planned: "DryRun") -> str:
     """The peak and whether it fits; `headway train --dry-run` has the parts."""
     peak = format_bytes(planned.memory.peak)
     has_memory = planned.device is not None and planned.device.memory_bytes is not None

@@ -18,7 +18,8 @@ _GROUPS = {
         "peak_dtype", "peak_source", "convention", "world_size", "energy_j", "joules_per_token", "peak_memory_bytes",
         "compiled", "recompiles", "recompile_guards", "is_warmup", "supervised_per_s", "mfu_of_all_devices",
         "compile_s", "evaluation_s", "checkpoint_s", "collection_s", "num_profiled", "num_sampled", "phases_s",
-        "host_s", "host_lead_s", "num_skipped", "device_memory_bytes", "weights_dtype", "optimizer", "places", "anomaly_mode",
+        "host_s", "host_lead_s", "num_skipped", "device_memory_bytes", "weights_dtype", "optimizer", "places",
+        "anomaly_mode",
     ),
     "data": (
         "tokens", "slots", "segments", "images", "videos", "patches", "audio_frames", "packs", "fill", "padding_share",
