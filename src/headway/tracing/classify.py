@@ -302,16 +302,17 @@ def finder_of_blocks(blocks: set[str]) -> Callable[[str], str]:
     return find
 
 
+def _runs_itself_again(module: nn.Module) -> bool:
+    """Say whether a module is one of transformers' layers, which run again where they are told so."""
+    return any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
+
+
 def checkpointable_blocks(model: nn.Module) -> set[str]:
     """Find the blocks that activation checkpointing wraps: transformers' own choice, else the items of module lists.
 
     A dictionary whose keys are numbers is a list too, as torchtitan's layers are.
     """
-    chosen = [
-        path
-        for path, module in model.named_modules()
-        if any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
-    ]
+    chosen = [path for path, module in model.named_modules() if _runs_itself_again(module)]
     if not chosen:
         lists = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
         keys = [(path, key) for path, items in lists for key, _ in items.named_children() if key.isdigit()]
@@ -319,11 +320,17 @@ def checkpointable_blocks(model: nn.Module) -> set[str]:
     return {path for path in chosen if not inside(_parent(path), [c for c in chosen if c != path])}
 
 
-def _checkpoints_its_lists(module: nn.Module) -> bool:
-    """Say whether a module runs the items of its lists again, as those of diffusers do that checkpoint."""
-    is_layer = any(base.__name__ == "GradientCheckpointingLayer" for base in type(module).__mro__)
-    holds_lists = any(isinstance(child, nn.ModuleList) for child in module.children())
-    return bool(getattr(module, "gradient_checkpointing", False)) and holds_lists and not is_layer
+def _holders(model: nn.Module) -> set[str]:
+    """Name the modules that run the items of their lists again, as those of diffusers do that checkpoint."""
+    modules = dict(model.named_modules())
+    if any(map(_runs_itself_again, modules.values())):
+        return set()
+    return {
+        path
+        for path, module in modules.items()
+        if getattr(module, "gradient_checkpointing", False)
+        and any(isinstance(child, nn.ModuleList) for child in module.children())
+    }
 
 
 def checkpointing_of(model: nn.Module) -> str:
@@ -339,7 +346,7 @@ def checkpointing_of(model: nn.Module) -> str:
     """
     paths = checkpointable_blocks(model)
     blocks = {path: module for path, module in model.named_modules() if path in paths}
-    holders = {path for path, module in model.named_modules() if _checkpoints_its_lists(module)}
+    holders = _holders(model)
     if inner := next((path for path in sorted(holders) if inside(path, paths)), None):
         raise UsageError(
             f"{inner} checkpoints parts of its own, which may hold checkpoints again, as in UNets of diffusers: how "
