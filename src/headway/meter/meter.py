@@ -53,7 +53,8 @@ class Meter(StepMeter):
         batch_ranks: ranks in a row that work on each batch together, as those of tensor parallelism do: the first of
             them counts it, whatever the others are told. Read off the mesh of the model's parameters when None.
         steps_before: steps that earlier processes of the run took; windows number steps from there.
-        others: cost models of what else the steps run, such as DPO's reference; `count` is told which of them.
+        others: what else the steps run, such as a reference, `count` is told which of them: cost models, modules (which
+            are traced; their phases then tell an MBU), or pairs of both.
         phases: whether some steps are divided into phases, and the code that the loop pauses in is looked at; where the
             model is not compiled as a whole.
         timeout_s: how long other ranks are waited for when a window is logged [s].
@@ -87,7 +88,7 @@ class Meter(StepMeter):
         packing_length: int | None = None,
         batch_ranks: int | None = None,
         steps_before: int = 0,
-        others: Sequence[CostModel] = (),
+        others: Sequence[Any] = (),
         phases: bool = True,
         timeout_s: float = 60.0,
         clock: Callable[[], float] | None = None,

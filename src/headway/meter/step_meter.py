@@ -2,6 +2,7 @@
 
 import math
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ class MeteredLoop:
     packing_length: int | None = None
     batch_share: BatchShare = BatchShare()  # noqa: RUF009 - frozen
     steps_before: int = 0
-    others: Sequence[CostModel] = ()
+    others: Sequence[Any] = ()
     phases: bool = True
 
 
@@ -96,14 +97,18 @@ class StepMeter(StepClock, ABC):
             if loop.optimizer is None
             else traffic_or_warn(model, loop.optimizer, self.cost_model, loop.recompute, loop.results)
         )
-        self.models = (self.cost_model, *loop.others)
+        modules, ledgers = zip((model, self.cost_model), *map(_with_ledger, loop.others), strict=True)
+        self.models: tuple[CostModel, ...] = ledgers
+        self._modules = [None if isinstance(module, CostModel) else weakref.ref(module) for module in modules]
         self._forward_traffic: dict[int, ForwardTraffic] = {}
-        if not isinstance(model, CostModel):
-            with self.boundary.guard("The bytes that forwards of this loop's model move"):
+        for place, (module, ledger) in enumerate(zip(modules, ledgers, strict=True)):
+            if isinstance(module, CostModel):
+                continue
+            with self.boundary.guard("The bytes that forwards of this loop's models move"):
                 from headway.meter.model_traffic import forward_traffic
 
-                if (own := forward_traffic(model, self.cost_model)) is not None:
-                    self._forward_traffic[0] = own
+                if (traffic := forward_traffic(module, ledger)) is not None:
+                    self._forward_traffic[place] = traffic
         self.ceiling, self.batch_share = loop.ceiling, loop.batch_share
         self.memory_bytes_per_s = loop.memory_bytes_per_s or bandwidth_of(self.device)
         # what steps add up to, and what rates are compared with
@@ -190,7 +195,7 @@ class StepMeter(StepClock, ABC):
         batch: Any,
         *,
         forward_only: bool = False,
-        cost_model: CostModel | None = None,
+        cost_model: Any = None,
         input_gradients: Sequence[str] | None = None,
     ) -> None:
         """Add what one forward of a step computes, and its backward.
@@ -201,7 +206,8 @@ class StepMeter(StepClock, ABC):
             batch: a `Workload`, the forward's arguments by name (see `workload_of`), or a `Generation`, which has no
                 backward and whose time is that of the phase around it.
             forward_only: it has no backward, as that of a reference model. Its tokens are then not counted again.
-            cost_model: one of `others` where it is not the trained model's; its tokens are not counted again either.
+            cost_model: one of `others`, its module or its ledger, where it is not the trained model's; its tokens are
+                not counted again either.
             input_gradients: names of the arguments that require a gradient, since something in front of the model is
                 trained (see `CostModel.with_input_gradients`); those of the batch's tensors that do when None.
 
@@ -300,13 +306,17 @@ class StepMeter(StepClock, ABC):
         """The model whose forwards run here; None where the meter was given a cost model alone."""
         return None if self._forwards is None else self._forwards.model
 
-    def _place_of(self, cost_model: CostModel) -> int:
-        for place, candidate in enumerate(self.models):
-            if candidate is cost_model:
+    @property
+    def phase_name(self) -> str | None:
+        """Name of the phase that lasts, the innermost of several; None outside of all."""
+        return None if self._phase_clock.current is None else self._phase_clock.current.name
+
+    def _place_of(self, cost_model: Any) -> int:
+        for place, (ledger, module) in enumerate(zip(self.models, self._modules, strict=True)):
+            if cost_model is ledger or (module is not None and cost_model is module()):
                 return place
-        raise UsageError(
-            f"this meter does not know the cost model {cost_model.name}: pass it to Meter as others=[...]."
-        )
+        name = cost_model.name if isinstance(cost_model, CostModel) else f"of this {type(cost_model).__name__}"
+        raise UsageError(f"this meter does not know the cost model {name}: pass it to Meter as others=[...].")
 
     def _ended_step(self, skipped: bool, extra: dict[str, float], num_warmup_steps: int) -> PendingStep:
         """End a step, whose numbers wait until the device has passed it."""
@@ -382,3 +392,15 @@ class StepMeter(StepClock, ABC):
         if self._forwards is not None:
             self._forwards.close()
         self._stop()
+
+
+def _with_ledger(other: Any) -> tuple[Any, CostModel]:
+    """Give a module and its ledger, which is traced where nobody has it; a ledger alone stands for both."""
+    if isinstance(other, CostModel):
+        return other, other
+    if isinstance(other, tuple):
+        module, ledger = other
+        return module, ledger
+    from headway.tracing import trace
+
+    return other, trace(other)
