@@ -319,7 +319,5 @@ def test_continuous_batching_is_counted_by_lengths(tmp_path):
     phases = flops(run)
     assert run.phases["rollout"].generated_tokens == sum(a for _, a in rows)
     assert phases["update"] == ledger.count(learnt(rows))
-    assert (
-        phases["rollout"].total
-        == shared(ledger, [(p, [a, b]) for (p, a), (_, b) in zip(rows[::2], rows[1::2], strict=True)]).total
-    )
+    pairs = [(p, [a, b]) for (p, a), (_, b) in zip(rows[::2], rows[1::2], strict=True)]
+    assert phases["rollout"].total == shared(ledger, pairs).total
