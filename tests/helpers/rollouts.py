@@ -87,10 +87,10 @@ def generated(ledger, rows):
     return ledger.count(Workload([p + a - 1 for p, a in rows], logits=sum(a for _, a in rows)), forward_only=True)
 
 
-def shared(ledger, rows):
+def shared(ledger, rows, **media):
     """Cost of prompts that are read once, and of their answers, which go on from the keys and values."""
     longer = [(prompt, answer - 1) for prompt, answers in rows for answer in answers if answer > 1]
-    prefill = Workload([prompt for prompt, _ in rows], logits=len(rows))
+    prefill = Workload([prompt for prompt, _ in rows], logits=len(rows), **media)
     decode = Workload([length for _, length in longer], past=[prompt for prompt, _ in longer])
     return ledger.count(prefill + decode, forward_only=True)
 
@@ -110,7 +110,7 @@ def check_sums(run, elsewhere=()):
 
 
 def length_reward(completions, **_):
-    return [float(len(set(completion))) for completion in completions]
+    return [float(len({*map(str, completion)})) for completion in completions]
 
 
 GROUPS = {"num_generations": 2, "max_completion_length": 7, "per_device_train_batch_size": 4, "max_steps": 3}

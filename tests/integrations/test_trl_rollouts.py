@@ -321,3 +321,70 @@ def test_continuous_batching_is_counted_by_lengths(tmp_path):
     assert phases["update"] == ledger.count(learnt(rows))
     pairs = [(p, [a, b]) for (p, a), (_, b) in zip(rows[::2], rows[1::2], strict=True)]
     assert phases["rollout"].total == shared(ledger, pairs).total
+
+
+class Untraceable(torch.nn.Module):
+    """A reward model whose forward depends on the values of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = scorer()
+        self.config = self.inner.config
+
+    def forward(self, **inputs):
+        if not self.inner.score.weight.sum().item() < 1e9:
+            raise ValueError("weights without values")
+        return self.inner(**inputs)
+
+
+def with_failure(*args, **options):
+    """Run to the end; gives the only warning of Headway."""
+    callback = HeadwayCallback(peak=PEAK)
+    with pytest.warns(RuntimeWarning, match="HeadwayCallback measures this training no further") as caught:
+        trainer = train(*args, callback=callback, **options)
+    assert trainer.state.global_step == 3
+    assert "generate" not in vars(trainer.model)
+    assert callback.run is None
+    messages = [str(w.message) for w in caught if "HeadwayCallback" in str(w.message)]
+    assert len(messages) == 1
+    return messages[0]
+
+
+def test_a_reward_model_that_cannot_be_traced_is_named_and_training_goes_on(tmp_path):
+    rewards = [length_reward, Untraceable()]
+    given = {"reward_processing_classes": [None, tokenizer()]}
+    message = with_failure(GRPOTrainer, GRPOConfig, tmp_path, policy(), rewards, given=given, **GROUPS)
+    assert "the reward model of this trainer, a Untraceable" in message
+
+
+@pytest.mark.parametrize(
+    ("result", "name"),
+    [
+        (lambda ids: ids[:1], "returned 1 x"),
+        (lambda ids: ids.tolist(), "returned a list"),
+        (lambda ids: ids[0], "a tensor of ["),
+    ],
+    ids=["too few rows", "a list", "one row"],
+)
+def test_a_generate_that_returns_something_odd_is_named_and_training_goes_on(tmp_path, monkeypatch, result, name):
+    generate = GenerationMixin.generate
+
+    class Odd:
+        """Shows Headway, which looks first, something else than TRL."""
+
+        def __init__(self, ids):
+            self.ids, self.sequences = ids, result(ids)
+
+        def __getitem__(self, places):
+            return self.ids[places]
+
+    monkeypatch.setattr(GenerationMixin, "generate", lambda self, **kwargs: Odd(generate(self, **kwargs)))
+    message = with_failure(GRPOTrainer, GRPOConfig, tmp_path, policy(), length_reward, **GROUPS)
+    assert name in message
+    assert "generate of Qwen3ForCausalLM" in message
+
+
+def test_a_search_with_beams_is_named_and_training_goes_on(tmp_path):
+    options = GROUPS | {"generation_kwargs": {"num_beams": 2}}
+    message = with_failure(GRPOTrainer, GRPOConfig, tmp_path, policy(), length_reward, **options)
+    assert "2 beams" in message

@@ -9,12 +9,18 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import AutoModelForImageTextToText
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation import vllm_client, vllm_generation
 
 from headway import trace
 from headway.devices import Peak
 from headway.meter import PhaseDevices
+from headway.models import load_processor
+from helpers.folders import write_vlm
 from helpers.rollouts import EOS, GROUPS, check_sums, flops, learnt, length_reward, metered, policy, shared
 
 pytestmark = [
@@ -42,18 +48,25 @@ class Server:
         return answers[path.partition("?")[0]]
 
     def post(self, path, request):
-        if path != "/v1/completions":
-            return {"success": True}
-        time.sleep(SECONDS)
+        if path == "/v1/chat/completions/render":  # of one image
+            return {"features": {"mm_placeholders": {"image": [{}]}}}
+        if path == "/inference/v1/generate":
+            return {"choices": self.choices([request["token_ids"]], request["sampling_params"])}
+        if path == "/v1/completions":
+            time.sleep(SECONDS)
+            return {"choices": self.choices(request["prompt"], request)}
+        return {"success": True}
+
+    def choices(self, prompts, settings):
         choices = []
-        for prompt in request["prompt"]:
-            answers = [1 + (len(choices) + i) % request["max_tokens"] for i in range(request["n"])]
+        for prompt in prompts:
+            answers = [1 + (len(self.rows) + i) % settings["max_tokens"] for i in range(settings["n"])]
             self.rows.append((len(prompt), answers))
             choices += [self.choice(prompt, length) for length in answers]
-        return {"choices": choices}
+        return choices
 
     def choice(self, prompt, length):
-        ids = [5] * (length - 1) + [EOS]
+        ids = [8] * (length - 1) + [EOS]
         tokens = [f"token_id:{i}" for i in ids]
         logprobs = {"tokens": tokens, "token_logprobs": [-1.0] * length, "top_logprobs": [{t: -1.0} for t in tokens]}
         return {"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs}
@@ -129,3 +142,35 @@ def test_a_rollout_on_a_server_is_timed_here_and_billed_there(tmp_path, server, 
         expected = PhaseDevices(run.phases["update"].peak, devices or WORKERS)
     assert (rollout.world_size, rollout.peak) == (expected.num_devices, expected.peak)
     check_sums(run, elsewhere=["rollout"])
+
+
+def test_pictures_of_a_served_prompt_are_counted_by_their_sizes(tmp_path, server):
+    torch.manual_seed(1)
+    folder = str(write_vlm(tmp_path / "model", "qwen2_5_vl", weights=True))
+    processor = load_processor(folder)
+    processor.tokenizer.padding_side = "left"  # as TRL loads it
+    sizes = [(64, 48), (96, 64), (40, 80), (64, 64)]  # width, height [pixels]; patches of 8, merged by 2 x 2
+    prompt = [{"role": "user", "content": "Which picture is it?"}]
+    run, _ = metered(
+        GRPOTrainer, GRPOConfig, tmp_path, folder, length_reward, given={"processing_class": processor},
+        data=Dataset.from_list([{"prompt": prompt, "image": Image.new("RGB", size)} for size in sizes]),
+        use_vllm=True, vllm_mode="server", vllm_server_base_url=server.url, beta=0.0, **GROUPS | {"max_steps": 2},
+    )  # fmt: skip
+    ledger = trace(AutoModelForImageTextToText.from_pretrained(folder))
+    # the client sends prompts side by side, so that they come in any order; their pictures are told by their lengths
+    grids = {len(words): grid for words, grid in zip(*rendered(processor, prompt, sizes), strict=True)}
+    images = [grids[prompt] for prompt, _ in server.rows]
+    assert run.phases["rollout"].flops.total == shared(ledger, server.rows, images=images).total
+    assert len(images) == 4
+    assert any(name.startswith("vision") for name in run.phases["rollout"].flops.by_component())
+
+
+def rendered(processor, prompt, sizes):
+    """Token ids of prompts with pictures of these sizes, and the grids of these [patches]."""
+    text = processor.apply_chat_template(prepared(prompt), add_generation_prompt=True, tokenize=False)
+    features = processor(images=[[Image.new("RGB", size)] for size in sizes], text=[text] * len(sizes))
+    return features["input_ids"], features["image_grid_thw"].tolist()
+
+
+def prepared(prompt):
+    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": prompt[0]["content"]}]}]

@@ -11,8 +11,11 @@ from headway.count.integers import Ints
 from headway.errors import WorkloadError
 from headway.meter import workload_of
 
-_READ = ("input_ids", "attention_mask", "image_grid_thw", "video_grid_thw", "pixel_values")
-"""Arguments of `generate` that say what its prompts hold."""
+_SHAPES = ("input_ids", "pixel_values")
+_VALUES = ("attention_mask", "image_grid_thw", "video_grid_thw")
+"""Arguments of `generate` that say what its prompts hold, by their shapes or values."""
+
+Grids = tuple[tuple[int, int, int], ...]
 
 
 def generation_of(
@@ -61,8 +64,10 @@ def generation_of(
             "are read."
         )
     # what prompts hold; idle rows and padding are slots, and the last token of all is not read again
-    batch = {key: _on_host(value) for key, value in {**arguments, "input_ids": prompts}.items() if key in _READ}
-    workload = workload_of({key: value for key, value in batch.items() if value is not None}, cost)
+    arguments["input_ids"] = prompts
+    batch = {key: arguments[key] for key in _SHAPES if arguments.get(key) is not None}
+    batch |= {key: _on_host(arguments[key]) for key in _VALUES if arguments.get(key) is not None}
+    workload = workload_of(batch, cost)
     stops = np.ravel(_on_host(setting("eos_token_id") if setting("eos_token_id") is not None else ()))
     return Generation(
         workload.segments,
@@ -89,7 +94,7 @@ def _shape(value: Any) -> str:
     return f"a tensor of {[*value.shape]}" if hasattr(value, "shape") else f"a {type(value).__name__}"
 
 
-def generations_of(engine: str, results: Any) -> list[Generation]:
+def generations_of(engine: str, results: Any, grids: Sequence[Grids] | None = None) -> list[Generation]:
     """Read what an engine that fills freed places at once computed, from the token ids that it returned.
 
     Equal prompts in a row are computed once, as engines do that cache prefixes.
@@ -97,33 +102,74 @@ def generations_of(engine: str, results: Any) -> list[Generation]:
     Args:
         engine: for errors.
         results: of `generate_batch`, of vLLM's `LLM.generate`, of TRL's clients of vLLM and rollout functions.
+        grids: of the images of each answer's prompt [patches]; None without images.
 
     Raises:
         WorkloadError: other results.
     """
     try:
-        pairs = [(tuple(prompt), len(answer)) for prompt, answer in _pairs(results)]
+        pairs = _pairs(results)
+        images = grids if grids is not None else [()] * len(pairs)
+        answers = [((tuple(prompt), seen), len(answer)) for (prompt, answer), seen in zip(pairs, images, strict=True)]
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise WorkloadError(
             f"{engine} returned a {type(results).__name__} that token ids of prompts and answers cannot be read from: "
             f"{error}."
         ) from error
-    groups = [
-        (len(prompt), [length for _, length in rows]) for prompt, rows in groupby(pairs, key=lambda pair: pair[0])
-    ]
-    sizes = sorted({len(answers) for _, answers in groups})
+    # prompts by how many answers they have, since a Generation has as many to each
+    groups: dict[int, list[tuple[int, Grids, list[int]]]] = {}
+    for (prompt, seen), rows in groupby(answers, key=lambda answer: answer[0]):
+        lengths = [length for _, length in rows]
+        groups.setdefault(len(lengths), []).append((len(prompt), seen, lengths))
     return [
         Generation(
-            [prompt for prompt, answers in groups if len(answers) == size],
-            [length for _, answers in groups if len(answers) == size for length in answers],
+            [prompt for prompt, *_ in group],
+            [length for *_, lengths in group for length in lengths],
             group=size,
             prefix="computed once",
+            media={"images": [grid for _, seen, _ in group for grid in seen]},
         )
-        for size in sizes
+        for size, group in groups.items()
     ]
 
 
-def _pairs(results: Any) -> Iterable[tuple[Sequence[int], Sequence[int]]]:
+class ImageGrids:
+    """Grids of patches into which a processor cuts images, found on a blank image of each size, once.
+
+    Args:
+        processor: of the model, with an `image_processor`.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        self._processor: Any = getattr(processor, "image_processor", None)
+        self._of_size: dict[tuple[int, int], tuple[int, int, int]] = {}
+
+    def of(self, images: Iterable[Sequence[Any] | None]) -> list[Grids]:
+        """Give the grids of the images of each prompt [patches].
+
+        Raises:
+            WorkloadError: the processor tells no grids.
+        """
+        return [tuple(self._grid(image) for image in of_prompt or ()) for of_prompt in images]
+
+    def _grid(self, image: Any) -> tuple[int, int, int]:
+        size: Any = getattr(image, "size", None)
+        if size not in self._of_size:
+            try:
+                from PIL import Image
+
+                features = self._processor(images=[Image.new("RGB", size)], return_tensors="np")
+                time, height, width = map(int, features["image_grid_thw"][0])
+            except Exception as error:
+                raise WorkloadError(
+                    f"the grid of patches of a {type(image).__name__} of {size} cannot be asked of "
+                    f"{type(self._processor).__name__}: {type(error).__name__}: {error}."
+                ) from error
+            self._of_size[size] = time, height, width
+        return self._of_size[size]
+
+
+def _pairs(results: Any) -> list[tuple[Sequence[int], Sequence[int]]]:
     """Pair the token ids of each answer with those of its prompt."""
     if isinstance(results, Mapping) and "completion_ids" in results:
         results = (results["prompt_ids"], results["completion_ids"])

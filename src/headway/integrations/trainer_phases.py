@@ -1,6 +1,6 @@
 """Phases of a trainer's steps, found by what runs in them: generation, scoring, rewards, the update."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from headway.count import CostModel, Generation
 from headway.errors import WorkloadError
-from headway.integrations.generation_calls import generation_of, generations_of
+from headway.integrations.generation_calls import ImageGrids, generation_of, generations_of
 from headway.integrations.loops import replaced
 from headway.meter import Meter, PhaseDevices
 from headway.tracing.unwrap import unwrapped
@@ -41,6 +41,7 @@ class TrainerPhases:
         self._update = ExitStack()
         self._updates = False  # whether the update lasts
         self._calls: list[bool] = []  # that generate and go on, one within another: whether one within it was counted
+        self._grids = ImageGrids(None)
         self._stack = ExitStack()
 
     def close(self) -> None:
@@ -55,6 +56,7 @@ class TrainerPhases:
             trainer: that runs.
             models: the modules that it may generate with, and their ledgers.
         """
+        self._grids = ImageGrids(getattr(trainer, "processing_class", None))
         for model, cost in ((unwrapped(module), ledger) for module, ledger in models.items()):
             for name, engine in (("generate", None), ("generate_batch", "generate_batch")):
                 if callable(getattr(model, name, None)):
@@ -64,11 +66,11 @@ class TrainerPhases:
             if isinstance(engine, nn.Module) or not callable(getattr(engine, "generate", None)):
                 continue
             self.is_named = True
-            devices = self._devices_of(engine)
-            self._stack.enter_context(replaced(engine, "generate", self._of_engine(attribute, devices)))
+            self._devices = self._devices_of(engine)
+            self._stack.enter_context(replaced(engine, "generate", self._of_engine(attribute)))
         if callable(getattr(trainer, "rollout_func", None)):
             self.is_named = True
-            self._stack.enter_context(replaced(trainer, "rollout_func", self._of_engine("rollout_func", self._devices)))
+            self._stack.enter_context(replaced(trainer, "rollout_func", self._of_engine("rollout_func")))
         for name in dir(type(trainer)):
             if name.startswith(_REWARDS):
                 self.is_named = True
@@ -115,12 +117,11 @@ class TrainerPhases:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the observer's, and the training the user's
             self._on_error(error)
 
-    def _generated(
-        self, devices: PhaseDevices | None, call: Callable[[], Any], read: Callable[[Any], list[Generation]], cost: Any
-    ) -> Any:
+    def _generated(self, call: Callable[[], Any], read: Callable[[Any], list[Generation]], cost: Any) -> Any:
         """Run what generates as a phase, and count it unless calls within it were."""
+        outer = bool(self._calls)
         self._calls.append(False)
-        with self._block(ROLLOUT, devices):
+        with nullcontext() if outer else self._block(ROLLOUT, self._devices):
             is_counted = False
             try:
                 results = call()
@@ -141,23 +142,22 @@ class TrainerPhases:
                         return generations_of(engine, results)
                     return [generation_of(generate.__self__, args, kwargs, results, cost)]  # type: ignore[attr-defined]
 
-                return self._generated(None, lambda: generate(*args, **kwargs), read, cost)
+                return self._generated(lambda: generate(*args, **kwargs), read, cost)
 
             return generated
 
         return substitute
 
-    def _of_engine(self, name: str, devices: PhaseDevices | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _of_engine(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def substitute(generate: Callable[..., Any]) -> Callable[..., Any]:
             def generated(*args: Any, **kwargs: Any) -> Any:
                 def read(results: Any) -> list[Generation]:
-                    if any(image is not None for image in kwargs.get("images") or ()):
-                        raise WorkloadError(
-                            f"{name} answers prompts with images, whose grids of patches it is not given."
-                        )
-                    return generations_of(name, results)
+                    if _holds_features(args, kwargs):
+                        raise WorkloadError(f"{name} is given media whose sizes cannot be read.")
+                    images = kwargs.get("images")
+                    return generations_of(name, results, None if images is None else self._grids.of(images))
 
-                return self._generated(devices, lambda: generate(*args, **kwargs), read, None)
+                return self._generated(lambda: generate(*args, **kwargs), read, None)
 
             return generated
 
@@ -183,6 +183,14 @@ class TrainerPhases:
 def _options(devices: PhaseDevices | None) -> dict[str, Any]:
     """Give the arguments of `Meter.phase` for devices of a phase's own."""
     return {} if devices is None else vars(devices)
+
+
+def _holds_features(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Say whether a call of vLLM or of its client has media beside its prompts."""
+    prompts = args[0] if args else kwargs.get("prompts")
+    rows = prompts if isinstance(prompts, list) else []
+    features = kwargs.get("features") or ()
+    return any(isinstance(row, Mapping) and row.get("multi_modal_data") for row in rows) or any(features)
 
 
 def _unheard(_error: Exception) -> None:
