@@ -10,6 +10,7 @@ from headway.integrations.generation_calls import ImageGrids, generations_of
 
 FIRST, SECOND = [7, 8, 9], [7, 8]
 ANSWERS = {"two": [[1, 2], [3]], "one": [[4, 5, 6]]}  # of the first prompt and of the second
+LISTED = [*ANSWERS["two"], *ANSWERS["one"]]
 
 
 def request(prompt, answers):
@@ -21,11 +22,11 @@ def request(prompt, answers):
     "results",
     [
         pytest.param([request(FIRST, ANSWERS["two"]), request(SECOND, ANSWERS["one"])], id="vLLM in the process"),
-        pytest.param(([FIRST, FIRST, SECOND], [*ANSWERS["two"], *ANSWERS["one"]], None, None), id="TRL's generation"),
+        pytest.param(([FIRST, FIRST, SECOND], LISTED, None, None), id="TRL's generation"),
         pytest.param(
             {
                 "prompt_ids": [FIRST, FIRST, SECOND],
-                "completion_ids": [*ANSWERS["two"], *ANSWERS["one"]],
+                "completion_ids": LISTED,
                 "logprobs": [],
             },
             id="a rollout function",
@@ -33,9 +34,7 @@ def request(prompt, answers):
         pytest.param(
             {
                 str(i): SimpleNamespace(prompt_ids=prompt, generated_tokens=answer)
-                for i, (prompt, answer) in enumerate(
-                    zip([FIRST, FIRST, SECOND], [*ANSWERS["two"], *ANSWERS["one"]], strict=True)
-                )
+                for i, (prompt, answer) in enumerate(zip([FIRST, FIRST, SECOND], LISTED, strict=True))
             },
             id="transformers' continuous batching",
         ),

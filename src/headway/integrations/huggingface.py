@@ -270,18 +270,19 @@ class _Models:
         """Count forwards of the trained model and of the others until the stack is closed."""
         options: dict[str, Any] = {"trained": self._trained, "workload": workload, "on_error": on_error}
 
-        def phase() -> AbstractContextManager[Any] | None:
+        def phase() -> AbstractContextManager[Any]:
             if torch.is_grad_enabled():
                 return phases.training()
             return phases.scoring(REFERENCE if self._is_reference else POLICY)
 
-        stack = ExitStack()
-        stack.enter_context(
-            ForwardCalls(self._trained, meter, cost_model=self._without_adapters, phase=phase, **options)
-        )
+        policy = ForwardCalls(self._trained, meter, cost_model=self._without_adapters, phase=phase, **options)
+        phases.forwards = [policy]
         for other, ledger in self.ledgers.items():
             scoring = functools.partial(phases.scoring, self._names[other])
-            stack.enter_context(ForwardCalls(other, meter, cost_model=ledger, phase=scoring, **options))
+            phases.forwards.append(ForwardCalls(other, meter, cost_model=ledger, phase=scoring, **options))
+        stack = ExitStack()
+        for calls in phases.forwards:
+            stack.enter_context(calls)
         return stack
 
     @property

@@ -85,8 +85,8 @@ def observing(hook: C) -> C:
 class ForwardCalls:
     """While entered, hands the arguments of a model's training forwards to a meter.
 
-    A forward without gradients is counted as forward only; one in evaluation mode is not training and is left out, as
-    are those that generate. A trainer's own method that runs in place of the forward (so that wrappers gather the
+    A forward without gradients is counted as forward only; one in evaluation mode is not training and is left out. A
+    trainer's own method that runs in place of the forward (so that wrappers gather the
     parameters for it) is looked into: the forward of the model without its head is counted then.
     """
 
@@ -102,28 +102,42 @@ class ForwardCalls:
     workload: Callable[[Mapping[str, Any]], Workload] | None = None
     # told of an error, which then does not reach the forward; None lets it through
     on_error: Callable[[Exception], None] | None = None
-    # begins the phase that a forward is, or gives None where it belongs to something that is counted as a whole
-    phase: Callable[[], AbstractContextManager[Any] | None] = nullcontext
+    phase: Callable[[], AbstractContextManager[Any]] = nullcontext  # begins the phase that a forward is in
     is_headless: bool = False  # whether the head of the model runs elsewhere, on the positions that were asked for
     num_calls: int = field(default=0, init=False)  # forwards counted so far
     _begun: list[ExitStack] = field(default_factory=list, init=False)  # of the forwards that go on, one in another
+    _handles: list[Any] = field(default_factory=list, init=False)
+    _is_entered: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._names = list(inspect.signature(self.model.forward).parameters)
         self._forward = self.model.forward
 
     def __enter__(self) -> Self:
+        self._is_entered = True
+        self.resume()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_entered = False
+        self.pause()
+
+    def pause(self) -> None:
+        """Let forwards go by, at no cost, as those of a generation that is counted as a whole."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        if not self._is_entered or self._handles:
+            return
         before, after = map(torch.compiler.disable, (self._before, self._after))
         self._handles = [
             # in front of the meter's own hook: a phase without a backward pauses its timing of forwards
             self.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             self.model.register_forward_hook(after, always_call=True),
         ]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is not self.model:  # a copy has the hooks, too
@@ -149,9 +163,7 @@ class ForwardCalls:
         if self.model.forward != self._forward and (headless := self._headless()) is not None:
             begun.enter_context(headless)
             return
-        if (phase := self.phase()) is None:
-            return
-        begun.enter_context(phase)
+        begun.enter_context(self.phase())
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         if self.is_headless and isinstance(asked := arguments.get("logits_to_keep"), int):
             arguments["logits_to_keep"] = asked - 1  # those of the last position are dropped: they predict nothing

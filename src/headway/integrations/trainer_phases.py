@@ -9,7 +9,7 @@ from torch import nn
 from headway.count import CostModel, Generation
 from headway.errors import WorkloadError
 from headway.integrations.generation_calls import ImageGrids, generation_of, generations_of
-from headway.integrations.loops import replaced
+from headway.integrations.loops import ForwardCalls, replaced
 from headway.meter import Meter, PhaseDevices
 from headway.tracing.unwrap import unwrapped
 
@@ -31,10 +31,12 @@ class TrainerPhases:
 
     Attributes:
         is_named: whether steps have phases at all: those of a trainer that learns from its data alone have none.
+        forwards: of its models, which pause while something generates.
     """
 
     def __init__(self, meter: Meter, on_error: Callable[[Exception], None], devices: PhaseDevices | int | None) -> None:
         self.is_named = False
+        self.forwards: list[ForwardCalls] = []
         self._meter = meter
         self._on_error = on_error
         self._devices = PhaseDevices(meter.peak, devices) if isinstance(devices, int) else devices
@@ -76,16 +78,12 @@ class TrainerPhases:
                 self.is_named = True
                 self._stack.enter_context(replaced(trainer, name, self._of_rewards))
 
-    def scoring(self, name: str) -> AbstractContextManager[Any] | None:
-        """Begin the phase of a forward without a gradient; None while something generates, which counts it."""
-        if self._calls:
-            return None
+    def scoring(self, name: str) -> AbstractContextManager[Any]:
+        """Begin the phase of a forward without a gradient."""
         return self._block(name)
 
-    def training(self) -> AbstractContextManager[Any] | None:
+    def training(self) -> AbstractContextManager[Any]:
         """Begin the update with a forward that has a backward; it lasts until `end_update`."""
-        if self._calls:
-            return None
         if self.is_named and not self._updates and self._meter.phase_name is None:
             self._update.enter_context(self._meter.phase(UPDATE))
             self._updates = True
@@ -111,6 +109,18 @@ class TrainerPhases:
                 phase.close()
 
     @contextmanager
+    def _rollout(self) -> Iterator[None]:
+        """Name a phase of generation; it is counted as a whole, so that no hook runs in each of its many forwards."""
+        with self._block(ROLLOUT, self._devices):
+            for calls in self.forwards:
+                calls.pause()
+            try:
+                yield
+            finally:
+                for calls in self.forwards:
+                    calls.resume()
+
+    @contextmanager
     def _unharmed(self) -> Iterator[None]:
         try:
             yield
@@ -119,9 +129,9 @@ class TrainerPhases:
 
     def _generated(self, call: Callable[[], Any], read: Callable[[Any], list[Generation]], cost: Any) -> Any:
         """Run what generates as a phase, and count it unless calls within it were."""
-        outer = bool(self._calls)
+        is_within = bool(self._calls)
         self._calls.append(False)
-        with nullcontext() if outer else self._block(ROLLOUT, self._devices):
+        with nullcontext() if is_within else self._rollout():
             is_counted = False
             try:
                 results = call()

@@ -288,7 +288,7 @@ class StepMeter(StepClock, ABC):
         if not phase.forward_only:
             return
         if self._forwards is not None:
-            self._forwards.is_paused = True
+            self._forwards.pause()
         if self._phases is not None:
             self._phases.begin("inference")
 
@@ -297,7 +297,7 @@ class StepMeter(StepClock, ABC):
         if not phase.forward_only or (outer is not None and outer.forward_only):
             return
         if self._forwards is not None:
-            self._forwards.is_paused = False
+            self._forwards.resume()
         if self._phases is not None:
             self._phases.end("inference")
 
