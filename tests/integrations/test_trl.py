@@ -24,9 +24,6 @@ PROMPT, CHOSEN, REJECTED = [3, 4, 2, 5] * 2, [2, 6, 3, 1] * 2, [5, 1, 7, 2] * 2 
 END = 1  # TRL ends each answer with a token of its own
 PAIRS = [p + c + END for p, c in zip(PROMPT, CHOSEN, strict=True)]
 PAIRS += [p + r + END for p, r in zip(PROMPT, REJECTED, strict=True)]
-# TRL's heads run on the tokens whose next token has a label: all but each last one, those that answers are read off
-SAMPLES = Workload(LENGTHS, logits=sum(length - 1 for length in LENGTHS))
-ANSWERS = Workload(PAIRS, logits=sum(length + END for length in CHOSEN + REJECTED))
 
 
 def tiny():
@@ -67,7 +64,7 @@ SFT = {
 def test_sft_costs_what_its_samples_cost(tmp_path, batches, accumulation):
     options, padded = SFT[batches]
     model = tiny()
-    expected = trace(model).count(SAMPLES)
+    expected = trace(model).count(Workload(LENGTHS))
     callback = HeadwayCallback(peak=PEAK)
     data = Dataset.from_list([{"input_ids": [7] * length} for length in LENGTHS])
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
@@ -90,7 +87,7 @@ def test_dpo_runs_its_reference_forward_only(tmp_path, accumulation):
     callback = HeadwayCallback(peak=PEAK)
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation}
     train(DPOTrainer, DPOConfig, tmp_path, model, pairs(), callback, given={"ref_model": reference}, **sizes)
-    expected = cost.count(ANSWERS) + cost.count(ANSWERS, forward_only=True)
+    expected = cost.count(Workload(PAIRS)) + cost.count(Workload(PAIRS), forward_only=True)
     assert callback.run.flops.total == expected.total
     assert (callback.run.flops.forward, callback.run.flops.wgrad) == (expected.forward, expected.wgrad)
     assert (callback.run.tokens, callback.run.segments) == (sum(PAIRS), len(PAIRS))
@@ -100,7 +97,7 @@ def test_a_reference_of_another_size_has_its_own_ledger(tmp_path):
     model, config = tiny(), tiny_config("qwen3")
     config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
     reference = model_class(config)._from_config(config, dtype=torch.float32)
-    expected = trace(model).count(ANSWERS) + trace(reference).count(ANSWERS, forward_only=True)
+    expected = trace(model).count(Workload(PAIRS)) + trace(reference).count(Workload(PAIRS), forward_only=True)
     callback = HeadwayCallback(peak=PEAK)
     train(DPOTrainer, DPOConfig, tmp_path, model, pairs(), callback, given={"ref_model": reference})
     assert callback.run.flops.total == expected.total
@@ -113,10 +110,10 @@ def test_new_adapters_are_off_in_their_reference(tmp_path):
     policy, bare = trace(get_peft_model(tiny(), ADAPTERS)), trace(tiny())
     callback = HeadwayCallback(peak=PEAK)
     train(DPOTrainer, DPOConfig, tmp_path, tiny(), pairs(), callback, given={"peft_config": ADAPTERS})
-    expected = policy.count(ANSWERS) + bare.count(ANSWERS, forward_only=True)
+    expected = policy.count(Workload(PAIRS)) + bare.count(Workload(PAIRS), forward_only=True)
     assert callback.run.flops.total == expected.total
     assert callback.run.tokens == sum(PAIRS)
-    assert policy.count(ANSWERS).forward > bare.count(ANSWERS).forward
+    assert policy.count(Workload(PAIRS)).forward > bare.count(Workload(PAIRS)).forward
 
 
 def test_adapters_trained_further_have_their_first_state_as_reference(tmp_path):
@@ -124,13 +121,13 @@ def test_adapters_trained_further_have_their_first_state_as_reference(tmp_path):
     policy = trace(model)
     callback = HeadwayCallback(peak=PEAK)
     train(DPOTrainer, DPOConfig, tmp_path, model, pairs(), callback)
-    expected = policy.count(ANSWERS) + policy.count(ANSWERS, forward_only=True)
+    expected = policy.count(Workload(PAIRS)) + policy.count(Workload(PAIRS), forward_only=True)
     assert callback.run.flops.total == expected.total
 
 
 def test_log_probabilities_that_were_computed_before_are_not_part_of_the_steps(tmp_path):
     model = tiny()
-    expected = trace(model).count(ANSWERS)
+    expected = trace(model).count(Workload(PAIRS))
     callback = HeadwayCallback(peak=PEAK)
     train(
         DPOTrainer,
@@ -152,7 +149,7 @@ def test_an_evaluation_of_dpo_is_left_out_reference_included(tmp_path):
     given = {"ref_model": tiny(), "eval_dataset": pairs()}
     trainer = train(DPOTrainer, DPOConfig, tmp_path, model, pairs(), callback, given=given, eval_strategy="epoch")
     assert any("eval_loss" in log for log in trainer.state.log_history)
-    expected = cost.count(ANSWERS) + cost.count(ANSWERS, forward_only=True)
+    expected = cost.count(Workload(PAIRS)) + cost.count(Workload(PAIRS), forward_only=True)
     assert callback.run.flops.total == expected.total
 
 
@@ -164,6 +161,6 @@ def test_checkpointing_enters_hfu_and_leaves_the_reference_alone(tmp_path):
     callback = HeadwayCallback(peak=PEAK)
     given = {"ref_model": tiny()}
     train(DPOTrainer, DPOConfig, tmp_path, model, pairs(), callback, given=given, **{checkpointing_name(): True})
-    trained, reference = cost.count(ANSWERS, recompute="full"), cost.count(ANSWERS, forward_only=True)
+    trained, reference = cost.count(Workload(PAIRS), recompute="full"), cost.count(Workload(PAIRS), forward_only=True)
     assert trained.recompute > 0
     assert callback.run.flops == trained + reference

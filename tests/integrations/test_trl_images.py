@@ -53,7 +53,7 @@ def test_pictures_of_prompts_are_seen_in_each_phase(tmp_path, monkeypatch, famil
     assert len(rows) == len(grids) == 8
     answers = sum(a for _, a in rows)
     rollout = Workload([p + a - 1 for p, a in rows], images=grids, logits=answers)
-    learnt = Workload([p + a for p, a in rows], images=grids, logits=answers)
+    learnt = Workload([p + a for p, a in rows], images=grids)
     phases = flops(run)
     assert phases["rollout"].total == ledger.count(rollout, forward_only=True).total
     assert phases["reference"].total == ledger.count(learnt, forward_only=True).total

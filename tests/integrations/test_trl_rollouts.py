@@ -242,11 +242,10 @@ def test_online_dpo_generates_two_answers_to_each_prompt(tmp_path, rows):
     options = {"max_new_tokens": 7, "per_device_train_batch_size": 2, "max_steps": 2, "disable_dropout": True}
     run, _ = metered(OnlineDPOTrainer, OnlineDPOConfig, tmp_path, model, given=given, **options)
     phases = flops(run)
-    scored = Workload([p + a for p, a in rows])  # with logits of all tokens
     assert len(rows) == 2 * 2 * 2
     assert phases["rollout"].total == generated(ledger, rows).total
-    assert phases["reference"].total == anchor.count(scored, forward_only=True).total
-    assert phases["update"] == ledger.count(scored)
+    assert phases["reference"].total == anchor.count(learnt(rows), forward_only=True).total
+    assert phases["update"] == ledger.count(learnt(rows))
     assert "reward" in phases
     check_sums(run)
 
@@ -267,10 +266,10 @@ def test_gkd_has_a_teacher(tmp_path, rows, seq_kd):
         GKDTrainer, GKDConfig, tmp_path, model, data=Dataset.from_list([{"messages": chat} for chat in chats]),
         given=given, lmbda=0.0 if seq_kd else 1.0, seq_kd=seq_kd, **options,
     )  # fmt: skip
-    phases, scored = flops(run), Workload([p + a for p, a in rows])
+    phases = flops(run)
     assert phases["rollout"].total == generated(teacher_cost if seq_kd else student_cost, rows).total
-    assert phases["teacher"].total == teacher_cost.count(scored, forward_only=True).total
-    assert phases["update"] == student_cost.count(scored)
+    assert phases["teacher"].total == teacher_cost.count(learnt(rows), forward_only=True).total
+    assert phases["update"] == student_cost.count(learnt(rows))
     assert run.phases["teacher"].bytes_moved > 0
     check_sums(run)
 
@@ -291,9 +290,10 @@ def test_distillation_runs_its_models_without_their_heads(tmp_path, rows, peft):
     given = {"teacher_model": teacher, "peft_config": peft}
     run, _ = metered(DistillationTrainer, DistillationConfig, tmp_path, model, given=given, **options)
     phases = flops(run)
+    answers = learnt(rows).with_counts(logits=sum(a for _, a in rows))  # of which TRL asks with `logits_to_keep`
     assert phases["rollout"].total == generated(student_cost, rows).total
-    assert phases["teacher"].total == teacher_cost.count(learnt(rows), forward_only=True).total
-    assert phases["update"] == student_cost.count(learnt(rows))
+    assert phases["teacher"].total == teacher_cost.count(answers, forward_only=True).total
+    assert phases["update"] == student_cost.count(answers)
     check_sums(run)
 
 

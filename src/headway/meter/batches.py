@@ -126,13 +126,8 @@ def _num_labels(batch: Mapping[str, Any]) -> int | None:
 
 
 def _num_logits(batch: Mapping[str, Any], shape: tuple[int, int]) -> int | None:
-    """Count the real tokens that the head runs on, where the forward leaves some out.
-
-    `logits_to_keep` is transformers'; TRL's fused heads run on the tokens whose next token has a label.
-    """
+    """Count the real tokens that the head runs on, where transformers' `logits_to_keep` leaves some out."""
     rows, slots = shape
-    if batch.get("fused_lm_head"):
-        return _num_labels(batch)
     last = batch.get("logits_to_keep")
     if not isinstance(last, int) or not last:
         return None
