@@ -1,19 +1,33 @@
 """Hugging Face's Trainer, and trainers that build on it (TRL): MFU, tokens and waste in its own log."""
 
 import functools
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from headway.count import CostModel, Workload
 from headway.devices import Peak
-from headway.integrations.loops import LOGGED, ForwardCalls, Observer, caller_of, logged, observing, ranks_of_sequences
-from headway.meter import Meter, Window
+from headway.errors import HeadwayError, TraceError
+from headway.integrations.loops import (
+    LOGGED,
+    LOGGED_OF_PHASES,
+    ForwardCalls,
+    Observer,
+    caller_of,
+    logged,
+    observing,
+    ranks_of_sequences,
+    replaced,
+)
+from headway.integrations.trainer_phases import POLICY, REFERENCE, TrainerPhases
+from headway.meter import Meter, PhaseDevices, Window
 from headway.tracing import trace
 from headway.tracing.classify import checkpointing_of
 from headway.tracing.unwrap import unwrapped
@@ -24,7 +38,8 @@ class HeadwayCallback(Observer, TrainerCallback):
 
     FLOPs are counted from the forwards that the Trainer really runs, with accumulation, packing and padding as they
     are; evaluation and saving are left out of the steps' time. Other models that the trainer holds and runs in its
-    steps, such as the reference of DPO, are found, traced and counted with them. The numbers join the Trainer's log
+    steps, such as a reference, a reward model or a teacher, are found, traced and counted with them. What generates in
+    a step, what scores and the update are phases of it, found by themselves. The numbers join the Trainer's log
     dictionary before anything reports it, so that `log_history`, W&B, TensorBoard and MLflow have them. What cannot be
     counted is warned of once, and training goes on without numbers.
 
@@ -32,11 +47,14 @@ class HeadwayCallback(Observer, TrainerCallback):
         cost_model: of the model; traced when training begins where it is None.
         peak: as for `Meter`.
         prefix: of the names in the log: "headway" logs `headway/mfu` and the others of `names`.
-        names: keys of `Window.to_dict()` that are logged. With "mbu" among them the model is traced once more.
+        names: keys of `Window.to_dict()` that are logged, and those within its `phases`, such as `phases/rollout/mfu`
+            (`*` for any phase). With "mbu" among them the model is traced once more.
         num_warmup_steps: first steps to leave out.
         recompute: as for `Meter`; read off the model, which the Trainer has set up by then, where it is None.
         workload: makes a workload from a forward's arguments by name, for models that do not take `input_ids`, and
             where sequences are cut over ranks: of the whole batch then.
+        rollout_devices: devices that generate where they are not the trainer's own, such as those of a vLLM server, all
+            of them or how many; as many workers as the server tells, with this trainer's peak, when None.
         meter_options: what else `Meter` takes, such as `goodput` or `log_to`.
 
     Attributes:
@@ -51,10 +69,11 @@ class HeadwayCallback(Observer, TrainerCallback):
         cost_model: CostModel | None = None,
         peak: Peak | None = None,
         prefix: str = "headway",
-        names: Sequence[str] = LOGGED,
+        names: Sequence[str] = (*LOGGED, *LOGGED_OF_PHASES),
         num_warmup_steps: int = 0,
         recompute: str | None = None,
         workload: Callable[[Mapping[str, Any]], Workload] | None = None,
+        rollout_devices: PhaseDevices | int | None = None,
         **meter_options: Any,
     ) -> None:
         self.meter: Meter | None = None
@@ -64,6 +83,7 @@ class HeadwayCallback(Observer, TrainerCallback):
         self._names = tuple(names)
         self._recompute = recompute
         self._workload = workload
+        self._rollout_devices = rollout_devices
         self._options = {"peak": peak, "num_warmup_steps": num_warmup_steps, **meter_options}
         self._calls: ExitStack | None = None
         self._accelerator: Any = None
@@ -81,13 +101,13 @@ class HeadwayCallback(Observer, TrainerCallback):
         trainer, model = caller_of(Trainer, "HeadwayCallback"), kwargs["model"]
         self._move_up(trainer.callback_handler.callbacks)
         self._accelerator = trainer.accelerator
-        references = _References(trainer, model)
+        models = _Models(trainer, model)
         self.meter = Meter(
             model,
             cost_model=self._cost_model,
             log_every=sys.maxsize,  # windows end where the Trainer logs
             recompute=self._recompute or checkpointing_of(unwrapped(model)),
-            others=references.cost_models,
+            others=models.others,
             optimizer=kwargs["optimizer"] if "mbu" in self._names else None,
             **{
                 "steps_before": state.global_step,
@@ -97,12 +117,24 @@ class HeadwayCallback(Observer, TrainerCallback):
         )
         if self._calls is not None:
             self._calls.close()  # of a run that ended in an error
-        self._calls = references.calls(self.meter, self._workload, self.stop_measuring)
-        self._calls.enter_context(_waits_noted(trainer, self.meter))
+        self._phases = phases = TrainerPhases(self.meter, self.stop_measuring, self._rollout_devices)
+        self._calls = models.calls(self.meter, phases, self._workload, self.stop_measuring)
+        self._calls.callback(phases.close)
+        phases.watch(trainer, {model: self.meter.cost_model, **models.ledgers})
+        phases.is_named = phases.is_named or bool(models.others)
+        # no hook of a callback tells when the Trainer asks for batches, and its logging comes before
+        self._calls.enter_context(replaced(trainer, "get_batch_samples", self._awaited))
         if args.eval_on_start:
             self.meter.leave("evaluation")
         else:
             self.meter.await_data()
+
+    def _awaited(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
+        def awaited(*args: Any, **kwargs: Any) -> Any:
+            self.on_epoch_begin()
+            return fetch(*args, **kwargs)
+
+        return awaited
 
     def _release(self) -> None:
         if self._calls is not None:
@@ -137,8 +169,15 @@ class HeadwayCallback(Observer, TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """End an optimizer step; the next one begins, unless the Trainer evaluates or saves."""
         assert self.meter is not None
+        self._phases.end_update()
         self.meter.step(skipped=self._accelerator.optimizer_step_was_skipped)
         self.on_epoch_end(args, state, control, **kwargs)
+
+    @observing
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        """End the update of a micro-batch: what the next one needs may have to be generated and scored first."""
+        if self._training:
+            self._phases.end_update()
 
     @observing
     def on_epoch_end(
@@ -195,78 +234,91 @@ class HeadwayCallback(Observer, TrainerCallback):
             self.run = self.meter.close()
 
 
-@contextmanager
-def _waits_noted(trainer: Trainer, meter: Meter) -> Iterator[None]:
-    """Note when the Trainer asks for batches: no hook of a callback tells, and its logging comes before."""
-    fetch = trainer.get_batch_samples
+class _Models:
+    """Find the models that a trainer runs in its steps, trace them, and count their forwards.
 
-    @functools.wraps(fetch)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        meter.await_data()
-        return fetch(*args, **kwargs)
-
-    trainer.get_batch_samples = noted  # type: ignore[method-assign]  # for this run
-    try:
-        yield
-    finally:
-        trainer.get_batch_samples = fetch  # type: ignore[method-assign]  # as it was
-
-
-class _References:
-    """Find the other models that a trainer holds (DPO's reference, a teacher), trace them, and count their forwards.
-
-    A trainer whose `ref_model` is None runs the trained model with its adapters switched off as the reference, which is
-    traced as a model of its own.
+    Others than the trained one, such as a reference, reward model or teacher, are held by the trainer. One whose
+    `ref_model` is None runs the trained model with its adapters switched off as the reference, which is traced as a
+    model of its own.
     """
 
     def __init__(self, trainer: Any, model: nn.Module) -> None:
         self._trained = model
-        self._models = [(other, trace(other)) for other in _others(trainer, model)]
+        self._names = _others(trainer, model)
+        self.ledgers = {other: _traced(other, name) for other, name in self._names.items()}
         self._adapter: Any = None
         self._bare: CostModel | None = None
         if getattr(trainer, "ref_model", model) is None and hasattr(model, "disable_adapter"):
             self._adapter = _adapter_of(model)
         if self._adapter is not None:
+            self._active = self._adapter.active_adapters
             with model.disable_adapter():  # type: ignore[operator]  # a PeftModel
                 self._bare = trace(model)
 
     @property
-    def cost_models(self) -> list[CostModel]:
-        """Cost models of the other models that a step runs, for `Meter(others=...)`."""
-        bare = [self._bare] if self._bare is not None else []
-        return [*(cost_model for _, cost_model in self._models), *bare]
+    def others(self) -> list[tuple[nn.Module, CostModel]]:
+        """The other models that a step runs and their ledgers, for `Meter(others=...)`."""
+        return [*self.ledgers.items(), *([] if self._bare is None else [(self._trained, self._bare)])]
 
     def calls(
         self,
         meter: Meter,
+        phases: TrainerPhases,
         workload: Callable[[Mapping[str, Any]], Workload] | None,
         on_error: Callable[[Exception], None],
     ) -> ExitStack:
-        """Count forwards of the trained model and of reference models until the stack is closed."""
+        """Count forwards of the trained model and of the others until the stack is closed."""
+        options: dict[str, Any] = {"trained": self._trained, "workload": workload, "on_error": on_error}
+
+        def phase() -> AbstractContextManager[Any]:
+            if torch.is_grad_enabled():
+                return phases.training()
+            return phases.scoring(REFERENCE if self._is_reference else POLICY)
+
+        policy = ForwardCalls(self._trained, meter, cost_model=self._without_adapters, phase=phase, **options)
+        phases.forwards = [policy]
+        for other, ledger in self.ledgers.items():
+            scoring = functools.partial(phases.scoring, self._names[other])
+            phases.forwards.append(ForwardCalls(other, meter, cost_model=ledger, phase=scoring, **options))
         stack = ExitStack()
-        models: list[tuple[nn.Module, Any]] = [(self._trained, self._without_adapters), *self._models]
-        for model, cost_model in models:
-            calls = ForwardCalls(
-                model, meter, cost_model=cost_model, trained=self._trained, workload=workload, on_error=on_error
-            )
+        for calls in phases.forwards:
             stack.enter_context(calls)
         return stack
+
+    @property
+    def _is_reference(self) -> bool:
+        """Whether the trained model is the reference now: its adapters are off, or others are on."""
+        adapter = self._adapter
+        return adapter is not None and (adapter.disable_adapters or adapter.active_adapters != self._active)
 
     def _without_adapters(self) -> CostModel | None:
         return self._bare if self._adapter is not None and self._adapter.disable_adapters else None
 
 
-def _others(trainer: Any, model: nn.Module) -> list[nn.Module]:
-    """List the reference models of a trainer: those that share no parameter with the trained one."""
+def _others(trainer: Any, model: nn.Module) -> dict[nn.Module, str]:
+    """List the other models of a trainer, those that share no parameter with the trained one, and their phases.
+
+    A phase is named by the attribute that holds the model: `reward` for `reward_funcs`, `teacher` for `teacher_model`.
+    """
     trained = {id(parameter) for parameter in model.parameters()}
-    modules = [
-        value
-        for attribute in vars(trainer).values()
-        for value in (attribute if isinstance(attribute, list | tuple) else [attribute])
-        if isinstance(value, nn.Module)
-    ]
-    others = {id(value): value for value in modules if next(value.parameters(), None) is not None}
-    return [other for other in others.values() if not any(id(p) in trained for p in other.parameters())]
+    modules = {
+        value: _PHASES.get(name := _KIND.sub("", attribute), name)
+        for attribute, values in vars(trainer).items()
+        for value in (values if isinstance(values, list | tuple) else [values])
+        if isinstance(value, nn.Module) and next(value.parameters(), None) is not None
+    }
+    return {o: name for o, name in modules.items() if not any(id(p) in trained for p in o.parameters())}
+
+
+_KIND = re.compile(r"_(models?|func(tion)?s?)$")
+_PHASES = {"ref": REFERENCE}
+
+
+def _traced(model: nn.Module, name: str) -> CostModel:
+    try:
+        return trace(model)
+    except HeadwayError as error:
+        raise TraceError(f"the {name} model of this trainer, a {type(model).__name__}: {error}") from error
 
 
 def _adapter_of(model: nn.Module) -> Any:

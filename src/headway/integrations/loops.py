@@ -4,8 +4,11 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field, replace
+from fnmatch import fnmatchcase
+from types import MethodType
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -17,12 +20,14 @@ from headway.log.sink import flatten
 from headway.meter import Meter, Window
 from headway.meter.batches import input_gradients_of
 from headway.meter.watch import refuse_cached_keys
+from headway.tracing.unwrap import unwrapped
 from headway.words import Argument
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Callable[..., Any])
 
 LOGGED = ("mfu", "hfu", "tokens_per_s", "tokens_per_s_per_device", "padding_share", "balance")
+LOGGED_OF_PHASES = ("phases/*/wall_s", "phases/*/mfu", "phases/*/mbu")
 
 
 class Observer:
@@ -81,7 +86,9 @@ def observing(hook: C) -> C:
 class ForwardCalls:
     """While entered, hands the arguments of a model's training forwards to a meter.
 
-    A forward without gradients is counted as forward only; one in evaluation mode is not training and is left out.
+    A forward without gradients is counted as forward only; one in evaluation mode is not training and is left out. A
+    trainer's own method that runs in place of the forward (so that wrappers gather the
+    parameters for it) is looked into: the forward of the model without its head is counted then.
     """
 
     model: nn.Module  # the innermost one, without wrappers such as DDP
@@ -96,32 +103,71 @@ class ForwardCalls:
     workload: Callable[[Mapping[str, Any]], Workload] | None = None
     # told of an error, which then does not reach the forward; None lets it through
     on_error: Callable[[Exception], None] | None = None
+    phase: Callable[[], AbstractContextManager[Any]] = nullcontext  # begins the phase that a forward is in
+    is_headless: bool = False  # whether the head of the model runs elsewhere, on the positions that were asked for
     num_calls: int = field(default=0, init=False)  # forwards counted so far
+    _begun: list[ExitStack] = field(default_factory=list, init=False)  # of the forwards that go on, one in another
+    _handles: list[Any] = field(default_factory=list, init=False)
+    _is_entered: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._names = list(inspect.signature(self.model.forward).parameters)
+        self._forward = self.model.forward
 
     def __enter__(self) -> Self:
-        uncompiled = torch.compiler.disable(self._on_forward)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self._handle = self.model.register_forward_pre_hook(uncompiled, with_kwargs=True)
+        self._is_entered = True
+        self.resume()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._handle.remove()
+        self._is_entered = False
+        self.pause()
 
-    def _on_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def pause(self) -> None:
+        """Let forwards go by, at no cost, as those of a generation that is counted as a whole."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        if not self._is_entered or self._handles:
+            return
+        before, after = map(torch.compiler.disable, (self._before, self._after))
+        self._handles = [
+            # in front of the meter's own hook: a phase without a backward pauses its timing of forwards
+            self.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            self.model.register_forward_hook(after, always_call=True),
+        ]
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is not self.model:  # a copy has the hooks, too
+            return
+        begun = ExitStack()
+        self._begun.append(begun)
         try:
-            self._count(args, kwargs)
+            self._begin(begun, args, kwargs)
         except Exception as error:
             if self.on_error is None:
                 raise
             self.on_error(error)
 
-    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        if module is self.model and self._begun:
+            self._begun.pop().close()
+
+    def _begin(self, begun: ExitStack, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin the phase of a forward, and count what it computes."""
         trained = self.model if self.trained is None else self.trained
         if not trained.training:
             return
+        if self.model.forward != self._forward and (headless := self._headless()) is not None:
+            begun.enter_context(headless)
+            return
+        begun.enter_context(self.phase())
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if self.is_headless and isinstance(asked := arguments.get("logits_to_keep"), int):
+            arguments["logits_to_keep"] = asked - 1  # those of the last position are dropped: they predict nothing
         refuse_cached_keys(type(self.model).__name__, arguments)
         self.num_calls += 1
         self.meter.count(
@@ -130,6 +176,43 @@ class ForwardCalls:
             cost_model=self.cost_model() if callable(self.cost_model) else self.cost_model,
             input_gradients=input_gradients_of(arguments),
         )
+
+    def _headless(self) -> "ForwardCalls | None":
+        """Make the same for the model without its head, which a method runs in place of the model's forward."""
+        inner = getattr(unwrapped(self.model), "base_model", None)
+        if not isinstance(inner, nn.Module) or inner is self.model:
+            return None
+        trained = self.model if self.trained is None else self.trained
+        return replace(self, model=inner, trained=trained, is_headless=True)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, substitute: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replace a method of an object, and of no other of its class, within a block.
+
+    Args:
+        owner: of the method.
+        name: of the method.
+        substitute: makes what stands in its place of the method.
+    """
+    attributes = vars(owner)
+    method, own = getattr(owner, name), attributes.get(name)
+    if getattr(method, "__self__", None) is owner:
+
+        @functools.wraps(method.__func__)
+        def bound(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return substitute(MethodType(method.__func__, self))(*args, **kwargs)  # a copy of the owner runs its own
+
+        attributes[name] = MethodType(bound, owner)
+    else:
+        attributes[name] = functools.wraps(method)(substitute(method))
+    try:
+        yield
+    finally:
+        if own is None:
+            attributes.pop(name, None)  # what was put there hides the class's own
+        else:
+            attributes[name] = own
 
 
 def ranks_of_sequences(accelerator: Any, workload: object) -> int | None:
@@ -161,7 +244,8 @@ def logged(window: Window, names: Sequence[str] = LOGGED, prefix: str = "headway
 
     Args:
         window: steps of a loop.
-        names: keys of `Window.to_dict()`; one that holds others, such as `flops`, gives each of them.
+        names: keys of `Window.to_dict()`; one that holds others, such as `flops`, gives each of them. Behind a "/" they
+            go on within one, `*` for any: `phases/rollout/mfu`, `phases/*/wall_s`.
         prefix: of the names in the log.
 
     Returns:
@@ -171,12 +255,15 @@ def logged(window: Window, names: Sequence[str] = LOGGED, prefix: str = "headway
         UsageError: a name is no key of a record.
     """
     record = window.to_dict()
-    if missing := [name for name in names if name not in record]:
+    if missing := [name for name in names if name.partition("/")[0] not in record]:
         raise UsageError(f"a window has no {', '.join(missing)} to log; it has {', '.join(record)}.")
-    flat = flatten({"step": window.step, **{name: record[name] for name in names}})
-    if "step" not in names:
-        del flat["step"]
-    return {f"{prefix}/{name}": value for name, value in flat.items() if isinstance(value, int | float)}
+    flat = flatten({"step": window.step, **{name: record[name] for name in (name.partition("/")[0] for name in names)}})
+    return {
+        f"{prefix}/{key}": value
+        for key, value in flat.items()
+        if isinstance(value, int | float)
+        and any(fnmatchcase(key, name) or key.startswith(f"{name}/") for name in names)
+    }
 
 
 def caller_of(kind: type[T], called: str) -> T:

@@ -11,6 +11,7 @@ from headway.meter.batches import workload_of
 from headway.meter.goodput import Goodput
 from headway.meter.goodput_report import GoodputReport
 from headway.meter.meter import Meter
+from headway.meter.step_phases import PhaseDevices
 from headway.meter.window import Window
 
-__all__ = ["Goodput", "GoodputReport", "Meter", "Sink", "Sinks", "Window", "open_sink", "workload_of"]
+__all__ = ["Goodput", "GoodputReport", "Meter", "PhaseDevices", "Sink", "Sinks", "Window", "open_sink", "workload_of"]

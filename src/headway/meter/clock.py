@@ -106,7 +106,7 @@ class ForwardTimer:
     share a forward are equally busy.
 
     Attributes:
-        is_paused: whether forwards go by unnoticed, as those that generate do.
+        is_paused: whether forwards go by unnoticed, as those that generate do: no hook runs then.
         on_begin: called at each forward's begin, with its mark.
         on_end: called at its end, with its mark and what it returned.
     """
@@ -122,10 +122,8 @@ class ForwardTimer:
         self.on_begin: Callable[[Mark], None] | None = None
         self.on_end: Callable[[Mark, Any], None] | None = None
         _timers[model] = self
-        self._handles = [
-            model.register_forward_pre_hook(_before_forward),
-            model.register_forward_hook(_after_forward, always_call=True),
-        ]
+        self._handles: list[Any] = []
+        self.resume()
 
     @property
     def model(self) -> "nn.Module | None":
@@ -137,13 +135,29 @@ class ForwardTimer:
         forwards, self._forwards = self._forwards, []
         return forwards
 
-    def close(self) -> None:
-        """Leave the model as it was."""
+    def pause(self) -> None:
+        """Let forwards go by until `resume`."""
+        self.is_paused = True
         for handle in self._handles:
             handle.remove()
+        self._handles = []
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self.is_paused = False
+        model = self._model()
+        if model is not None and not self._handles and _timers.get(model) is self:
+            self._handles = [
+                model.register_forward_pre_hook(_before_forward),
+                model.register_forward_hook(_after_forward, always_call=True),
+            ]
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self.pause()
         for group in self._wrapped or ():
             del group.unshard, group.wait_for_unshard
-        self._handles, self._wrapped = [], None
+        self._wrapped = None
         model = self._model()
         if model is not None and _timers.get(model) is self:
             del _timers[model]

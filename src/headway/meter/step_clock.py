@@ -199,6 +199,11 @@ class StepClock:
         self._energy.back()
         self._charge("step")
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the loop does something else than training, from a `leave` to its `back`."""
+        return self._left_s is not None
+
     def _compiling(self) -> None:
         """Charge compilation that begins now, in the middle of a step, an evaluation or a checkpoint."""
         if self._left_s is None:

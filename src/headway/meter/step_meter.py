@@ -162,8 +162,10 @@ class StepMeter(StepClock, ABC):
     def _add_others(self, loop: MeteredLoop) -> None:
         """Take in what else the steps run: cost models, which `count` names, and modules, which are watched."""
         for other in loop.others:
-            if isinstance(other, CostModel):
-                self.models.append(other)
+            if isinstance(other, CostModel | tuple):
+                module, ledger = other if isinstance(other, tuple) else (other, other)
+                self.models.append(ledger)
+                self._note_traffic(len(self.models) - 1, module)
                 continue
             ledger = ledger_of(other)
             ledger = in_components_of(ledger, ledger.name)
@@ -367,7 +369,7 @@ class StepMeter(StepClock, ABC):
         if not phase.forward_only:
             return
         if self._forwards is not None:
-            self._forwards.is_paused = True
+            self._forwards.pause()
         if self._phases is not None:
             self._phases.begin("inference")
 
@@ -376,7 +378,7 @@ class StepMeter(StepClock, ABC):
         if not phase.forward_only or (outer is not None and outer.forward_only):
             return
         if self._forwards is not None:
-            self._forwards.is_paused = False
+            self._forwards.resume()
         if self._phases is not None:
             self._phases.end("inference")
 
@@ -385,7 +387,12 @@ class StepMeter(StepClock, ABC):
         """The model whose forwards run here; None where the meter was given a cost model alone."""
         return None if self._forwards is None else self._forwards.model
 
-    def _place_of(self, cost_model: CostModel) -> int:
+    @property
+    def phase_name(self) -> str | None:
+        """Name of the phase that lasts, the innermost of several; None outside of all."""
+        return None if self._phase_clock.current is None else self._phase_clock.current.name
+
+    def _place_of(self, cost_model: Any) -> int:
         for place, candidate in enumerate(self.models):
             if candidate is cost_model:
                 return place

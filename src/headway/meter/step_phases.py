@@ -1,5 +1,6 @@
 """Phases of a step that its loop names, such as rollout, reference and update: their times and devices."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +19,7 @@ class PhaseDevices:
 
     peak: Peak  # of one of them
     num_devices: int
-    memory_bytes_per_s: float  # of one of them [B/s]; NaN where it is not known
+    memory_bytes_per_s: float = math.nan  # of one of them [B/s]; NaN where it is not known
 
 
 @dataclass(eq=False)
