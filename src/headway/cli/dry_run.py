@@ -60,10 +60,11 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
         typer.Exit: the run does not fit the device; exit code 1.
     """
     from headway.devices import named_device
-    from headway.predict.dry_run import dry_run
+    from headway.predict.dry_run import dry_run, with_copies
 
     count = devices or config.plan.devices or 1
     name = device or config.plan.device
+    config = with_copies(config, count)
     cost_model = resolve_ledger(config.model)
     target = named_device(name) if name is not None else None
     if target is None:

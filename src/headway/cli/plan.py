@@ -103,7 +103,7 @@ def plan(
     """
     from headway.devices import named_device
     from headway.packing.lengths import read_lengths
-    from headway.predict.dry_run import dry_run, learning_model
+    from headway.predict.dry_run import dry_run, learning_model, with_copies
     from headway.predict.forecast import Forecaster
     from headway.predict.planned_lengths import lengths_in_turn, no_lengths
 
@@ -131,6 +131,7 @@ def plan(
         _print_sizes(config, sizes, [ends.total(size.packs, rows) for size in sizes[1]], price, as_json=as_json)
         return
     count = devices or config.plan.devices or 1
+    config = with_copies(config, count)
     if config.plan.rollout is not None:
         _plan_rollout(config, cost_model, (target, count), saved, link_options, (tokens, price), as_json=as_json)
         return
@@ -408,7 +409,13 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
 
     dtype = _DTYPES[precision_of(config, devices)]
     if device is not None:
-        return Speeds.of_device(device, dtype)
+        return Speeds.of_device(
+            device,
+            dtype,
+            attention=config.speed.attention,
+            float8=config.run.dtype == "float8",
+            power_w=config.plan.power_w,
+        )
     with needs_extra("planning for this machine"):
         from headway.devices.ceilings import matmul_ceiling
 

@@ -151,6 +151,12 @@ class ParallelConfig(Section):
         default=False, description="Keep weights, gradients and optimizer state in the host's memory; CUDA only"
     )
 
+    def with_copies(self, world_size: int) -> "ParallelConfig":
+        """The same, with as many copies as processes leave where `shard` is a number and `replicate` says nothing."""
+        if self.shard == "auto" or self.replicate != 1 or world_size % (self.shard * self.sequence):
+            return self
+        return self.model_copy(update={"replicate": world_size // (self.shard * self.sequence)})
+
     def mesh_shape(self, world_size: int) -> MeshShape:
         """How so many processes are laid out.
 

@@ -74,8 +74,11 @@ _SAME: dict[str, str] = {
         "`parallel.shard`, since processes share weights, gradients and optimizer state by FSDP2 without a file of its "
         "own; `parallel.offload` for the host's memory"
     ),
-    "context_parallel_size sequence_parallel_size cp_size sp_size ulysses": "`parallel.sequence`",
-    "expert_model_parallel_size expert_parallel_size ep_size": "`parallel.expert`",
+    "context_parallel_size sequence_parallel_size cp_size sp_size ulysses context_parallel context_parallel_degree "
+    "sequence_parallel parallel.context parallel.cp parallel.sp parallel.ring": (
+        "`parallel.sequence`, where processes of a pack swap tokens for heads (Ulysses); no ring"
+    ),
+    "expert_model_parallel_size expert_parallel_size ep_size expert_parallel_degree parallel.ep": "`parallel.expert`",
     # the run
     "output_dir save_dir": "`run.folder`",
     "report_to wandb_project use_wandb logger loggers use_swanlab use_mlflow swanlab_project": (
@@ -99,11 +102,14 @@ _ABSENT: dict[str, str] = {
     "train_on_prompt train_on_inputs": (
         "prompts of chats are never learnt; nearest: documents in `data.train`, which are learnt from end to end"
     ),
-    "tensor_parallel_size tensor_model_parallel_size tp_size": (
-        "no layer is cut over processes; nearest: `parallel.shard` and `parallel.sequence`"
+    "tensor_parallel_size tensor_model_parallel_size tp_size tensor_parallel tensor_parallel_degree parallel.tensor "
+    "parallel.tp": (
+        "no layer is cut over processes; nearest: `parallel.shard`, which cuts weights, gradients and optimizer state, "
+        "and `parallel.sequence`, which cuts packs"
     ),
-    "pipeline_parallel_size pipeline_model_parallel_size pp_size": (
-        "layers are not dealt over processes; nearest: `parallel.shard`"
+    "pipeline_parallel_size pipeline_model_parallel_size pp_size pipeline_parallel pipeline_parallel_degree "
+    "parallel.pipeline parallel.pp": (
+        "layers are not dealt over processes; nearest: `parallel.shard`, with `parallel.replicate` between nodes"
     ),
     "resume_from_checkpoint resume auto_resume": (
         "a run goes on by `headway train --resume`; nearest: `checkpoint.every`, which keeps states to go on from"

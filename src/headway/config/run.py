@@ -198,6 +198,11 @@ class PlanConfig(Section):
         description="Whose memory the run must fit, as `headway devices` names it; a command's option of that name "
         "goes first",
     )
+    power_w: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Limit of each device's power, where it is set below its own; null for none [W]",
+    )
     mix: str | None = Field(
         default=None, description=f"Typical lengths to plan packs over, one of {', '.join(MIXES)}; null with 'lengths'"
     )

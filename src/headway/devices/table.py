@@ -19,6 +19,7 @@ DTYPES = ("bf16", "fp16", "fp8", "fp4", "tf32", "fp32", "int8")
 _SHIPPED = "shipped"
 _NUMBERS = ("memory_gb", "memory_gb_per_s", "board_power_w")
 _LINK_NUMBERS = ("link_gb_per_s", "network_gb_per_s")
+_RATES = ("products", "attention")
 _KEYS = (
     "names",
     "title",
@@ -31,6 +32,9 @@ _KEYS = (
     "devices_per_node",
     "link_source",
     "link_read_on",
+    "host_gb_per_s",
+    *_RATES,
+    "rates_source",
     "source",
     "read_on",
     "disagreements",
@@ -58,6 +62,11 @@ class Device:
     devices_per_node: int | None  # devices that such links join
     link_source: str | None  # where the numbers of links stand
     link_read_on: date | None  # when they were read there
+    host_bytes_per_s: float | None  # to its host's memory, one way [byte/s]
+    # share of the peak that matrix products reach in training: at best, as expected, at worst
+    product_shares: tuple[float, float, float] | None
+    attention_shares: Mapping[str, float]  # share of the bf16 peak that attention reaches, by kernel
+    rates_source: str | None  # where these shares are from
     source: str  # where the numbers stand
     read_on: date  # when they were read there
     disagreements: tuple[str, ...]  # other sources with other numbers
@@ -154,6 +163,8 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
     # GB is 10**9 bytes, as vendors print it
     memory_gb, memory_gb_per_s, board_power_w = (_number(entry, name, where) for name in _NUMBERS)
     link_gb_per_s, network_gb_per_s = _links(entry, where)
+    host_gb_per_s = _number(entry, "host_gb_per_s", where)
+    product_shares, attention_shares = _shares(entry, where)
     return Device(
         key=key,
         title=title,
@@ -170,6 +181,10 @@ def _parse_device(key: str, entry: Any, file: str, origin: str) -> Device:
         devices_per_node=_count(entry, "devices_per_node", "devices", where),
         link_source=entry.get("link_source"),
         link_read_on=entry.get("link_read_on"),
+        host_bytes_per_s=None if host_gb_per_s is None else host_gb_per_s * 1e9,
+        product_shares=product_shares,
+        attention_shares=attention_shares,
+        rates_source=entry.get("rates_source"),
         source=entry["source"],
         read_on=entry["read_on"],
         disagreements=_texts(entry, "disagreements", where),
@@ -189,6 +204,30 @@ def _links(entry: Mapping[str, Any], where: str) -> tuple[float | None, float | 
             raise ConfigError(f"{where}: link_source = {entry['link_source']!r} is no text. Say where the links stand.")
         _check_date(entry, "link_read_on", where)
     return bandwidths[0], bandwidths[1]
+
+
+def _shares(entry: Mapping[str, Any], where: str) -> tuple[tuple[float, float, float] | None, dict[str, float]]:
+    """Read the shares of the peak that products and attention reach, which need a source of their own."""
+    products, attention, source = entry.get("products"), entry.get("attention", {}), entry.get("rates_source")
+    if any(name in entry for name in _RATES) and (not isinstance(source, str) or not source.strip()):
+        raise ConfigError(f"{where}: products and attention need rates_source beside them. Say where the shares stand.")
+    if products is not None:
+        numbers = [_share(value) for value in products] if isinstance(products, list) else []
+        if len(numbers) != 3 or None in numbers or sorted(products, reverse=True) != products:
+            raise ConfigError(
+                f"{where}: products = {products!r} is no list of three shares of the peak, at best, as expected and at "
+                "worst, such as [0.6, 0.5, 0.4]."
+            )
+    if not isinstance(attention, dict) or None in [_share(value) for value in attention.values()]:
+        raise ConfigError(
+            f"{where}: attention = {attention!r} is no table of shares of the peak, such as {{ fa2 = 0.4 }}."
+        )
+    return None if products is None else (products[0], products[1], products[2]), dict(attention)
+
+
+def _share(value: Any) -> float | None:
+    """A fraction above 0 and up to 1; None for anything else."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1 else None
 
 
 def _check_date(entry: Mapping[str, Any], name: str, where: str) -> None:

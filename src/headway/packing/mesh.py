@@ -52,10 +52,12 @@ class MeshShape:
                 )
             shard = world_size // others
         if others * shard != world_size:
+            copies, left = divmod(world_size, shard * sequence)
+            more = "" if left or copies == replicate else f", or set parallel.replicate={copies}"
             raise ConfigError(
                 f"parallel.replicate {replicate} x parallel.shard {shard} x parallel.sequence {sequence} = "
                 f"{others * shard} processes, but this run has {_processes(world_size)}. Start {others * shard} "
-                f"{_how_many()}, or set parallel.shard=auto to take as many as there are."
+                f"{_how_many()}, or set parallel.shard=auto to take as many as there are{more}."
             )
         if shard * sequence % expert:
             divisors = [number for number in range(1, shard * sequence + 1) if shard * sequence % number == 0]

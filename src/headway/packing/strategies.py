@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headway.packing.balanced import assign_lpt, fix_overflow, largest_first, overflow, sums_of
 from headway.packing.bins import Packer
 from headway.packing.budget import Budget, Size
-from headway.packing.steps import BALANCE, group_into_steps
+from headway.packing.steps import BALANCE, balance_of, group_into_steps
 
 Strategy = Literal["balanced", "best_fit", "first_fit", "next_fit", "none"]
 """Name of a way to assign samples to packs; "none" gives each sample a pack of its own."""
@@ -28,6 +28,7 @@ FILL = 0.9912
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
+_PROBE = 1024  # samples by which it is seen whether packs of samples as they come are full
 _COST_BITS = 31  # plans use costs as whole numbers up to 2**31, so that sums of millions are exact
 
 
@@ -116,6 +117,52 @@ def pack_window(window: Candidates, strategy: Strategy, last: bool) -> tuple[Int
     return pack_of, num_packs
 
 
+def _equal_or_plain(window: Candidates) -> tuple[Ints, int]:
+    """Packs of equal cost; or those of `next_fit`, where these are as full and cost as equal: samples of one length."""
+    plain = _in_full_packs(window)
+    equal = _balanced(window)
+    if plain is None:
+        return equal
+    (fill, balance), (plain_fill, plain_balance) = _fill_and_balance(window, *equal), _fill_and_balance(window, *plain)
+    return plain if plain_fill >= fill and plain_balance >= balance else equal
+
+
+def _in_full_packs(window: Candidates) -> tuple[Ints, int] | None:
+    """Whole steps of packs of samples as they come; None where these are less full than packs of equal cost."""
+    probe = window.part(np.arange(min(_PROBE, len(window.tokens))))
+    packs, tokens = int(_next_fit_packs(probe)[-1]), int(probe.tokens.sum())
+    if tokens < FILL * packs * window.budget.tokens:  # its last pack, which more samples may fill, left out
+        return None
+    pack_of = _next_fit_packs(window)
+    # the last pack waits for more samples, unless it is full
+    if window.tokens[pack_of == pack_of[-1]].sum() < FILL * window.budget.tokens:
+        pack_of = np.where(pack_of == pack_of[-1], -1, pack_of)
+    pack_of, num_packs = _whole_steps(pack_of, window, all_open=False)
+    return (_in_steps(pack_of, num_packs, window), num_packs) if num_packs else None
+
+
+def _fill_and_balance(window: Candidates, pack_of: Ints, num_packs: int) -> tuple[float, float]:
+    """Share of the packs' tokens that are real, and mean balance of their steps."""
+    if not num_packs:
+        return 0.0, 0.0
+    placed = pack_of >= 0
+    costs_SP = sums_of(pack_of[placed], window.costs[placed], num_packs).reshape(-1, window.packs_per_step)
+    balance = balance_of(costs_SP, window.packs_per_step // window.accumulation)
+    return float(window.tokens[placed].sum()) / (num_packs * window.budget.tokens), float(np.cumsum(balance)[-1]) / len(
+        balance
+    )
+
+
+def _in_steps(pack_of: Ints, num_packs: int, window: Candidates) -> Ints:
+    """Group packs into steps, and number them in the order in which they are trained on."""
+    placed = pack_of >= 0
+    costs = sums_of(pack_of[placed], window.costs[placed], num_packs)
+    steps = group_into_steps(costs, window.packs_per_step, window.accumulation, window.key, window.balance)
+    number = np.empty(num_packs, dtype=np.int64)
+    number[steps.reshape(-1)] = np.arange(num_packs)
+    return np.where(placed, number[pack_of], -1)
+
+
 def _balanced(window: Candidates, at_least: int = 0) -> tuple[Ints, int]:
     # Cut the window where its samples fill whole steps; what lies behind stays in the order.
     needed = window.packs_needed()
@@ -140,14 +187,7 @@ def _balanced(window: Candidates, at_least: int = 0) -> tuple[Ints, int]:
         pack_of[remaining] = np.where(more >= 0, more + num_packs, -1)
         num_packs += num_more
 
-    # Group packs into steps, and number them in the order in which they are trained on.
-    placed = pack_of >= 0
-    costs = sums_of(pack_of[placed], window.costs[placed], num_packs)
-    steps = group_into_steps(costs, window.packs_per_step, window.accumulation, window.key, window.balance)
-    number = np.empty(num_packs, dtype=np.int64)
-    number[steps.reshape(-1)] = np.arange(num_packs)
-    pack_of[placed] = number[pack_of[placed]]
-    return pack_of, num_packs
+    return _in_steps(pack_of, num_packs, window), num_packs
 
 
 def _alike(window: Candidates, num_packs: int) -> Ints:
@@ -184,6 +224,11 @@ def _in_order(window: Candidates, strategy: Literal["best_fit", "first_fit"]) ->
 
 
 def _next_fit(window: Candidates) -> tuple[Ints, int]:
+    return _whole_steps(_next_fit_packs(window), window, all_open=False)
+
+
+def _next_fit_packs(window: Candidates) -> Ints:
+    """The pack of each sample, as they come."""
     # Each pack ends where the running sum of some budget would pass its cap.
     reached, caps = np.cumsum(window.needs, axis=1), window.caps
     pack_of = np.empty(reached.shape[1], dtype=np.int64)
@@ -197,7 +242,7 @@ def _next_fit(window: Candidates) -> tuple[Ints, int]:
         pack_of[start:stop] = pack
         base = reached[:, stop - 1]
         start, pack = stop, pack + 1
-    return _whole_steps(pack_of, window, all_open=False)
+    return pack_of
 
 
 def _none(window: Candidates) -> tuple[Ints, int]:
@@ -218,7 +263,7 @@ def _whole_steps(pack_of: Ints, window: Candidates, all_open: bool) -> tuple[Int
 
 
 _PACKERS: dict[Strategy, Callable[[Candidates], tuple[Ints, int]]] = {
-    "balanced": _balanced,
+    "balanced": _equal_or_plain,
     "best_fit": lambda window: _in_order(window, "best_fit"),
     "first_fit": lambda window: _in_order(window, "first_fit"),
     "next_fit": _next_fit,

@@ -11,7 +11,7 @@ from typing import Literal
 
 from headway.devices import Device
 from headway.errors import PlanError
-from headway.predict.speeds import Cases
+from headway.predict.speeds import HOST_BYTES_PER_S, Cases
 from headway.words import Argument
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
@@ -52,6 +52,7 @@ class Links:
         per_node: devices of a node.
         device: name of the device, for errors.
         source: where these numbers are from, as a sentence.
+        host_bytes_per_s: of a device to its host's memory, one way, as printed [byte/s].
     """
 
     inside: Link
@@ -59,6 +60,7 @@ class Links:
     per_node: int
     device: str
     source: str
+    host_bytes_per_s: float = HOST_BYTES_PER_S
 
     @classmethod
     def of_device(
@@ -89,7 +91,8 @@ class Links:
         if all(value is None for value in options):
             source = f"printed links of {device.title} (`headway devices` has their source)"
         network = None if between is None else Link(between, BETWEEN_S)
-        return cls(Link(inside, INSIDE_S), network, joined, device.title, source)
+        host = device.host_bytes_per_s or HOST_BYTES_PER_S
+        return cls(Link(inside, INSIDE_S), network, joined, device.title, source, host)
 
     def reaches(self, devices: int) -> bool:
         """Whether the links that so many devices need are known."""
@@ -167,6 +170,11 @@ def collective_s(kind: Kind, num_bytes: float, group: RankGroup, links: Links) -
     climb = (group.per_node - 1) * _TREE_INSIDE_S + log2(group.nodes) * between_s
     tree = _after(LAUNCH_S + 2 * climb, 2 * num_bytes / (_TREE_SHARE * bus_bytes_per_s(group, links)))
     return Cases(*map(min, ring, tree))
+
+
+def host_copy_s(num_bytes: int, links: Links) -> Cases:
+    """Predict the time in which a device moves so many bytes from or to its host's memory [s]."""
+    return Cases(*(num_bytes / (share * links.host_bytes_per_s) for share in REACHED))
 
 
 def bus_bytes_per_s(group: RankGroup, links: Links) -> float:

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.predict.collectives import Kind, Links, RankGroup, collective_s
+from headway.predict.collectives import Kind, Links, RankGroup, collective_s, host_copy_s
 from headway.predict.speeds import Cases
 
 Phase = Literal["forward", "backward"]
@@ -35,6 +35,7 @@ class Exchange:
         stride: between neighbours of theirs in the order of ranks.
         waits: whether computing waits for it, wherever it is.
         once: whether it happens after a step's last pack alone.
+        host_bytes: that each process moves from or to its host's memory for it.
     """
 
     kind: Kind
@@ -45,6 +46,7 @@ class Exchange:
     stride: int = 1
     waits: bool = False
     once: bool = False
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Timeline:
         self._order, self._links = exchanges.order, links
         total = sum(exchanges.compute.values()) or 1.0
         self._shares = np.array([[exchanges.compute.get(unit, 0.0) / total] for unit in exchanges.order])
-        self._times: dict[tuple[Kind, int, int, int], Cases] = {}  # blocks are alike
+        self._times: dict[tuple[Kind, int, int, int, int], Cases] = {}  # blocks are alike
         of_last = self._overlaps_of(exchanges.all)
         repeated = [exchange for exchange in exchanges.all if not exchange.once]
         of_others = of_last if len(repeated) == len(exchanges.all) else self._overlaps_of(repeated)
@@ -157,10 +159,11 @@ class Timeline:
         return waits, _overlap_of(self._order, gathers["forward"], {}), backward
 
     def _seconds(self, exchange: Exchange) -> Cases:
-        key = (exchange.kind, exchange.num_bytes, exchange.ranks, exchange.stride)
+        key = (exchange.kind, exchange.num_bytes, exchange.ranks, exchange.stride, exchange.host_bytes)
         if key not in self._times:
             group = RankGroup.of(exchange.ranks, exchange.stride, self._links)
-            self._times[key] = collective_s(exchange.kind, exchange.num_bytes, group, self._links)
+            own = collective_s(exchange.kind, exchange.num_bytes, group, self._links)
+            self._times[key] = own + host_copy_s(exchange.host_bytes, self._links)
         return self._times[key]
 
 

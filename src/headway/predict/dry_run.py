@@ -169,6 +169,11 @@ def dry_run(
     return DryRun(cost_model.name, shape, device, learning.params, planned, packs, ways, tuple(notes))
 
 
+def with_copies(config: TrainConfig, devices: int) -> TrainConfig:
+    """Return the recipe with copies of its shards on all devices, where it names no number of copies."""
+    return config.model_copy(update={"parallel": config.parallel.with_copies(devices)})
+
+
 def learning_model(config: TrainConfig, cost_model: CostModel) -> CostModel:
     """Freeze what a recipe freezes, and put its adapters in place."""
     if config.model.adds_tokens:
@@ -237,7 +242,10 @@ def memory_and_ways(
 
     def memory(changed: TrainConfig, devices: int) -> MemoryPlan:
         fill = min(1.0, changed.data.tokens_per_pack / tokens)
-        return memory_plan(changed, cost_model, saved, devices, math.ceil(fill * tokens), math.ceil(fill * patches))
+        # adapters that are tried save at most what the model saves that learns whole
+        lora = changed.model.lora if config.model.lora is None else None
+        learning = cost_model if lora is None else cost_model.lora(lora.rank, lora.targets)
+        return memory_plan(changed, learning, saved, devices, math.ceil(fill * tokens), math.ceil(fill * patches))
 
     planned, room = memory(config, devices), room_of(device)
     if room is None or planned.peak <= room:
@@ -280,6 +288,10 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         moment_bytes=moments[config.optim.state],
         muon=config.optim.name == "muon",
         averaged=config.optim.ema is not None,
+        average_every=1 if config.optim.ema is None else config.optim.ema.every,
+        muon_iterations=config.optim.muon.iterations,
+        float8=config.run.dtype == "float8",
+        offload=config.parallel.offload,
         accumulates=config.optim.accumulation > 1,
         recompute=recompute,
         fused=config.speed.is_fused(config.run.device),

@@ -45,7 +45,7 @@ def exchanges_of(
     chosen_blocks(state.recompute, cost_model, saved)  # or an error
     if not sharing.gathers:
         return Exchanges()
-    computing = State(compute_bytes=state.compute_bytes)  # what weights alone depend on
+    computing = State(weight_bytes=state.weight_bytes, compute_bytes=state.compute_bytes)  # for weights alone
     if sharing.sequence > 1 or sharing.expert > 1:
         computing = replace(computing, recompute=state.recompute)
     return _all_of(cost_model, saved, pack, computing, sharing, shape)
@@ -59,9 +59,7 @@ def _all_of(
     order, gathered = _order_of(cost_model, saved, pack.patches > 0)
     again = gathered if sharing.reshard else frozenset()
     exchanges = [
-        exchange
-        for exchange in _of_weights(cost_model, saved, again, state.compute_bytes, sharing, shape)
-        if exchange.unit in order
+        exchange for exchange in _of_weights(cost_model, saved, again, state, sharing, shape) if exchange.unit in order
     ]
     exchanges += _of_activations(cost_model, saved, pack, state, sharing)
     copied = sum(
@@ -70,7 +68,7 @@ def _all_of(
         if exchange.kind in ("all-gather", "reduce-scatter")
     )
     compute = _computed(cost_model, saved, pack)
-    return Exchanges(tuple(exchange for exchange in exchanges if exchange.ranks > 1), order, compute, copied)
+    return Exchanges(tuple(e for e in exchanges if e.ranks > 1 or e.host_bytes), order, compute, copied)
 
 
 @remembered
@@ -101,7 +99,7 @@ def _of_weights(
     cost_model: CostModel,
     saved: SavedActivations,
     again: frozenset[str],
-    compute_bytes: int,
+    state: State,
     sharing: Sharing,
     shape: MeshShape,
 ) -> tuple[Exchange, ...]:
@@ -116,14 +114,19 @@ def _of_weights(
         learns[unit, over > 1] += parameter.numel // over if parameter.trainable else 0
     for (unit, spread), numel in gathered.items():
         ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
-        gather = Exchange("all-gather", unit, "forward", numel * compute_bytes, ranks, stride)
+        # offloaded weights come to the device in their own precision, a slice for each process
+        copied = numel * state.weight_bytes // ranks if sharing.offload else 0
+        gather = Exchange("all-gather", unit, "forward", numel * state.compute_bytes, ranks, stride, host_bytes=copied)
         exchanges.append(gather)
         if unit in again:
-            exchanges.append(Exchange("all-gather", unit, "backward", gather.num_bytes, ranks, stride))
+            exchanges.append(replace(gather, phase="backward"))
         summed = learns[unit, spread] * sharing.reduce_bytes
         if summed:
             once = not sharing.reduce_each_pack
-            exchanges.append(Exchange("reduce-scatter", unit, "backward", summed, ranks, stride, once=once))
+            back = learns[unit, spread] * state.weight_bytes // ranks if sharing.offload else 0  # gradients
+            exchanges.append(
+                Exchange("reduce-scatter", unit, "backward", summed, ranks, stride, once=once, host_bytes=back)
+            )
             part = summed // ranks
             exchanges.append(Exchange("all-reduce", unit, "backward", part, shape.replicate, shape.fsdp, once=once))
     return tuple(exchanges)

@@ -10,7 +10,7 @@ from typing import Any
 
 from headway.config import TrainConfig
 from headway.config.read import with_overrides
-from headway.errors import ConfigError
+from headway.errors import ConfigError, UsageError
 
 PRICES = {
     "speed.loss_chunk": "none",
@@ -20,11 +20,14 @@ PRICES = {
     "parallel.reshard": "blocks are gathered again in backward",
     "optim.state": "moments are rounded, stochastically",
     "run.dtype": "weights and gradients are rounded to bfloat16",
+    "model.lora.rank": "adapters learn, and the model's own weights stay as they are",
     "data.tokens_per_pack": "longer samples are cut or dropped, and a step has fewer tokens",
     "parallel.offload": "a step waits for the host's memory",
 }
 """What each setting costs, by its name, or by what it is set to."""
 
+LORA_RANK = 16
+"""Rank of the adapters that are proposed: PEFT's tutorials and LLaMA-Factory's examples use 8 to 64."""
 _FEWEST_TOKENS = 1024  # of a pack that is still worth a step
 _MOST_DOUBLED = 10  # how often devices are doubled
 _WORTH = 0.99  # of the peak as it is; what saves less is not named
@@ -131,6 +134,8 @@ def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
         yield ("run.dtype=bfloat16-params",)
     if not parallel.offload:
         yield ("parallel.offload=true",)
+    if config.model.lora is None:
+        yield (f"model.lora.rank={LORA_RANK}",)
     tokens = config.data.tokens_per_pack // 2
     while tokens >= _FEWEST_TOKENS:
         yield (f"data.tokens_per_pack={tokens}",)
@@ -142,5 +147,5 @@ def _tried(config: TrainConfig, settings: tuple[str, ...], devices: int, peak: P
     try:
         changed = with_overrides(config.to_dict(), settings)
         return Way(settings, devices, peak(changed, devices))
-    except ConfigError:
+    except (ConfigError, UsageError):
         return None

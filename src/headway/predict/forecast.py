@@ -106,7 +106,16 @@ class Forecaster:
     ) -> Exchanges:
         """List exchanges of a pack, once for choices that differ in nothing that is exchanged."""
         sharing = sharing_of(config, shape)
-        key = (pack.tokens, pack.patches, pack.slots, state.compute_bytes, state.recompute, sharing, shape)
+        key = (
+            pack.tokens,
+            pack.patches,
+            pack.slots,
+            state.weight_bytes,
+            state.compute_bytes,
+            state.recompute,
+            sharing,
+            shape,
+        )
         if key not in self._exchanges:
             self._exchanges[key] = exchanges_of(self._cost_model, self._saved[precision], pack, state, sharing, shape)
         return self._exchanges[key]

@@ -73,6 +73,10 @@ class State:
     moment_bytes: float = FLOAT32  # bytes of an optimizer moment; 8-bit codes and their scales are 1 + 4 / 256
     muon: bool = False  # whether matrices of hidden layers have one moment instead of two
     averaged: bool = False  # whether there is a moving average of the weights that learn, in float32
+    average_every: int = 1  # steps between its updates
+    muon_iterations: int = 5  # of Newton-Schulz
+    float8: bool = False  # whether blocks multiply in float8
+    offload: bool = False  # whether the host updates
     accumulates: bool = False  # whether a step sums several packs
     recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
     fused: bool = False  # whether blocks are compiled or run on fused kernels

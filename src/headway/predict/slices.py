@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
-from headway.count.rows import Parameter
+from headway.count.rows import Parameter, hidden_matrices
 from headway.count.units import block_of, head_features, head_parameter, remembered, unit_names
 
 SPREAD = " (experts)"
@@ -167,6 +167,24 @@ class Rows:
 def rows_of(cost_model: CostModel) -> Rows:
     """Rows of a model's parameters, found once."""
     return Rows(cost_model)
+
+
+@remembered
+def muon_matrices(cost_model: CostModel) -> Counter[tuple[int, int]]:
+    """Count the matrices that Muon orthogonalises by their sides; each expert's is one of its stack."""
+    names, rows = hidden_matrices(cost_model.rows, cost_model.parameters), rows_of(cost_model)
+    shapes = {f"{row.module}.weight": row.features for row in cost_model.rows if row.features}
+    features, sides = head_features(cost_model), Counter[tuple[int, int]]()
+    for parameter in cost_model.parameters:
+        if parameter.name not in names or not parameter.trainable:
+            continue
+        shape, count = shapes.get(parameter.name), 1
+        if shape is None and features is not None:  # a stack, of matrices that have the model's width on one side
+            count = rows.count(parameter)
+            shape = (features[0], parameter.numel // count // features[0])
+        if shape is not None:
+            sides[shape] += count
+    return sides
 
 
 @remembered

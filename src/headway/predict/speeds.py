@@ -40,12 +40,22 @@ class Cases(NamedTuple):
         return Cases(*(factor * value for value in self))
 
 
-# Assumed, for lack of a device to measure: one share for all devices and sizes. `headway ceiling` gives your own.
+# Assumed where the table of devices has no shares of a device's own. `headway ceiling` gives yours.
 PRODUCTS = Cases(0.8, 0.65, 0.45)
 # FlashAttention-2 reaches 50 to 73 % of an A100's peak and 35 % of an H100's, FlashAttention-3 75 % of an H100's;
 # backward reaches less than forward.
 # Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
 ATTENTION = Cases(0.65, 0.45, 0.25)
+KERNELS = {"auto": "fa2", "torch": "fa2", "flash-attn": "fa2", "fa3": "fa3"}
+"""Kernel of attention that each value of `speed.attention` is predicted as; auto as what every machine has."""
+FLOAT8 = 0.9
+"""Share of its float8 peak that a device reaches in products over that of its bfloat16 peak.
+
+Source: Bekman, Machine Learning Engineering, compute/accelerator, tables of achieved matrix products, read 2026-11-26:
+0.709 over 0.803 on H100, 0.734 on H200, 0.776 over 0.838 on GH200, 0.763 over 0.776 on B200.
+"""
+FLOAT8_CAST_BYTES = 5
+"""Bytes that casting a number of an operand moves: read for the largest of its tensor, read again, written."""
 # Assumed likewise.
 BANDWIDTH = Cases(0.9, 0.8, 0.6)
 # Steps of small models on a CPU took 0.87 to 1.40 times as long as what was measured of their parts foretold.
@@ -54,6 +64,11 @@ MEASURED = Cases(0.87, 1.0, 1.4)
 """Time of a step over that of its measured parts."""
 LAUNCH_S = 5e-6
 """Time that the host takes to launch a product [s], where nothing was measured: some microseconds."""
+HOST_BYTES_PER_S = 32e9
+"""Rate between a device and its host's memory where the table has none: PCIe 4.0 with 16 lanes [byte/s]."""
+HOST_MEMORY = Cases(80e9, 50e9, 25e9)
+"""Share of the host's memory bandwidth that each of eight devices has while the host updates [byte/s]; assumed: two
+sockets of eight channels of DDR5-4800 have 614 GB/s."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,10 @@ class Speeds:
         board_power_w: what a device draws at most [W]; None where it is not known.
         host_s: that the host takes for a linear module and what stands around it, forward and backward [s].
         runs_ahead: whether the host launches while the device computes; a CPU does one after the other.
+        product_shares: of the peak that products reach, where none was measured.
+        attention_shares: of `products_flops_per_s` that attention reaches, where none was measured.
+        products_flops_per_s: peak of products in the precision of the forward; None where it is `peak_flops_per_s`,
+            which is that of float8 where blocks multiply in float8 [FLOP/s].
     """
 
     name: str
@@ -84,6 +103,9 @@ class Speeds:
     board_power_w: float | None = None
     host_s: float = 3 * LAUNCH_S
     runs_ahead: bool = True
+    product_shares: Cases = PRODUCTS
+    attention_shares: Cases = ATTENTION
+    products_flops_per_s: float | None = None
 
     @property
     def is_measured(self) -> bool:
@@ -91,28 +113,50 @@ class Speeds:
         return bool(self.products)
 
     @classmethod
-    def of_device(cls, device: Device, dtype: str) -> "Speeds":
+    def of_device(
+        cls, device: Device, dtype: str, *, attention: str = "auto", float8: bool = False, power_w: float | None = None
+    ) -> "Speeds":
         """Take the rates of a device from the table.
 
         Args:
             device: of the table.
             dtype: of the products, such as "bf16".
+            attention: kernel of attention, as in `speed.attention`.
+            float8: whether blocks multiply in float8, so that its peak is the one that MFU refers to.
+            power_w: limit that is set below the board's own [W]; None for the board's own.
 
         Raises:
-            PlanError: the table has no peak in that precision, or no bandwidth.
+            PlanError: the table has no peak in that precision, no bandwidth, or no power that the limit is below.
         """
-        peak, bandwidth = device.peak_flops_per_s.get(dtype), device.memory_bytes_per_s
-        if peak is None or bandwidth is None:
-            lacks = f"its dense peak in {dtype}" if peak is None else "the bandwidth of its memory"
+        bandwidth = device.memory_bytes_per_s
+        for name in (dtype, *(["fp8"] if float8 else [])):
+            if name not in device.peak_flops_per_s:
+                raise _unknown(device, f"its dense peak in {name}")
+        if bandwidth is None:
+            raise _unknown(device, "the bandwidth of its memory")
+        clock = 1.0 if power_w is None else _clock(device, power_w)
+        products = Cases(*(clock * share for share in device.product_shares or PRODUCTS))
+        share = device.attention_shares.get(KERNELS[attention])
+        if share is None and device.attention_shares and attention != "auto":
             raise PlanError(
-                f"{device.title}: {lacks} is not known, without which a step has no time. Put it into your own table "
-                "($HEADWAY_PEAKS; docs/devices.md), or name another device."
+                f"speed.attention = {attention!r} does not run on {device.title}, of whose kernels the table of "
+                f"devices has {', '.join(device.attention_shares)}. Set speed.attention=auto."
             )
-        source = (
-            f"usual shares of the printed peak and bandwidth of {device.title} (`headway devices` has their source)"
+        spread = Cases(*(case / ATTENTION.expected for case in ATTENTION))
+        shares = ATTENTION if share is None else Cases(*(min(1.0, share * case) for case in spread))
+        of_rates = "usual shares" if device.rates_source is None else "shares, by published runs or products,"
+        source = f"{of_rates} of the printed peak and bandwidth of {device.title} (`headway devices` has their source)"
+        peak = device.peak_flops_per_s[dtype]
+        return cls(
+            device.title,
+            device.peak_flops_per_s["fp8"] if float8 else peak,
+            Cases(*(share * bandwidth for share in BANDWIDTH)),
+            source if clock == 1.0 else f"{source}, its clock lowered to {clock:.0%} by a limit of {power_w:g} W",
+            board_power_w=device.board_power_w if power_w is None else power_w,
+            product_shares=products,
+            attention_shares=Cases(*(clock * share for share in shares)),
+            products_flops_per_s=peak,
         )
-        rates = Cases(*(share * bandwidth for share in BANDWIDTH))
-        return cls(device.title, peak, rates, source, board_power_w=device.board_power_w)
 
     @classmethod
     def measured(cls, name: str, peak_flops_per_s: float, rates: ModelRates, *, runs_ahead: bool) -> "Speeds":
@@ -141,25 +185,33 @@ class Speeds:
         """The best rate of a product that was measured, or the peak [FLOP/s]."""
         return max(self.products.values(), default=self.peak_flops_per_s)
 
+    @property
+    def _peak_of_products(self) -> float:
+        return self.products_flops_per_s or self.peak_flops_per_s
+
     @cached_property
     def _logs(self) -> list[tuple[tuple[float, ...], float]]:
         return [(tuple(map(math.log, shape)), rate) for shape, rate in self.products.items()]
 
-    def product_s(self, flops: float, shape: Shape | None, number_bytes: int) -> Cases:
+    def product_s(self, flops: float, shape: Shape | None, number_bytes: int, *, float8: bool = False) -> Cases:
         """Predict the time of matrix products [s].
 
         Args:
             flops: of all of them.
             shape: of each; None where it is not known.
             number_bytes: of each number of the factors and the product.
+            float8: whether both factors are cast to float8 first.
         """
         if not self.products:
-            computed = Cases(*(flops / (share * self.peak_flops_per_s) for share in PRODUCTS))
+            peak = FLOAT8 * self.peak_flops_per_s if float8 else self._peak_of_products
+            computed = Cases(*(flops / (share * peak) for share in self.product_shares))
             if shape is None:
                 return computed
             m, k, n = shape
-            moved = self.memory_s(flops / (2 * m * k * n) * (m * k + k * n + m * n) * number_bytes)
-            return Cases(*map(max, computed, moved))
+            count = flops / (2 * m * k * n)
+            cast = self.memory_s(count * (m * k + k * n) * FLOAT8_CAST_BYTES if float8 else 0.0)
+            moved = self.memory_s(count * (m * k + k * n + m * n) * number_bytes)
+            return Cases(*map(max, computed, moved)) + cast
         return MEASURED.times(flops / (self.ceiling_flops_per_s if shape is None else self._rate(shape)))
 
     def _rate(self, shape: Shape) -> float:
@@ -180,7 +232,8 @@ class Speeds:
             pairs_per_query: keys that a query sees on average: half the length of a causal segment.
         """
         if not self.attention:
-            return Cases(*((forward + backward) / (share * self.peak_flops_per_s) for share in ATTENTION))
+            flops = forward + backward
+            return Cases(*(flops / (share * self._peak_of_products) for share in self.attention_shares))
         length = 2 * pairs_per_query - 1
         rates = [_rate_at({at: rate[i] for at, rate in self.attention.items()}, length) for i in (0, 1)]
         return MEASURED.times(forward / rates[0] + backward / rates[1])
@@ -195,9 +248,36 @@ class Speeds:
         """Predict the time that the host takes for so many linear modules and what stands around them [s]."""
         return (MEASURED if self.is_measured else Cases.exact(1.0)).times(launches * self.host_s)
 
+    def host_memory_s(self, num_bytes: float) -> Cases:
+        """Predict the time in which the host moves so many bytes of its own memory [s]."""
+        return Cases(*(num_bytes / rate for rate in HOST_MEMORY))
+
     def memory_s(self, num_bytes: float) -> Cases:
         """Predict the time in which so many bytes are moved [s]."""
         return Cases(*(num_bytes / rate for rate in self.bytes_per_s))
+
+
+def _unknown(device: Device, lacks: str) -> PlanError:
+    return PlanError(
+        f"{device.title}: {lacks} is not known, without which a step has no time. Put it into your own table "
+        "($HEADWAY_PEAKS; docs/devices.md), or name another device."
+    )
+
+
+def _clock(device: Device, power_w: float) -> float:
+    """Clock under a power limit over that under the board's own.
+
+    Dynamic power grows as the clock times the voltage squared, and the voltage as the clock, so that the clock goes
+    with the cube root of the power.
+    """
+    board_w = device.board_power_w
+    if board_w is None:
+        raise _unknown(device, "its board's power, which plan.power_w limits,")
+    if power_w > board_w:
+        raise PlanError(
+            f"plan.power_w = {power_w:g}: {device.title} draws {board_w:g} W at most. Give less, or leave it out."
+        )
+    return float((power_w / board_w) ** (1 / 3))
 
 
 def _rate_at(rates: Mapping[int, float], length: float) -> float:

@@ -16,12 +16,14 @@ from typing import Any
 from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.flop_count import FlopRow
+from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
 from headway.count.units import chosen_blocks, head_features, remembered
 from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges, exposed_s
 from headway.predict.memory import State, num_moments
-from headway.predict.moments import FLOAT32
+from headway.predict.moments import BFLOAT16, FLOAT32
+from headway.predict.slices import muon_matrices
 from headway.predict.speeds import Cases, Shape, Speeds
 from headway.report.step_lines import NAMES, SLOW
 
@@ -33,7 +35,8 @@ FORWARD_MOVES, BACKWARD_MOVES = 2, 3
 read once more, and its gradient is written and read."""
 
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
-_Kind = tuple[bool, tuple[int, int] | None]  # whether it is attention, and the features of a linear module
+_Kind = tuple[str, tuple[int, int] | None]  # "attention", "float8" or "product"; the features of a linear module
+_FLOAT8_MULTIPLE = 16  # sizes of the linear modules of blocks that `run.dtype=float8` converts
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ class StepTimes:
         queries = {row.block: (row.component, row.driver) for row in reversed(cost_model.rows) if row.op != "attention"}
         self._queries: dict[tuple[str, str], tuple[str, str]] = {}  # of attention, by a product of the same block
         for row in cost_model.rows:
-            kinds, kind = kinds_of_driver[row.component, row.driver], (row.op == "attention", row.features)
+            kinds, kind = kinds_of_driver[row.component, row.driver], (_kind_of(row), row.features)
             if row.op == "attention" and row.block in queries:
                 self._queries.setdefault((row.component, row.driver), queries[row.block])
             kinds["forward"][kind] += row.forward
@@ -194,7 +197,7 @@ class StepTimes:
         copied = 0 if work.exchanges is None else work.exchanges.copied_bytes
         lines.append(self._line("memory", speeds.moving_s(work.packs * (self.moved_bytes(work, state) + copied))))
         passes = sum((line.seconds for line in lines), Cases.exact(0.0))
-        lines.append(self._line("optimizer", speeds.memory_s(self._optimizer_bytes(work, state))))
+        lines.append(self._line("optimizer", self._optimizer_s(work, state)))
         # what exchanges take longer than forward and backward, and waiting for the rank with the most work
         computed = sum((line.seconds for line in lines), Cases.exact(0.0))
         if work.exchanges is not None and work.links is not None:
@@ -271,13 +274,13 @@ class StepTimes:
         for phase in _PHASES:
             flops = getattr(row, phase) * factor
             kinds = self._kinds[row.name, row.driver][phase]
-            for (is_attention, features), part in kinds.items():
+            for (kind, features), part in kinds.items():
                 share = flops * part / kinds.total()
-                if is_attention:
+                if kind == "attention":
                     attention["forward" if phase in ("forward", "recompute") else "backward"] += share
                 else:
-                    shape = product_shape(phase, math.ceil(units), features)
-                    seconds += self._speeds.product_s(share, shape, state.compute_bytes)
+                    shape, float8 = product_shape(phase, math.ceil(units), features), state.float8 and kind == "float8"
+                    seconds += self._speeds.product_s(share, shape, state.compute_bytes, float8=float8)
         queries = amounts.get(self._queries.get((row.name, row.driver), ("", ""))) or work.tokens
         pairs = amounts[row.name, row.driver]
         return seconds + self._speeds.attention_s(attention["forward"], attention["backward"], pairs / queries)
@@ -309,10 +312,48 @@ class StepTimes:
     def _trained(self) -> int:
         return self._cost_model.params.trainable
 
-    def _optimizer_bytes(self, work: StepWork, state: State) -> float:
-        """Gradients are read for their norm, scaled and read again; weights and moments are read and written."""
+    def _optimizer_s(self, work: StepWork, state: State) -> Cases:
+        """Time of an update: bytes of what it reads and writes, and Muon's products."""
+        # gradients are read for their norm, scaled and read again; weights and moments are read and written
         moments = num_moments(self._cost_model, muon=state.muon)
-        return ((4 + 2) * state.weight_bytes * self._trained + 2 * state.moment_bytes * moments) / work.shards
+        num_bytes = (4 + 2) * state.weight_bytes * self._trained + 2 * state.moment_bytes * moments
+        # the moving average is read and written, and the weights read for it, at some of the steps
+        if state.averaged:
+            num_bytes += (2 * FLOAT32 + state.weight_bytes) * self._trained / state.average_every
+        moved = (self._speeds.host_memory_s if state.offload else self._speeds.memory_s)(num_bytes / work.shards)
+        if not state.muon:
+            return moved
+        # each matrix is orthogonalised once for each copy of the weights, in bfloat16
+        matrices = muon_products(self._cost_model, state.muon_iterations)
+        products = (self._speeds.product_s(flops / work.shards, shape, BFLOAT16) for shape, flops in matrices)
+        return sum(products, moved)
+
+
+def muon_products(cost_model: CostModel, iterations: int) -> list[tuple[Shape, int]]:
+    """List the products by which Muon orthogonalises its matrices: a shape that stands for them, and FLOPs of all.
+
+    Args:
+        cost_model: of the model, with what is frozen frozen.
+        iterations: of Newton-Schulz.
+
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: of an m x n matrix with m <= n an iteration
+    is X X' (2 m m n), its square (2 m m m) and its product with X (2 m m n).
+    """
+    products = []
+    for (rows, columns), count in muon_matrices(cost_model).items():
+        m, n = min(rows, columns), max(rows, columns)
+        products.append(((m, m, n), count * iterations * (4 * m * m * n + 2 * m**3)))
+    return products
+
+
+def _kind_of(row: Row) -> str:
+    """Whether a row is attention, a product that float8 converts, or another one."""
+    if row.op == "attention":
+        return "attention"
+    fits = row.features is not None and not any(size % _FLOAT8_MULTIPLE for size in row.features)
+    return (
+        "float8" if fits and row.op == "linear" and row.block and not row.component.endswith(".router") else "product"
+    )
 
 
 @remembered

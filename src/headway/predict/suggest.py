@@ -21,6 +21,7 @@ from headway.devices import Device
 from headway.errors import ConfigError, DataError
 from headway.packing import Budget, Items, Order, Plan, measure
 from headway.predict.dry_run import USABLE, DryRun, dry_run
+from headway.predict.fitting import LORA_RANK
 from headway.report import format_bytes, format_count, format_share
 from headway.words import Argument
 
@@ -30,7 +31,6 @@ _FROM_SCRATCH_STEPS = (
     300  # below which a small model with random weights has hardly left its first loss (docs/tutorial.md)
 )
 _MOST_EPOCHS = 50
-LORA_RANK = 16
 _LEAST_PACK, _MOST_PACK = 512, 32768  # [tokens]
 _MEDIANS = 8  # samples of the median's length that a pack holds, so that packs can be made equal
 _LEAST_STEPS = 10  # in an epoch, where there are samples for so many
@@ -255,7 +255,8 @@ def _fitted(
             return raw, planned
         room = USABLE * (device.memory_bytes or 0)
         for way in planned.ways:
-            shorter = any(setting.startswith("data.tokens_per_pack") for setting in way.settings)
+            # shorter packs drop samples, and adapters, which are tried next, learn at a rate of their own
+            shorter = any(setting.startswith(("data.tokens_per_pack", "model.lora")) for setting in way.settings)
             gentle = adapters or len(way.settings) == 1  # adapters do less harm than several roundings together
             if way.devices == 1 and way.settings and gentle and way.peak_bytes <= room and not shorter:
                 changed = _with(raw, way.settings)

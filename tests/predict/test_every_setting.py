@@ -1,0 +1,170 @@
+"""No setting of training is free in a plan: each moves time or memory, or stands here with the reason why not."""
+
+import functools
+
+import pytest
+
+from headway.cli.dry_run import saved_of_recipe
+from headway.cli.plan import named_recipe, speeds_of
+from headway.config import TrainConfig
+from headway.config.tree import walk
+from headway.devices import named_device
+from headway.errors import PlanError
+from headway.predict.collectives import Links
+from headway.predict.dry_run import dry_run, learning_model, with_copies
+from headway.predict.forecast import Forecaster
+
+BASE = ("plan.mix=chats", "data.tokens_per_pack=8192", "optim.accumulation=2")
+DENSE, EXPERTS = "llama-3.1-8b", "qwen3-30b-a3b"
+TIME, MEMORY, BOTH = frozenset({"time"}), frozenset({"memory"}), frozenset({"time", "memory"})
+
+MOVES = [
+    # what is set, what it moves, and the settings beside which it does
+    ("data.tokens_per_pack=4096", BOTH, ()),
+    ("run.dtype=float32", BOTH, ()),
+    ("run.dtype=bfloat16-params", BOTH, ()),
+    ("run.dtype=float8", TIME, ()),
+    ("speed.compile=false", BOTH, ("speed.kernels=torch",)),
+    ("speed.recompute=full", BOTH, ()),
+    ("speed.kernels=liger", BOTH, ("speed.compile=false",)),
+    ("speed.attention=fa3", TIME, ()),
+    ("speed.loss_chunk=null", MEMORY, ()),
+    ("optim.name=muon", BOTH, ()),
+    ("optim.muon.iterations=10", TIME, ("optim.name=muon",)),
+    ("optim.state=bfloat16", BOTH, ()),
+    ("optim.state=8bit", BOTH, ()),
+    ("optim.ema.decay=0.999", BOTH, ()),
+    ("optim.ema.every=10", TIME, ("optim.ema.decay=0.999",)),
+    ("optim.accumulation=1", BOTH, ()),
+    ("parallel.replicate=2", BOTH, ()),
+    ("parallel.shard=4", BOTH, ()),
+    ("parallel.sequence=2", BOTH, ()),
+    ("parallel.expert=8", TIME, ()),
+    ("parallel.reshard=false", MEMORY, ()),
+    ("parallel.reduce=step", BOTH, ("plan.devices=16",)),
+    ("parallel.reduce_dtype=bfloat16", TIME, ()),
+    ("parallel.offload=true", BOTH, ()),
+]
+
+KINDS = {"text", "number", "null", "mapping"}
+"""Words for values that are no choice among few."""
+
+SAME = {
+    # values of a setting that plan as its default does, and why
+    "run.dtype=bfloat16-autocast": "it is what auto is on CUDA",
+    "speed.compile=true": "it is what auto is on CUDA",
+    "speed.kernels=torch": "blocks compile on CUDA, and compiled ones save and move what Liger's kernels do",
+    "speed.attention=torch": "it is what auto is planned as, since every machine has it",
+    "speed.attention=flash-attn": "a package's FlashAttention-2, which is PyTorch's kernel",
+    "optim.state=float32": "it is what auto is for weights in float32",
+}
+
+FREE = {
+    "speed.recompiles": "says what a recompilation is called, not what is computed",
+    "optim.steps": "the length of the run, of which a step knows nothing",
+    "optim.epochs": "as optim.steps",
+    "optim.lr": "a factor of the update",
+    "optim.lr_of": "factors of the update",
+    "optim.betas": "factors of the update",
+    "optim.eps": "a term of the update",
+    "optim.weight_decay": "a factor of weights that are read and written anyway",
+    "optim.muon.momentum": "a factor of the update",
+    "optim.muon.nesterov": "adds a gradient that is read anyway",
+    "optim.muon.scale": "a factor of the update",
+    "optim.muon.lr": "a factor of the update",
+    "optim.warmup_steps": "changes factors of the update alone",
+    "optim.schedule": "changes factors of the update alone",
+    "optim.min_lr_ratio": "changes factors of the update alone",
+    "optim.power": "changes factors of the update alone",
+    "optim.decay_share": "changes factors of the update alone",
+    "optim.decay_shape": "changes factors of the update alone",
+    "optim.timescale": "changes factors of the update alone",
+    "optim.on_nonfinite": "gradients are checked by their norm, which every step reads",
+    "optim.nonfinite_limit": "a count",
+    "optim.ema.warmup": "changes a factor of the average",
+    "optim.ema.evaluate": "a plan has no evaluations",
+    "optim.clip": "the norm is read and gradients are scaled whatever the limit is",
+}
+
+
+def names_of_config():
+    """Settings of the sections in question, by their dotted names, with their annotations."""
+    sections = ("speed.", "optim.", "parallel.")
+    chosen = (*sections, "run.dtype", "data.tokens_per_pack")
+    settings = [setting for setting in walk(TrainConfig) if setting.name.startswith(chosen)]
+    return {setting.name: setting for setting in settings}
+
+
+@functools.cache
+def planned(settings, model=DENSE):
+    """Time of a step [s] and memory of a device [bytes] on H100."""
+    cost_model, config = named_recipe(model, (*BASE, *settings))
+    device, count = named_device("H100"), config.plan.devices or 8
+    config = with_copies(config, count)
+    saved = saved_of_recipe(config)
+    run = dry_run(config, cost_model, saved, devices=count, device=device)
+    speeds, learning = speeds_of(config, cost_model, device, count), learning_model(config, cost_model)
+    time = Forecaster(learning, saved, speeds, count, Links.of_device(device)).predict(config, run.packs)
+    return time.step_s / time.tokens, run.memory.peak
+
+
+def test_every_setting_of_training_is_here():
+    changed = {setting.partition("=")[0] for setting, _, _ in MOVES}
+    sections = {"optim.muon", "optim.ema"}  # whose settings have rows
+    assert names_of_config().keys() - sections == changed | FREE.keys()
+    assert not changed & FREE.keys()
+
+
+def test_every_value_of_a_choice_is_here():
+    rows = {setting for setting, _, _ in MOVES} | SAME.keys()
+    for name, setting in names_of_config().items():
+        if name in FREE:
+            continue
+        choices = {value for value in setting.values.split(" | ") if " " not in value} - KINDS
+        assert {f"{name}={value}" for value in choices - {setting.default}} <= rows
+
+
+@pytest.mark.parametrize(("setting", "moves", "beside"), MOVES, ids=[setting for setting, _, _ in MOVES])
+def test_a_setting_moves_what_it_says(setting, moves, beside):
+    model = EXPERTS if "expert" in setting else DENSE
+    before, after = planned(beside, model), planned((*beside, setting), model)
+    differs = {name for name, a, b in zip(("time", "memory"), before, after, strict=True) if abs(b / a - 1) > 1e-4}
+    assert moves <= differs
+
+
+@pytest.mark.parametrize("setting", SAME)
+def test_a_value_that_is_the_default_plans_as_it(setting):
+    assert planned((setting,)) == planned(())
+
+
+@pytest.mark.parametrize(
+    ("setting", "slower"),
+    [
+        ("run.dtype=float8", False),
+        ("speed.attention=fa3", False),
+        ("parallel.offload=true", True),
+        ("optim.name=muon", True),
+    ],
+)
+def test_a_setting_moves_time_the_right_way(setting, slower):
+    assert (planned((setting,))[0] > planned(())[0]) == slower
+
+
+def test_mfu_of_float8_is_against_the_peak_that_a_run_prints():
+    cost_model, config = named_recipe(DENSE, (*BASE, "run.dtype=float8"))
+    device = named_device("H100")
+    assert speeds_of(config, cost_model, device, 8).peak_flops_per_s == device.peak_flops_per_s["fp8"]
+    with pytest.raises(PlanError, match="its dense peak in fp8 is not known"):
+        speeds_of(config, cost_model, named_device("A100"), 8)
+
+
+def test_a_power_limit_slows_products_by_the_cube_root_and_is_below_the_boards():
+    cost_model, config = named_recipe(DENSE, (*BASE, "plan.power_w=350"))
+    device = named_device("H100")
+    limited, free = speeds_of(config, cost_model, device, 8), speeds_of(*named_recipe(DENSE, BASE)[::-1], device, 8)
+    shape = (8192, 8192, 8192)
+    ratio = limited.product_s(1e15, shape, 2).expected / free.product_s(1e15, shape, 2).expected
+    assert ratio == pytest.approx(2 ** (1 / 3))
+    assert (limited.board_power_w, free.board_power_w) == (350, 700)
+    with pytest.raises(PlanError, match=r"plan\.power_w = 800: .* draws 700 W at most"):
+        speeds_of(named_recipe(DENSE, (*BASE, "plan.power_w=800"))[1], cost_model, device, 8)
