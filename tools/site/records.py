@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 from headway.count import FlopCount, FlopRow, Workload, load_cost_model
+from headway.count.generation import GENERATION_QUANTITIES
 from headway.devices import Peak
 from headway.meter.phase_use import PhaseUse, SampledPhases
 from headway.meter.utilisation import Utilisation
@@ -74,8 +75,9 @@ _PEAK = Peak("a device", flops_per_s=312e12, dtype="bf16", source="its datasheet
 def _phase(flops: int, generated_tokens: int = 0) -> PhaseUse:
     return PhaseUse(
         flops=FlopCount((FlopRow("language.mlp", "tokens", forward=flops),)), wall_s=0.25, loop_s=0.25, data_wait_s=0.0,
-        tokens=1500, slots=2048, peak=_PEAK, world_size=2, is_elsewhere=False, supervised=0, prompt_tokens=800,
-        generated_tokens=generated_tokens, bytes_moved=10**10, peak_bytes_per_s=2e12,
+        tokens=1500, slots=2048, peak=_PEAK, world_size=2, is_elsewhere=False, supervised=0,
+        generation=dict.fromkeys(GENERATION_QUANTITIES, 0) | {"generated_tokens": generated_tokens}, scored_tokens=0,
+        bytes_moved=10**10, weight_bytes=10**9, peak_bytes_per_s=2e12,
     )  # fmt: skip
 
 

@@ -13,8 +13,9 @@ from datetime import datetime
 from functools import partial
 
 from headway.audit import rl_formats
+from headway.audit.progress_bars import BAR_NOTE, progress_bar
 from headway.audit.rl_formats import ReadPhases
-from headway.audit.rows import Counted, Interval, LogRow, Reading, near, printed
+from headway.audit.rows import Counted, LogRow, near, printed
 
 _STEP_NUMBER = r"(\d{1,18})"  # of 64 bits; more digits are no number of a step
 _NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
@@ -65,8 +66,6 @@ _AUTOMODEL_MFU = re.compile(rf"(?<!Average )MFU: {_NUMBER}%")
 _SWIFT_STEP = re.compile(r"['\"]global_step/max_steps['\"]: ['\"](\d{1,18})/\d+['\"]")
 _SWIFT_MFU = re.compile(rf"['\"]MFU['\"]: {_JSON_NUMBER}")
 _SWIFT_SPEED = re.compile(rf"['\"]train_speed\(s/it\)['\"]: {_JSON_NUMBER}")
-# tqdm: description, bar, updates/all, elapsed and left, time of an update, and what the script sets behind it
-_DIFFUSERS = re.compile(rf"\| {_STEP_NUMBER}/\d+ \[[^\]]*?,\s*{_NUMBER}(s/it|it/s), (?:step_)?loss=[^,\]]+, lr=")
 _LIGHTNING = {  # columns, with the stage and the separator that its user chose before them
     "mfu": re.compile(r"(?:train\W)?device\Wmfu"),
     "flops": re.compile(r"(?:train\W)?device\Wflops_per_sec"),
@@ -277,27 +276,6 @@ def _lightning(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
             )
 
 
-def _diffusers(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:
-    """Read the progress bar of diffusers' training scripts: the last line of each update, and its time."""
-    last: LogRow | None = None
-    for line in lines:
-        if (match := _DIFFUSERS.search(line)) is None:
-            continue
-        step, number, unit = int(match[1]), match[2], match[3]
-        if last is not None and last.step != step:
-            yield last
-        if not float(number):
-            skipped["an update whose time is not known yet"] += 1
-            continue
-        rate = printed(number)
-        if unit == "it/s":
-            low, high = rate.range.low, rate.range.high
-            rate = Reading(1 / rate.value, Interval(1 / high, 1 / low if low else 2 / rate.value))
-        last = LogRow(step, step_s=rate)
-    if last is not None:
-        yield last
-
-
 def _rows_of_csv(lines: Iterable[str]) -> Iterator[list[str]]:
     """Split lines at their commas, each by itself; one that csv refuses, as for a value of megabytes, is no row."""
     for line in lines:
@@ -407,10 +385,6 @@ _SWIFT_NOTE = (
 _OF_PRIMUS = "elapsed time per iteration (ms): ... | tokens per GPU (tokens/s/GPU): ..."
 _MAXTEXT_RULES = ("maxtext", "maxtext-2026-03", "maxtext-2025-06")
 _TORCHTITAN_RULES = ("torchtitan", "torchtitan-2026-06", "torchtitan-2025-12-vlm", "torchtitan-flux")
-_DIFFUSERS_NOTE = (
-    "a progress bar has no FLOPs: what is restated is one update of one device, all its accumulated batches, as the "
-    "options describe it, without the encoders beside the denoiser; its time is the bar's running mean"
-)
 FORMATS = (
     Format("torchtitan", "step: 7 loss: ... memory: ... tps: ... mfu: ...", _TORCHTITAN_RULES, _torchtitan),
     Format(
@@ -492,7 +466,12 @@ FORMATS = (
     Format("verl", "perf/mfu/actor:...", ("verl", "verl-2025-12"), _verl, read_phases=rl_formats.verl_steps),
     Format("LMMs-Engine", "'train/mfu': ...", ("lmms-engine",), _lmms_engine),
     Format(
-        "diffusers", "Steps: ... [..., 1.25s/it, loss=..., lr=...]", (), _diffusers, smoothed=True, note=_DIFFUSERS_NOTE
+        "diffusers",
+        "Steps: ... [..., 1.25s/it, loss=..., lr=...]",
+        (),
+        progress_bar,
+        smoothed=True,
+        note=BAR_NOTE,
     ),
 )
 

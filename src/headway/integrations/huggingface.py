@@ -26,7 +26,7 @@ from headway.integrations.loops import (
     ranks_of_sequences,
     replaced,
 )
-from headway.integrations.trainer_phases import POLICY, REFERENCE, TrainerPhases
+from headway.integrations.trainer_phases import POLICY, REFERENCE, TrainerCalls
 from headway.meter import Meter, PhaseDevices, Window
 from headway.tracing import trace
 from headway.tracing.classify import checkpointing_of
@@ -117,7 +117,7 @@ class HeadwayCallback(Observer, TrainerCallback):
         )
         if self._calls is not None:
             self._calls.close()  # of a run that ended in an error
-        self._phases = phases = TrainerPhases(self.meter, self.stop_measuring, self._rollout_devices)
+        self._phases = phases = TrainerCalls(self.meter, self.stop_measuring, self._rollout_devices)
         self._calls = models.calls(self.meter, phases, self._workload, self.stop_measuring)
         self._calls.callback(phases.close)
         phases.watch(trainer, {model: self.meter.cost_model, **models.ledgers})
@@ -263,7 +263,7 @@ class _Models:
     def calls(
         self,
         meter: Meter,
-        phases: TrainerPhases,
+        phases: TrainerCalls,
         workload: Callable[[Mapping[str, Any]], Workload] | None,
         on_error: Callable[[Exception], None],
     ) -> ExitStack:

@@ -166,8 +166,8 @@ class ForwardCalls:
             return
         begun.enter_context(self.phase())
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if self.is_headless and isinstance(asked := arguments.get("logits_to_keep"), int):
-            arguments["logits_to_keep"] = asked - 1  # those of the last position are dropped: they predict nothing
+        if self.is_headless and isinstance(num_logits := arguments.get("logits_to_keep"), int):
+            arguments["logits_to_keep"] = num_logits - 1  # those of the last position are dropped: they predict nothing
         refuse_cached_keys(type(self.model).__name__, arguments)
         self.num_calls += 1
         self.meter.count(
