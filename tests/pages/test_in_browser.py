@@ -46,11 +46,15 @@ FOCUSED = """(() => {
 @pytest.fixture
 def pages(tmp_path):
     """Pages of one run and of two, in a browser."""
-    run = write_run(tmp_path / "run", 20, away_s=0.1, convention="a convention of a name that is longer than others/1")
-    other = write_run(tmp_path / "other", 15)
+    source = "measured at start: fp32 matmul 256x256x256, 1 thread, best of repeats"
+    run = write_run(tmp_path / "run", 20, away_s=0.1, convention="a convention of a long name/1", peak_source=source)
+    other = write_run(tmp_path / "other", 15, peak_source=source)
+    command = ["headway", "train", "recipes/" + "a-name-without-any-space" * 8]
+    (run / "run.json").write_text(json.dumps({"command": command, "host": "node-7"}))
+    (other / "config.yaml").write_text(f"data: {{path: {'/data/' + 'corpus' * 30}}}\n")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "evaluation", "step": 10, "loss": 1.25, "exact_match": 0.5}\n')
-    (run / "config.yaml").write_text("data: {tokens_per_pack: 1}\n")
+    (run / "config.yaml").write_text(f"data: {{tokens_per_pack: 1, path: {'/data/' + 'pages' * 30}}}\n")
     (run / "summary.json").write_text(
         json.dumps({"mfu": 0.1, "conventions": [{"name": "palm", "version": 1, "flops": 1e12, "why": "x " * 40}]})
     )

@@ -26,7 +26,7 @@ def test_columns_of_sentences_stand_on_the_left_and_numbers_on_the_right():
     text = page_of(ReportSection("Bills", ["convention", "FLOPs", "counts"], rows))
     assert '<th scope="col" class="words">counts</th>' in text
     assert '<td class="words">6 x parameters per slot</td>' in text
-    assert "<td>12.8 GFLOP</td>" in text
+    assert '<td class="number">12.8 GFLOP</td>' in text
     assert text.count('class="words"') == 3
 
 

@@ -8,7 +8,8 @@ from headway.report.markdown import markdown_table, markdown_text
 from headway.report.table import Column
 
 _NARROW = 3  # columns of a table that stands beside others
-_NUMBER = re.compile(r"[-+]?\d[\d,.]*( \S+)?")  # perhaps with its unit
+_LONG = 40  # of a cell, from which on three columns need the page's width [characters]
+_NUMBER = re.compile(r"[-+]?\d[\d,.]*(e[-+]?\d+)?( \S{1,8})?( \d+ \w{1,3})?")  # perhaps with its unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,13 @@ class ReportSection:
     @property
     def is_wide(self) -> bool:
         """Whether its table needs the page's width."""
-        return len(self.headings) > _NARROW
+        count = len(self.headings)
+        return count > _NARROW or (count == _NARROW and any(len(cell) > _LONG for row in self.rows for cell in row))
+
+    @staticmethod
+    def is_number(cell: str) -> bool:
+        """Whether a cell is a number with its unit, which stays on one line."""
+        return _NUMBER.fullmatch(cell) is not None
 
     @property
     def columns_of_words(self) -> frozenset[int]:
@@ -46,7 +53,7 @@ class ReportSection:
             place
             for place, cells in columns
             if (place or self.pictures) and any(" " in cell for cell in cells)
-            if not any(_NUMBER.fullmatch(cell) for cell in cells)
+            if not any(map(self.is_number, cells))
         )
 
     def as_markdown(self) -> str:
