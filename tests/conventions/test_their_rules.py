@@ -13,6 +13,7 @@ from tools.their_rules.cases import ANSWERS, EXTRA, PICTURES, TEXT, Case, cases
 from tools.their_rules.checkouts import CheckoutError, Checkouts, Source
 from tools.their_rules.peaks import same_peak
 from tools.their_rules.rules import RULES, UNCOMPARED
+from tools.their_rules.table import beside_useful
 
 (RECORD,) = Path("benchmarks/results").glob("their_rules_*.json")
 FOUND = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -105,6 +106,17 @@ def test_a_function_is_cut_out_of_a_checkout_and_what_differs_is_shown(tmp_path)
     table = render({"date": "2026-11-25", "headway": "0", "transformers": "5", "rules": [row], "peaks": []})
     assert "| `lmms-engine` | EvolvingLMMs-Lab/lmms-engine | 0.1.4 | release | 1 | 0 | 0 | 1 |" in table
     assert "| `lmms-engine` | qwen3-8b | row | 100,663,296 |" in table
+
+
+def test_what_trainers_of_reinforcement_learning_bill_is_shown_beside_useful_flops():
+    lines = [line.split(" | ") for line in beside_useful(FOUND) if line.startswith("| `")]
+    shown = {(name.strip("|` "), model): (ratio, parts) for name, model, ratio, parts in lines}
+    assert {name for name, _ in shown} == {"verl", "nemo-rl", "slime", "miles", "prime-rl"}
+    # half the square lacks the diagonal's half and bills nothing else of Qwen3-8B: ten batches within a thousandth
+    assert shown["nemo-rl", "qwen3-8b"] == ("1.000 to 1.000", "none |")
+    assert "embedding" in shown["verl", "qwen3-8b"][1]
+    assert "experts" in shown["nemo-rl", "qwen3-30b-a3b"][1]
+    assert RECORD.with_suffix(".md").read_text(encoding="utf-8") == render(FOUND)
 
 
 def test_rules_that_are_not_run_again_keep_their_record():

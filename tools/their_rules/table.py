@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from headway.conventions import get_convention
+from tools.their_rules.cases import ANSWERS, TEXT, Case
 from tools.their_rules.rules import UNCOMPARED
+
+_SHOWN = ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v3")  # grouped queries, experts, latent attention
+_NOTED = 0.0005  # differences below this share of the useful FLOPs are left out, as in `headway compare`
 
 
 def render(record: dict[str, Any]) -> str:
@@ -35,6 +40,7 @@ def render(record: dict[str, Any]) -> str:
     for name, row in odd:
         theirs, ours = ("-" if row[key] is None else f"{row[key]:,.0f}" for key in ("theirs", "ours"))
         lines.append(f"| `{name}` | {row['model']} | {row['step']} | {theirs} | {ours} | {row['why']} |")
+    lines += beside_useful(record)
     lines += ["", "Peaks that the tools divide by, for every device name that Headway knows:", ""]
     lines += ["| tool | project | commit | date | names | equal |", "| --- | --- | --- | --- | ---: | ---: |"]
     for found in record["peaks"]:
@@ -42,3 +48,39 @@ def render(record: dict[str, Any]) -> str:
         cells = [f"`{found['tool']}`", found["project"], found["commit"], found["date"], str(names)]
         lines.append(f"| {' | '.join(cells)} | {names - len(differ)}{''.join(f'; not {name}' for name in differ)} |")
     return "\n".join(lines) + "\n"
+
+
+def beside_useful(record: dict[str, Any]) -> list[str]:
+    """List how the trainers of reinforcement learning bill ten batches, over the useful FLOPs, and in which parts."""
+    rows = []
+    for rule in record["rules"]:
+        for model in _SHOWN:
+            steps = {name: flops for name, flops in rule["flops"].get(model, {}).items() if name in {**TEXT, **ANSWERS}}
+            if not ANSWERS.keys() <= steps.keys() or None in steps.values():
+                continue
+            bills = {name: useful_and_theirs(rule["convention"], Case(model, name)) for name in steps}
+            ratios = [steps[name] / sum(useful.values()) for name, (useful, _) in bills.items()]
+            useful, theirs = bills["a long answer"]
+            total = sum(useful.values())
+            shares = {part: (theirs.get(part, 0) - useful.get(part, 0)) / total for part in {**useful, **theirs}}
+            parts = ", ".join(f"{part} {share:+.1%}" for part, share in shares.items() if abs(share) >= _NOTED)
+            cells = [f"`{rule['convention']}`", model, f"{min(ratios):.3f} to {max(ratios):.3f}", parts or "none"]
+            rows.append(f"| {' | '.join(cells)} |")
+    if not rows:
+        return []
+    head = [
+        "",
+        "Ten batches of text and of answers: the tool's own FLOPs over the useful ones, and what differs on `a long "
+        "answer` (15 samples of 450 tokens, one of 16,640), as shares of the useful FLOPs.",
+        "",
+        "| convention | model | theirs / useful | differences |",
+        "| --- | --- | --- | --- |",
+    ]
+    return head + rows
+
+
+def useful_and_theirs(convention: str, case: Case) -> tuple[dict[str, float], dict[str, float]]:
+    """Parts of a case's bill: the useful one's, and a rule's."""
+    names = ("useful", convention)
+    useful, theirs = ({**get_convention(name).bill(case.numbers, case.step).parts} for name in names)
+    return useful, theirs

@@ -52,7 +52,8 @@ def miles(model: Architecture, step: Step) -> Parts:
 def prime_rl(model: Architecture, step: Step) -> Parts:
     """Bill 6 N + 12 layers x hidden x row length for every position of every row, padding too.
 
-    N is projections, three matrices an MLP, active experts with their router, and the head. Layers of linear attention
+    N is projections, three matrices an MLP, active experts with their router, and the head; the row length is that of
+    the first step, which its counter keeps. Layers of linear attention
     are taken for layers that attend, heads of attention for hidden / heads features. It reads the configuration as an
     object of transformers: without key-value heads (GPT-2), a rank of queries (DeepSeek-V2-Lite) or a head size
     (Mixtral) it fails, and of Llama 4, whose number of experts has another name, it bills no MLP.
