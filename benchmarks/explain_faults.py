@@ -11,7 +11,8 @@ the time by which the step grows, measured on the steps outside of the profile, 
 core. Then `headway explain` is asked of the profile, and of `metrics.jsonl` alone. A case is "right" where the first
 finding names the fault with a size within a fifth of the truth, as a share of the step or in milliseconds: where other
 processes stretch what is computed, a wait keeps its length and loses its share. Of a small truth 3 points of the step
-are allowed. What is found of the machine (`shared-cores`) is left out.
+are allowed. What is found of the machine is left out: `shared-cores`, and a changing speed of loops whose steps all do
+the same (`--of rl`).
 
 Writes benchmarks/results/explain_faults_<hardware>_<yyyymm>.json and the .md table rendered from it, if all cases ran.
 """
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +37,33 @@ from record import RESULTS, describe_environment, environment, markdown_table, r
 
 LONGEST_S = 300  # of a case
 NO_CAUSE = {"largest-loss", "first-steps"}  # findings that name no cause, or what passes by itself
-OF_THE_MACHINE = {"shared-cores"}  # true wherever other processes compute too, and no fault of the loop
 POINTS = 0.03  # of the step
 SOURCES = ("profile", "records")
-GROUPS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
-    "training": ("explain_faults", TRAINING_CASES, SOURCES),
-    "rl": ("explain_faults_rl", RL_CASES, ("records",)),
-}  # name of the record, cases, and what explain is asked of
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that are run and told together.
+
+    Attributes:
+        record: name of their record.
+        cases: by name.
+        sources: what `headway explain` is asked of.
+        of_the_machine: findings that are true wherever other processes compute too, and no fault of the loops.
+    """
+
+    record: str
+    cases: dict[str, Any]
+    sources: tuple[str, ...]
+    of_the_machine: frozenset[str]
+
+
+# Steps of the loops of reinforcement learning all do the same work: a speed that changes is the machine's.
+SPEED = {"unstable-steps", "slow-steps", "changed-speed", "falling-rate", "first-steps"}
+GROUPS = {
+    "training": Group("explain_faults", TRAINING_CASES, SOURCES, frozenset({"shared-cores"})),
+    "rl": Group("explain_faults_rl", RL_CASES, ("records",), frozenset({"shared-cores", *SPEED})),
+}
 CASES: dict[str, Any] = {**TRAINING_CASES, **RL_CASES}
 
 
@@ -57,8 +79,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    what, cases, sources = GROUPS[options.of]
-    names = [name for name in cases if not options.cases or name.startswith(tuple(options.cases))]
+    group = GROUPS[options.of]
+    names = [name for name in group.cases if not options.cases or name.startswith(tuple(options.cases))]
     if options.list:
         print("\n".join(f"{name:28} {CASES[name].fault}" for name in names))
         return
@@ -66,8 +88,8 @@ def main() -> None:
         run_case(options.cases[0], options.run)
         return
     record: dict[str, Any] = {
-        "what": what,
-        "sources": sources,
+        "what": group.record,
+        "sources": group.sources,
         "environment": environment(torch.device("cpu")),
         "rows": [],
     }
@@ -82,13 +104,13 @@ def main() -> None:
             for name, processes in list(running.items()):
                 if all(process.poll() is not None for process in processes):
                     del running[name]
-                    record["rows"].append(judged(name, folder / name, sources))
+                    record["rows"].append(judged(name, folder / name, group))
                     print(json.dumps(record["rows"][-1]), file=sys.stderr, flush=True)
             time.sleep(0.1)
     record["rows"].sort(key=lambda row: list(CASES).index(row["case"]))
     table = render(record)
     print(table)
-    if len(names) == len(cases):
+    if len(names) == len(group.cases):
         write(result_paths(options.out, record), record, table)
 
 
@@ -104,7 +126,7 @@ def start(name: str, folder: Path) -> list[subprocess.Popen[bytes]]:
     for rank, variables in enumerate(environments):
         with (folder / f"output-{rank}.txt").open("wb") as output:
             command = ["timeout", str(LONGEST_S), sys.executable, __file__, name, "--run", str(folder)]
-            command += ["--of", next(group for group, (_, cases, _) in GROUPS.items() if name in cases)]
+            command += ["--of", next(key for key, group in GROUPS.items() if name in group.cases)]
             processes.append(subprocess.Popen(
                 command, env={**variables, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
                 stdout=output, stderr=subprocess.STDOUT,
@@ -123,17 +145,17 @@ def run_case(name: str, folder: Path) -> None:
         )
 
 
-def judged(name: str, folder: Path, sources: tuple[str, ...]) -> dict[str, Any]:
+def judged(name: str, folder: Path, group: Group) -> dict[str, Any]:
     """Ask `headway explain` of a case's runs, and judge its answers."""
     row: dict[str, Any] = {"case": name, "fault": CASES[name].fault, "truth": None}
     if not (folder / "truth.json").exists():
-        return {**row, **{source: {"verdict": "did not run", "findings": []} for source in sources}}
+        return {**row, **{source: {"verdict": "did not run", "findings": []} for source in group.sources}}
     row["truth"] = json.loads((folder / "truth.json").read_text())
     for source, paths in (
         ("profile", sorted((folder / "profile").glob("*.json.gz"))),
         ("records", [folder / "metrics.jsonl"]),
     ):
-        if source not in sources:
+        if source not in group.sources:
             continue
         command = [sys.executable, "-m", "headway", "explain", *map(str, paths), "--json"]
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -143,7 +165,7 @@ def judged(name: str, folder: Path, sources: tuple[str, ...]) -> dict[str, Any]:
         findings = [
             (finding["id"], round(finding["share"], 4), round(finding["ns"] / 1e6, 2))
             for finding in json.loads(answer.stdout)["findings"]
-            if finding["id"] not in OF_THE_MACHINE
+            if finding["id"] not in group.of_the_machine
         ]
         row[source] = {"verdict": verdict(name, row["truth"], findings), "findings": findings}
     return row
@@ -168,10 +190,11 @@ def verdict(name: str, truth: dict[str, float], findings: list[tuple[str, float,
 
 def render(record: dict[str, Any]) -> str:
     """Render the cases as a table, with how many are right."""
+    sources = record.get("sources", SOURCES)  # older records have both
     rows = []
     for row in record["rows"]:
         answers = []
-        for source in record["sources"]:
+        for source in sources:
             findings = row[source]["findings"]
             answers += [
                 f"{findings[0][0]} {findings[0][1]:.1%}, {findings[0][2]:,.0f} ms" if findings else "none",
@@ -183,11 +206,11 @@ def render(record: dict[str, Any]) -> str:
             else f"{row['truth']['share']:.1%}, {row['truth']['ms']:,.0f} ms"
         )
         rows.append([row["fault"], truth, *answers])
-    headings = ["fault", "truth", *(f for source in record["sources"] for f in (f"first, by {source}", "verdict"))]
+    headings = ["fault", "truth", *(f for source in sources for f in (f"first, by {source}", "verdict"))]
     lines = ["# Planted faults, and what `headway explain` says first", "", markdown_table(headings, rows), ""]
     planted = [row for row in record["rows"] if CASES[row["case"]].names]
     sound = [row for row in record["rows"] if not CASES[row["case"]].names]
-    for source in record["sources"]:
+    for source in sources:
         right = sum(row[source]["verdict"] == "right" for row in planted)
         first = sum(row[source]["verdict"] in ("right", "named first, other size") for row in planted)
         alarms = sum(row[source]["verdict"] == "false alarm" for row in sound)

@@ -286,7 +286,7 @@ def repeated_reference(is_faulty: bool) -> RLLoop:
 @case("prompts of 384 tokens read once per answer", "repeated-prefill")
 def prompt_per_answer(is_faulty: bool) -> RLLoop:
     """Read the prompt of each group four times; mended: once, and its cache repeated."""
-    return RLLoop(prompt=384, lengths=(8,) * 16, shares=not is_faulty)
+    return RLLoop(prompt=384, lengths=(8,) * 8, shares=not is_faulty)
 
 
 @case("rollout and update wait for each other", "no-overlap")
