@@ -2,6 +2,7 @@
 
 import json
 import math
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from headway.config import RolloutConfig
 from headway.count import Generation, Workload, load_cost_model
+from headway.devices.model_rates import ModelRates
 from headway.errors import ConfigError
 from headway.predict.planned_lengths import answer_lengths
+from headway.predict.speeds import Speeds
 
 PLAN = ("plan", "qwen3-0.6b", "--device", "H100", "--devices", 8, "--json")
 STEP = {"prompts": 32, "group": 4, "prompt_tokens": 100, "answer_tokens": 300}
@@ -127,6 +130,31 @@ def test_cache_has_the_room_that_weights_and_the_update_leave(planned):
     assert tight["cache_bytes"] <= tight["room_bytes"]
     assert planned(max_rows=4)["time"]["rollout"]["limit"] == "max_rows"
     assert planned()["time"]["rollout"]["limit"] == "answers"
+
+
+def test_this_machine_is_planned_at_its_measured_rates_in_float32(headway, monkeypatch):
+    rates = ModelRates({(100, 10, 10): 1e9}, {100: (2e9, 1e9)}, 5e9, datetime(2026, 11, 26, tzinfo=UTC), False)
+    speeds = Speeds.measured("mine", 5e9, rates, runs_ahead=False)
+    monkeypatch.setattr("headway.cli.plan.speeds_of", lambda *_: speeds)
+    result = headway("plan", "qwen3-0.6b", "--set", "run.device=cpu", "--json", *options(prompts=2))
+    record = json.loads(result.out)
+    assert record["engine_speeds"] == record["speeds"]
+    rollout = record["time"]["rollout"]
+    assert rollout["room_bytes"] is None  # nothing says how large the memory is
+    # products at the one rate that was measured, attention at its own or as fast as its cache is read
+    model = load_cost_model("qwen3-0.6b")
+    decode = model.count(Generation([100] * 2, [300] * 8, group=4).decode, forward_only=True)
+    products = sum(row.forward for row in decode.rows if row.name != "language.attention") / 1e9
+    cache = 4 * sum(row.cached for row in model.rows) * 8 * sum(range(102, 401)) / 5e9
+    assert rollout["decode_s"][1] == pytest.approx(products + cache, rel=0.02)
+    assert headway("plan", "qwen3-0.6b", "--set", "run.device=cpu", *options(prompts=2)).code == 0
+
+
+def test_with_adapters_the_update_is_shorter_and_the_rest_is_not(planned):
+    whole, adapted = planned(), planned("--set", "model.lora={rank: 8}")
+    assert phase_s(adapted, "update") < phase_s(whole, "update")
+    for name in ("rollout", "scoring"):
+        assert phase_s(adapted, name) == pytest.approx(phase_s(whole, name), rel=0.15)
 
 
 def test_what_is_left_out_is_no_phase(planned):
