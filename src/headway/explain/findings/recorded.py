@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from statistics import median
 
 from headway.explain.findings import ranks
 from headway.explain.findings.evidence import Observation, SteadyEvidence
@@ -86,6 +87,10 @@ def _gaps(evidence: SteadyEvidence) -> dict[str, int]:
         return {}
     gaps = _GAPS if any(step.phases_ns.get("optimizer") for step in timed) else ("input",)
     shares = {gap: sum(step.phases_ns.get(gap, 0) for step in timed) / timed_ns for gap in gaps}
+    # Where no look fell on code of the loop, its usual length is all that is known: other processes stretch some.
+    for gap in shares.keys() - {place_gap for step in evidence.steps for place_gap, *_ in step.places}:
+        usual_ns = median(step.phases_ns.get(gap, 0) for step in timed) * len(timed)
+        shares[gap] = min(shares[gap], usual_ns / timed_ns)
     # A collection is where the loop calls it, or where most objects are made: in the longest gap as far as it fits.
     dearest = max(shares, key=lambda gap: shares[gap])
     shares[dearest] -= sum(step.collection_ns for step in evidence.steps) / evidence.duration_ns
