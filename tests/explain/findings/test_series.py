@@ -39,6 +39,7 @@ def rated(rates, **more):
         (rated([1.0, 0.9, 1.1] * 10 + [0.1, 0.09, 0.11] * 30), {}, "changed-speed"),
         (rated([0.1] * 30 + [1.0] * 30), {}, "first-steps"),  # what was slow is over
         (rated([1.0] * 6 + [0.1] * 1) + rated([1.0] * 6), {}, None),  # one slow step is no change
+        (rated([0.3] * 8 + [1.0] * 5), {}, None),  # too few of one kind for a change, and none comes back
         (rated([1.0] * 10 + [0.3] * 10 + [1.0] * 10 + [0.3] * 10), {}, "unstable-steps"),  # it comes and goes
         (rated([1.0] * 20, stage=frozenset("a")) + rated([0.1] * 20, stage=frozenset("b")), {}, None),
         ([RunStep(0, 60 * SECOND), *rated([1.0] * 15)], {}, "first-steps"),

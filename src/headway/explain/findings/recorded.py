@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from statistics import median
 
 from headway.explain.findings import ranks, rollout
 from headway.explain.findings.evidence import Observation, SteadyEvidence
@@ -88,6 +89,10 @@ def _gaps(evidence: SteadyEvidence) -> dict[str, int]:
         return {}
     gaps = _GAPS if any(step.phases_ns.get("optimizer") for step in timed) else ("input",)
     shares = {gap: sum(step.phases_ns.get(gap, 0) for step in timed) / timed_ns for gap in gaps}
+    # Where no look fell on code of the loop, its usual length is all that is known: other processes stretch some.
+    for gap in shares.keys() - {place_gap for step in evidence.steps for place_gap, *_ in step.places}:
+        usual_ns = median(step.phases_ns.get(gap, 0) for step in timed) * len(timed)
+        shares[gap] = min(shares[gap], usual_ns / timed_ns)
     # Phases that the loop names lie in the gaps too, and have rules of their own.
     if any(step.loop_phases for step in timed):
         workless = sum(map(rollout.workless_ns, evidence.steps)) / evidence.duration_ns

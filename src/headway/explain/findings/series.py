@@ -178,6 +178,10 @@ def unstable(evidence: SteadyEvidence) -> Observation | None:
     # Steps of one shape vary by 2 % on a device of their own; on a CPU that others use as well 1.9 times were seen.
     if high < 2 * low:
         return None
+    # What comes and goes crosses the middle more than once; a speed that changes once is no unsteadiness.
+    sides = [rate > (low + high) / 2 for rate, _ in rated]
+    if sum(before != after for before, after in pairwise(sides)) < 2:
+        return None
     slowest, fastest = min(rated, key=lambda pair: pair[0])[1], max(rated, key=lambda pair: pair[0])[1]
     return Observation(
         sum(step.duration_ns * (1 - rate / high) for rate, step in rated),
