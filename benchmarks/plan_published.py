@@ -86,6 +86,10 @@ def predicted(row: dict[str, Any], models: dict[str, Any], folder: Path) -> dict
     planned = dry_run(config, cost_model, saved, devices=devices, device=device)
     links = Links.of_device(device, per_node=row.get("per_node")) if devices > 1 else None
     learning, speeds = learning_model(config, cost_model), speeds_of(config, cost_model, device, devices)
+    if "attention" in row:  # a kernel that is no longer among those of speed.attention
+        usual = device.attention_shares["fa2"]
+        shares = speeds.attention_shares.times(device.attention_shares[row["attention"]] / usual)
+        speeds = replace(speeds, attention_shares=shares)
     time = Forecaster(learning, saved, speeds, devices, links).predict(config, planned.packs)
     # pages of multimodal models print the language model's MFU, without the tower's FLOPs
     language = sum(part.total for part in planned.packs.flops.rows if part.name.startswith("language."))

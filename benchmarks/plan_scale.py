@@ -1,4 +1,4 @@
-"""A step at up to 16,384 devices as predicted, what planning it costs, and predictions beside published throughput.
+"""A step at up to 16,384 devices as predicted, and what planning it costs.
 
     .venv/bin/python benchmarks/plan_scale.py     # five minutes of one core and 7 GB; nothing is trained
 
@@ -10,9 +10,7 @@ import json
 import resource
 import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,38 +42,6 @@ SEEDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 """A recipe or model, its device and settings for each of the seeds' pages."""
 
-_TITAN = "torchtitan, benchmarks/llama3_h100_202412"
-_TITAN_A100 = "torchtitan, docs/performance.md, 2024"
-_LMMS = "LMMs-Engine's MFU reference"
-_ONE_PACK = ("plan.mix=null", "optim.accumulation=1", "parallel.reduce_dtype=float32")
-PUBLISHED: tuple[dict[str, Any], ...] = (
-    {"page": _TITAN, "model": "llama-3.1-8b", "device": "H100 2.4 TB/s", "devices": 8, "segments": (2, 8192),
-     "settings": ("speed.recompute=every:2,-attention", "speed.compile=false"), "tokens_per_s": 5762},
-    {"page": _TITAN, "model": "llama-3.1-8b", "device": "H100 2.4 TB/s", "devices": 8, "segments": (2, 8192),
-     "settings": ("speed.recompute=every:2,-attention", "speed.compile=true"), "tokens_per_s": 6667},
-    {"page": _TITAN, "model": "llama-3.1-8b", "device": "H100 2.4 TB/s", "devices": 128, "segments": (2, 8192),
-     "settings": ("speed.recompute=every:2,-attention", "speed.compile=false"), "tokens_per_s": 5605},
-    {"page": _TITAN, "model": "llama-3.1-8b", "device": "H100 2.4 TB/s", "devices": 128, "segments": (2, 8192),
-     "settings": ("speed.recompute=every:2,-attention", "speed.compile=true"), "tokens_per_s": 6514},
-    {"page": _TITAN_A100, "model": "llama-3.1-8b", "device": "A100", "devices": 64, "segments": (1, 8192),
-     "settings": ("speed.recompute=every:2", "speed.compile=true"), "tokens_per_s": 2904},
-    {"page": _TITAN_A100, "model": "llama-3.1-70b", "device": "A100", "devices": 64, "segments": (1, 8192),
-     "settings": ("speed.recompute=full", "speed.compile=true"), "tokens_per_s": 331},
-    {"page": "torchtitan's Qwen3-VL experiments, 4", "model": "recipes/qwen3-vl-30b-a3b-text-12288.yaml",
-     "device": "H200", "devices": 8, "segments": (4, 12288), "settings": (), "tokens_per_s": 6500},
-    {"page": "torchtitan's Qwen3-VL experiments, 2", "model": "recipes/qwen3-vl-30b-a3b-vqa-8192.yaml",
-     "device": "H200", "devices": 8, "segments": None, "settings": ("speed.compile=false",), "tokens_per_s": 35},
-    {"page": _LMMS, "model": "recipes/qwen2.5-7b-text-81920.yaml", "device": "A800", "devices": 32,
-     "segments": None, "settings": (), "mfu": (0.50, 0.55)},
-    {"page": _LMMS, "model": "recipes/qwen2.5-vl-7b-image-61440.yaml", "device": "A800", "devices": 32,
-     "segments": None, "settings": (), "mfu": (0.30, 0.40)},
-    {"page": _LMMS, "model": "recipes/qwen2.5-vl-7b-video-51200.yaml", "device": "A800", "devices": 32,
-     "segments": None, "settings": (), "mfu": (0.25, 0.35)},
-    {"page": _LMMS, "model": "recipes/qwen3-vl-8b-video-51200-sp2.yaml", "device": "A800", "devices": 32,
-     "segments": None, "settings": (), "mfu": (0.20, 0.25)},
-)  # fmt: skip
-"""What pages print of a stated configuration: tokens per second of a device, or the MFU of the language model."""
-
 
 def main() -> None:
     """Plan every size of every recipe, each in a process of its own; write the record, print the tables."""
@@ -90,10 +56,7 @@ def main() -> None:
         return
     sizes = [int(size) for size in options.sizes.split(",")]
     runs = [in_process(name, devices) for name in SEEDS for devices in sizes]
-    published = [beside(row) for row in PUBLISHED]
-    record = {
-        "what": "plan_scale", "environment": environment(torch.device("cpu")), "runs": runs, "published": published
-    }  # fmt: skip
+    record = {"what": "plan_scale", "environment": environment(torch.device("cpu")), "runs": runs}
     table = render(record)
     write(result_paths(options.out, record), record, table)
     print(table)
@@ -149,31 +112,6 @@ def scaling_of(recipe: str, device: Device, settings: tuple[str, ...]) -> tuple[
     return Scaling(learning, saved_of_recipe(config), Speeds.of_device(device, "bf16"), links, RELIABILITY), config
 
 
-def beside(row: dict[str, Any]) -> dict[str, Any]:
-    """Predict what a page prints."""
-    device = named_device(row["device"].partition(" ")[0])
-    if "TB/s" in row["device"]:  # Meta's H100 with HBM2e
-        device = replace(device, memory_bytes_per_s=2.4e12)
-    settings = row["settings"]
-    with tempfile.TemporaryDirectory() as folder:
-        if row["segments"] is not None:
-            count, length = row["segments"]
-            path = Path(folder) / "lengths.csv"
-            path.write_text("tokens\n" + f"{length}\n" * 64)
-            settings = (*_ONE_PACK, f"data.tokens_per_pack={count * length}", f"plan.lengths={path}", *settings)
-        scaling, config = scaling_of(row["model"], device, settings)
-        run = scaling.at(config, row["devices"])
-    language = sum(part.total for part in run.packs.flops.rows if part.name.startswith("language."))
-    share = language / run.packs.flops.total
-    return {
-        **{key: value for key, value in row.items() if key != "segments"},
-        "predicted_tokens_per_s": [rate / row["devices"] for rate in run.time.tokens_per_s],
-        "predicted_language_mfu": [share * mfu for mfu in run.time.mfu],
-        "exposed": run.exposed.expected / run.time.step_s,
-        "memory_bytes": run.memory.peak,
-    }
-
-
 def render(record: dict[str, Any]) -> str:
     """The record as Markdown tables."""
     sections = [
@@ -188,11 +126,6 @@ def render(record: dict[str, Any]) -> str:
         runs = [run for run in record["runs"] if run["recipe"] == name]
         recipe, device, settings = SEEDS[name]
         sections.append(f"## {name}\n\n`{' --set '.join([recipe, *settings])}` on {device}\n\n{sizes_table(runs)}\n")
-    sections.append(
-        "## Beside what pages print\n\n"
-        "Tokens per second and device, or the language model's MFU, without the tower's FLOPs. The error is that of "
-        "the expected case; of a range, to its nearer end.\n\n" + published_table(record["published"]) + "\n"
-    )
     return "\n".join(sections)
 
 
@@ -226,27 +159,6 @@ def sizes_table(runs: list[dict[str, Any]]) -> str:
             ]
         )
     return markdown_table(headings, rows)
-
-
-def published_table(rows: list[dict[str, Any]]) -> str:
-    """Predictions beside pages."""
-    cells = []
-    for row in rows:
-        if "tokens_per_s" in row:
-            printed, (best, expected, worst) = f"{row['tokens_per_s']:,}", row["predicted_tokens_per_s"]
-            predicted = f"{expected:,.0f} ({worst:,.0f} to {best:,.0f})"
-            error = expected / row["tokens_per_s"] - 1
-        else:
-            (low, high), (best, expected, worst) = row["mfu"], row["predicted_language_mfu"]
-            printed, predicted = f"{100 * low:.0f} to {100 * high:.0f} %", f"{100 * expected:.1f} % "
-            predicted += f"({100 * worst:.1f} to {100 * best:.1f})"
-            error = 0.0 if low <= expected <= high else expected / (low if expected < low else high) - 1
-        where = f"{row['devices']:,} {row['device']}"
-        cells.append([row["page"], row["model"].removeprefix("recipes/").removesuffix(".yaml"), where,
-                      " ".join(row["settings"]) or "-", printed, predicted, f"{100 * error:+.0f} %",
-                      f"{100 * row['exposed']:.1f} %"])  # fmt: skip
-    headings = ["page", "model or recipe", "devices", "settings", "printed", "predicted", "error", "exposed"]
-    return markdown_table(headings, cells)
 
 
 if __name__ == "__main__":

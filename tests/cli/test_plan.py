@@ -258,6 +258,35 @@ def test_one_device_is_told_several_settings_where_none_is_enough_alone(headway)
     assert headway(*lora, *settings).code == 0
 
 
+def test_copies_of_shards_take_the_devices_that_are_left(headway):
+    few = ("plan", "qwen3-0.6b", "--device", "H100", "--devices", 128, "--set", "parallel.shard=8", "--json")
+    mesh = json.loads(headway(*few).out)["mesh"]
+    assert (mesh["replicate"], mesh["shard"]) == (16, 8)
+    assert json.loads(headway(*few[:-1], "--set", "parallel.replicate=16", "--json").out)["mesh"] == mesh
+
+
+def test_adapters_are_a_way_to_fit_where_they_are(headway):
+    few = ("plan", "llama-3.1-8b", "--device", "H100", "--devices", 1)
+    ways = json.loads(headway(*few, "--json").out)["ways"]
+    assert ["model.lora.rank=16"] in [way["settings"] for way in ways]
+
+
+@pytest.mark.parametrize(
+    ("setting", "instead"),
+    [
+        ("parallel.tensor=8", "parallel.shard"),
+        ("parallel.pipeline=4", "parallel.shard"),
+        ("parallel.context=2", "parallel.sequence"),
+        ("parallel.cp=2", "no ring"),
+    ],
+)
+def test_parallelism_that_is_not_here_is_refused_with_what_is(headway, setting, instead):
+    result = headway("plan", "qwen3-0.6b", "--device", "H100", "--set", setting)
+    assert result.code != 0
+    assert f"unknown key '{setting.partition('=')[0]}'" in result.err
+    assert instead in result.err
+
+
 PICTURES = ("--segments", 900, "--images", "1024x768px")
 
 

@@ -233,3 +233,20 @@ def test_links_have_a_source_and_are_slower_than_memory(key):
     assert device.link_read_on >= datetime.date(2026, 1, 1)
     assert device.link_bytes_per_s < device.memory_bytes_per_s
     assert (device.network_bytes_per_s or 0) < device.link_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("products = [0.6, 0.5, 0.4]", "products and attention need rates_source"),
+        ('products = [0.4, 0.5, 0.6]\nrates_source = "mine"', "no list of three shares of the peak"),
+        ('products = [0.6, 0.5]\nrates_source = "mine"', "no list of three shares of the peak"),
+        ('attention = { fa2 = 1.5 }\nrates_source = "mine"', "no table of shares of the peak"),
+    ],
+)
+def test_shares_of_a_peak_have_a_source_and_are_shares(lines, words, tmp_path, monkeypatch):
+    path = tmp_path / "peaks.toml"
+    path.write_text(f'[x]\nnames = ["X"]\ntflops = {{ bf16 = 1.0 }}\nsource = "s"\nread_on = 2026-11-26\n{lines}\n')
+    monkeypatch.setenv("HEADWAY_PEAKS", str(path))
+    with pytest.raises(ConfigError, match=words):
+        all_devices()

@@ -266,3 +266,12 @@ def test_a_plan_goes_on_for_more_epochs_from_any_step_with_every_item_as_often(p
     assert longer.count_steps(state) == len(after)
     assert longer.count_steps(state, 2) == min(2, len(after))
     assert [step.reached for step, _ in [*before[:taken], *after]][-1] == long.length
+
+
+@pytest.mark.parametrize(("samples", "length", "packs"), [(8192, 8192, 4096), (64, 8192, 32), (1000, 4096, 256)])
+def test_samples_of_one_length_fill_packs_exactly_and_equally(samples, length, packs):
+    from headway.packing import measure
+
+    items = Items.of([length] * samples)
+    report, _ = measure(Plan(items, Order.epochs(items.sizes, 1, seed=0), Budget(16_384), 8), 8)
+    assert (report.packs, report.fill, report.balance) == (packs, 1.0, 1.0)

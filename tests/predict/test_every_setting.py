@@ -46,7 +46,7 @@ MOVES = [
     ("parallel.offload=true", BOTH, ()),
 ]
 
-KINDS = {"text", "number", "null", "mapping"}
+KINDS = {"text", "number", "null", "mapping", "section"}
 """Words for values that are no choice among few."""
 
 SAME = {

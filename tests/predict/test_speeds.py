@@ -23,8 +23,18 @@ RATES = ModelRates(
 MEASURED = Speeds.measured("mine", 5e9, RATES, runs_ahead=False)
 
 
-def test_a_device_of_the_table_reaches_shares_of_its_peak():
-    speeds = Speeds.of_device(H100, "bf16")
+def test_a_device_reaches_the_shares_of_its_peak_that_the_table_has():
+    speeds = Speeds.of_device(H100, "bf16", attention="fa3")
+    large = speeds.product_s(1e15, (8192, 8192, 8192), 2)
+    assert large == pytest.approx([1e15 / share / speeds.peak_flops_per_s for share in H100.product_shares])
+    attention = speeds.attention_s(4e14, 6e14, 500.5)
+    assert attention.expected == pytest.approx(1e15 / H100.attention_shares["fa3"] / speeds.peak_flops_per_s)
+    with pytest.raises(PlanError, match=r"speed\.attention = 'fa3' does not run on .*A100"):
+        Speeds.of_device(named_device("A100"), "bf16", attention="fa3")
+
+
+def test_a_device_of_which_no_shares_are_known_reaches_usual_ones():
+    speeds = Speeds.of_device(replace(H100, product_shares=None, attention_shares={}), "bf16")
     assert speeds.peak_flops_per_s == speeds.ceiling_flops_per_s == H100.peak_flops_per_s["bf16"]
     large = speeds.product_s(1e15, (8192, 8192, 8192), 2)
     assert large == tuple(1e15 / share / speeds.peak_flops_per_s for share in PRODUCTS)

@@ -14,6 +14,7 @@ from headway.predict.dry_run import Packs, Precision, precision_of, recompute_of
 from headway.predict.exchanges import exchanges_of
 from headway.predict.memory import State
 from headway.predict.planned_lengths import one_picture
+from headway.predict.slices import trained_of_process
 from headway.predict.speeds import Speeds
 from headway.predict.step_time import StepForecast, StepTimes, StepWork
 
@@ -94,12 +95,19 @@ class Forecaster:
             devices=self._devices,
             sequence=shape.sequence,
             shards=shape.fsdp,
+            gradients=self._gradients(config, shape),
             balance=packs.report.balance,
             exchanges=None if self._links is None else self._exchanges_of(config, precision, pack, state, shape),
             links=self._links,
             making_s=self._making_s * tokens * config.optim.accumulation / max(1, config.data.workers),
         )
         return self._times[precision].predict(work, state)
+
+    def _gradients(self, config: TrainConfig, shape: MeshShape) -> int:
+        """Numbers of gradients that a device adds up over the packs of a step."""
+        if config.parallel.reduce == "pack":
+            return self._cost_model.params.trainable // shape.fsdp
+        return trained_of_process(self._cost_model, shape.expert)
 
     def _exchanges_of(
         self, config: TrainConfig, precision: Precision, pack: Workload, state: State, shape: MeshShape

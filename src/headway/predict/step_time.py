@@ -116,6 +116,8 @@ class StepWork:
         devices: how many there are.
         sequence: devices that share each pack.
         shards: devices that share one copy of the optimizer's state.
+        gradients: numbers that a device adds up over a step's packs: of its slices where each pack's are summed over
+            devices, else of the whole model; None for all that learn.
         balance: mean over heaviest FLOPs of the ranks, a fraction.
         exchanges: what a device exchanges for a pack; None where that is taken to hide behind computing.
         links: between the devices; None with `exchanges`.
@@ -129,6 +131,7 @@ class StepWork:
     devices: int = 1
     sequence: int = 1
     shards: int = 1
+    gradients: int | None = None
     balance: float = 1.0
     exchanges: Exchanges | None = None
     links: Links | None = None
@@ -305,7 +308,8 @@ class StepTimes:
         features = head_features(self._cost_model)
         if features is not None:  # logits are read, their log-probabilities written and read, their gradient written
             moved += work.pack.slots * features[1] * 2 * (state.compute_bytes + FLOAT32)
-        accumulated = 3 * state.weight_bytes * self._trained if work.packs > 1 else 0
+        gradients = self._trained if work.gradients is None else work.gradients
+        accumulated = 3 * state.weight_bytes * gradients if work.packs > 1 else 0
         return moved / work.sequence + accumulated
 
     @property
