@@ -263,7 +263,7 @@ class TrainerPhases:
                 missing.append(model)
                 continue
             trains = run in ("update", "critic update")
-            billed = Billing(places[model], forward_only=not trains, phase=phase, is_timed=False)
+            billed = Billing(places[model], forward_only=not trains, own=model == "policy", phase=phase, is_timed=False)
             batches += [(work if run == "answers" else work.samples, billed)] * (self.epochs if trains else 1)
         if missing and not batches:
             raise UsageError(f"{phase} is of the {missing[0]}, which is not given: {missing[0]}= takes its cost model.")
