@@ -172,8 +172,9 @@ def render(record: dict[str, Any]) -> str:
         [
             "# A step of GRPO beside published timings\n",
             f"{describe_environment(record)}\n",
-            "Predicted by `headway plan` with `plan.rollout`, nothing was trained: the plan's own shares of datasheets' "
-            "rates. No constant of the plan was chosen by these rows. The pages train with tensor, pipeline and expert "
+            "Predicted by `headway plan` with `plan.rollout`, nothing was trained: the plan's own shares of "
+            "datasheets' rates. No constant of the plan was chosen by these rows. The pages train with tensor, "
+            "pipeline and expert "
             "parallelism of Megatron; the plan with FSDP2 on the same GPUs, whether it fits them or not. Answers are "
             "spread below the longest round the printed mean. Where a page prints prompt and answer together, "
             f"{PROMPT} tokens are taken for the prompt. Links of H20 (450 GB/s, network 50) and GB200 (900 GB/s in "
