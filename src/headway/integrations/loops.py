@@ -166,8 +166,8 @@ class ForwardCalls:
             return
         begun.enter_context(self.phase())
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if self.is_headless and isinstance(asked := arguments.get("logits_to_keep"), int):
-            arguments["logits_to_keep"] = asked - 1  # those of the last position are dropped: they predict nothing
+        if self.is_headless and isinstance(num_logits := arguments.get("logits_to_keep"), int):
+            arguments["logits_to_keep"] = num_logits - 1  # those of the last position are dropped: they predict nothing
         refuse_cached_keys(type(self.model).__name__, arguments)
         self.num_calls += 1
         self.meter.count(
@@ -257,12 +257,17 @@ def logged(window: Window, names: Sequence[str] = LOGGED, prefix: str = "headway
     record = window.to_dict()
     if missing := [name for name in names if name.partition("/")[0] not in record]:
         raise UsageError(f"a window has no {', '.join(missing)} to log; it has {', '.join(record)}.")
-    flat = flatten({"step": window.step, **{name: record[name] for name in (name.partition("/")[0] for name in names)}})
+    patterns: dict[str, list[str]] = {}  # by the entry of the record that they are within
+    for name in names:
+        patterns.setdefault(name.partition("/")[0], []).append(name)
+    flat = flatten({"step": window.step, **{entry: record[entry] for entry in patterns}})
     return {
         f"{prefix}/{key}": value
         for key, value in flat.items()
         if isinstance(value, int | float)
-        and any(fnmatchcase(key, name) or key.startswith(f"{name}/") for name in names)
+        and any(
+            fnmatchcase(key, name) or key.startswith(f"{name}/") for name in patterns.get(key.partition("/")[0], ())
+        )
     }
 
 
