@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway import Workload, trace
-from headway.errors import WorkloadError
-from headway.integrations.loops import ForwardCalls
+from headway.errors import UsageError, WorkloadError
+from headway.integrations.loops import ForwardCalls, logged
 from headway.meter import Meter
 from helpers.loops import PEAK, ROWS, collate, tiny
 
@@ -86,3 +86,22 @@ def test_nothing_is_dispatched_beside_what_the_model_itself_does():
         meter.step()
     views = {"alias", "detach"}  # a tensor handed to NumPy; the data are not copied
     assert [name for name in hooked.names if name not in views] == [name for name in plain.names if name not in views]
+
+
+def test_numbers_of_phases_are_picked_by_paths_within_the_record():
+    other = tiny()
+    ledger = trace(other)
+    meter = Meter(tiny(), peak=PEAK, log_every=1, others=[(other, ledger)], memory_bytes_per_s=1e12)
+    meter.count(Workload([5]))
+    with meter.phase("score", forward_only=True):
+        meter.count(Workload([7]), cost_model=ledger)
+    window = meter.step()
+    # with its module a ledger tells bytes
+    assert window.phases["score"].flops.total == ledger.count(Workload([7]), forward_only=True).total
+    assert window.phases["score"].bytes_moved > 0
+    numbers = logged(window, ("mfu", "phases/score/flops/total", "phases/*/wall_s"), "h")
+    assert set(numbers) == {"h/mfu", "h/phases/score/flops/total", "h/phases/score/wall_s", "h/phases/rest/wall_s"}
+    assert numbers["h/phases/score/flops/total"] == window.phases["score"].flops.total
+    assert logged(window, ("phases/rollout/mfu",)) == {}  # a phase that this window has not
+    with pytest.raises(UsageError, match="a window has no phase/score/mfu to log"):
+        logged(window, ("phase/score/mfu",))

@@ -111,7 +111,7 @@ def generations_of(engine: str, results: Any, grids: Sequence[Grids] | None = No
         pairs = _pairs(results)
         images = grids if grids is not None else [()] * len(pairs)
         answers = [
-            ((tuple(prompt), patches), len(answer)) for (prompt, answer), patches in zip(pairs, images, strict=True)
+            ((tuple(prompt), pictures), len(answer)) for (prompt, answer), pictures in zip(pairs, images, strict=True)
         ]
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise WorkloadError(
@@ -120,16 +120,16 @@ def generations_of(engine: str, results: Any, grids: Sequence[Grids] | None = No
         ) from error
     # prompts by how many answers they have, since a Generation has as many to each
     groups: dict[int, list[tuple[int, Grids, list[int]]]] = {}
-    for (prompt, patches), rows in groupby(answers, key=lambda answer: answer[0]):
+    for (prompt, pictures), rows in groupby(answers, key=lambda answer: answer[0]):
         lengths = [length for _, length in rows]
-        groups.setdefault(len(lengths), []).append((len(prompt), patches, lengths))
+        groups.setdefault(len(lengths), []).append((len(prompt), pictures, lengths))
     return [
         Generation(
             [prompt for prompt, *_ in group],
             [length for *_, lengths in group for length in lengths],
             group=size,
             prefix="computed once",
-            media={"images": [grid for _, patches, _ in group for grid in patches]},
+            media={"images": [grid for _, pictures, _ in group for grid in pictures]},
         )
         for size, group in groups.items()
     ]

@@ -257,12 +257,17 @@ def logged(window: Window, names: Sequence[str] = LOGGED, prefix: str = "headway
     record = window.to_dict()
     if missing := [name for name in names if name.partition("/")[0] not in record]:
         raise UsageError(f"a window has no {', '.join(missing)} to log; it has {', '.join(record)}.")
-    flat = flatten({"step": window.step, **{name: record[name] for name in (name.partition("/")[0] for name in names)}})
+    patterns: dict[str, list[str]] = {}  # by the entry of the record that they are within
+    for name in names:
+        patterns.setdefault(name.partition("/")[0], []).append(name)
+    flat = flatten({"step": window.step, **{entry: record[entry] for entry in patterns}})
     return {
         f"{prefix}/{key}": value
         for key, value in flat.items()
         if isinstance(value, int | float)
-        and any(fnmatchcase(key, name) or key.startswith(f"{name}/") for name in names)
+        and any(
+            fnmatchcase(key, name) or key.startswith(f"{name}/") for name in patterns.get(key.partition("/")[0], ())
+        )
     }
 
 

@@ -127,7 +127,7 @@ class TrainerCalls:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is the observer's, and the training the user's
             self._on_error(error)
 
-    def _generated(self, call: Callable[[], Any], generations: Callable[[Any], list[Generation]], cost: Any) -> Any:
+    def _generated(self, call: Callable[[], Any], lengths: Callable[[Any], list[Generation]], cost: Any) -> Any:
         """Run what generates as a phase, and count it unless calls within it were."""
         is_within = bool(self._calls)
         self._calls.append(False)
@@ -139,7 +139,7 @@ class TrainerCalls:
                 is_counted = self._calls.pop()
             with self._unharmed():
                 if not (is_counted or self._meter.is_away):
-                    for generation in generations(results):
+                    for generation in lengths(results):
                         self._meter.count(generation, cost_model=cost)
                 self._calls[-1:] = [True] * len(self._calls[-1:])
         return results
@@ -147,12 +147,12 @@ class TrainerCalls:
     def _of_module(self, cost: CostModel, engine: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def substitute(generate: Callable[..., Any]) -> Callable[..., Any]:
             def generated(*args: Any, **kwargs: Any) -> Any:
-                def generations(results: Any) -> list[Generation]:
+                def lengths(results: Any) -> list[Generation]:
                     if engine is not None:
                         return generations_of(engine, results)
                     return [generation_of(generate.__self__, args, kwargs, results, cost)]  # type: ignore[attr-defined]
 
-                return self._generated(lambda: generate(*args, **kwargs), generations, cost)
+                return self._generated(lambda: generate(*args, **kwargs), lengths, cost)
 
             return generated
 
@@ -161,13 +161,13 @@ class TrainerCalls:
     def _of_engine(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def substitute(generate: Callable[..., Any]) -> Callable[..., Any]:
             def generated(*args: Any, **kwargs: Any) -> Any:
-                def generations(results: Any) -> list[Generation]:
+                def lengths(results: Any) -> list[Generation]:
                     if _holds_features(args, kwargs):
                         raise WorkloadError(f"{name} is given media whose sizes cannot be read.")
                     images = kwargs.get("images")
                     return generations_of(name, results, None if images is None else self._grids.of(images))
 
-                return self._generated(lambda: generate(*args, **kwargs), generations, None)
+                return self._generated(lambda: generate(*args, **kwargs), lengths, None)
 
             return generated
 

@@ -247,7 +247,7 @@ def refuse_cached_keys(name: str, arguments: Mapping[str, Any]) -> None:
         raise WorkloadError(
             f"{name} goes on from cached keys and values while it trains: it generates, and that is not counted from "
             "its forwards. If it is no part of training, switch the model to eval() for it; else count the step "
-            "yourself, in a meter.phase, with headway.Generation."
+            "yourself: Meter.count with a headway.Generation, in a Meter.phase."
         )
 
 
