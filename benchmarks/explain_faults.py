@@ -46,7 +46,7 @@ class Group:
     """Cases that are run and told together.
 
     Attributes:
-        record: name of their record.
+        record: how the names of their record and table begin.
         cases: by name.
         sources: what `headway explain` is asked of.
         of_the_machine: findings that are true wherever other processes compute too, and no fault of the loops.
@@ -88,7 +88,7 @@ def main() -> None:
         run_case(options.cases[0], options.run)
         return
     record: dict[str, Any] = {
-        "what": group.record,
+        "what": "explain_faults",
         "sources": group.sources,
         "environment": environment(torch.device("cpu")),
         "rows": [],
@@ -111,7 +111,7 @@ def main() -> None:
     table = render(record)
     print(table)
     if len(names) == len(group.cases):
-        write(result_paths(options.out, record), record, table)
+        write(result_paths(options.out, {**record, "what": group.record}), record, table)
 
 
 def start(name: str, folder: Path) -> list[subprocess.Popen[bytes]]:
