@@ -262,11 +262,12 @@ def test_copies_of_shards_take_the_devices_that_are_left(headway):
     few = ("plan", "qwen3-0.6b", "--device", "H100", "--devices", 128, "--set", "parallel.shard=8", "--json")
     mesh = json.loads(headway(*few).out)["mesh"]
     assert (mesh["replicate"], mesh["shard"]) == (16, 8)
+    assert "16 copies of 8 shards" in headway(*few[:-1]).out
     assert json.loads(headway(*few[:-1], "--set", "parallel.replicate=16", "--json").out)["mesh"] == mesh
 
 
 def test_adapters_are_a_way_to_fit_where_they_are(headway):
-    few = ("plan", "llama-3.1-8b", "--device", "H100", "--devices", 1)
+    few = ("plan", "qwen3-4b", "--device", "H100", "--devices", 1)
     ways = json.loads(headway(*few, "--json").out)["ways"]
     assert ["model.lora.rank=16"] in [way["settings"] for way in ways]
 

@@ -122,12 +122,14 @@ def as_text(
     """Format a plan: totals first, then what would fit if it does not, then the step's lines and their sources."""
     packs = planned.packs
     assert packs is not None
+    shape = planned.shape
+    copies = f", {shape.replicate:,} copies of {shape.fsdp:,} shards" if shape.replicate > 1 else ""
     pairs = [
         (
             "model",
             f"{planned.model}, {planned.params.total:,} parameters, {planned.params.trainable:,} of them trained",
         ),
-        ("devices", f"{devices:,} x {speeds.name}"),
+        ("devices", f"{devices:,} x {speeds.name}{copies}"),
         ("packs", f"{config.data.tokens_per_pack:,} tokens, {format_share(packs.report.fill)} full"),
         ("lengths", packs.lengths.partition(":")[0]),
         ("memory", memory_text(planned)),

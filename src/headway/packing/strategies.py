@@ -142,9 +142,9 @@ def _in_full_packs(window: Candidates) -> tuple[Ints, int] | None:
 
 
 def _fill_and_balance(window: Candidates, pack_of: Ints, num_packs: int) -> tuple[float, float]:
-    """Share of the packs' tokens that are real, and mean balance of their steps."""
+    """Share of the packs' tokens that are real, and mean balance of their steps; of no packs, the balance wanted."""
     if not num_packs:
-        return 0.0, 0.0
+        return 0.0, window.balance
     placed = pack_of >= 0
     costs_SP = sums_of(pack_of[placed], window.costs[placed], num_packs).reshape(-1, window.packs_per_step)
     balance = balance_of(costs_SP, window.packs_per_step // window.accumulation)
