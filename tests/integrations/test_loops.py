@@ -105,3 +105,5 @@ def test_numbers_of_phases_are_picked_by_paths_within_the_record():
     assert logged(window, ("phases/rollout/mfu",)) == {}  # a phase that this window has not
     with pytest.raises(UsageError, match="a window has no phase/score/mfu to log"):
         logged(window, ("phase/score/mfu",))
+    with pytest.raises(UsageError, match=r"cost_model=Qwen3ForCausalLM.*counted by itself"):
+        meter.count(Workload([7]), cost_model=other)

@@ -396,6 +396,11 @@ class StepMeter(StepClock, ABC):
         for place, candidate in enumerate(self.models):
             if candidate is cost_model:
                 return place
+        if not isinstance(cost_model, CostModel):
+            raise UsageError(
+                f"cost_model={type(cost_model).__name__}: count takes a cost model. A module in Meter(others=[...]) is "
+                "counted by itself; give a pair (module, headway.trace(module)) to count its batches yourself."
+            )
         raise UsageError(
             f"this meter does not know the cost model {cost_model.name}: pass it to Meter as others=[...]."
         )
