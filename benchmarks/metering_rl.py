@@ -31,7 +31,7 @@ from trl import GRPOConfig, GRPOTrainer
 from headway import Peak
 from headway.integrations import HeadwayCallback
 from headway.integrations.loops import ForwardCalls
-from headway.integrations.trainer_phases import TrainerPhases
+from headway.integrations.trainer_phases import TrainerCalls
 from headway.meter import clock
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
@@ -132,9 +132,9 @@ class Hooks:
         return counted
 
     def around(self, make: Callable[..., Any]) -> Callable[..., Any]:
-        """Count what TrainerPhases puts around a call of the trainer's, the call itself aside."""
+        """Count what TrainerCalls puts around a call of the trainer's, the call itself aside."""
 
-        def made(phases: TrainerPhases, call: Callable[..., Any], *args: Any) -> Any:
+        def made(phases: TrainerCalls, call: Callable[..., Any], *args: Any) -> Any:
             def own(*own_args: Any, **own_kwargs: Any) -> Any:
                 with self.outside():
                     return call(*own_args, **own_kwargs)
@@ -178,7 +178,7 @@ def run(folder: str, steps: int, *, metered: bool) -> dict[str, Any]:
     ]
     patches = [patch.object(owner, name, hooks.timed(getattr(owner, name))) for owner, name in entries]
     patches += [
-        patch.object(TrainerPhases, name, hooks.around(getattr(TrainerPhases, name)))
+        patch.object(TrainerCalls, name, hooks.around(getattr(TrainerCalls, name)))
         for name in ("_generated", "_of_rewards")
     ]
     for substitute in patches:
