@@ -4,15 +4,19 @@ The FLOPs of the language model are written out from its sizes and the lengths (
 derived here.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from headway import Generation, Workload
 from headway.devices import Peak
 from headway.errors import WorkloadError
 from headway.meter import Meter
 from helpers.counter import batch_of, forward_flops, gpt2, step_flops
+from helpers.models import tiny_model
 
 PEAK = Peak("test", 1e12, "fp32", "made up for a test")
 LENGTHS = [9, 5, 7]
@@ -197,3 +201,49 @@ def test_a_batch_that_is_read_late_ends_the_numbers_and_not_the_loop(monkeypatch
     assert len(caught) == 1
     assert len(windows) == 3
     assert not any(window.mfu >= 0 for window in windows)
+
+
+def test_a_watched_loop_counts_what_it_generates_as_a_whole():
+    """Forwards with a cache are left out, in training mode and in evaluation mode, and the phase's own count stands."""
+    policy, reference = tiny_model("qwen3"), tiny_model("qwen3").eval()
+    meter = Meter(policy, watch=True, others=[reference], peak=PEAK, log_every=1)
+    prompts = torch.randint(7, 20, (2, 5))
+    for is_training in (True, False):
+        policy.train(is_training)
+        with meter.phase("rollout", forward_only=True), torch.no_grad():
+            ids = policy.generate(
+                prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=4, min_new_tokens=4, do_sample=True,
+                pad_token_id=0,
+            )  # fmt: skip
+            meter.count(Generation([5, 5], [4, 4], batch_size=2))
+        with meter.phase("reference", forward_only=True), torch.no_grad():
+            reference(ids)
+        policy.train()
+        with meter.phase("update"):
+            policy(ids).logits.sum().backward()
+        window = meter.step()
+        cost = meter.cost_model
+        scored = cost.count(Workload([9, 9]), forward_only=True).total
+        totals = {name: phase.flops.total for name, phase in window.phases.items()}
+        generated = cost.count(Generation([5, 5], [4, 4]).workload, forward_only=True).total
+        assert totals == {
+            "rollout": generated,
+            "reference": scored,
+            "update": cost.count(Workload([9, 9])).total,
+            "rest": 0,
+        }
+
+
+def test_generation_that_nobody_counts_is_one_warning_and_no_end_of_the_numbers():
+    policy = tiny_model("qwen3").train()
+    meter = Meter(policy, watch=True, peak=PEAK, log_every=2)
+    prompts = torch.randint(7, 20, (2, 5))
+    for step in range(2):
+        with (
+            torch.no_grad(),
+            nullcontext() if step else pytest.warns(RuntimeWarning, match="as a whole, with meter.phase"),
+        ):
+            ids = policy.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=2, pad_token_id=0)
+        policy(ids).logits.sum().backward()
+        window = meter.step()
+    assert window.flops == meter.cost_model.count(Workload([*ids.shape[1:]] * 4))

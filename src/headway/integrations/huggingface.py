@@ -102,17 +102,18 @@ class HeadwayCallback(Observer, TrainerCallback):
         self._move_up(trainer.callback_handler.callbacks)
         self._accelerator = trainer.accelerator
         models = _Models(trainer, model)
+        options = dict(self._options)
         self.meter = Meter(
             model,
             cost_model=self._cost_model,
             log_every=sys.maxsize,  # windows end where the Trainer logs
             recompute=self._recompute or checkpointing_of(unwrapped(model)),
-            others=models.others,
+            others=[*models.others, *options.pop("others", ())],
             optimizer=kwargs["optimizer"] if "mbu" in self._names else None,
             **{
                 "steps_before": state.global_step,
                 "batch_ranks": ranks_of_sequences(trainer.accelerator, self._workload),
-                **self._options,
+                **options,
             },
         )
         if self._calls is not None:

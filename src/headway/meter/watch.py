@@ -5,6 +5,7 @@ shape of its arguments, after the step in which it came; so is what a method oth
 `encode` runs its encoder: the outermost modules that really run are counted.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -91,6 +92,7 @@ class ForwardWatch:
         self.num_calls = 0  # forwards so far
         self._meter, self._cost_model = meter, cost_model
         self._is_trained, self._results = is_trained, results
+        self._has_warned = False
         self._depth = 0  # of watched modules that run in each other
         # modules, their arguments without data, whether no gradient, and the phase that they ran in
         self._calls: list[tuple[Any, Any, bool, NamedPhase | None]] = []
@@ -152,13 +154,17 @@ class ForwardWatch:
         """Count a forward, or keep the shapes of its arguments until the step ends."""
         import torch
 
-        # an evaluation, and what a checkpoint runs again in the backward, are no work of the step's
-        if self._meter.is_away or torch._C._current_autograd_node() is not None or not self._meter.trains_now:
+        # an evaluation, and what a checkpoint runs again in the backward, are no work of the step's; all of a phase is
+        trains = self._meter.trains_now or self._meter.current_phase is not None
+        if self._meter.is_away or torch._C._current_autograd_node() is not None or not trains:
             return
-        self.num_calls += 1
         forward_only = not torch.is_grad_enabled()
         try:
             arguments = _by_name(module, args, kwargs)
+            if forward_only and isinstance(arguments, Mapping) and arguments.get("past_key_values") is not None:
+                self._note_generation()
+                return
+            self.num_calls += 1
             if self._cost_model.rows and isinstance(arguments, Mapping):
                 refuse_cached_keys(self.name, arguments)
                 with suppress(WorkloadError):  # as of states that require a gradient: their shapes tell more
@@ -170,6 +176,18 @@ class ForwardWatch:
             self._calls.append((module, without_data(arguments), forward_only, self._meter.current_phase))
         except Exception as error:  # noqa: BLE001 - whatever it is, the forward is the loop's
             self._meter.stop_counting(error)
+
+    def _note_generation(self) -> None:
+        """Leave out a forward that fills or reads a cache; the loop counts what it generates as a whole."""
+        if self._meter.current_phase is None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self.name} generates within a step, and its forwards with a cache are not counted one by one: count "
+                'them as a whole, with meter.phase("rollout", forward_only=True): '
+                "meter.count(headway.Generation(prompts, answers)).",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _traced(self, module: "nn.Module", arguments: Any) -> CostModel:
         from headway.tracing.shapes import ShapeTraces
