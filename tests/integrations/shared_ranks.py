@@ -15,8 +15,10 @@ import torch.distributed as dist
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -25,6 +27,7 @@ from headway.count import Workload
 from headway.errors import UsageError
 from headway.integrations import AccelerateMeter, HeadwayCallback
 from headway.meter import Meter
+from headway.tracing import trace
 from helpers.loops import PEAK, ROWS, collate, lightning_module, loader, run_lightning, tiny, trainer_arguments
 
 SIZE, PARALLEL = 4, 2
@@ -104,6 +107,57 @@ def said():
     return loop(tiny(), dist.get_rank() // 2, batch_ranks=2)
 
 
+class Stage(nn.Module):
+    """Some layers of a model, under the names that they have in it; the first stage embeds, the last one has the head.
+
+    Modules are kept by name, as in torchtitan's stages.
+    """
+
+    def __init__(self, whole, layers, *, is_first, is_last):
+        super().__init__()
+        self.model = nn.Module()
+        self.model.rotary_emb = whole.model.rotary_emb
+        self.model.layers = nn.ModuleDict({str(number): whole.model.layers[number] for number in layers})
+        if is_first:
+            self.model.embed_tokens = whole.model.embed_tokens
+        if is_last:
+            self.model.norm, self.lm_head = whole.model.norm, whole.lm_head
+        self.is_first, self.is_last = is_first, is_last
+
+    def forward(self, states):
+        states = self.model.embed_tokens(states) if self.is_first else states
+        places = self.model.rotary_emb(states, torch.arange(states.shape[1])[None])
+        for layer in self.model.layers.values():
+            states = layer(states, position_embeddings=places, attention_mask=None)
+        return self.lm_head(self.model.norm(states)) if self.is_last else states
+
+
+def pipelined():
+    """Pairs of ranks run the two halves of a model in turn, each the same batch, by PyTorch's own schedule."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    place = mesh["pp"].get_local_rank()
+    whole = tiny()
+    half = len(whole.model.layers) // 2
+    layers = range(half) if place == 0 else range(half, len(whole.model.layers))
+    module = Stage(whole, layers, is_first=place == 0, is_last=place == 1)
+    ids = torch.full((4, 8), 7)
+    meter = Meter(module, cost_model=trace(whole), peak=PEAK, batch_ranks=2)
+
+    def loss(logits, labels):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    stage = PipelineStage(module, place, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss)
+    for _ in range(2):
+        meter.count({"input_ids": ids, "labels": ids})
+        if place == 0:
+            schedule.step(ids)
+        else:
+            schedule.step(target=ids, losses=[])
+        meter.step()
+    return numbers(meter.close())
+
+
 def trainer():
     callback = HeadwayCallback(peak=PEAK)
     place = Path(sys.argv[1]).parent / "model"
@@ -170,6 +224,7 @@ def main():
         except UsageError as error:
             measured["refused"] = str(error)
         measured["cut_sequences"] = cut_sequences()
+        measured["pipelined"] = pipelined()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

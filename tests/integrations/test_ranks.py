@@ -59,6 +59,18 @@ def test_a_batch_that_two_of_four_ranks_share_is_counted_once(shared, way):
     assert (run["rank_flops"][0] == run["rank_flops"][1]) is in_a_row  # each is billed its share of the batch
 
 
+def test_a_stage_of_a_pipeline_is_billed_what_it_runs_and_tokens_are_counted_once(shared):
+    """The stages' FLOPs add up to the model's; the last one has the head, so that it has more."""
+    run = shared["pipelined"]
+    model = trace(tiny())
+    step = model.count(Workload([8] * 4))
+    assert (run["total"], run["tokens"], run["steps"]) == (2 * 2 * step.total, 2 * 2 * 32, 2)
+    half = sum(row.total for row in model.count(Workload([8] * 4), by="layer").rows if ".layers.0." in row.name)
+    first, last, *others = run["rank_flops"]
+    assert others == [first, last]
+    assert (first, first + last) == (2 * half, 2 * step.total)
+
+
 def test_ranks_of_fsdp_have_batches_of_their_own_whatever_their_mesh_is_called(shared):
     for run in shared["own_rows"]:
         assert (run["total"], run["tokens"]) == (trace(tiny()).count(Workload(LENGTHS)).total, sum(LENGTHS))

@@ -7,7 +7,7 @@ exact on a stored cost model, without tracing again.
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -263,6 +263,14 @@ class CostModel:
             if i in again:
                 entry[3] += row.forward
         return [(*key, *entry) for key, entry in sums.items()]  # type: ignore[misc]  # three names, four numbers
+
+    def stage(self, modules: Collection[str]) -> "CostModel":
+        """Return what some modules of this model run, such as those of one stage of a pipeline.
+
+        Args:
+            modules: their dotted paths, those of the modules within them included.
+        """
+        return replace(self, rows=tuple(row for row in self.rows if row.module in modules))
 
     def freeze(self, patterns: Iterable[str]) -> "CostModel":
         """Return this model with the parameters that match frozen.

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from headway.count import CostModel
 from headway.errors import UsageError
 from headway.meter.clock import sharded_groups
 from headway.words import Argument
@@ -65,6 +66,27 @@ def batch_share(model: Any, batch_ranks: int | None = None) -> BatchShare:
     if isinstance(count, int) and count > 1 and size % count == 0:
         return BatchShare(count, rank % count == 0)
     return BatchShare()
+
+
+def stage_of(model: Any, ledger: CostModel) -> CostModel | None:
+    """Find the part of a ledger that a module runs which is one stage of a pipeline; None where it is no part.
+
+    A stage keeps the names that its modules have in the whole model, as torch.distributed.pipelining's do.
+
+    Args:
+        model: a module, or anything else, which is no stage.
+        ledger: of the whole model.
+    """
+    if not hasattr(model, "named_modules"):
+        return None
+    from headway.tracing.unwrap import unwrapped
+
+    stage = unwrapped(model)
+    modules = {name for name, _ in stage.named_modules()}
+    run, names = {row.module for row in ledger.rows}, {parameter.name for parameter in ledger.parameters}
+    own = {name for name, _ in stage.named_parameters()}
+    is_part = own and all(name in names or name.rpartition(".")[0] in run for name in own)
+    return ledger.stage(modules) if is_part and run - modules and run & modules else None
 
 
 def _rank_and_size() -> tuple[int, int]:

@@ -29,6 +29,7 @@ class Billing:
     input_gradients: tuple[str, ...] = ()  # names of its arguments that require a gradient
     elsewhere: bool = False  # another rank, which works on the batch too, counts it
     own: bool = True  # whether the model is the trained one, or a part of it
+    counts_tokens: bool = True  # whether its tokens are counted here, not by another stage of a pipeline
     phase: str = REST  # named phase that it is counted in
     is_timed: bool = True  # whether the forward is one of those that `ForwardTimer` times
 
@@ -72,7 +73,7 @@ class PendingSteps:
         elsewhere: named phases that have devices of their own.
         goodput: the run's ledger, which is told what the device did while the host waited for data.
         on_error: told of a batch that cannot be read, which then counts nothing; None lets the error through.
-        keys: component and driver of rows that cost models may have which join while the loop runs.
+        keys: component and driver of rows that cost models of other ranks have, or that join while the loop runs.
         keeps_steps: whether steps stay apart until `take`, since another rank may still have one of them left out.
     """
 
@@ -99,7 +100,7 @@ class PendingSteps:
         self._goodput = goodput
         self._updates = [0, 0]  # steps since FLOPs were last counted, and how many of them skipped theirs
         rows = (row for model in cost_models for row in model.rows)
-        self._keys = tuple(dict.fromkeys([*((row.component, row.driver) for row in rows), *keys]))
+        self._keys = tuple(dict.fromkeys([*keys, *((row.component, row.driver) for row in rows)]))
         self._steps: deque[PendingStep] = deque()
         self._keeps_steps, self._on_error = keeps_steps, on_error
         self._added_up: dict[int, Sums] = {}  # by the step's number
@@ -190,7 +191,7 @@ class PendingSteps:
         for batch, billed in step.batches:
             work = self._work_of(batch, billed)
             self._work[billed].append(work)
-            totals["num_batches"] += billed.trains
+            totals["num_batches"] += billed.trains and billed.counts_tokens
             if billed.model and billed.forward_only and isinstance(work, Workload):
                 scored[billed.phase][billed.model] += work.tokens
         totals["wall_ns"] += wall_ns
@@ -255,13 +256,15 @@ class PendingSteps:
             if billed.phase not in self._elsewhere:
                 self._sums.add_count(count)
                 self._sums.totals["busy_flops"] += count.forward if billed.is_timed and billed.own else 0
-            if billed.trains:
+            if billed.trains and billed.counts_tokens:
                 self._sums.add_quantities(workload)
                 silent = sum(1 for item in workloads if item.tokens and not item.knows_supervised)
                 self._sums.totals["num_without_labels"] += silent
             # all that a phase computes
             phase = self._sums.phase(billed.phase)
             phase.add_count(count)
+            if not billed.counts_tokens:
+                continue
             phase.add_quantities(workload)
             for item in work:
                 if isinstance(item, Generation):

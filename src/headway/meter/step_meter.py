@@ -12,7 +12,7 @@ from headway.count import CostModel, Generation, Workload
 from headway.devices import Peak
 from headway.errors import HeadwayError, UsageError
 from headway.meter import pauses
-from headway.meter.batch_share import BatchShare
+from headway.meter.batch_share import BatchShare, batch_share, stage_of
 from headway.meter.batches import input_gradients_of, read_or_copy
 from headway.meter.clock import ForwardTimer
 from headway.meter.environment import (
@@ -88,6 +88,12 @@ class StepMeter(StepClock, ABC):
             from headway.tracing import trace
 
             ledger = ledger_of(model, loop.results) if loop.watch else trace(model, results=loop.results)
+        # a stage of a pipeline counts what it runs itself, and the first of them the tokens
+        self.batch_share, self._counts_tokens = loop.batch_share, True
+        self._keys = [(row.component, row.driver) for row in ledger.rows]  # of the whole model, on every rank
+        stage = stage_of(model, ledger) if loop.batch_share.ranks > 1 else None
+        if stage is not None:
+            ledger, self._counts_tokens, self.batch_share = stage, loop.batch_share.is_first, batch_share(model)
         self.cost_model = ledger
         self.peak = loop.peak if loop.peak is not None else peak_of(model, self.device)
         self.recompute = loop.recompute
@@ -106,7 +112,7 @@ class StepMeter(StepClock, ABC):
         self._watches: list[ForwardWatch] = []
         self.failure: Exception | None = None  # what ended the counting of forwards; None while all is well
         self._add_others(loop)
-        self.ceiling, self.batch_share = loop.ceiling, loop.batch_share
+        self.ceiling = loop.ceiling
         self.memory_bytes_per_s = loop.memory_bytes_per_s or bandwidth_of(self.device)
         # what steps add up to, and what rates are compared with
         self._tally = Tally(
@@ -115,7 +121,7 @@ class StepMeter(StepClock, ABC):
                 math.nan if loop.ceiling is None else loop.ceiling.flops_per_s,
                 self.memory_bytes_per_s,
                 loop.packing_length,
-                loop.batch_share.ranks,
+                self.batch_share.ranks,
                 self._phase_clock.devices,
             ),
             smooth_over,
@@ -193,7 +199,7 @@ class StepMeter(StepClock, ABC):
             forwards=self._forward_traffic,
             elsewhere=self._phase_clock.devices,
             on_error=self.stop_counting if self._watches else None,
-            keys=[key for watch in self._watches for key in watch.keys],
+            keys=[*self._keys, *(key for watch in self._watches for key in watch.keys)],
             keeps_steps=keeps_steps,
         )
 
@@ -306,6 +312,7 @@ class StepMeter(StepClock, ABC):
             gradients,
             elsewhere=not self.batch_share.is_first,
             own=which in self._own,
+            counts_tokens=self._counts_tokens,
             phase=REST if phase is None else phase.name,
             is_timed=phase is None or not phase.forward_only,
         )
