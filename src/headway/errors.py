@@ -168,7 +168,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch is not imported for it
         return True
-    signs = ("can't allocate memory", "bad_alloc", "Cannot allocate memory")
+    # the last are oneDNN's words where a kernel found no memory
+    signs = ("can't allocate memory", "bad_alloc", "Cannot allocate memory", "could not create a primitive")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 

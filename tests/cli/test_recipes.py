@@ -127,13 +127,15 @@ def test_a_full_fine_tuning_on_one_device_is_told_what_makes_it_fit(headway):
     assert plan["fits"] is False
     assert plan["memory"]["peak"] == pytest.approx(148 * 2**30, rel=0.05)  # of a step under fake tensors
     ways = {",".join(way["settings"]) or way["devices"]: way["peak_bytes"] for way in plan["ways"]}
-    assert [*ways] == ["optim.state=8bit", "run.dtype=bfloat16-params", 2]  # those that harm least first
+    # those that harm least first
+    assert [*ways] == ["optim.state=8bit", "run.dtype=bfloat16-params", "model.lora.rank=16", 2]
     for settings, peak in ways.items():
         changed = ("--devices", 2) if settings == 2 else (*one, "--set", settings)
         found = dry_run(headway, name, "--device", "H200", *changed)
         assert found["memory"]["peak"] <= room
-        # packs of two processes are others, so that the largest is
-        assert found["memory"]["peak"] == (peak if settings != 2 else pytest.approx(peak, rel=0.03))
+        # packs of two processes are others, so that the largest is; adapters are traced anew where they are set
+        is_near = settings in (2, "model.lora.rank=16")
+        assert found["memory"]["peak"] == (pytest.approx(peak, rel=0.03) if is_near else peak)
         assert (found["fits"], found["ways"]) == (True, [])
 
 
@@ -148,8 +150,9 @@ def test_where_one_setting_is_not_enough_several_are_put_together(headway):
         dry_run(headway, name, "--devices", 1, "--device", "H200", *options, *more)["memory"]["peak"]
         == (way["peak_bytes"])
     )
-    small = headway("train", RECIPES / f"{name}.yaml", "--dry-run", "--devices", 1, "--device", "RTX 4090", *options)
-    assert "No settings make it fit 20.1 GiB. The least that was found is speed.recompute=full and" in small.out
+    small = headway("train", RECIPES / f"{name}.yaml", "--dry-run", "--devices", 1, "--device", "T4", *options)
+    assert "No settings make it fit 13.4 GiB. The least that was found is speed.recompute=full and" in small.out
+    assert "which takes 18.2 GiB; train a smaller model, or on more devices." in " ".join(small.out.split())
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_each_option_is_an_argument_of_the_workload():
         (compare, ["past", "logits"]),
         (explain, ["past", "logits"]),
         (mfu, ["past", "slots", "logits"]),
-        (audit, ["sources", "audio", "past", "logits"]),
+        (audit, ["audio", "past", "logits"]),
     ],
 )
 def test_a_command_has_every_option_but_those_that_it_leaves_out(command, without):

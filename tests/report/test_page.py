@@ -68,12 +68,16 @@ def pages_of(text):
     finding = {"id": text, "seen": text, "cause": text, "next": text, "share": 0.5}
     piece = {"text": text, "token": text, "count": 2, "is_learnt": False}
     sample = {"error": "", "where": text, "lengths": text, "left_out": text, "media": [(text, text)], "pieces": [piece]}
+    chart = {
+        "section": section, "description": text, "longest": text, "first": 1, "last": 2, "is_mean": True, "width": 1,
+        "box": (10, 10), "by_colour": {"--c0": [(0, 0, 1)]}, "swatches": ["--c0"],
+    }  # fmt: skip
     item = {"source": text, "row": 1, "tokens": 2}
     return {
         "run.html.jinja": render(
             "run.html.jinja", name=text, verdict=text, legend=text, facts=[(text, text)], has_goodput=True,
             first=[section, image], findings=[finding, finding], by_heading={text: [section]}, notes=[text],
-            files={text: text}, numbers={text: text},
+            files={text: text}, numbers={text: text}, phases=chart,
         ),
         "comparison.html.jinja": page_of(section, image, name=text, verdict=[text], notes=[text], numbers={text: text}),
         "waiting.html.jinja": render("waiting.html.jinja", name=text, path=text, error=text),
@@ -86,7 +90,7 @@ def pages_of(text):
 
 
 def test_every_page_is_among_those_that_strangers_write_into():
-    parts = {"base.html.jinja", "parts.html.jinja", "colours.css.jinja"}
+    parts = {"base.html.jinja", "parts.html.jinja", "phases.html.jinja", "colours.css.jinja"}
     assert pages_of(PLAIN).keys() | parts == {path.name for path in TEMPLATES.iterdir()}
 
 

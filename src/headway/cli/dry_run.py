@@ -216,10 +216,11 @@ def ways_text(device: "Device | None", ways: "Sequence[Way]") -> str:
     assert device.memory_bytes is not None
     room = int(USABLE * device.memory_bytes)
     if ways[0].peak_bytes > room:
+        adapters = "" if any("model.lora" in setting for setting in ways[0].settings) else "adapters (model.lora), "
         return render_lines(
             [
                 f"No settings make it fit {format_bytes(room)}. The least that was found is {ways[0]}, which takes "
-                f"{format_bytes(ways[0].peak_bytes)}; train adapters (model.lora), a smaller model, or on more devices."
+                f"{format_bytes(ways[0].peak_bytes)}; train {adapters}a smaller model, or on more devices."
             ]
         )
     columns = [Column("what fits, by the plan (--set)", "left"), Column("size"), Column("price", "left")]

@@ -63,7 +63,10 @@ def saved_denoiser(name: str) -> Path | None:
     file = path / CONFIG if path.is_dir() else path
     if not file.is_file() or file.suffix != ".json":
         return None
-    settings = _raw_config(name)
+    try:
+        settings = _raw_config(name)
+    except UnknownModelError:  # a file that is damaged, as those who read it for what it is say
+        return None
     is_saved = isinstance(settings, dict) and "_class_name" in settings and "model_type" not in settings
     return path if is_saved else None
 

@@ -142,8 +142,8 @@ def _num_logits(batch: Mapping[str, Any], shape: tuple[int, int]) -> int | None:
 
 
 def _on_host(values: Any) -> Any:
-    """Give the array of a CPU tensor, so that no operation of torch is dispatched."""
-    return values.detach().numpy() if hasattr(values, "detach") else np.asarray(values)
+    """Give the array of a CPU tensor of whole numbers, so that no operation of torch is dispatched."""
+    return values.numpy() if hasattr(values, "numpy") else np.asarray(values)
 
 
 def _check_slots(workload: Workload, batch: Mapping[str, Any]) -> None:

@@ -39,6 +39,7 @@ def judged_page(path: Path, evaluations: Sequence[Mapping[str, Any]]) -> str:
         has_goodput=False,
         first=(),
         legend="",
+        phases=None,
         by_heading=sections,
         notes=(),
         files=texts_of(path),
