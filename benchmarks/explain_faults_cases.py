@@ -214,7 +214,7 @@ def silent_checkpoint(is_faulty: bool) -> Loop:
 
 @case("steps of one sample of 8 tokens", "launch-bound", "small-gemms")
 def tiny_batches(is_faulty: bool) -> Loop:
-    """Train on 8 tokens a step; healthy: 32 such samples a step, whose time is divided by 32."""
+    """Train on one sample of 8 tokens a step. Healthy: a step of 32 samples, and a 32nd of its time."""
     model = small_model(hidden_size=64, intermediate_size=128, num_hidden_layers=4)
     rows = 1 if is_faulty else 32
     return Loop(model, batches(Lengths(8), rows), scale=float(rows))

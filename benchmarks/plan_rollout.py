@@ -154,7 +154,7 @@ def planned(row: dict[str, Any], **rollout: Any) -> dict[str, Any]:
 
 
 def with_length(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with the mean length at which the predicted update takes what is printed of it."""
+    """Set a row's mean answer length so that the predicted update takes the printed time."""
     low, high, off = 64, row["rollout"]["longest_answer"] // 2, 1.0
     while abs(off) > 0.02 and high - low > 16:
         mean = (low + high) // 2

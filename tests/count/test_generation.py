@@ -85,6 +85,13 @@ def test_rows_of_a_batch_go_on_until_the_longest_has_ended():
     assert (told.num_decode_steps, told.workload.slots, told.workload.tokens) == (12, 64, 28)
 
 
+def test_padding_of_prompts_is_no_idle_row_of_decode():
+    """As transformers' `generate` is read: slots of the whole call are known, and rows of unlike prompts are padded."""
+    told = Generation([5, 9], [8, 8], batch_size=2, slots=2 * (9 + 7))
+    assert told.decode_slots == told.decode.tokens == 2 * 7
+    assert told.workload.slots - told.workload.tokens == 9 - 5
+
+
 def test_pictures_of_a_prompt_are_seen_once_for_each_time_that_it_is_read():
     media = {"images": [(1, 8, 8), (1, 4, 4)]}
     apart = Generation([40, 30], [3, 4, 5, 6], group=2, media=media)

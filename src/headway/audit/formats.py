@@ -15,32 +15,28 @@ from functools import partial
 from headway.audit import rl_formats
 from headway.audit.progress_bars import BAR_NOTE, progress_bar
 from headway.audit.rl_formats import ReadPhases
-from headway.audit.rows import Counted, LogRow, near, printed
+from headway.audit.rows import NUMBER, STEP_NUMBER, Counted, LogRow, near, printed
 
-_STEP_NUMBER = r"(\d{1,18})"  # of 64 bits; more digits are no number of a step
-_NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
 _ANY = r"(?:np\.float\d+\()?([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?\d+)?)"
 _JSON_NUMBER = r"([0-9]{1,18}(?:\.[0-9]+)?(?:[eE][+-]?\d{1,2})?)(?![0-9.eE])"
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)[,.](\d{3})")
-_RATES = rf"\btps:\s*{_NUMBER}(?:\s+tflops:\s*{_NUMBER})?(?:\s+mfu:\s*{_NUMBER}%)?"
-_TORCHTITAN = re.compile(rf"(?<!validate )\bstep:\s*{_STEP_NUMBER}\s+loss:\s*\S+\s.*?\bmemory:\s.*?{_RATES}")
+_RATES = rf"\btps:\s*{NUMBER}(?:\s+tflops:\s*{NUMBER})?(?:\s+mfu:\s*{NUMBER}%)?"
+_TORCHTITAN = re.compile(rf"(?<!validate )\bstep:\s*{STEP_NUMBER}\s+loss:\s*\S+\s.*?\bmemory:\s.*?{_RATES}")
 _TITAN_MEMORY = re.compile(r"\bmemory:\s*[0-9.]+GiB\(([0-9]+(?:\.[0-9]+)?)%\)")
 _MAXTEXT, _MAXTEXT_OLD = (
-    re.compile(
-        rf"completed step: {_STEP_NUMBER}, seconds: {_NUMBER}, {rate}: {_NUMBER}(?:, Tokens/s/device: {_NUMBER})?"
-    )
+    re.compile(rf"completed step: {STEP_NUMBER}, seconds: {NUMBER}, {rate}: {NUMBER}(?:, Tokens/s/device: {NUMBER})?")
     for rate in ("TFLOP/s/device", "TFLOP/s")
 )
-_MEGATRON = re.compile(rf"iteration\s+{_STEP_NUMBER}\s*/.*?elapsed time per iteration \(ms\): {_NUMBER}")
+_MEGATRON = re.compile(rf"iteration\s+{STEP_NUMBER}\s*/.*?elapsed time per iteration \(ms\): {NUMBER}")
 _MEGATRON_RATE = re.compile(
-    rf"(?:throughput|compute) per GPU \(TFLOP/s/GPU\): {_NUMBER}|GPU utilization: {_NUMBER}\s*MODEL_TFLOP/s/GPU"
+    rf"(?:throughput|compute) per GPU \(TFLOP/s/GPU\): {NUMBER}|GPU utilization: {NUMBER}\s*MODEL_TFLOP/s/GPU"
 )
 _MEGATRON_BATCH = re.compile(r"global batch size:\s*(\d{1,18})")
-_PRIMUS_TOKENS = re.compile(rf"\(tokens/s/GPU\): {_NUMBER}|tokens/s/GPU inst/harmonic mean: {_NUMBER}")
-_PRIMUS_MFU = re.compile(rf"\| mfu: {_NUMBER}%")
-_NANOGPT = re.compile(rf"\biter {_STEP_NUMBER}: loss \S+, time {_NUMBER}ms, mfu (-?[0-9.]+)%")
+_PRIMUS_TOKENS = re.compile(rf"\(tokens/s/GPU\): {NUMBER}|tokens/s/GPU inst/harmonic mean: {NUMBER}")
+_PRIMUS_MFU = re.compile(rf"\| mfu: {NUMBER}%")
+_NANOGPT = re.compile(rf"\biter {STEP_NUMBER}: loss \S+, time {NUMBER}ms, mfu (-?[0-9.]+)%")
 _NANOCHAT = re.compile(
-    rf"\bstep {_STEP_NUMBER}(?:/\d+)?\b.*?\bdt: {_NUMBER}ms \| tok/sec: {_NUMBER} \| (?:bf16_)?mfu: {_NUMBER}"
+    rf"\bstep {STEP_NUMBER}(?:/\d+)?\b.*?\bdt: {NUMBER}ms \| tok/sec: {NUMBER} \| (?:bf16_)?mfu: {NUMBER}"
 )
 _VERL_MFU = re.compile(rf"(?:train/mfu|perf/mfu/actor)['\"]?\s*[:=]\s*{_ANY}")
 _LMMS_MFU = re.compile(rf"(?:\btrain/|['\"])mfu['\"]?\s*[:=]\s*['\"]?{_ANY}")
@@ -49,20 +45,20 @@ _VERL = re.compile(r"perf/mfu/actor\b|train/global_tokens\b")
 _LMMS_TOKENS = re.compile(rf"perf/global_seq_len_avg['\"]?\s*[:=]\s*{_ANY}")
 _LMMS_RATE = re.compile(rf"train/tokens_per_gpu['\"]?\s*[:=]\s*{_ANY}")
 _OLMO_HEAD = re.compile(r"\[step=(\d{1,18})/[^\]]*,epoch=[^\]]*\]")
-_OLMO_VALUE = re.compile(rf"^\s+throughput/device/(TPS|flopsPS|MFU)={_NUMBER}([BTPE]?)\s*$")
+_OLMO_VALUE = re.compile(rf"^\s+throughput/device/(TPS|flopsPS|MFU)={NUMBER}([BTPE]?)\s*$")
 _COMPOSER_HEAD = re.compile(r"^\[[a-z]+=(\d{1,18})(?:/\d+)?\](?:\[batch=(\d{1,18})(?:/\d+)?\])?:?\s*$")
-_COMPOSER_VALUE = re.compile(rf"^\s+Train throughput/device/(tokens_per_sec|flops_per_sec|mfu):\s*{_NUMBER}\s*$")
+_COMPOSER_VALUE = re.compile(rf"^\s+Train throughput/device/(tokens_per_sec|flops_per_sec|mfu):\s*{NUMBER}\s*$")
 _RL_HEAD = re.compile(r"=+ Step (\d{1,18})/\d+ =+")
-_RL_RATE = re.compile(rf"Training FLOPS: [0-9.,]+ TFLOPS \({_NUMBER} TFLOPS per rank\)")
+_RL_RATE = re.compile(rf"Training FLOPS: [0-9.,]+ TFLOPS \({NUMBER} TFLOPS per rank\)")
 _RL_VALUES = {
-    "mfu": re.compile(rf"Training Model Floating Point Utilization: {_NUMBER}%"),
-    "tokens": re.compile(rf"Policy Training \(Tokens/sec/gpu\): {_NUMBER}"),
-    "seconds": re.compile(rf"policy_training: {_NUMBER}s"),
+    "mfu": re.compile(rf"Training Model Floating Point Utilization: {NUMBER}%"),
+    "tokens": re.compile(rf"Policy Training \(Tokens/sec/gpu\): {NUMBER}"),
+    "seconds": re.compile(rf"policy_training: {NUMBER}s"),
 }
-_AUTOMODEL = re.compile(rf'"step": {_STEP_NUMBER}, .*?"tps_per_gpu": {_JSON_NUMBER}, "mfu": (?:{_JSON_NUMBER}|null)')
+_AUTOMODEL = re.compile(rf'"step": {STEP_NUMBER}, .*?"tps_per_gpu": {_JSON_NUMBER}, "mfu": (?:{_JSON_NUMBER}|null)')
 _AUTOMODEL_TOKENS = re.compile(rf'"tps": {_JSON_NUMBER}, .*"num_tokens_per_step": {_JSON_NUMBER}')
-_AUTOMODEL_TIME = re.compile(rf"Max iter time: {_NUMBER} seconds")
-_AUTOMODEL_MFU = re.compile(rf"(?<!Average )MFU: {_NUMBER}%")
+_AUTOMODEL_TIME = re.compile(rf"Max iter time: {NUMBER} seconds")
+_AUTOMODEL_MFU = re.compile(rf"(?<!Average )MFU: {NUMBER}%")
 _SWIFT_STEP = re.compile(r"['\"]global_step/max_steps['\"]: ['\"](\d{1,18})/\d+['\"]")
 _SWIFT_MFU = re.compile(rf"['\"]MFU['\"]: {_JSON_NUMBER}")
 _SWIFT_SPEED = re.compile(rf"['\"]train_speed\(s/it\)['\"]: {_JSON_NUMBER}")

@@ -4,12 +4,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from headway.audit.rows import Interval, LogRow, Reading, printed
+from headway.audit.rows import NUMBER, STEP_NUMBER, Interval, LogRow, Reading, printed
 
-_STEP_NUMBER = r"(\d{1,18})"  # of 64 bits; more digits are no number of a step
-_NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
 # tqdm: description, bar, updates/all, elapsed and left, time of an update, and what the script sets behind it
-_DIFFUSERS = re.compile(rf"\| {_STEP_NUMBER}/\d+ \[[^\]]*?,\s*{_NUMBER}(s/it|it/s), (?:step_)?loss=[^,\]]+, lr=")
+_DIFFUSERS = re.compile(rf"\| {STEP_NUMBER}/\d+ \[[^\]]*?,\s*{NUMBER}(s/it|it/s), (?:step_)?loss=[^,\]]+, lr=")
 
 BAR_NOTE = (
     "a progress bar has no FLOPs: what is restated is one update of one device, all its accumulated batches, as the "

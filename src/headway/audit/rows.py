@@ -4,6 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
+STEP_NUMBER = r"(\d{1,18})"  # of 64 bits; more digits are no number of a step
+NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
+"""A step's number and any other in a log, as patterns with a group."""
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:

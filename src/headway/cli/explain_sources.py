@@ -204,6 +204,7 @@ def _explained_log(path: Path, chosen: SourceOptions) -> tuple[JobExplanation, l
         raise ConfigError(
             f"{path} is no trace of torch.profiler and no records of a run, and as a log: {error}"
         ) from error
+    # rows of any tool's log as steps, with what it prints of them
     lines = [
         LoggedStep(
             step=row.step,
@@ -217,6 +218,7 @@ def _explained_log(path: Path, chosen: SourceOptions) -> tuple[JobExplanation, l
         for row in log.rows
     ]
     explanation = explain_log(lines, log.tool, str(path), step=chosen.step, rank=chosen.rank)
+    # what the log leaves out goes into the notes
     skipped = tuple(f"{count:,} lines are left out: {why}." for why, count in log.skipped.items())
     smoothed = (f"the MFU of {log.tool} is a running mean, not that of its step.",) if log.smoothed else ()
     notes = (*explanation.notes, *smoothed, *skipped)

@@ -408,6 +408,7 @@ def speeds_of(config: "TrainConfig", cost_model: "CostModel", device: "Device | 
     from headway.predict.speeds import Speeds
 
     dtype = _DTYPES[precision_of(config, devices)]
+    # a device of the table, else this machine
     if device is not None:
         return Speeds.of_device(
             device,

@@ -65,7 +65,7 @@ def saved_denoiser(name: str) -> Path | None:
         return None
     try:
         settings = _raw_config(name)
-    except UnknownModelError:  # a file that is damaged, as those who read it for what it is say
+    except UnknownModelError:  # a damaged file, which the loading of a model refuses
         return None
     is_saved = isinstance(settings, dict) and "_class_name" in settings and "model_type" not in settings
     return path if is_saved else None

@@ -59,6 +59,7 @@ def rollout_text(
     places = f"{devices:,} x {speeds.name}"
     if rollout.devices is not None:
         places += f" for the update, {rollout.devices:,} x {engines.speeds.name} for the answers"
+    # totals of the step
     pairs = [
         ("model", f"{planned.model}, {planned.params.total:,} parameters"),
         ("devices", places),
@@ -74,6 +75,7 @@ def rollout_text(
         ("MFU", cases_text(forecast.mfu, format_share) + ", of all devices and phases"),
         ("tokens/s", cases_text(forecast.tokens_per_s, lambda rate: format_count(round(rate)))),
     ]
+    # ways out where it does not fit, the phases, and what the numbers rest on
     sections = [render_pairs(pairs + ([] if run is None else run.to_pairs()))]
     if planned.ways:
         sections.append(ways_text(planned.device, planned.ways))

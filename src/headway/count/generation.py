@@ -153,12 +153,10 @@ class Generation:
 
     @property
     def decode_slots(self) -> int:
-        """Token positions that decode steps computed, with the rows whose answer had ended."""
-        if self.slots is not None:
-            return self.slots - self.prefill.tokens
-        if not self.batch_size:
-            return self.decode.tokens
-        return sum(rows * max(answer - 1, 0) for rows, _, answer in self._batches)
+        """Token positions that decode steps computed, with the rows whose answer had ended; no padding of prompts."""
+        if self.batch_size:
+            return sum(rows * max(answer - 1, 0) for rows, _, answer in self._batches)
+        return self.decode.tokens if self.slots is None else self.slots - self.prefill.tokens
 
     def quantities(self) -> dict[str, int]:
         """Give what adds up over generations and tells how they ran, by the names in `GENERATION_QUANTITIES`."""

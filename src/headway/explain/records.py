@@ -358,6 +358,7 @@ def _why_no_work(record: Mapping[str, Any]) -> str:
 
 
 def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entries: list[_StepRecord]) -> list[str]:
+    # what the records lack, and how to have it next time
     notes = []
     for name, way_out in (
         ("FLOPs", "`Meter` and `headway train` record them."),
@@ -372,6 +373,7 @@ def _notes_of_work(unsaid: Counter[str], waterfalls: list[StepWaterfall], entrie
         notes.append(
             "the device's ceiling was not recorded, so it is taken as the peak (`headway ceiling` measures it)."
         )
+    # how to read what is there
     if any(line.key in _LOST_WORK and line.ns for waterfall in waterfalls for line in waterfall.lines):
         notes.append(
             "padding and recomputation are charged their part of the time that is not known to be something else: they "

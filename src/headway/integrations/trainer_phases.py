@@ -84,7 +84,7 @@ class TrainerCalls:
 
     def training(self) -> AbstractContextManager[Any]:
         """Begin the update with a forward that has a backward; it lasts until `end_update`."""
-        if self.is_named and not self._updates and self._meter.phase_name is None:
+        if self.is_named and not self._updates and self._meter.current_phase is None:
             self._update.enter_context(self._meter.phase(UPDATE))
             self._updates = True
         return nullcontext()

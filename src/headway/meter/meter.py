@@ -24,7 +24,7 @@ class Meter(StepMeter):
     device's clock, the wait for its data included; what is not training (`away`, and compiling) is left out. Between
     steps nothing waits for the device: batches on an accelerator are copied aside and read when they have come, times
     are read off events once they have passed. Only where training stops or goes on (`leave`, `back`, `close`) is the
-    device waited for, so that its lag is charged to the steps and not to what comes next. Ranks exchange two short
+    device waited for, so that its lag is charged to the steps and not to what comes next. Ranks exchange three short
     lists on the host whenever a window is logged, and nothing in between.
 
     Give `log_to` for records of the windows in files and trackers, and `goodput` for where every second went.

@@ -78,16 +78,7 @@ class StepMeter(StepClock, ABC):
         if device is None:
             device = device_here() if isinstance(model, CostModel) else device_of(model)
         super().__init__(device, goodput, clock)
-        # the ledger: given, or traced here
-        ledger = model if isinstance(model, CostModel) else loop.cost_model
-        if ledger is not None and loop.results is not None:
-            raise UsageError(
-                f"results={loop.results!r} of a model with a cost model: nothing is traced. Give one of the two."
-            )
-        if ledger is None:
-            from headway.tracing import trace
-
-            ledger = ledger_of(model, loop.results) if loop.watch else trace(model, results=loop.results)
+        ledger = _ledger_of_loop(loop)
         # a stage of a pipeline counts what it runs itself, and the first of them the tokens
         self.batch_share, self._counts_tokens = loop.batch_share, True
         self._keys = [(row.component, row.driver) for row in ledger.rows]  # of the whole model, on every rank
@@ -202,11 +193,6 @@ class StepMeter(StepClock, ABC):
             keys=[*self._keys, *(key for watch in self._watches for key in watch.keys)],
             keeps_steps=keeps_steps,
         )
-
-    @property
-    def is_away(self) -> bool:
-        """Whether the loop has left training, until `back`."""
-        return self._left_s is not None
 
     @property
     def trains_now(self) -> bool:
@@ -333,7 +319,7 @@ class StepMeter(StepClock, ABC):
         """Name the part of a step within a block, such as "rollout", "reference" or "update".
 
         Windows tell the time, FLOPs, MFU and MBU of each; one may come several times in a step, and one within another
-        interrupts it. Every rank names the same phases. Nothing waits for the device.
+        interrupts it. Ranks need not name the same ones. Nothing waits for the device.
 
         Args:
             name: of the phase.
@@ -393,11 +379,6 @@ class StepMeter(StepClock, ABC):
     def model(self) -> Any:
         """The model whose forwards run here; None where the meter was given a cost model alone."""
         return None if self._forwards is None else self._forwards.model
-
-    @property
-    def phase_name(self) -> str | None:
-        """Name of the phase that lasts, the innermost of several; None outside of all."""
-        return None if self._phase_clock.current is None else self._phase_clock.current.name
 
     def _place_of(self, cost_model: Any) -> int:
         for place, candidate in enumerate(self.models):
@@ -493,3 +474,21 @@ class StepMeter(StepClock, ABC):
         for watch in self._watches:
             watch.close()
         self._stop()
+
+
+def _ledger_of_loop(loop: MeteredLoop) -> CostModel:
+    """Take the cost model that a loop gives, or trace its model.
+
+    Raises:
+        UsageError: the results of a backward are named, though nothing is traced.
+    """
+    ledger = loop.model if isinstance(loop.model, CostModel) else loop.cost_model
+    if ledger is not None and loop.results is not None:
+        raise UsageError(
+            f"results={loop.results!r} of a model with a cost model: nothing is traced. Give one of the two."
+        )
+    if ledger is not None:
+        return ledger
+    from headway.tracing import trace
+
+    return ledger_of(loop.model, loop.results) if loop.watch else trace(loop.model, results=loop.results)

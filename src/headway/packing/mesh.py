@@ -42,6 +42,7 @@ class MeshShape:
         Raises:
             ConfigError: the processes do not fit, or the experts' do not divide those that share the weights.
         """
+        # the shards that the other dimensions leave
         others = replicate * sequence
         if shard == "auto":
             if world_size % others:

@@ -128,6 +128,7 @@ class Speeds:
         Raises:
             PlanError: the table has no peak in that precision, no bandwidth, or no power that the limit is below.
         """
+        # what the table must have of the device
         bandwidth = device.memory_bytes_per_s
         for name in (dtype, *(["fp8"] if float8 else [])):
             if name not in device.peak_flops_per_s:
@@ -135,6 +136,7 @@ class Speeds:
         if bandwidth is None:
             raise _unknown(device, "the bandwidth of its memory")
         clock = 1.0 if power_w is None else _clock(device, power_w)
+        # shares of the peak that products and attention reach, by kernel
         products = Cases(*(clock * share for share in device.product_shares or PRODUCTS))
         share = device.attention_shares.get(KERNELS[attention])
         if share is None and device.attention_shares and attention != "auto":
