@@ -8,6 +8,7 @@ plain loop with PyTorch's AdamW, as on mfu-tracker's page.
 import gc
 import itertools
 import math
+import re
 import statistics
 import tempfile
 import time
@@ -30,6 +31,7 @@ from headway.data.collate import Batch
 from headway.devices import peak_for
 from headway.devices.ceilings import matmul_ceiling
 from headway.meter import Meter, Window
+from headway.meter.profile import ProfiledSteps, profile
 from headway.models import load_model
 from headway.models.parallel import clip_
 from headway.models.precision import choose_device, choose_precision
@@ -41,6 +43,7 @@ from record import environment
 OTHERS = ("lmms-engine", "torchtitan", "torchtitan-2025-12-vlm")  # what these would have printed for the same run
 STEADY = 0.03  # change of the rate from one warm-up step to the next below which warm-up ends
 TELL_EVERY_S = 5.0  # between two tellings of what is known so far
+PROFILED = 1  # steps in a case's profile
 SPARE_S = 3.0  # kept of a case's time for what comes after its last step
 
 Tell = Callable[[dict[str, Any]], None]
@@ -85,6 +88,8 @@ class Conditions:
         is_small: sizes for a smoke test.
         num_packs: packs that are drawn once and taken in turn.
         recompute: as `speed.recompute`; None for the recipe's own.
+        attention: as `speed.attention`; None for the recipe's own.
+        profiles: folder of a profile of each case; None for none.
         most_warmup: steps after which warm-up ends even if the rate has not settled.
     """
 
@@ -92,6 +97,8 @@ class Conditions:
     num_packs: int
     recompute: str | None
     most_warmup: int
+    attention: str | None = None
+    profiles: Path | None = None
 
 
 def describe_machine(tell: Tell) -> None:
@@ -134,6 +141,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         "speed.kernels": case.kernels,
         "speed.compile": str(case.is_compiled).lower(),
         "speed.recompute": conditions.recompute,
+        "speed.attention": conditions.attention,
         "optim.accumulation": 1,
     }
     batches = setup.batches(conditions.num_packs, is_small=is_small)
@@ -190,6 +198,13 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         OneAhead(device),
         most_warmup=conditions.most_warmup,
         guards=lambda: trained.compile_watch.since().guards,
+        profiling=conditions.profiles
+        and partial(
+            profile,
+            folder=conditions.profiles / re.sub(r"[^a-z0-9]+", "-", case.name),
+            steps=range(2, 2 + PROFILED),
+            model=model,
+        ),
     )
 
 
@@ -232,8 +247,11 @@ def loop(
     *,
     most_warmup: int,
     guards: Callable[[], Iterable[str]] = lambda: (),
+    profiling: Callable[[Meter], ProfiledSteps] | None = None,
 ) -> None:
     """Warm up until the rate has settled, choose how many steps the time allows, and take them under the meter.
+
+    Where it is to be profiled, a few more steps are taken, each on the first pack.
 
     Raises:
         OutOfTimeError: the deadline came before a step was counted.
@@ -270,6 +288,30 @@ def loop(
     queue.wait()
     meter.close()
     progress.tell_all(is_over=True)
+    if profiling is not None and progress.left_s > (PROFILED + 3) * step_s:
+        try:
+            profile_steps(new_meter(), profiling, *packs[0], step, queue)
+        except Exception as error:  # noqa: BLE001 - the case has its numbers; what only looks at it costs none
+            progress.tell({"profile_error": f"{type(error).__name__}: {error}"})
+
+
+def profile_steps(
+    meter: Meter,
+    profiling: Callable[[Meter], ProfiledSteps],
+    batch: Any,
+    workload: Workload,
+    step: Callable[[int, Any], torch.Tensor],
+    queue: "OneAhead",
+) -> None:
+    """Take a few steps on one pack under a profile, which writes itself."""
+    with profiling(meter):
+        meter.start()
+        for number in range(1 + PROFILED):
+            meter.count(workload)
+            queue.step_ended(step(number, batch))
+            meter.step()
+        queue.wait()
+    meter.close()
 
 
 def affordable_steps(left_s: float, step_s: float, most: int) -> int:

@@ -96,6 +96,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="never compile")
     parser.add_argument("--variants", action="store_true", help="with either kernels, compiled and not")
     parser.add_argument("--recompute", help="as speed.recompute; the recipe's own if not given")
+    parser.add_argument("--attention", help="as speed.attention; the recipe's own if not given")
+    parser.add_argument("--profiles", type=Path, help="folder of a profile of two steps of each engine case")
     parser.add_argument("--again", action="store_true", help="measure what is done already once more")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
     parser.add_argument("--render", type=Path, help="only render this JSON record again")
@@ -137,6 +139,8 @@ def cases_of(options: argparse.Namespace, *, on_cuda: bool) -> list[Case]:
         else:
             for kind, is_compiled in ways:
                 name = f"{group}, {kind}, {'compiled' if is_compiled else 'eager'}"
+                name += f", attention {options.attention}" * bool(options.attention)
+                name += f", recompute {options.recompute}" * bool(options.recompute)
                 found.append(Case(name, group, kind, is_compiled, None, options.steps, weight=5.0))
     return found
 
@@ -157,7 +161,14 @@ def measure(
         deadline_s: when it must have ended, by `time.monotonic` [s].
         keep: given the row whenever there is more in it.
     """
-    conditions = Conditions(options.scale == "small", options.packs, options.recompute, options.warmup)
+    conditions = Conditions(
+        options.scale == "small",
+        options.packs,
+        options.recompute,
+        options.warmup,
+        options.attention,
+        options.profiles,
+    )
     too_large: list[int] = []
     while True:
         begun = {

@@ -191,7 +191,7 @@ class SpeedConfig(Section):
         description="Kernels of norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger's on CUDA; auto "
         "is Liger's where installed on CUDA, but for the loss",
     )
-    attention: Literal["auto", "torch", "fa3", "flash-attn"] = Field(
+    attention: Literal["auto", "torch", "fa3", "cudnn", "flash-attn"] = Field(
         default="auto",
         description="Kernel of attention on CUDA: torch (PyTorch's FlashAttention-2), fa3 (FlashAttention-3, on "
         "Hopper, with its package), auto (fa3 where it runs, else torch), or flash-attn, a package's own function",

@@ -1,12 +1,13 @@
-"""Choice of the kernel that attends within segments on CUDA: PyTorch's, FlashAttention-3 in its place, or a package's.
+"""Choice of the kernel that attends within segments on CUDA: PyTorch's, another in its place, or a package's function.
 
-Tensor letters as in `attention`. Two packages are known: `flash_attn_interface` (FlashAttention-3, for Hopper) and
-`flash_attn` (FlashAttention-2). PyTorch's variable-length attention is FlashAttention-2, unless its own switch puts
-FlashAttention-3's kernels behind the same operators: then everything above them, compiled blocks too, stays as it is.
+Tensor letters as in `attention`. PyTorch's variable-length attention is FlashAttention-2, unless its own switch puts
+other kernels behind the same operators: then everything above them, compiled blocks too, stays as it is. Behind it can
+be FlashAttention-3, FlashAttention-4 and cuDNN's attention over ragged batches, each where its package is installed.
 """
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -23,9 +24,53 @@ from headway.models.attention.segments import with_equal_heads
 from headway.models.attention.varlen import varlen_attention
 
 FA3, FA2 = PACKAGES = ("flash_attn_interface", "flash_attn")
-_FA3_MAJOR = 9  # of the devices' compute capability: Hopper
 _HEAD_MULTIPLE = 8
 _FA2_NOTE = "Attention on CUDA: PyTorch's variable-length FlashAttention-2"
+
+
+@dataclass(frozen=True)
+class _Switched:
+    """Kernels that PyTorch's switch puts behind its variable-length attention.
+
+    Attributes:
+        implementation: the switch's name of them.
+        title: theirs.
+        package: module whose import makes them known, or that they are in.
+        majors: of the compute capabilities that they are for.
+        devices: those devices, for people.
+        source: where the package comes from, in brackets behind its name.
+        registers: whether importing the package is what makes the switch know them.
+    """
+
+    implementation: str
+    title: str
+    package: str
+    majors: tuple[int, ...]
+    devices: str
+    source: str
+    registers: bool = False
+
+
+SWITCHED = {
+    "fa3": _Switched(
+        "FA3",
+        "FlashAttention-3",
+        FA3,
+        (9,),
+        "9.x (H100, H200)",
+        "it is built from the hopper folder of the flash-attention sources",
+    ),
+    "cudnn": _Switched(
+        "CUDNN",
+        "cuDNN's ragged attention",
+        "cudnn",
+        (9, 10),
+        "9.x or 10.x (H100, H200, B200)",
+        "pip install nvidia-cudnn-frontend",
+        registers=True,
+    ),
+}
+"""By the values of `speed.attention`, the fastest first."""
 
 
 class CudaKernel(Protocol):
@@ -60,8 +105,8 @@ def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
     """Choose the kernel of attention on CUDA for this process.
 
     Args:
-        name: "torch" for PyTorch's FlashAttention-2, "fa3" for FlashAttention-3 through PyTorch's switch, "flash-attn"
-            for a package's own function, "auto" for "fa3" where it runs and "torch" elsewhere.
+        name: "torch" for PyTorch's FlashAttention-2, "fa3" for FlashAttention-3 or "cudnn" for cuDNN through PyTorch's
+            switch, "flash-attn" for a package's own function, "auto" for "fa3" where it runs and "torch" elsewhere.
         device: where the model runs.
 
     Returns:
@@ -70,7 +115,7 @@ def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
     Raises:
         ConfigError: a kernel was asked for by name that this device or installation does not have.
     """
-    if device.type != "cuda" and name in ("fa3", "flash-attn"):
+    if device.type != "cuda" and name not in ("auto", "torch"):
         raise ConfigError(
             f"speed.attention is {name!r}, which runs on CUDA only, and the run is on {device}. Set "
             "speed.attention=auto, which attends segment by segment on a CPU."
@@ -84,35 +129,38 @@ def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
         return (_use_package(),)
     if name == "torch":
         return (_FA2_NOTE,)
-    missing = _missing_for_fa3(device) or _put_in_fa3()
+    wanted = SWITCHED["fa3" if name == "auto" else name]
+    missing = _missing(wanted, device) or _switch_to(wanted)
     if missing is None:
-        return (f"Attention on CUDA: FlashAttention-3 ({FA3}) behind PyTorch's variable-length attention",)
-    if name == "fa3":
+        return (f"Attention on CUDA: {wanted.title} ({wanted.package}) behind PyTorch's variable-length attention",)
+    if name != "auto":
         raise ConfigError(
-            f"speed.attention is 'fa3' (FlashAttention-3), but {missing}. Set speed.attention=auto, which takes "
-            "PyTorch's own variable-length flash kernel where there is no FlashAttention-3."
+            f"speed.attention is {name!r} ({wanted.title}), but {missing}. Set speed.attention=auto, which takes "
+            f"PyTorch's own variable-length flash kernel where there is no {wanted.title}."
         )
-    return (f"{_FA2_NOTE}; FlashAttention-3 is not used, as {missing}",)
+    return (f"{_FA2_NOTE}; {wanted.title} is not used, as {missing}",)
 
 
-def _missing_for_fa3(device: torch.device) -> str | None:
-    """Say what FlashAttention-3 lacks here, as a part of a sentence; None where it runs."""
+def _missing(wanted: _Switched, device: torch.device) -> str | None:
+    """Say what kernels lack here, as a part of a sentence; None where they run."""
     major, minor = torch.cuda.get_device_capability(device)
-    if major != _FA3_MAJOR:
-        return f"it needs a device of compute capability {_FA3_MAJOR}.x (H100, H200), and {device} has {major}.{minor}"
-    if find_spec(FA3) is None:
-        return f"its package {FA3} is not installed (it is built from the hopper folder of the flash-attention sources)"
+    if major not in wanted.majors:
+        return f"it needs a device of compute capability {wanted.devices}, and {device} has {major}.{minor}"
+    if find_spec(wanted.package) is None:
+        return f"its package {wanted.package} is not installed ({wanted.source})"
     return None
 
 
-def _put_in_fa3() -> str | None:
-    """Switch PyTorch to FlashAttention-3; returns why that failed, as a part of a sentence, or None."""
+def _switch_to(wanted: _Switched) -> str | None:
+    """Put kernels behind PyTorch's operators; returns why that failed, as a part of a sentence, or None."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # it replaces kernels: as asked
-            activate_flash_attention_impl("FA3")
-    except (ImportError, RuntimeError) as error:  # built for another PyTorch, or without a backward
-        return f"PyTorch {torch.__version__} cannot use the installed {FA3}: {error}"
+            if wanted.registers:
+                import_module(f"{wanted.package}.torch")
+            activate_flash_attention_impl(wanted.implementation)
+    except (ImportError, RuntimeError, ValueError) as error:  # built for another PyTorch, or without a backward
+        return f"PyTorch {torch.__version__} cannot use the installed {wanted.package}: {error}"
     return None
 
 
