@@ -92,7 +92,8 @@ _ELEMENTWISE_LIBRARIES = re.compile(r"at::native|at_cuda_detail|\bcub::|thrust::
 # Kernels that only call what their first template argument is.
 _WRAPPERS = re.compile(r"(cutlass::\w*|cutlass\w*::|enable_\w+::)?(device_kernel|Kernel2?|kernel)")
 _INDUCTOR = re.compile(r"triton_(poi|per|red|for)_")
-_ATTENTION = re.compile(r"attention|attn|flash|fmha", flags=re.IGNORECASE)
+_ATTENTION = re.compile(r"attention|attn|flash|fmha|sdpa", flags=re.IGNORECASE)
+_FUSED_NAMES = re.compile(r"triton_[a-z]{3}_fused_")  # of Inductor, after all operators that a kernel fuses
 _COMPILED = re.compile(r"Torch-Compiled Region|CompiledFunction|## Call CompiledFxGraph|graph_\d+_\w*fused")
 _ENGINE = re.compile(
     r"autograd::engine::|\w*Backward\d*$|torch::autograd::|TorchDynamo|Pregraph bytecode|AOTDispatcher|profiler::|"
@@ -134,7 +135,13 @@ def work_of_operator(name: str) -> Work:
 
 @cache
 def is_attention(name: str) -> bool:
-    """Tell whether an operator, or a kernel without one, is a fused one of attention."""
+    """Tell whether an operator, or a kernel without one, is a fused one of attention.
+
+    >>> is_attention("torch_attn::_varlen_attn"), is_attention("triton_tem_fused__varlen_attn_backward_mm_3")
+    (True, False)
+    """
+    if _FUSED_NAMES.match(name):
+        return "flex_attention" in name
     return _ATTENTION.search(name) is not None
 
 
