@@ -24,6 +24,7 @@ from headway.report import (
     format_ms,
     format_rate,
     format_share,
+    format_traffic,
     printable,
     render_lines,
     render_table,
@@ -41,7 +42,8 @@ _BESIDE_NAMES = {"attention": 46}  # columns that the numbers of a breakdown tak
 _BESIDE_OTHERS = 54
 _LONGEST_NAME = 100  # where there is no terminal
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTED)
-_WITH_PARTS = {"matmul", "memory", "idle.sync", "aside"}
+_WITH_PARTS = {"matmul", "memory", "idle.sync", "idle.other", "aside"}
+_LEAST_OTHER = 0.01  # of a step, from which idle time between kernels is told by length
 _NEARLY_ALL = 0.98
 _SAME_LENGTH = 0.02  # of a step on the host: what differs by less is not told
 _LEAST_WAIT = 0.01  # of a step
@@ -213,7 +215,12 @@ def _bar(before_ns: int, after_ns: int, duration_ns: int, width: int) -> str:
 def _details(mean: MeanWaterfall) -> list[str]:
     details = []
     for line in mean.lines:
-        if line.key in _WITH_PARTS and line.ns and line.parts:
+        if (
+            line.key in _WITH_PARTS
+            and line.ns
+            and line.parts
+            and (line.key != "idle.other" or line.share >= _LEAST_OTHER)
+        ):
             parts = ", ".join(f"{name} {format_ms(ns)} ms" for name, ns in [*line.parts.items()][:4])
             more = f"; {_of_traffic(mean.traffic)}" if line.key == "memory" and mean.traffic is not None else ""
             details.append(f"{line.name}: {parts}{more}.")
@@ -222,14 +229,17 @@ def _details(mean: MeanWaterfall) -> list[str]:
 
 def _of_traffic(traffic: OperandTraffic) -> str:
     """Bytes beside the time that they take: "their operands are 3.1 GB, 0.58 ms at 5.3 TB/s"."""
-    size, unit = (traffic.num_bytes / 1e9, "GB") if traffic.num_bytes >= 1e8 else (traffic.num_bytes / 1e6, "MB")
-    text = f"their operands are {size:,.3g} {unit}" if traffic.known_ns else "how much they moved is not known"
+    text = (
+        f"their operands are {format_traffic(traffic.num_bytes)}"
+        if traffic.known_ns
+        else "how much they moved is not known"
+    )
     if traffic.known_ns and traffic.at_bandwidth_ns is not None and traffic.bytes_per_s is not None:
         text += f", {format_ms(traffic.at_bandwidth_ns)} ms at {traffic.bytes_per_s / 1e12:,.3g} TB/s"
     if 0 < traffic.known_ns < _NEARLY_ALL * traffic.all_ns:
         text += f" (known of {format_ms(traffic.known_ns)} ms of them)"
-    if traffic.implausible_ns:
-        text += f"; in {format_ms(traffic.implausible_ns)} ms operators read but a part of theirs, which is not told"
+    if traffic.implausible_ns > (1 - _NEARLY_ALL) * traffic.all_ns:
+        text += f"; in {format_ms(traffic.implausible_ns)} ms operators read only a part of theirs, which is not known"
     return text
 
 
