@@ -1,8 +1,8 @@
 """Traces that torch.profiler really writes: of a CPU with the installed torch's fields, and a part of a GPU's.
 
 `h200_two_blocks.json.gz` is cut out of a step of Qwen3-VL-30B-A3B on an NVIDIA H200 (torch 2.11, blocks compiled, their
-products recomputed, FlashAttention-2, moments in bfloat16; 26 November 2026): a block of each tower, forward and
-backward, and 12 of the 962 groups of parts of its optimizer. Kernels keep names, shapes, durations and order, and follow
+products recomputed, FlashAttention-2, moments in bfloat16; 26 November 2026): a block of each tower, both ways, and
+12 of the 962 groups of parts of its optimizer. Kernels keep names, shapes, durations and order, and follow
 each other as they did; the host's events are eight times as fast, so that no cut makes the device wait.
 """
 
