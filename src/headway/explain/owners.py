@@ -101,12 +101,12 @@ def _units_of_components(attribution: Attribution, compiled: Mapping[str, frozen
         if module not in attending and f"{tower}.{_ATTENTION}" in components:
             undivided.add(tower)
     units: dict[str, str] = {}
-    for tower, components in within.items():
+    for tower, of_tower in within.items():
         attention = f"{tower}.{_ATTENTION}"
-        if tower in undivided or attention not in components:
-            units |= dict.fromkeys(components, f"{tower}{_WHOLE}")
+        if tower in undivided or attention not in of_tower:
+            units |= dict.fromkeys(of_tower, f"{tower}{_WHOLE}")
             continue
-        others = components - {attention}
+        others = of_tower - {attention}
         units |= dict.fromkeys(others, f"{tower}.{_PRODUCTS}" if len(others) > 1 else next(iter(others)))
     return units
 

@@ -210,7 +210,7 @@ def _keys_of_a_query(event: EventTime, attention: StepAttention | None) -> float
     # Its queries, or in backward the gradients of their results: tokens x heads x head size, in batches with one more.
     first = operands.sizes[0]
     layer = None if attention is None else attention.of(event.event)
-    if attention is not None and layer in attention.flops:
+    if attention is not None and layer is not None and layer in attention.flops:
         return attention.flops[layer].get(Phase.FORWARD, 0) / (_FLOPS_PER_PAIR * math.prod(first))
     # Else lengths tell: segments are ends in a row, with a 0 before them. Half the keys, as of causal ones.
     ends = next((size[0] for size in operands.sizes if len(size) == 1 and size[0] > 1), None)

@@ -89,23 +89,23 @@ def _bytes(events: list[EventTime]) -> _Traffic | None:
     and write the type that they are held in.
     """
     moved = norm_bytes = held_values = known_ns = 0
-    seen: set[tuple[int, int]] = set()
-    known: dict[tuple[int, int], bool] = {}
+    counted: set[tuple[int, int]] = set()
+    has_bytes: dict[tuple[int, int], bool] = {}
     widths: set[int] = set()  # of elements that are copied or updated [byte]
     for event in events:
         operator, operands = event.trace.operator_of(event.event), event.trace.operands_of(event.event)
         key = id(event.trace), operator
         if operator == NONE or operands is None:
             continue
-        if key not in seen:
-            seen.add(key)
+        if key not in counted:
+            counted.add(key)
             num_bytes = _bytes_of(event, operands, widths)
-            known[key] = num_bytes is not None
+            has_bytes[key] = num_bytes is not None
             moved += num_bytes or 0
             norm_bytes += num_bytes or 0 if _NORM.match(event.operator) else 0
             if _UPDATE.match(event.operator):
                 held_values += _values_of_update(operands)
-        known_ns += event.ns if known[key] else 0
+        known_ns += event.ns if has_bytes[key] else 0
     all_ns = sum(event.ns for event in events)
     if not held_values or not widths or known_ns < _KNOWN * all_ns:
         return None
@@ -145,12 +145,12 @@ def _passes(events: list[EventTime]) -> _Traffic | None:
     Each operator is called once for each group of tensors (of a type, of a device), with lists of as many elements.
     """
     spent, calls, tensors = Counter[str](), Counter[str](), dict[str, int]()
-    seen: set[tuple[int, int]] = set()
+    counted: set[tuple[int, int]] = set()
     for event in (event for event in events if event.operator.startswith(_ON_LISTS)):
         spent[event.operator] += event.ns
         operator, operands = event.trace.operator_of(event.event), event.trace.operands_of(event.event)
-        if operands is not None and (id(event.trace), operator) not in seen:
-            seen.add((id(event.trace), operator))
+        if operands is not None and (id(event.trace), operator) not in counted:
+            counted.add((id(event.trace), operator))
             calls[event.operator] += 1
             tensors[event.operator] = len(operands.list_numel) + (not _NORM.match(event.operator))
     all_ns = sum(event.ns for event in events)
