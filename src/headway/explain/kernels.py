@@ -223,3 +223,44 @@ def _mangled_identifier(name: str) -> str:
         at = begin + int(match[0])
         part = name[begin:at]
     return part
+
+
+# Repeated parts, numbers and types that hold digits (`S5_`, `Li128E`, `DF16b`), which are no lengths; else a length.
+_MANGLED = re.compile(r"S[0-9A-Z]*_|T\d*_|L[a-z]n?\d+E|DF\d+b?|(\d+)")
+
+
+def readable_name(name: str) -> str:
+    """Shorten a kernel's signature to what tells it from others.
+
+    Left out are its result, namespaces and parameters, the lengths of lists, and numbers that begin its arguments.
+
+    >>> readable_name("void at::native::elementwise_kernel<4, at::native::AddFunctor<float> >(int, char*)")
+    'elementwise_kernel<AddFunctor<float>>'
+    >>> readable_name("void multi_tensor_apply_kernel<TensorListMetadata<2>, at::Copy<float, 2> >(int)")
+    'multi_tensor_apply_kernel<Copy<float,2>>'
+    >>> readable_name("_ZN7cutlass13device_kernelINS_4gemm13GemmUniversalINS5_17GroupProblemShapeE")
+    'device_kernel<GemmUniversal,GroupProblemShape>'
+    """
+    if name.startswith("_ZN"):
+        function, *others = [part for part in _mangled_parts(name) if part != part.lower() or "_kernel" in part]
+        return f"{function}<{','.join(dict.fromkeys(others))}>" if others else function
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    plain = re.sub(r"\w*TensorListMetadata<\d+>, |(?<![\w>)])(?:\w+::)+|(?<=>) (?=>)|(?<=,) ", "", plain)
+    plain = re.sub(r"^(\w+<)(?:(?:-?\d+|(?:unsigned )?int|true|false),)+", r"\1", plain)
+    depth = 0
+    for at, letter in enumerate(plain):
+        depth += {"<": 1, ">": -1}.get(letter, 0)
+        if letter == "(" and depth == 0 and at:
+            return plain[:at]
+    return plain
+
+
+def _mangled_parts(name: str) -> list[str]:
+    """All names in one that Itanium's C++ ABI mangles, in order: each has its length before it."""
+    parts: list[str] = []
+    at = 0
+    while match := _MANGLED.search(name, at):
+        length = int(match[1] or 0)
+        at = match.end() + length
+        parts += [name[match.end() : at]] if length > 1 else []
+    return parts

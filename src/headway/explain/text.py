@@ -6,7 +6,15 @@ from statistics import median
 from typing import Literal
 
 from headway.explain.attribution import Phase
-from headway.explain.breakdown import NO_ATTENTION, NO_KERNEL, BreakdownRow, By, attributed_share, break_down
+from headway.explain.breakdown import (
+    NO_ATTENTION,
+    NO_KERNEL,
+    BreakdownRow,
+    By,
+    attributed_share,
+    break_down,
+    kind_of_module,
+)
 from headway.explain.explanation import (
     Finding,
     JobExplanation,
@@ -16,6 +24,7 @@ from headway.explain.explanation import (
     WaterfallLine,
     mean_of,
 )
+from headway.explain.kernels import readable_name
 from headway.explain.phases import phase_sentences, phase_table
 from headway.explain.products import GemmRow, gemms_of
 from headway.report import (
@@ -280,13 +289,28 @@ def _breakdown(
         columns += [Column("FLOPs"), Column("GFLOP/s")]
     else:
         columns += [*(Column(phase.value) for phase in _PHASES), Column("GFLOP/s" if by == "component" else "other")]
-    cells = [_row(_shortened(row.name, by), [row], by, shown) for row in running[:_MOST_ROWS]]
-    if running[_MOST_ROWS:]:
-        more = running[_MOST_ROWS:]
+    groups = _layers_of_one_kind(running) if by == "module" else [(row.name, [row]) for row in running]
+    cells = [_row(_shortened(name, by), rows_of_it, by, shown) for name, rows_of_it in groups[:_MOST_ROWS]]
+    if groups[_MOST_ROWS:]:
+        more = [row for _, rows_of_it in groups[_MOST_ROWS:] for row in rows_of_it]
         cells.append(_row(f"{len(more)} more ({Argument('to_dict')} has all)", more, by, shown))
     nothing = [""] * (len(columns) - 3)
     cells.append([idle.name, format_ms(idle.ns), format_share(idle.ns / shown.duration_ns), *nothing])
     return columns, cells, ["the step", format_ms(shown.duration_ns), format_share(1.0), *nothing]
+
+
+def _layers_of_one_kind(rows: Sequence[BreakdownRow]) -> list[tuple[str, list[BreakdownRow]]]:
+    """Join modules that differ in their numbers alone, where there are too many to show each; the dearest first."""
+    if len(rows) <= _MOST_ROWS:
+        return [(row.name, [row]) for row in rows]
+    kinds: dict[str, list[BreakdownRow]] = {}
+    for row in rows:
+        kinds.setdefault(kind_of_module(row.name), []).append(row)
+    named = [
+        (f"{name} ({len(of_kind)})" if len(of_kind) > 1 else of_kind[0].name, of_kind)
+        for name, of_kind in kinds.items()
+    ]
+    return sorted(named, key=lambda group: -sum(row.ns for row in group[1]))
 
 
 def _gemms(rows: Sequence[GemmRow], shown: StepWaterfall) -> tuple[list[Column], list[list[str]], list[str]]:
@@ -344,7 +368,7 @@ def _shortened(name: str, by: By) -> str:
     """A name that leaves room for the numbers: the end of a module's path, the beginning of a kernel's name."""
     screen = width_of(sys.stdout)
     longest = _LONGEST_NAME if screen is None else max(screen - _BESIDE_NAMES.get(by, _BESIDE_OTHERS), 18)
-    name = name.removeprefix("void ")
+    name = readable_name(name) if by == "kernel" else name
     if len(name) <= longest:
         return name
     return f"{name[: longest - 3]}..." if by == "kernel" else f"...{name[3 - longest :]}"
