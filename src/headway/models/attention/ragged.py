@@ -36,7 +36,8 @@ def make_ready(device: torch.device) -> str | None:
     """
     try:
         import_module("cudnn.sdpa.fwd.torch_op")
-        difference = max(_difference(device, causal, window) for causal, window in ((False, -1), (True, -1), (True, 50)))
+        masks = ((False, -1), (True, -1), (True, 50))
+        difference = max(_difference(device, causal, window) for causal, window in masks)
     except Exception as error:  # noqa: BLE001 - a package, a library and a driver that may not fit each other
         return f"{PACKAGE} fails with {type(error).__name__}: {error}".partition("\n")[0]
     if not difference < _LARGEST_DIFFERENCE:
