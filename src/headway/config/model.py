@@ -189,12 +189,13 @@ class SpeedConfig(Section):
     kernels: Literal["auto", "torch", "liger"] = Field(
         default="auto",
         description="Kernels of norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger's on CUDA; auto "
-        "is Liger's where installed on CUDA, but for the loss",
+        "is Liger's where installed on CUDA and blocks are not compiled, but for the loss",
     )
     attention: Literal["auto", "torch", "fa3", "cudnn", "flash-attn"] = Field(
         default="auto",
-        description="Kernel of attention on CUDA: torch (PyTorch's FlashAttention-2), fa3 (FlashAttention-3, on "
-        "Hopper, with its package), auto (fa3 where it runs, else torch), or flash-attn, a package's own function",
+        description="Kernel of attention on CUDA: torch (PyTorch's FlashAttention-2), on Hopper with their packages "
+        "fa3 (FlashAttention-3) and cudnn (cuDNN's), auto (the first of fa3, cudnn and torch that runs), or "
+        "flash-attn, a package's own function",
     )
     loss_chunk: Positive | None = Field(
         default=2048,

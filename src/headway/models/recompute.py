@@ -29,10 +29,11 @@ from headway.errors import ConfigError, UsageError
 from headway.models.blocks import blocks
 
 # Forwards of attention, each of which gives its output and the log-sum-exp that its backward reads. Whatever of them a
-# model comes to run is kept: packs run the first four, rows of a batch PyTorch's own.
+# model comes to run is kept: packs run the first five, rows of a batch PyTorch's own.
 _ATTENTION = frozenset({
     "torch_attn::_varlen_attn",
     "headway::segment_attention",
+    "headway::ragged_attention",
     "flash_attn::_flash_attn_varlen_forward",
     "flash_attn_3::fwd",
     "flash_attn_3::_flash_attn_forward",

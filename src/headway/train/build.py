@@ -85,7 +85,7 @@ def build_trained(
     notes += choose_kernel(config.speed.attention, device)
     if device.type == "cuda":
         notes += align_widths(gated_mlps(model), precision.compute)
-    notes += put_in_kernels(config.speed, model, device)
+    notes += put_in_kernels(config.speed, model, device, is_compiled=is_compiled)
     with_loss = model_with_loss(
         model,
         chunk=config.speed.loss_chunk,
