@@ -25,6 +25,7 @@ ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::CUD
         ("anything", "aten::_scaled_dot_product_flash_attention_backward", Work.MATMUL),
         ("anything", "flash_attn::_flash_attn_varlen_forward", Work.MATMUL),
         ("anything", "aten::_grouped_mm", Work.MATMUL),
+        ("cudnn::fusion::compute_dot_do_o_specialized", "cudnn::sdpa_bwd", Work.MATMUL),
         ("anything", "aten::bmm_", Work.MATMUL),
         ("ampere_sgemm", "aten::copy_", Work.MEMORY),
         ("anything", "aten::addcmul_", Work.MEMORY),
@@ -64,6 +65,8 @@ def test_kernels_that_no_operator_launches_are_classed_by_their_names():
     ("name", "attends"),
     [
         ("torch_attn::_varlen_attn_backward", True),
+        ("cudnn::sdpa_bwd", True),
+        ("headway::ragged_attention", True),
         ("aten::_scaled_dot_product_cudnn_attention", True),
         (f"{CUDNN}_sm90_fprop_wgmma_f16", True),
         ("triton_tem_fused_flex_attention_0", True),

@@ -23,7 +23,7 @@ class Work(StrEnum):
 # Words of an operator's name, between underscores: `_weight_int4pack_mm_for_cpu`, `mkldnn_rnn_layer_backward`.
 _PRODUCTS = re.compile(
     r"(add|b|addb|baddb|s|hsp|sspadd)?mm|(add)?mv|v?dot|vecdot|addr|matmul|einsum|tensordot|q?linear|bilinear|"
-    r"trilinear|q?conv(olution|[123]d)?|attention|attn|rnn|lstm|gru"
+    r"trilinear|q?conv(olution|[123]d)?|attention|attn|sdpa|rnn|lstm|gru"
 )
 # Words of operators that prepare, resize or finish, and compute no product: `conv2d_prepack`, `upsample_bilinear2d`.
 # `_thnn_fused_lstm_cell` is given what the products of its gates came to.

@@ -65,7 +65,7 @@ def attention(operator, kernel, **operands):
     return paced_steps(step)
 
 
-CUDNN = "speed.attention: cudnn (pip install nvidia-cudnn-frontend)"
+CUDNN = "speed.attention: auto or cudnn, after pip install nvidia-cudnn-frontend"
 FLASH, MEMORY = "aten::_flash_attention_forward", "aten::_efficient_attention_forward"
 AMPERE, BLACKWELL, TURING = ([{**HOPPER[0], "computeMajor": major}] for major in (8, 10, 7))
 
@@ -76,8 +76,8 @@ AMPERE, BLACKWELL, TURING = ([{**HOPPER[0], "computeMajor": major}] for major in
         (MEMORY, "fmha_cutlassF", HOPPER, "speed.attention: auto", 1 / 2),
         (MEMORY, "fmha_cutlassF", AMPERE, "speed.attention: auto", 1 / 2),
         # 1.5 times as fast, where nothing tells the lengths of segments
-        (FLASH, "void pytorch_flash::flash_fwd_kernel<64>", HOPPER, f"{CUDNN}, or fa3", 1 / 3),
-        (FLASH, "flash_fwd_kernel", BLACKWELL, f"{CUDNN}.", 1 / 3),
+        (FLASH, "void pytorch_flash::flash_fwd_kernel<64>", HOPPER, f"{CUDNN}; or fa3", 1 / 3),
+        (FLASH, "flash_fwd_kernel", BLACKWELL, "SDPBackend.CUDNN_ATTENTION", 1 / 3),
         (FLASH, "flash_fwd_kernel", AMPERE, None, 0),
         (FLASH, "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", HOPPER, None, 0),
         (FLASH, "void cutlass::device_kernel<flash::FlashAttnFwdSm90<64> >", HOPPER, None, 0),

@@ -34,12 +34,12 @@ _FASTER_THAN_FLASH_2 = {
         "torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION) around scaled_dot_product_attention; or "
         'FlashAttention-3, built from its sources: attn_implementation="flash_attention_3" in a model of transformers, '
         'activate_flash_attention_impl("FA3") of torch.nn.attention in one\'s own.',
-        "speed.attention: cudnn (pip install nvidia-cudnn-frontend), or fa3 where it is built",
+        "speed.attention: auto or cudnn, after pip install nvidia-cudnn-frontend; or fa3, where it is built",
     ),
     10: (
         "Blackwell",
         "torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION) around scaled_dot_product_attention.",
-        "speed.attention: cudnn (pip install nvidia-cudnn-frontend)",
+        "",
     ),
 }
 _CHAIN = 4  # kernels: a norm that is written out has five or more, one that is fused has one or two
