@@ -112,7 +112,7 @@ def _is_right(weight_type: torch.dtype, moment_type: torch.dtype, device: torch.
         [weight], [gradient], [first], [second], [], [steps], lr=0.1, beta1=0.9, beta2=0.95, weight_decay=0.1,
         eps=1e-8, amsgrad=False, maximize=False,
     )  # fmt: skip
-    update_(values, numbers_of([steps], group, None)[0], group, seed=1)
+    update_(values, numbers_of([steps], group, None)[0], group, 1)
     results, expected = (values[0], *values[2:]), (weight, first, second)
     return all(
         torch.allclose(result.float(), value, rtol=4 * torch.finfo(result.dtype).eps, atol=1e-6)

@@ -132,8 +132,7 @@ class Optimizer(torch.optim.Optimizer):
         others = [p for p in parameters if not self._is_float32(p)]
         in_one_pass = self._in_one_pass(group, others)
         # the rest: as many at a time as float32 copies may take room for, written back as they are held
-        rest = (p for p in others if p not in in_one_pass)
-        for kind in alike(rest, self._block_of):
+        for kind in alike((p for p in others if p not in in_one_pass), self._block_of):
             noise = self._noise_of(kind[0], stream=0)
             for parts in cut(kind, self._block_of(kind[0].shape)):
                 owners = [part.parameter for part in parts]
@@ -151,17 +150,17 @@ class Optimizer(torch.optim.Optimizer):
         """Update those parameters that one launch each takes; returns which."""
         if self.one_pass_on is None:
             return set()
-        tensors = {}
+        fitting = {}
         for parameter in parameters:
             moments = (self.state[parameter][name] for name in _MOMENTS["adamw"])
-            held = [local(tensor) for tensor in (parameter, parameter.grad, *moments) if tensor is not None]
-            if fits_one_pass(held, self.one_pass_on):
-                tensors[parameter] = held
-        if tensors:
-            numbers = numbers_of([self.state[p]["step"] for p in tensors], group, self._found_inf)
-            for (parameter, held), its_numbers in zip(tensors.items(), numbers, strict=True):
-                update_(held, its_numbers, group, self._seed_of(parameter))
-        return set(tensors)
+            tensors = [local(tensor) for tensor in (parameter, parameter.grad, *moments) if tensor is not None]
+            if fits_one_pass(tensors, self.one_pass_on):
+                fitting[parameter] = tensors
+        if fitting:
+            numbers_P4 = numbers_of([self.state[p]["step"] for p in fitting], group, self._found_inf)
+            for (parameter, tensors), numbers_4 in zip(fitting.items(), numbers_P4, strict=True):
+                update_(tensors, numbers_4, group, self._seed_of(parameter))
+        return set(fitting)
 
     def _is_float32(self, parameter: torch.Tensor) -> bool:
         return parameter.dtype is torch.float32 and self._moment_type in (None, "float32")
