@@ -120,7 +120,11 @@ def loop_over_parameters(evidence: StepEvidence) -> list[EventTime]:
     all_of_it = [event for event in evidence.spent if event.phase is Phase.OPTIMIZER]
     if any(_UPDATES.match(event.operator) for event in all_of_it):
         return []
-    one_by_one = [event for event in all_of_it if not event.operator.startswith(_AT_ONCE)]
+    one_by_one = [
+        event
+        for event in all_of_it
+        if not event.operator.startswith(_AT_ONCE) and event.trace.attribution.chore[event.event] is not Chore.LISTS
+    ]
     return one_by_one if len(one_by_one) > _MANY_UPDATES * evidence.num_steps else []
 
 
