@@ -203,8 +203,11 @@ def test_on_cuda_the_kernel_and_copies_come_to_the_same(dtype, held):
             take_step(optimizer, torch.tensor([norm], device="cuda"), skips=True)
         assert all(torch.equal(a, b) for a, b in zip(before, both[0], strict=True)) == math.isnan(norm), number
     for one, other in zip(*both, strict=True):
-        torch.testing.assert_close(one, other, rtol=6 * torch.finfo(BF16).eps, atol=3e-3)
-        assert (one.double() - other.double()).mean().abs() < 1e-4 if one.numel() > 7 else True
         states = [optimizer.state[p] for optimizer, p in zip(optimizers, (one, other), strict=True)]
-        for name in ("exp_avg", "exp_avg_sq", "step"):
-            torch.testing.assert_close(states[0][name], states[1][name], rtol=6 * torch.finfo(BF16).eps, atol=3e-3)
+        assert torch.equal(states[0]["step"], states[1]["step"])
+        moments = [[state[name] for name in ("exp_avg", "exp_avg_sq")] for state in states]
+        for result, expected in zip([one, *moments[0]], [other, *moments[1]], strict=True):
+            # some roundings of bfloat16 at magnitudes up to 4 apart, without a bias
+            torch.testing.assert_close(result, expected, rtol=0.05, atol=0.02)
+            if one.numel() >= ONE_PASS_FROM:
+                assert (result.double() - expected.double()).mean().abs() < 1e-4

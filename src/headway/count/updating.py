@@ -19,7 +19,7 @@ AT_ONCE = 2**24
 ONE_PASS_FROM = 2**18
 """Values of a process from which a parameter gets a launch of its own.
 
-Copies of so many take 11 us (690 ms for 16.1 B values on an H200), about what a launch takes the host.
+Updating so many by copies takes 11 us (690 ms for 16.1 B values on an H200), about what a launch takes the host.
 """
 
 _COPY, _HALF, _CODE = 4, 2, 1
