@@ -21,6 +21,7 @@ ON_CUDA = {
     "bfloat16 and 8-bit moments": (
         "text", "run.dtype=bfloat16-params", "optim.state=8bit", "speed.recompute=full", "speed.loss_chunk=512"
     ),
+    "bfloat16 in one pass": ("text", "run.dtype=bfloat16-params", "speed.recompute=full", "speed.loss_chunk=512"),
 }  # fmt: skip
 SLOW = {
     "one tower, recomputed": ("image", "speed.recompute=vision:full"),

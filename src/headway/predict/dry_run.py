@@ -292,6 +292,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         muon_iterations=config.optim.muon.iterations,
         float8=config.run.dtype == "float8",
         offload=config.parallel.offload,
+        one_pass=not config.run.device.startswith("cpu"),
         accumulates=config.optim.accumulation > 1,
         recompute=recompute,
         fused=config.speed.is_fused(config.run.device),
