@@ -66,6 +66,13 @@ def test_an_expanded_tensor_is_read_as_often_as_memory_holds_it():
         ("aten::bmm", [[3, 8, 4], [3, 4, 10]], (3, 8, 10, 4)),
         ("aten::baddbmm_", [[3, 8, 10], [3, 8, 4], [3, 4, 10]], (3, 8, 10, 4)),
         ("aten::linear", [[2, 8, 4], [10, 4], [10]], (1, 16, 10, 4)),
+        # rows of 3 groups and a factor of each; columns likewise; inner sides, which make a result of each group
+        ("aten::_grouped_mm", [[8, 4], [3, 4, 10]], (1, 8, 10, 4)),
+        ("aten::_grouped_mm", [[3, 8, 4], [4, 10]], (1, 8, 10, 4)),
+        ("aten::_grouped_mm", [[8, 4], [4, 10]], (1, 8, 10, 4)),
+        ("aten::_grouped_mm", [[3, 8, 4], [3, 4, 10]], (3, 8, 10, 4)),
+        ("aten::_grouped_mm", [[8, 4], [3, 5, 10]], None),
+        ("aten::mm", [[8, 4], [3, 4, 10]], None),
         ("aten::mm", [[8, 4], [5, 10]], None),
         ("aten::mm", [[8, 4]], None),
         ("aten::convolution", [[1, 3, 8, 8], [4, 3, 3, 3]], None),

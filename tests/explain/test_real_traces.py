@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headway.explain.attribution import Phase
 from headway.explain.breakdown import OUTSIDE, break_down
-from headway.explain.products import gemms_of
+from headway.explain.products import OTHERS, gemms_of
 from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
@@ -136,6 +136,16 @@ def test_all_that_needed_work_leaves_is_named_on_a_gpu(gpu_step):
     text = as_text(explain([read_trace(GPU)]))
     assert "idle: other: from one kernel to the next 0.78 ms." in text
     assert "first or last of the trace" not in text  # its edges on the host and on the device agree
+
+
+def test_experts_are_products_of_all_their_rows_on_a_gpu(gpu_step):
+    rows = {row.name: row for row in gemms_of(gpu_step)}
+    # 8,192 tokens x 8 experts each, a width of 2,048 and gate and up of 768 together; forward, and again in backward
+    up = rows["65536x1536x2048"]
+    assert (up.calls, up.product.flops) == (2, 2 * 65536 * 1536 * 2048)
+    attention_ns = kernels_of(BY_NAME["attention"])
+    assert rows[OTHERS].ns == pytest.approx(attention_ns, rel=0.01)
+    assert OTHERS in as_text(explain([read_trace(GPU)]), "gemm")  # below the sizes, of which there are more than 20
 
 
 def test_findings_on_a_gpu_name_the_optimizers_passes_and_the_slower_attention():

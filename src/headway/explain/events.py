@@ -219,6 +219,8 @@ class Operands:
         a, b = self.sizes[first : first + 2]
         if is_linear:
             a, b = (math.prod(a[:-1]), *a[-1:]), b[::-1]
+        if operator.endswith(_GROUPED) and len(a) + len(b) == 5:
+            a, b = a[-2:], b[-2:]  # one factor per group, and each row or column of the other is of one group
         if len(a) != len(b) or len(a) not in (2, 3) or a[-1] != b[-2] or a[:-2] != b[:-2]:
             return None
         return Product(math.prod(a[:-2]), a[-2], b[-1], a[-1], _TYPES[self.types[first]][1])
@@ -279,9 +281,11 @@ def _is_size(size: Any) -> bool:
     return isinstance(size, list) and all(isinstance(n, int) for n in size)
 
 
+# Rows are sorted by group (expert), so that together they are one product. Their scaled form has sizes alike.
+_GROUPED = ("_grouped_mm", "_scaled_grouped_mm")
 # Of each product: which operand is the first factor, and whether the second is a weight of N x K.
 _FORMS = {
-    **dict.fromkeys(("mm", "bmm", "matmul", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), (0, False)),
+    **dict.fromkeys(("mm", "bmm", "matmul", "_int_mm", "_scaled_mm", "_scaled_mm_v2", *_GROUPED), (0, False)),
     **dict.fromkeys(("addmm", "_addmm_activation", "baddbmm"), (1, False)),
     **dict.fromkeys(("linear", "_mkl_linear", "_linear_pointwise", "mkldnn_linear"), (0, True)),
 }

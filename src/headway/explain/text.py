@@ -313,21 +313,24 @@ def _layers_of_one_kind(rows: Sequence[BreakdownRow]) -> list[tuple[str, list[Br
 def _gemms(rows: Sequence[GemmRow], shown: StepWaterfall) -> tuple[list[Column], list[list[str]], list[str]]:
     headings = ("calls", "ms", "share", "work", "rate", "of ceiling")
     columns = [Column("product, MxNxK", "left"), Column("dtype", "left"), *map(Column, headings)]
-    cells = []
-    for row in rows[:_MOST_ROWS]:
-        time = [format_ms(row.ns), format_share(row.ns / shown.duration_ns)]
-        if row.product is None or row.flops_per_s is None:
-            cells.append([row.name, "", "", *time, "", "", ""])
-            continue
-        work = [format_flops(row.product.flops * row.calls), format_rate(row.flops_per_s)]
-        share = "-" if row.of_ceiling is None else format_share(row.of_ceiling)
-        cells.append([row.name, row.product.dtype, f"{row.calls:,}", *time, *work, share])
-    ns = sum(row.ns for row in rows)
-    left_out = sum(row.ns for row in rows[_MOST_ROWS:])
+    sized = [row for row in rows if row.product is not None]
+    cells = [_gemm(row, shown) for row in sized[:_MOST_ROWS]]
+    left_out = sum(row.ns for row in sized[_MOST_ROWS:])
     if left_out:
-        name = f"{len(rows) - _MOST_ROWS} more ({Argument('to_dict')} has all)"
+        name = f"{len(sized) - _MOST_ROWS} more ({Argument('to_dict')} has all)"
         cells.append([name, "", "", format_ms(left_out), format_share(left_out / shown.duration_ns), "", "", ""])
+    cells += [_gemm(row, shown) for row in rows if row.product is None]
+    ns = sum(row.ns for row in rows)
     return columns, cells, ["all products", "", "", format_ms(ns), format_share(ns / shown.duration_ns), "", "", ""]
+
+
+def _gemm(row: GemmRow, shown: StepWaterfall) -> list[str]:
+    time = [format_ms(row.ns), format_share(row.ns / shown.duration_ns)]
+    if row.product is None or row.flops_per_s is None:
+        return [row.name, "", "", *time, "", "", ""]
+    work = [format_flops(row.product.flops * row.calls), format_rate(row.flops_per_s)]
+    share = "-" if row.of_ceiling is None else format_share(row.of_ceiling)
+    return [row.name, row.product.dtype, f"{row.calls:,}", *time, *work, share]
 
 
 def _row(name: str, rows: Sequence[BreakdownRow], by: By, shown: StepWaterfall) -> list[str]:
