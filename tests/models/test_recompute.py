@@ -12,7 +12,7 @@ from headway.models.attention import use_attention
 from headway.models.attention.varlen import varlen_attention
 from headway.models.blocks import blocks
 from headway.models.compiling import CompileWatch, compile_blocks
-from headway.models.recompute import _ATTENTION, checkpointed, checkpointed_but_attention, recompute_blocks
+from headway.models.recompute import _ATTENTION, checkpointed, checkpointed_but, recompute_blocks
 from helpers import models
 from helpers.counter import attention_calls
 from helpers.models import tiny_ledger
@@ -62,7 +62,7 @@ def test_a_choice_is_the_same_blocks_for_the_model_and_for_its_ledger(choice, ex
     assert sorted(short) == sorted(expected)
     workload = Workload([50], images=[(1, 8, 8)])
     billed = cost_model.count(workload, recompute=choice).recompute
-    spelled = as_choice(dict.fromkeys(names, choice.endswith("-attention")))
+    spelled = as_choice(dict.fromkeys(names, {"attention"} if choice.endswith("-attention") else ()))
     assert billed == cost_model.count(workload, recompute=spelled).recompute
     assert (billed > 0) == bool(names)
 
@@ -95,7 +95,7 @@ def backward_products(model, batch):
     loss = model(**batch).logits.logsumexp(-1).sum()
     with FlopCounterMode(display=False) as counter:
         loss.backward()
-    return sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op).startswith("aten.mm"))
+    return sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op).startswith(("aten.mm", "aten.addmm")))
 
 
 @pytest.mark.parametrize(
@@ -217,15 +217,41 @@ def test_compiled_attention_that_is_not_kept_is_seen_to_run_again():
     assert full > 0
 
 
-def test_the_products_beside_kept_attention_run_again_as_billed():
-    batch = pack([20, 13, 7])
+def products_again(family, choice, batch, *, compiled=False):
+    """FLOPs of products that a choice adds to a backward, and the norms of what it changes of loss and gradients."""
     runs = []
-    for choice in ("none", "full,-attention"):
-        model = model_of("qwen3")
-        recompute_blocks(model, choice)
-        runs.append(backward_products(model, batch))
-    billed = tiny_ledger("qwen3").count(Workload([20, 13, 7]), recompute="full,-attention")
-    assert runs[1] - runs[0] == billed.recompute > 0
+    for chosen in ("none", choice):
+        torch._dynamo.reset()
+        model, ledger = model_of(family), tiny_ledger(family)
+        recompute_blocks(model, chosen, ledger.block_towers, ledger.rows)
+        if compiled:
+            compile_blocks(model, CompileWatch(is_strict=True), backend="aot_eager_decomp_partition")
+            backward_products(model, batch)  # compiles
+            model.zero_grad()
+        flops = backward_products(model, batch)
+        runs.append((flops, [p.grad for p in model.parameters() if p.grad is not None]))
+    (plain, gradients), (again, others) = runs
+    return again - plain, [(mine - one).norm() / one.norm() for mine, one in zip(others, gradients, strict=True)]
+
+
+KEPT = ("full,-attention", "full,-attention,-projections", "full,-attention,-mlp", "full,-attention,-projections,-mlp")
+
+
+@pytest.mark.parametrize(
+    ("family", "compiled"),
+    [
+        *((family, False) for family in ("qwen3", "gpt2", "gemma3_sliding", "qwen3_vl", "qwen2_5_vl")),
+        *(pytest.param(family, True, marks=pytest.mark.slow) for family in ("qwen3", "gpt2", "qwen3_vl")),
+    ],
+)
+@pytest.mark.parametrize("choice", KEPT)
+def test_the_products_that_are_not_kept_run_again_as_billed(family, choice, compiled):
+    batch = batch_of(family)
+    again, errors = products_again(family, choice, batch, compiled=compiled)
+    images = [(1, 4, 6), (1, 8, 8)] if family in models.VISION_FAMILIES else []
+    billed = tiny_ledger(family).count(Workload([40, 13, 7], images=images), recompute=choice)
+    assert again == billed.recompute
+    assert max(errors) <= (1e-6 if compiled else 0)
 
 
 @pytest.mark.parametrize(("family", "changes"), [("gemma2_softcap", {}), ("qwen3", {"attention_dropout": 0.1})])
@@ -239,7 +265,7 @@ def test_attention_without_a_kernel_cannot_be_kept(family, changes):
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize(("run", "again"), [(checkpointed, 1), (checkpointed_but_attention, 0)])
+@pytest.mark.parametrize(("run", "again"), [(checkpointed, 1), (checkpointed_but(attention=True), 0)])
 def test_the_kernel_of_cuda_is_kept_too(run, again, with_sinks):
     """On shapes alone, as the kernel itself has no CPU."""
     x = torch.zeros(20, 4, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)

@@ -8,7 +8,7 @@ from headway.config import parse_config
 from headway.count import Workload
 from headway.errors import ConfigError, PlanError
 from headway.models.blocks import blocks
-from headway.models.recompute import checkpointed_but_attention, is_recomputed
+from headway.models.recompute import checkpointed_but, is_recomputed
 from headway.train.prepare import prepare
 from headway.train.run_folder import RunFolder
 from headway.train.watch import LoopPhase
@@ -65,7 +65,7 @@ def test_kept_attention_is_billed_as_it_runs(raw):
     again = [run.meter.cost_model.count(work, recompute=run.meter.recompute) for run in (full, kept)]
     attention = sum(row.recompute for row in again[0].rows if row.name.endswith(".attention"))
     assert again[0].recompute - again[1].recompute == attention > 0
-    assert {block.module._gradient_checkpointing_func for block in blocks(kept.model)} == {checkpointed_but_attention}
+    assert {block.module._gradient_checkpointing_func for block in blocks(kept.model)} == {checkpointed_but(attention=True)}
 
 
 def test_a_size_that_is_too_small_is_an_error(raw):

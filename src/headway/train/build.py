@@ -94,7 +94,7 @@ def build_trained(
     )
     if precision.is_float8:
         notes += (f"{len(use_float8(model, cost_model))} linear layers multiply in float8",)
-    recompute_blocks(model, recompute, cost_model.block_towers)
+    recompute_blocks(model, recompute, cost_model.block_towers, cost_model.rows)
     compile_watch = CompileWatch(is_strict=config.speed.recompiles == "error")
     if is_compiled:
         compile_blocks(model, compile_watch)
