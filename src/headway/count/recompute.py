@@ -13,8 +13,8 @@ A choice is written as terms joined by commas, each adding operations, or leavin
 * `-` before a term: what selective checkpointing saves, such as `full,-attention`; LoRA's adapters run again behind
   `-projections` and `-mlp`.
 
-This file alone reads such a choice. The ledger takes every one of them; training recomputes blocks (`recomputed_blocks`)
-and keeps results of `KINDS` beside them.
+This file alone reads such a choice. The ledger takes every one of them; training recomputes blocks and keeps results of
+`KINDS` beside them (`recomputed_blocks`).
 
 Source: torch.utils.checkpoint (PyTorch 2.11, early stop); torchtitan/distributed/activation_checkpoint.py (2026-02);
 Megatron Core's TransformerConfig.recompute_granularity and recompute_modules (2026-03).
@@ -42,6 +42,7 @@ KINDS = (ATTENTION, *PRODUCTS)
 """Components whose results training can keep beside a recomputed block: of attention's kernels, of linear layers."""
 
 _OF_KINDS = " and ".join(f",-{kind}" for kind in KINDS)
+_OF_PRODUCTS = ",".join(f"-{kind}" for kind in PRODUCTS)
 _MAX_DIGITS = 9  # of a number of blocks
 
 
@@ -170,38 +171,66 @@ def as_choice(blocks: Mapping[str, Collection[str]]) -> str:
     return ",".join(terms) or "none"
 
 
-def kept_products(rows: Sequence[Row], kinds: Collection[str]) -> list[Row]:
-    """List the linear layers of a block whose results are kept beside it.
+def rows_by_block(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Put a cost model's rows under the blocks that hold them."""
+    by_block: dict[str, list[Row]] = {}
+    for row in rows:
+        by_block.setdefault(row.block, []).append(row)
+    return by_block
+
+
+def kept_layers(blocks: Mapping[str, Collection[str]], rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """List the linear layers whose results are kept beside each recomputed block.
 
     A layer is told by the sizes of its weight when it runs, so others of the same sizes are kept with it.
 
     Args:
-        rows: of the block.
-        kinds: of `KINDS`, as `recomputed_blocks` gives them.
+        blocks: as `recomputed_blocks` gives them.
+        rows: of the cost model.
 
     Raises:
-        UsageError: a product that would be kept is no linear layer, or cannot be told from one that would not.
+        UsageError: no block has a kind that is to be kept, or a product of it is no linear layer or cannot be told from
+            one that is to run again.
     """
-    wanted = [row for row in rows if row.recomputed and _kind_of(row) in PRODUCTS and _kind_of(row) in kinds]
+    by_block = rows_by_block(rows)
+    layers = {name: _kept_of_block(by_block.get(name, []), kinds) for name, kinds in blocks.items()}
+    for kind in PRODUCTS:
+        keeping = [name for name, kinds in blocks.items() if kind in kinds]
+        if keeping and not any(kind_of(row) == kind for name in keeping for row in layers[name]):
+            raise UsageError(f"recompute: the blocks have no linear layers of {kind} to keep; leave out ',-{kind}'.")
+    return layers
+
+
+def can_keep(rows: Sequence[Row], blocks: Collection[str], kinds: Collection[str]) -> bool:
+    """Say whether kinds can be kept together of some blocks."""
+    try:
+        kept_layers(dict.fromkeys(blocks, kinds), rows)
+    except UsageError:
+        return False
+    return True
+
+
+def _kept_of_block(rows: Sequence[Row], kinds: Collection[str]) -> list[Row]:
+    wanted = [row for row in rows if row.recomputed and kind_of(row) in PRODUCTS and kind_of(row) in kinds]
     for row in wanted:
         if row.features is None:
             raise UsageError(
                 f"recompute: the result of {row.module} cannot be kept, as it is no linear layer; leave out "
-                f"',-{_kind_of(row)}'."
+                f"',-{kind_of(row)}'."
             )
     sizes = {row.features for row in wanted}
     alike = [row for row in rows if row.features in sizes]
     for row in alike:
         if row.recomputed and row not in wanted:
             raise UsageError(
-                f"recompute: {row.module} has a weight of the same sizes, {row.features[0]} x {row.features[1]}, as a "
-                f"layer that is kept, and is to be computed again. Keep both kinds or neither: {_OF_KINDS}."
+                f"recompute: {row.module} has a weight of the sizes of one whose results are kept, {row.features}, and "
+                f"is to run again. Keep both kinds or neither: {_OF_PRODUCTS}."
             )
     return alike
 
 
-def _kind_of(row: Row) -> str:
-    """Name what a choice leaves out to keep the row's result; adapters, which are small, always run again."""
+def kind_of(row: Row) -> str:
+    """Name what a choice leaves out to keep the row's result; "" for adapters, which are small and always run again."""
     return "" if is_adapter(row.module) else row.component.partition(".")[2]
 
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedModel
 
-from headway.count.recompute import ATTENTION, PRODUCTS, kept_products, recomputed_blocks
+from headway.count.recompute import ATTENTION, kept_layers, recomputed_blocks
 from headway.count.rows import Row
 from headway.errors import ConfigError, UsageError
 from headway.models.blocks import blocks
@@ -79,24 +79,17 @@ def recompute_blocks(
     if choice == "none":
         return ()
     modules = {block.name: block.module for block in blocks(model)}
-    by_block: dict[str, list[Row]] = {}
-    for row in rows:
-        by_block.setdefault(row.block, []).append(row)
     try:
         chosen = recomputed_blocks(choice, list(modules), towers or {})
-        products = {name: kept_products(by_block.get(name, []), kinds) for name, kinds in chosen.items()}
+        layers_kept = kept_layers(chosen, rows)
     except UsageError as error:
         raise ConfigError(str(error)) from error
-    for kind in PRODUCTS:
-        keeping = [name for name, kinds in chosen.items() if kind in kinds]
-        if keeping and not any(row.component.endswith(f".{kind}") for name in keeping for row in products[name]):
-            raise ConfigError(f"speed.recompute {choice!r}: the blocks have no {kind} to keep; leave out ',-{kind}'.")
     if any(chosen.values()):
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_of_in_place)
     for name, kinds in chosen.items():
         module: Any = modules[name]
         module.gradient_checkpointing = True
-        layers = {row.module: row.features for row in products[name] if row.features}
+        layers = {row.module: row.features for row in layers_kept[name] if row.features}
         sizes = (multiplied_sizes(model.get_submodule(path), features) for path, features in layers.items())
         module._gradient_checkpointing_func = checkpointed_but(ATTENTION in kinds, frozenset(sizes))
     return tuple(chosen)

@@ -273,9 +273,21 @@ def recompute_of(
     size = config.speed.recompute_bytes
     if size is None:
         return config.speed.recompute
-    pack, of_forward = fullest_pack(config, cost_model), saved[precision_of(config, shape.world_size)]
-    fused = config.speed.is_fused(config.run.device)
-    return least_within(cost_model, of_forward, pack, size, fused=fused, sequence=shape.sequence)
+    precision = precision_of(config, shape.world_size)
+    return least_within(
+        cost_model,
+        saved[precision],
+        fullest_pack(config, cost_model),
+        size,
+        fused=config.speed.is_fused(config.run.device),
+        compute_bytes=compute_bytes_of(precision),
+        sequence=shape.sequence,
+    )
+
+
+def compute_bytes_of(precision: Precision) -> int:
+    """Bytes of a number that forward's products give."""
+    return FLOAT32 if precision == "float32" else BFLOAT16
 
 
 def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State:
@@ -284,7 +296,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
     moments = {"auto": float(weight), "float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
     return State(
         weight_bytes=weight,
-        compute_bytes=FLOAT32 if precision == "float32" else BFLOAT16,
+        compute_bytes=compute_bytes_of(precision),
         moment_bytes=moments[config.optim.state],
         muon=config.optim.name == "muon",
         averaged=config.optim.ema is not None,
