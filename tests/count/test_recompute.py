@@ -220,7 +220,7 @@ def test_only_linear_layers_that_can_be_told_from_others_are_kept():
     assert kept_layers(kept, [query, closing]) == {"layers.0": [query, closing]}
     with pytest.raises(UsageError, match=r"layers.0.gate has a weight of the sizes .* \(4, 8\), and is to run again"):
         kept_layers(kept, [query, replace(gate, features=(4, 8))])
-    with pytest.raises(UsageError, match="the result of layers.0.q cannot be kept, as it is no linear layer"):
+    with pytest.raises(UsageError, match=r"the result of layers.0.q cannot be kept, as it is no linear layer"):
         kept_layers(kept, [row])
     with pytest.raises(UsageError, match="no linear layers of mlp to keep; leave out ',-mlp'"):
         kept_layers({"layers.0": {"mlp"}}, [query])

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 from headway.count import CostModel
