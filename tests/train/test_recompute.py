@@ -27,7 +27,7 @@ def with_folder(raw, name):
 # The vision block holds 1424 bytes of each patch, 128 of them its input, the language block 2664 of each token, 128 of
 # them its input. Without a budget of patches, 160 tokens may be 640 of them, as a picture of 26 x 26: 1,388,864 bytes
 # in all; 983,104 with both recomputed, one after the other, and 23,040 more where what the language block's attention
-# gave (4 heads of 8 values and a sum each) is kept. The vision block makes more again, so that to keep what its attention
+# gave (4 heads of 8 values and a sum each) is kept. The vision block makes more again: to keep what its attention
 # and projections (4 x 128 bytes a patch) gave costs nothing, until the language block makes as much.
 VISION, TEXT = "model.visual.blocks.0", "model.language_model.layers.0"
 

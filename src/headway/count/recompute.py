@@ -171,6 +171,27 @@ def as_choice(blocks: Mapping[str, Collection[str]]) -> str:
     return ",".join(terms) or "none"
 
 
+def choice_in_words(choice: str, towers: Mapping[str, str]) -> str:
+    """Say how many blocks of each tower a choice recomputes, and of how many each kind is kept.
+
+    Args:
+        choice: as for `recomputed_blocks`.
+        towers: of all blocks, as `CostModel.block_towers`.
+
+    >>> choice_in_words("a.0,-mlp,a.1,-attention", {"a.0": "language", "a.1": "language", "a.2": "language"})
+    'recomputes 2 of 3 language blocks (attention kept in 2, mlp in 1)'
+    """
+    chosen = recomputed_blocks(choice, list(towers), towers)
+    parts = []
+    for tower in dict.fromkeys(towers.values()):
+        blocks = [chosen[name] for name in chosen if towers[name] == tower]
+        counts = {kind: sum(kind in kinds for kinds in blocks) for kind in KINDS}
+        kept = ", ".join(f"{kind} in {count}" for kind, count in counts.items() if count)
+        kept = f" ({kept.replace(' in', ' kept in', 1)})" if kept else ""
+        parts += [f"{len(blocks)} of {list(towers.values()).count(tower)} {tower} blocks{kept}"] if blocks else []
+    return f"recomputes {', '.join(parts) or 'nothing'}"
+
+
 def rows_by_block(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Put a cost model's rows under the blocks that hold them."""
     by_block: dict[str, list[Row]] = {}

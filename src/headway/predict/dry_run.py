@@ -14,6 +14,7 @@ import numpy as np
 from headway.config import TrainConfig
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.activations import SavedActivations
+from headway.count.recompute import choice_in_words
 from headway.count.rows import ParamCount
 from headway.devices import Device
 from headway.errors import ConfigError
@@ -85,7 +86,7 @@ class DryRun:
         memory: of each device.
         packs: None without lengths to plan over.
         ways: settings that make it fit, where it does not, or all of them together, if they are not enough.
-        notes: what the numbers leave open.
+        notes: what a size recomputes, and what the numbers leave open.
     """
 
     model: str
@@ -150,7 +151,10 @@ def dry_run(
     learning = learning_model(config, cost_model)
     left_out = saved[precision_of(config, devices)].left_out
     notes = []
-    packs = plan_packs(config, learning, shape, recompute_of(config, learning, saved, shape), lengths)
+    recompute = recompute_of(config, learning, saved, shape)
+    if config.speed.recompute_bytes is not None:
+        notes.append(f"speed.recompute={config.speed.recompute} {choice_in_words(recompute, learning.block_towers)}")
+    packs = plan_packs(config, learning, shape, recompute, lengths)
     if packs is None:
         notes.append("no lengths: with data.train here, plan.mix or plan.lengths, packs and FLOPs are planned too")
         tokens, patches = config.data.tokens_per_pack, most_patches(config, learning)
