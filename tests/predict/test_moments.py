@@ -31,7 +31,10 @@ SLOW = {
     "images": ("image", "speed.recompute=full,-attention"),
     "the other tower, recomputed": ("image", "speed.recompute=language:full,-attention"),
     "kept products": (
-        "text", "run.dtype=bfloat16-params", "speed.loss_chunk=512", "speed.recompute=full,-attention,-projections,-mlp"
+        "text",
+        "run.dtype=bfloat16-params",
+        "speed.loss_chunk=512",
+        "speed.recompute=full,-attention,-projections,-mlp",
     ),
     "images, kept products": ("image", "speed.recompute=full,-attention,-projections,-mlp"),
     "a size": ("text", "run.dtype=bfloat16-params", "speed.loss_chunk=512", "speed.recompute=memory:300MiB"),

@@ -86,7 +86,7 @@ def test_a_kind_that_saves_little_for_its_bytes_is_no_step_of_its_own():
 
 def test_blocks_are_spread_evenly():
     blocks = {f"layers.{i}": BlockBytes(100, 10) for i in range(12)}
-    flops = dict.fromkeys(blocks, BlockFlops(rest=7))
+    flops = dict.fromkeys(blocks, BlockFlops(never_kept=7))
     # 12 x 100 whole; each of 4 frees 90, and one of them makes its 90 again while it runs
     assert least_recomputed(blocks, flops, LEVELS[:1], 12 * 100 - 3 * 90) == dict.fromkeys(
         ("layers.1", "layers.4", "layers.7", "layers.10"), frozenset()

@@ -186,9 +186,9 @@ def choice_in_words(choice: str, towers: Mapping[str, str]) -> str:
     for tower in dict.fromkeys(towers.values()):
         blocks = [chosen[name] for name in chosen if towers[name] == tower]
         counts = {kind: sum(kind in kinds for kinds in blocks) for kind in KINDS}
-        kept = ", ".join(f"{kind} in {count}" for kind, count in counts.items() if count)
-        kept = f" ({kept.replace(' in', ' kept in', 1)})" if kept else ""
-        parts += [f"{len(blocks)} of {list(towers.values()).count(tower)} {tower} blocks{kept}"] if blocks else []
+        words = ", ".join(f"{kind} in {count}" for kind, count in counts.items() if count)
+        words = f" ({words.replace(' in', ' kept in', 1)})" if words else ""
+        parts += [f"{len(blocks)} of {list(towers.values()).count(tower)} {tower} blocks{words}"] if blocks else []
     return f"recomputes {', '.join(parts) or 'nothing'}"
 
 

@@ -28,8 +28,8 @@ class BlockBytes:
 
     def kept(self, kinds: Collection[str] = ()) -> int:
         """Bytes that it keeps where it is recomputed, with the results of some kinds."""
-        beside: int = sum(getattr(self, kind) for kind in kinds)
-        return min(self.saved, self.entry + beside)
+        results: int = sum(getattr(self, kind) for kind in kinds)
+        return min(self.saved, self.entry + results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class BlockFlops:
     attention: int = 0
     projections: int = 0
     mlp: int = 0
-    rest: int = 0
+    never_kept: int = 0
 
     def again(self, kinds: Collection[str] = ()) -> int:
         """FLOPs that still run again where some kinds are kept."""
         others: int = sum(getattr(self, kind) for kind in KINDS if kind not in kinds)
-        return self.rest + others
+        return self.never_kept + others
 
 
 @remembered
@@ -115,7 +115,7 @@ def block_flops(cost_model: CostModel, pack: Workload) -> dict[str, BlockFlops]:
     for row in cost_model.rows:
         if row.recomputed and row.block in flops:
             kind = kind_of(row)
-            flops[row.block][kind if kind in KINDS else "rest"] += row.forward * amounts[row.driver]
+            flops[row.block][kind if kind in KINDS else "never_kept"] += row.forward * amounts[row.driver]
     return {name: BlockFlops(**parts) for name, parts in flops.items()}
 
 
@@ -160,9 +160,9 @@ def least_within(
 
 def most_kept(blocks: Mapping[str, BlockBytes], recomputed: Mapping[str, Collection[str]]) -> int:
     """Add up what blocks hold as backward enters the largest recomputed one, which is made again [bytes]."""
-    kept = {name: blocks[name].kept(kinds) for name, kinds in recomputed.items()}
-    again = max((blocks[name].saved - size for name, size in kept.items()), default=0)
-    return sum(kept.get(name, block.saved) for name, block in blocks.items()) + again
+    sizes = {name: blocks[name].kept(kinds) for name, kinds in recomputed.items()}
+    again = max((blocks[name].saved - size for name, size in sizes.items()), default=0)
+    return sum(sizes.get(name, block.saved) for name, block in blocks.items()) + again
 
 
 def least_recomputed(
@@ -189,7 +189,7 @@ def least_recomputed(
         PlanError: all blocks recomputed, with nothing kept, are not enough.
 
     >>> layers = {f"layers.{i}": BlockBytes(saved=100, entry=10, attention=5) for i in range(4)}
-    >>> again = dict.fromkeys(layers, BlockFlops(attention=50, rest=90))
+    >>> again = dict.fromkeys(layers, BlockFlops(attention=50, never_kept=90))
     >>> least_recomputed(layers, again, [frozenset()], budget_bytes=320)
     {'layers.0': frozenset(), 'layers.2': frozenset()}
     """
