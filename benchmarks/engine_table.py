@@ -22,8 +22,8 @@ def render(record: dict[str, Any]) -> str:
         parts += [_rates(measured, record["ceiling"]), "", "Memory of the same cases [GiB]:", "", _memory(measured), ""]
     if loops := [case for case in cases if case["setup"] == "gpt2" and "mfu" in case]:
         parts += ["GPT-2 in a plain loop with PyTorch's AdamW, rows of 1,024 tokens:", "", _gpt2(loops), ""]
-    if remarks := [remark for case in cases for remark in _remarks(case)]:
-        parts += ["Remarks:", "", *(f"* {remark}" for remark in remarks), ""]
+    if lines := [remark for case in cases for remark in remarks(case)]:
+        parts += ["Remarks:", "", *(f"* {remark}" for remark in lines), ""]
     return "\n".join([*parts, _explanation(record["ceiling"]), "", describe_environment(record), ""])
 
 
@@ -104,7 +104,7 @@ def _gpt2(cases: list[Row]) -> str:
     return markdown_table(["", "steps", "step [ms]", "tokens/s", "MFU useful/1"], rows)
 
 
-def _remarks(case: Row) -> list[str]:
+def remarks(case: Row) -> list[str]:
     """What a reader of a case's numbers must know besides."""
     found = []
     if case["status"] == "running":
