@@ -24,7 +24,7 @@ from headway.tracing import trace
 
 _SETTINGS = {"FlashAttention-2": "torch", "FlashAttention-3": "fa3", "cuDNN's ragged attention": "cudnn"}
 _HEAD = "language.head"  # apart from the tower that it stands behind
-OTHERS = "copies, idle time and the rest"
+OTHERS = "copies, idle, the rest"
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,8 @@ class StepLines:
     source: str
 
     def to_dict(self) -> dict[str, float]:
-        """Seconds by name; they add up to the step."""
-        named = {f"products and attention: {name}": seconds for name, seconds in self.computed_s.items()}
-        named |= {NAMES["memory"]: self.memory_s, NAMES["optimizer"]: self.optimizer_s}
+        """Seconds by name, a tower's being those of its products and attention; they add up to the step."""
+        named = {**self.computed_s, NAMES["memory"]: self.memory_s, NAMES["optimizer"]: self.optimizer_s}
         return {**named, OTHERS: round(self.step_s - sum(named.values()), 9) + 0.0}  # + 0.0: no -0.0
 
 

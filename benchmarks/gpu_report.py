@@ -161,7 +161,7 @@ def _shares(cases: Sequence[Row], device: str) -> ReportSection:
     for case in cases:
         estimate, target = ESTIMATES[case["setup"]], SETUPS[case["setup"]].target
         name = _name(case)
-        bars += [(f"{name}: measured", case["mfu"], 0), ("estimated before", estimate, 1), ("target", target, 2)]
+        bars += [(name, case["mfu"], 0), ("estimated", estimate, 1), ("target", target, 2)]
         rows.append([name, format_share(case["mfu"]), format_share(estimate), format_share(target)])
     title = f"Useful MFU on {device}"
     chart = _bars(title, bars, format_share) if bars else ""
@@ -197,9 +197,9 @@ def _bars(title: str, bars: Sequence[tuple[str, float, int]], form: Callable[[fl
 
 
 def _name(case: Row) -> str:
-    """A case by its recipe and the kernels that ran."""
-    how = "compiled" if case["compiled"] else "eager"
-    return f"{case['setup']}, {case['kernels']}, {how}, {attention_kernel(case)}"
+    """A case by its recipe and the kernels that ran, short enough for a bar."""
+    attention = attention_kernel(case).removesuffix("'s ragged attention")
+    return f"{case['setup']}, {case['kernels']}{'' if case['compiled'] else ', eager'}, {attention}"
 
 
 def _predicted(record: Row, case: Row) -> StepLines | None:
@@ -254,7 +254,8 @@ def _time(case: Row, predicted: StepLines, measured: StepLines | None) -> Report
     title = "Time of a step, predicted and measured"
     chart = _bars(title, bars, format_duration)
     headings = ["line", "predicted", "measured", "measured / predicted"]
-    return ReportSection(title, headings, rows, f"As `headway plan` predicts the same pack: {predicted.source}.", chart)
+    says = f"A tower's line has its products and attention. `headway plan` predicts the same pack: {predicted.source}."
+    return ReportSection(title, headings, rows, says, chart)
 
 
 def _beside(predicted_s: float, measured_s: float | None) -> list[str]:
