@@ -164,7 +164,7 @@ def _shares(cases: Sequence[Row], device: str) -> ReportSection:
         bars += [(name, case["mfu"], 0), ("estimated", estimate, 1), ("target", target, 2)]
         rows.append([name, format_share(case["mfu"]), format_share(estimate), format_share(target)])
     title = f"Useful MFU on {device}"
-    chart = _bars(title, bars, format_share) if bars else ""
+    chart = _bars(title, bars, format_share)
     says = "Useful FLOPs (useful/1) over the datasheet's dense peak; estimated on 2026-11-25, by a list of operations."
     return ReportSection(title, ["case", "measured", "estimated", "target"], rows, says, chart)
 
@@ -218,10 +218,10 @@ def _case_sections(
     else:
         mean = mean_step("profile", explanation)
         sections.append(waterfall_section(mean, "By `headway explain`; each bar begins where the one before ends."))
-        rows = [[f.id, f.seen, f"{f.cause} {f.next}", format_share(f.share)] for f in explanation.findings]
-        sections.append(
-            ReportSection("What to mend first", ["finding", "seen", "why, and what to try", "at most"], rows)
-        )
+        findings = explanation.findings
+        rows = [[f"{f.id}: {f.seen}", f"Likely: {f.cause} Try: {f.next}", format_share(f.share)] for f in findings]
+        columns = ["finding", "why, and what to try", "of the step, at most"]
+        sections.append(ReportSection("What to mend first", columns, rows))
         notes += [f"{case['case']}: {note}" for note in explanation.notes]
         measured = measured_lines(explanation.steps[-1])
     if predicted is not None:
