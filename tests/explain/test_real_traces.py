@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from headway.explain.attribution import Phase
 from headway.explain.breakdown import OUTSIDE, break_down
 from headway.explain.products import gemms_of
+from headway.explain.text import as_text
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 
@@ -132,6 +133,9 @@ def test_all_that_needed_work_leaves_is_named_on_a_gpu(gpu_step):
     assert lines["optimizer"].share == pytest.approx(0.26, abs=0.01)
     assert lines["idle.launch"].share < 0.01
     assert set(lines["idle.other"].parts) == {"from one kernel to the next"}
+    text = as_text(explain([read_trace(GPU)]))
+    assert "idle: other: from one kernel to the next 0.78 ms." in text
+    assert "first or last of the trace" not in text  # its edges on the host and on the device agree
 
 
 def test_findings_on_a_gpu_name_the_optimizers_passes_and_the_slower_attention():

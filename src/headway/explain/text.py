@@ -290,9 +290,9 @@ def _breakdown(
     else:
         columns += [*(Column(phase.value) for phase in _PHASES), Column("GFLOP/s" if by == "component" else "other")]
     groups = _layers_of_one_kind(running) if by == "module" else [(row.name, [row]) for row in running]
-    cells = [_row(_shortened(name, by), rows_of_it, by, shown) for name, rows_of_it in groups[:_MOST_ROWS]]
+    cells = [_row(_shortened(name, by), layers, by, shown) for name, layers in groups[:_MOST_ROWS]]
     if groups[_MOST_ROWS:]:
-        more = [row for _, rows_of_it in groups[_MOST_ROWS:] for row in rows_of_it]
+        more = [row for _, layers in groups[_MOST_ROWS:] for row in layers]
         cells.append(_row(f"{len(more)} more ({Argument('to_dict')} has all)", more, by, shown))
     nothing = [""] * (len(columns) - 3)
     cells.append([idle.name, format_ms(idle.ns), format_share(idle.ns / shown.duration_ns), *nothing])
@@ -306,11 +306,8 @@ def _layers_of_one_kind(rows: Sequence[BreakdownRow]) -> list[tuple[str, list[Br
     kinds: dict[str, list[BreakdownRow]] = {}
     for row in rows:
         kinds.setdefault(kind_of_module(row.name), []).append(row)
-    named = [
-        (f"{name} ({len(of_kind)})" if len(of_kind) > 1 else of_kind[0].name, of_kind)
-        for name, of_kind in kinds.items()
-    ]
-    return sorted(named, key=lambda group: -sum(row.ns for row in group[1]))
+    by_time = sorted(kinds.items(), key=lambda kind: -sum(row.ns for row in kind[1]))
+    return [(f"{name} ({len(layers)})" if len(layers) > 1 else layers[0].name, layers) for name, layers in by_time]
 
 
 def _gemms(rows: Sequence[GemmRow], shown: StepWaterfall) -> tuple[list[Column], list[list[str]], list[str]]:

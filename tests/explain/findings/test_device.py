@@ -144,6 +144,22 @@ def test_recomputation_is_a_finding_where_memory_is_free(tmp_path, memory, is_fo
         assert "speed.recompute: memory:48GiB" in found["recomputation"].next
 
 
+def test_what_recomputation_took_is_told_beside_what_its_products_need(tmp_path):
+    def step(trace, at, number):
+        trace.launched("gemm", at, at + 1000 * US, 40 * US, number + 1, operator="aten::mm")
+        node = "autograd::engine::evaluate_function: CheckpointBackward"
+        trace.operator(node, at + 10 * US, 20 * US, sequence=number + 5, forward_thread=1)
+        trace.annotation("module:blocks", at + 11 * US, 10 * US)  # in backward: it runs again
+        trace.launched("gemm", at + 12 * US, at + 1040 * US, 30 * US, number + 2, operator="aten::mm")
+        trace.launched("norm", at + 14 * US, at + 1070 * US, 30 * US, number + 3, operator="aten::rms_norm")
+
+    memory = {"peak_bytes": 20 << 30, "total_bytes": 80 << 30}
+    found = found_in(tmp_path, paced_steps(step), headway=sidecar(memory=memory))["recomputation"]
+    assert found.ns == 60 * US
+    # 7,000 FLOPs at a ceiling of 0.8e9 a second
+    assert "took 60.0 % of the time, 8.8 % if its products reached the ceiling, and 60.0 of 80.0 GiB" in found.seen
+
+
 def steps_that_say(**changes):
     step = {**sidecar()["steps"]["1"], **changes}
     return {str(number): step for number in range(10)}

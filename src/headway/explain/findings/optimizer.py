@@ -77,8 +77,8 @@ def unfused_optimizer(evidence: StepEvidence) -> Observation | None:
         f"{evidence.share(round(traffic.ns * least))} at the same rate.",
         f"the update is not one kernel, so each operator goes over all of its tensors again: {names}.",
         f"{advice}; more packs or batches for each update, which then share its time.",
-        setting="a larger optim.accumulation; run.dtype: bfloat16-autocast, whose weights and moments in float32 one "
-        "kernel updates, where memory is left for them",
+        setting="adamw with optim.state: auto or bfloat16, which on CUDA one kernel updates in one pass (a run says at "
+        "its start if not, and why); a larger optim.accumulation",
     )
 
 
