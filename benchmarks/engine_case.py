@@ -45,6 +45,7 @@ OTHERS = ("lmms-engine", "torchtitan", "torchtitan-2025-12-vlm")  # what these w
 STEADY = 0.03  # change of the rate from one warm-up step to the next below which warm-up ends
 TELL_EVERY_S = 5.0  # between two tellings of what is known so far
 PROFILED = 1  # steps in a case's profile
+PROFILE_STEPS = PROFILED + 3  # that it takes the time of: the first is not in it, and the file is written
 SPARE_S = 3.0  # kept of a case's time for what comes after its last step
 
 Tell = Callable[[dict[str, Any]], None]
@@ -190,10 +191,11 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
     sizes = architecture(model_config.to_dict(), setup.model, cost_model)
     progress = Progress(case, deadline_s, tell, sizes, memory.record)
     peak = peak_for(device, precision.peak_dtype)
+    ceiling = matmul_ceiling(device, dtype_name(device)).peak()  # `describe_machine` measured it: a profile holds it
     loop(
         progress,
         cost_model,
-        partial(Meter, cost_model, peak=peak, recompute=trained.recompute),
+        partial(Meter, cost_model, peak=peak, ceiling=ceiling, recompute=trained.recompute),
         [(batch, batch.workload) for batch in batches],
         step,
         OneAhead(device),
@@ -202,7 +204,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         profiling=conditions.profiles
         and partial(
             profile,
-            folder=conditions.profiles / re.sub(r"[^a-z0-9]+", "-", case.name),
+            folder=conditions.profiles / folder_name(case.name),
             steps=range(2, 2 + PROFILED),
             model=model,
         ),
@@ -269,14 +271,19 @@ def loop(
         if len(rates) >= max(2, len(packs)) and abs(rates[-1] / rates[-2] - 1) < STEADY:
             break
     progress.recompiled(guards(), counted=False)
-    steps = affordable_steps(progress.left_s, step_s, progress.case.steps)
+    # a profile takes the time of a few steps, which are set aside as long as one step is left to be counted
+    profile_s = 0.0 if profiling is None else PROFILE_STEPS * step_s
+    steps = affordable_steps(progress.left_s - profile_s, step_s, progress.case.steps)
+    if not steps:
+        profiling, profile_s = None, 0.0
+        steps = affordable_steps(progress.left_s, step_s, 1)
     if not steps:
         raise OutOfTimeError(f"after {len(rates)} warm-up steps, the last of {step_s:.2f} s, there is no time for more")
     gc.collect()
     meter = new_meter(log_every=1, on_window=progress.add)  # it leaves out a step before which something compiled
     meter.start()
     for number in range(len(rates) + 1, len(rates) + 1 + steps):
-        if progress.workloads and progress.left_s < step_s:
+        if progress.workloads and progress.left_s < step_s + profile_s:
             break
         pack, workload = next(cycle)
         loss = step(number, pack)
@@ -289,7 +296,7 @@ def loop(
     queue.wait()
     meter.close()
     progress.tell_all(is_over=True)
-    if profiling is not None and progress.left_s > (PROFILED + 3) * step_s:
+    if profiling is not None:
         try:
             profile_steps(new_meter(), profiling, *packs[0], step, queue)
         except Exception as error:  # noqa: BLE001 - the case has its numbers; what only looks at it costs none
@@ -313,6 +320,15 @@ def profile_steps(
             meter.step()
         queue.wait()
     meter.close()
+
+
+def folder_name(case: str) -> str:
+    """Name of the folder of a case's profile.
+
+    >>> folder_name("text, liger, compiled")
+    'text-liger-compiled'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", case)
 
 
 def affordable_steps(left_s: float, step_s: float, most: int) -> int:

@@ -31,6 +31,14 @@ SLOW = {
     "adapters": ("experts", "model.lora={rank: 8}"),
     "images": ("image", "speed.recompute=full,-attention"),
     "the other tower, recomputed": ("image", "speed.recompute=language:full,-attention"),
+    "kept products": (
+        "text",
+        "run.dtype=bfloat16-params",
+        "speed.loss_chunk=512",
+        "speed.recompute=full,-attention,-projections,-mlp",
+    ),
+    "images, kept products": ("image", "speed.recompute=full,-attention,-projections,-mlp"),
+    "a size": ("text", "run.dtype=bfloat16-params", "speed.loss_chunk=512", "speed.recompute=memory:300MiB"),
     "videos": ("video", "model.freeze=[language]"),
 }
 

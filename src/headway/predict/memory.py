@@ -310,7 +310,14 @@ def _backward_blocks(
         _units(cost_model, in_slices, saved, state, sharing),
         chosen_blocks(state.recompute, cost_model, saved),
     )
-    sizes = block_bytes(in_slices, saved, pack, fused=state.fused, sequence=sharing.sequence)
+    sizes = block_bytes(
+        in_slices,
+        saved,
+        pack,
+        fused=state.fused,
+        compute_bytes=state.compute_bytes,
+        sequence=sharing.sequence,
+    )
     gradients = trained_by_block(in_slices, saved)
     casts = cast_weights(in_slices, saved) if _casts(state, sharing) else Counter[str]()
     by_spread = values_of_spread(in_slices, saved, sharing.expert)

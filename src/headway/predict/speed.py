@@ -92,7 +92,15 @@ def chosen_recompute(
         return config.speed.recompute
     saved = saved_by_block(model, autocast=None if precision.params == precision.compute else precision.compute)
     pack = fullest_pack(config, cost_model)
-    return least_within(cost_model, saved, pack, size, fused=fused, sequence=config.parallel.sequence)
+    return least_within(
+        cost_model,
+        saved,
+        pack,
+        size,
+        fused=fused,
+        compute_bytes=precision.compute.itemsize,
+        sequence=config.parallel.sequence,
+    )
 
 
 def saved_of(path: str, precision: str) -> SavedActivations:
