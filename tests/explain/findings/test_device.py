@@ -183,6 +183,11 @@ def test_a_vision_tower_that_learns_is_found_by_its_backward(tmp_path):
     found = found_in(tmp_path, two_kernels_a_step(), headway=beside)["vision-tower"]
     assert found.ns == 40 * US  # two thirds of 60
     assert "model.freeze: [vision]" in found.next
+    # a fault comes first, though it is smaller: without the tower's backward another model would be trained
+    padded = {**beside, "steps": steps_that_say(useful_flops=flops, recomputed_flops={}, tokens=80, slots=100)}
+    found = found_in(tmp_path, two_kernels_a_step(), headway=padded)
+    assert list(found)[:2] == ["padding", "vision-tower"]
+    assert found["padding"].ns < found["vision-tower"].ns
 
 
 def test_uneven_experts_are_found_where_the_router_tells(tmp_path):

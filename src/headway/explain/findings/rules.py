@@ -33,10 +33,11 @@ class FindingPlace(IntEnum):
     """Place of a finding in the list: those that name a cause come first, the dearest before the others."""
 
     CAUSE = 0
-    LIMIT = 1  # costs nothing yet
-    UNEXPLAINED = 2  # the largest loss, of which no cause is known
-    VAGUE = 3  # names no cause, so that it is charged with what no other finding names
-    PASSING = 4  # passes by itself
+    CHOICE = 1  # costs what it does for its result: without it something else would be trained
+    LIMIT = 2  # costs nothing yet
+    UNEXPLAINED = 3  # the largest loss, of which no cause is known
+    VAGUE = 4  # names no cause, so that it is charged with what no other finding names
+    PASSING = 5  # passes by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("padding", SteadyEvidence, 0.10, recorded.padding),
     Rule("padding", StepEvidence, 0.10, device.padding, lines=("padding", *_KERNELS)),
     # A frozen tower of ordinary images takes 10 to 20 %; its backward alone more than this is worth the question.
-    Rule("vision-tower", StepEvidence, 0.30, device.vision_tower, lines=("slow", "matmul")),
+    Rule("vision-tower", StepEvidence, 0.30, device.vision_tower, place=FindingPlace.CHOICE, lines=("slow", "matmul")),
     Rule("uneven-experts", StepEvidence, 0.05, device.uneven_experts, lines=("slow", "communication")),
     Rule("double-precision", SteadyEvidence, 0.0, recorded.double_precision),
     Rule("anomaly-mode", SteadyEvidence, 0.0, recorded.anomaly_mode, place=FindingPlace.LIMIT),
@@ -189,8 +190,8 @@ def find(steps: StepEvidence | None = None, run: RunEvidence | None = None) -> t
         run: all steps of a run, as its records or its log tell them; None of a trace.
 
     Returns:
-        At most five. Those that name a cause come first, the largest before the others; then what costs nothing yet,
-        what names no cause, and what passes by itself.
+        At most five. Those that name a cause come first, the largest before the others; then what a run chose, what
+        costs nothing yet, what names no cause, and what passes by itself.
     """
     kinds: dict[type, Evidence[Any]] = {
         type(evidence): evidence
