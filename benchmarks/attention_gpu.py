@@ -1,4 +1,4 @@
-"""Kernels of attention over packs on one CUDA device: PyTorch's FlashAttention-2 and those that its switch takes.
+"""Kernels of attention over packs on one CUDA device: PyTorch's FlashAttention-2 and faster ones.
 
     .venv/bin/python benchmarks/attention_gpu.py            # under a minute on an H200
 
@@ -23,7 +23,7 @@ import torch
 
 from engine_setups import SETUPS
 from headway.errors import HeadwayError
-from headway.models.attention.cuda_kernel import SWITCHED, choose_kernel, cuda_kernel
+from headway.models.attention.cuda_kernel import FASTER, choose_kernel, cuda_kernel
 from headway.models.attention.segments import segment_attention
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
@@ -80,7 +80,7 @@ def main() -> None:
     paths = result_paths(options.out, record)
     shapes = recipe_shapes()
     record["shapes"] = [{**vars(shape), "flops": shape.flops, "kernels": {}} for shape in shapes]
-    for kernel in ("torch", *SWITCHED):
+    for kernel in ("torch", *FASTER):
         try:
             (record["kernels"][kernel],) = choose_kernel(kernel, device)
         except HeadwayError as error:

@@ -34,6 +34,7 @@ from headway.meter import Meter, Window
 from headway.meter.profile import ProfiledSteps, profile
 from headway.models import load_model
 from headway.models.parallel import clip_
+from headway.models.parallel.ranks import Ranks
 from headway.models.precision import choose_device, choose_precision
 from headway.optim import learning_rate, make_optimizer, set_learning_rate
 from headway.tracing import trace
@@ -159,7 +160,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         torch.manual_seed(config.run.seed)
         trained = build_trained(config, None, None, precision, device)
     model, cost_model = trained.model.train(), trained.cost_model
-    optimizer = make_optimizer(model, config.optim, cost_model)
+    optimizer = make_optimizer(model, config.optim, cost_model, Ranks(0, 1))
     parameters = [p for p in model.parameters() if p.requires_grad]
     batches = [batch.to(device) for batch in batches]
     predicted = predicted_memory(setup, config, cost_model, layers, largest, is_small=is_small)
@@ -171,7 +172,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
             "parameters": cost_model.params.total,
             "dtype": precision.name,
             "recompute": trained.recompute,
-            "notes": list(trained.notes),
+            "notes": [*trained.notes, *optimizer.notes],
             "set_up_s": time.monotonic() - began_s,
             **memory.record(),
         }

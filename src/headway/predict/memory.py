@@ -7,7 +7,7 @@ Everything is proportional to a parameter count or to a driver of the largest pa
 * activations: what autograd saves of each block, or what enters it where it is recomputed and what attention gave
   where that is kept, and one block's worth to recompute into;
 * head: chunks of logits, and the gradients that the head's forward makes;
-* the update: copies in float32 of what the optimizer does not hold in it.
+* the update: copies in float32 of what the optimizer neither holds in it nor updates in one pass.
 
 Each of these exists at some moments of a step and not at others; the peak is the fullest moment. Held against
 measurement in `benchmarks/results/plan_memory_*.md`. What the allocator and CUDA itself take, which no tensor
@@ -77,6 +77,7 @@ class State:
     muon_iterations: int = 5  # of Newton-Schulz
     float8: bool = False  # whether blocks multiply in float8
     offload: bool = False  # whether the host updates
+    one_pass: bool = False  # whether AdamW makes one pass over large parameters in bfloat16
     accumulates: bool = False  # whether a step sums several packs
     recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
     fused: bool = False  # whether blocks are compiled or run on fused kernels
@@ -199,7 +200,7 @@ class _Fixed:
         average = _shared(FLOAT32 * learning if state.averaged else 0, sharing)
         if sharing.offload:  # the host updates too
             return _Fixed(0, 0, 0, 0, 0, host=weights + gradients + optimizer + average)
-        storage = UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards)
+        storage = UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards, state.one_pass)
         return _Fixed(weights, gradients, optimizer, average, updating_of(cost_model, in_slices, state.muon, storage))
 
     def built(self) -> dict[str, int]:
@@ -309,7 +310,14 @@ def _backward_blocks(
         _units(cost_model, in_slices, saved, state, sharing),
         chosen_blocks(state.recompute, cost_model, saved),
     )
-    sizes = block_bytes(in_slices, saved, pack, fused=state.fused, sequence=sharing.sequence)
+    sizes = block_bytes(
+        in_slices,
+        saved,
+        pack,
+        fused=state.fused,
+        compute_bytes=state.compute_bytes,
+        sequence=sharing.sequence,
+    )
     gradients = trained_by_block(in_slices, saved)
     casts = cast_weights(in_slices, saved) if _casts(state, sharing) else Counter[str]()
     by_spread = values_of_spread(in_slices, saved, sharing.expert)
