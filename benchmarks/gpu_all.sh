@@ -163,7 +163,7 @@ aside() {
 }
 
 try_recipes() {
-  local name missing=() tests=""
+  local name error missing=() tests=""
   for name in "${recipes[@]}"; do
     if [[ ! -e $out/smoke_$name/way ]]; then missing+=("$name"); fi
   done
@@ -178,11 +178,12 @@ try_recipes() {
   smokes "$at_once"
   smokes 1 "out of memory" # alone there may be room
   if [[ -n $tests ]]; then wait "$tests" || true; fi
-  for name in "${recipes[@]}"; do
+  for name in "${missing[@]}"; do
     if [[ -e $out/smoke_$name/way ]]; then
       say "quick try of $name: $(sed 's/^$/as its recipe says/' "$out/smoke_$name/way")"
     else
-      say "quick try of $name: failed: $(grep -a Error "$out/smoke_$name.log" | tail -1 | cut -c1-300)"
+      error=$(grep -as Error "$out/smoke_$name.log" | tail -1 | cut -c1-300) || true
+      say "quick try of $name: ${error:-there was no time for it}"
     fi
   done
   if [[ -e $out/tests.log ]]; then say "gpu tests: $(tail -1 "$out/tests.log")"; fi

@@ -353,9 +353,13 @@ def test_the_script_of_all_gpu_benchmarks_goes_on_where_it_was(tmp_path):
     # without time nothing begins; with some the first part alone
     assert "text: its quick try has not run to the end" in call("--part", "1", "--budget-s", "10")
     assert not list(out.glob("*.json"))
-    printed = call("--part", "1", "--budget-s", "300")
-    assert printed.count("quick try of") == 4
-    assert "as its recipe says" in printed
+    printed, calls = "", 0
+    while not (out / "done").exists() or "image" not in (out / "done").read_text().split():
+        printed += call("--part", "1", "--budget-s", "150")  # a slow machine needs several calls
+        calls += 1
+        assert calls < 8, printed
+    for name in SETUPS:
+        assert printed.count(f"quick try of {name}: as its recipe says") == 1
     cases = engine_record(out)["cases"]
     assert {name: cases[f"{name}, torch, eager"]["status"] for name in ("text", "image")} == dict.fromkeys(
         ("text", "image"), "done"
@@ -368,7 +372,7 @@ def test_the_script_of_all_gpu_benchmarks_goes_on_where_it_was(tmp_path):
     with tarfile.open(fileobj=io.BytesIO(joined)) as archive:
         archive.extractall(out, filter="data")
     assert engine_record(out)["cases"] == cases
-    printed = call("--part", "1", "--budget-s", "300")
+    printed = call("--part", "1", "--budget-s", "80")
     assert "quick try of" not in printed
     assert "text: done before" in printed
     assert engine_record(out)["cases"].items() >= cases.items()
