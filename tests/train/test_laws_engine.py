@@ -42,17 +42,20 @@ class Case(NamedTuple):
 
 COMPILED, RECOMPUTED = {"compile": True, "recompiles": "error"}, {"recompute": "full"}
 KEEPING = {"recompute": "full,-attention"}
+PRODUCTS_KEPT = {"recompute": "language:full,-attention,-projections"}
 FROZEN = {"model": {"freeze": ["vision"]}}
 CASES = (
     Case("one process", 1, {}),
     Case("one process, compiled", 1, {"speed": COMPILED}),
     Case("one process, recomputed", 1, {"speed": RECOMPUTED}),
     Case("one process, attention kept", 1, {"speed": KEEPING}),
+    Case("one process, products kept", 1, {"speed": PRODUCTS_KEPT}),
     Case("one process, frozen vision", 1, FROZEN, FAMILIES[1:], "one process, frozen vision"),
     Case("fsdp2 x 2", 2, {}),
     Case("fsdp2 x 4", 4, {}),
     Case("fsdp2 x 2, compiled and recomputed", 2, {"speed": COMPILED | RECOMPUTED}, SEEING),
     Case("fsdp2 x 2, compiled, attention kept", 2, {"speed": COMPILED | KEEPING}, FAMILIES[1:]),
+    Case("fsdp2 x 2, compiled, products kept", 2, {"speed": COMPILED | PRODUCTS_KEPT}, FAMILIES[1:]),
     Case("hsdp 2 x 2", 4, {"parallel": {"replicate": 2}}, FAMILIES[1:]),
     Case("replicas x 2", 2, {"parallel": {"replicate": 2, "shard": 1}}),
     Case("weights kept gathered", 2, {"parallel": {"reshard": False}}, SEEING),
