@@ -10,7 +10,7 @@ from headway.count.activations import SavedActivations, SavedBlock, shipped_acti
 from headway.count.rows import Gradient, Parameter, Row
 from headway.devices import named_device
 from headway.predict.memory import State
-from headway.predict.speeds import PRODUCTS, Cases, Speeds
+from headway.predict.speeds import HEAD_SIZE, PRODUCTS, Cases, Speeds
 from headway.predict.step_time import StepTimes, StepWork, product_shape, shapes_of
 
 SPEEDS = Speeds("mine", 100.0, Cases.exact(10.0), "", {(8, 4, 2): 50.0}, {8: (20.0, 10.0)}, host_s=0.0)
@@ -152,8 +152,8 @@ def test_attention_goes_by_the_pairs_that_a_query_of_its_own_tower_sees():
     asked = []
 
     class Noted(Speeds):
-        def attention_s(self, forward, backward, pairs_per_query):
-            if forward + backward:
+        def attention_s(self, forward, backward, pairs_per_query, head_size):
+            if forward + backward and head_size == HEAD_SIZE:  # as these rows say nothing of heads
                 asked.append((forward, pairs_per_query))
             return Cases.exact(0.0)
 

@@ -133,7 +133,7 @@ def _of_weights(
 
 
 @dataclass(frozen=True, slots=True)
-class _Attention:
+class Attention:
     """Heads of one attention, and who computes it.
 
     Attributes:
@@ -171,7 +171,7 @@ class _Attention:
 
 
 @remembered
-def _attentions(cost_model: CostModel, saved: SavedActivations, compute_bytes: int) -> list[_Attention]:
+def attentions(cost_model: CostModel, saved: SavedActivations, compute_bytes: int) -> list[Attention]:
     """Read heads off the rows: a module's linear ones before its attention make queries, keys and values.
 
     What attention saves is its output and, in float32, one number for each query and head.
@@ -202,7 +202,7 @@ def _attentions(cost_model: CostModel, saved: SavedActivations, compute_bytes: i
             key_heads = max(1, before[-2][1] * heads // queries)
         # what attention keeps is of all its tokens, where a projection may be of some
         attentions.append(
-            _Attention(row.block, next(iter(saved_rows)), heads, key_heads, queries // heads, output // heads)
+            Attention(row.block, next(iter(saved_rows)), heads, key_heads, queries // heads, output // heads)
         )
     return attentions
 
@@ -227,7 +227,7 @@ def _of_activations(
 
     # shared packs (Ulysses): tokens for heads before attention, heads for tokens behind it
     if sharing.sequence > 1:
-        for attention in _attentions(cost_model, saved, state.compute_bytes):
+        for attention in attentions(cost_model, saved, state.compute_bytes):
             unit = cost_model.merge_group if attention.driver.startswith("patches") else 1
             sent = attention.sent(pack, sharing.sequence, unit)
             yield from through(attention.block, sent["tokens for heads"], sent["gradients of heads"], sharing.sequence)
