@@ -24,6 +24,7 @@ from headway.count.activations import SavedActivations, bytes_of
 from headway.count.rows import hidden_matrices
 from headway.count.units import chosen_blocks, head_features, head_parameter, is_tied, remembered
 from headway.count.updating import UpdateOf, updating_of
+from headway.predict.attentions import attentions
 from headway.predict.moments import (
     BFLOAT16,
     FLOAT32,
@@ -80,7 +81,11 @@ class State:
     accumulates: bool = False  # whether a step sums several packs
     recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
     fused: bool = False  # whether blocks are compiled or run on fused kernels
+    in_place: bool = False  # whether gradients of a gated product take the places of what it read
     chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
+    # tokens and patches of the largest pack if its segments were all as long as the longest, where attention keeps its
+    # sums so; None where it keeps them for the tokens that there are
+    padded: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +238,12 @@ def _ends_of(
 ) -> Ends:
     """List what stands around the blocks in backward; of the new gradients, `of_blocks` come in the blocks."""
     head_gradient = _shared(head.weight, sharing)
+    rows = saved.blocks[""].plain
+    # of several processes it stayed until the end of backward, on pretended ones
+    last_norm = {driver: size for driver, size in rows.items() if driver == "tokens" and not sharing.gathers}
     return Ends(
-        outside=-(-bytes_of(saved.blocks[""].plain, pack) // sharing.sequence),
+        outside=-(-bytes_of(rows, pack) // sharing.sequence),
+        last_norm=bytes_of(last_norm, pack) // sharing.sequence,
         stream=head.stream,
         head=head_gradient if new_gradients else 0,
         other_gradients=max(0, new_gradients - of_blocks - head_gradient),
@@ -310,12 +319,16 @@ def _backward_blocks(
         chosen_blocks(state.recompute, cost_model, saved),
     )
     sizes = block_bytes(in_slices, saved, pack, fused=state.fused, sequence=sharing.sequence)
+    for name, added in _padding_of_sums(in_slices, saved, pack, state).items():
+        size = sizes[name]
+        sizes[name] = replace(size, saved=size.saved + added, attention=size.attention + added)
     gradients = trained_by_block(in_slices, saved)
     casts = cast_weights(in_slices, saved) if _casts(state, sharing) else Counter[str]()
     by_spread = values_of_spread(in_slices, saved, sharing.expert)
     # largest result of a block's products [values], whose gradient exists beside the one that it is made of;
     # a product's FLOPs are 2 for each result and input feature
     widest: Counter[str] = Counter()
+    gated: set[str] = set()  # blocks in which it is of a gated product
     towers: set[str] = set()
     amounts: dict[str, int] = {}
     for row in in_slices.rows:
@@ -326,7 +339,9 @@ def _backward_blocks(
                 if row.driver not in amounts:
                     amounts[row.driver] = drivers.parse(row.driver)(pack)
                 values = row.forward * amounts[row.driver] // (2 * min(row.features))
-                widest[row.block] = max(widest[row.block], values)
+                if values > widest[row.block]:
+                    widest[row.block] = values
+                    (gated.add if row.component.endswith(".mlp") else gated.discard)(row.block)
     order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model
     return [
         BackwardBlock(
@@ -335,13 +350,38 @@ def _backward_blocks(
             casts=state.compute_bytes * casts[name],
             is_recomputed=name in chosen,
             gradients=_shared(state.weight_bytes * gradients[name], sharing),
-            passing=2 * state.compute_bytes * widest[name] // sharing.sequence,
+            passing=(1 if state.in_place and name in gated else 2)
+            * state.compute_bytes
+            * widest[name]
+            // sharing.sequence,
             unit=units.get(name, NO_UNIT),
             spread=units.get(f"{name}{SPREAD}", NO_UNIT),
             by_spread=state.compute_bytes * pack.slots * by_spread[name] // sharing.sequence,
         )
         for name in order
     ]
+
+
+PADDED_SUMS = 2
+"""Numbers in float32 that cuDNN's attention keeps for each head and each place of a segment as long as the longest.
+
+Source: of 28 layers that keep attention, in a pack of 72 segments of up to 12,968 tokens, it held 5,599,122,432 bytes
+more than FlashAttention-2 on a H200, which keeps one for each token; two make 5,599,240,192
+(benchmarks/results/engine_gpu_nvidia-h200_202611.json).
+"""
+
+
+def _padding_of_sums(cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State) -> dict[str, int]:
+    """Bytes by block that attention's sums take beyond one for each head and token."""
+    if state.padded is None:
+        return {}
+    tokens, patches = state.padded
+    added: dict[str, int] = {}
+    for attention in attentions(cost_model, saved, state.compute_bytes):
+        there = drivers.parse(attention.driver)(pack)
+        padded = max(there, patches if attention.driver.startswith("patch") else tokens)
+        added[attention.block] = FLOAT32 * attention.heads * (PADDED_SUMS * padded - there)
+    return added
 
 
 @remembered

@@ -19,9 +19,9 @@ from headway.count.flop_count import FlopRow
 from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
 from headway.count.units import chosen_blocks, head_features, remembered
+from headway.predict.attentions import attentions
 from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges, exposed_s
-from headway.predict.exchanges import attentions
 from headway.predict.memory import State, num_moments
 from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.slices import muon_matrices
