@@ -92,12 +92,12 @@ class AttentionKernel:
         return forward, filled * (1 + self.backward_keys / keys) / self.backward_rate
 
 
-# Fitted to rates of one layer alone on a H200; fitted to every other shape, they are within 7 % in the median of the
-# rest (backward of FlashAttention-2: 5 and 14 %). Not of cuDNN: windows of 64, which leave half of its tiles empty, and
-# segments of 585 tokens, where the host took longer than the device.
+# Fitted to rates of one layer alone on a H200. Fitted to every other shape, the rest is within 4 and 7 % in the median
+# (FlashAttention-2 forward), 14 and 6 % (backward), 8 and 12 % (cuDNN forward), 4 and 13 % (backward). Not of cuDNN:
+# windows of 64, which leave half of its tiles empty, and segments of 585 tokens, where the host took longer.
 # Source: benchmarks/results/attention_gpu_nvidia-h200_202611.json.
 FLASH_2 = AttentionKernel(forward_keys=370, backward_keys=500, forward_rate=1.26, head_multiple=32)
-CUDNN = AttentionKernel(forward_keys=170, backward_keys=750, forward_rate=1.23, head_multiple=128)
+CUDNN = AttentionKernel(forward_keys=280, backward_keys=600, forward_rate=1.27, head_multiple=128)
 # FlashAttention-1 has a share that was fitted to long segments alone; 3 has the tiles of cuDNN's kernel, 128 queries
 # or more, and heads of 64, 128 and 256.
 ATTENTION_KERNELS = {"fa1": FLASH_2, "fa2": FLASH_2, "fa3": replace(CUDNN, head_multiple=64), "cudnn": CUDNN}
