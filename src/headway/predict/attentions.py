@@ -81,3 +81,33 @@ def attentions(cost_model: CostModel, saved: SavedActivations, compute_bytes: in
             Attention(row.block, next(iter(saved_rows)), heads, key_heads, queries // heads, output // heads)
         )
     return attentions
+
+
+PADDED_SUMS = 2
+"""Numbers in float32 that cuDNN's attention keeps for each head and each place of a segment as long as the longest.
+
+Source: of 28 layers that keep attention, in a pack of 72 segments of up to 12,968 tokens, it held 5,599,122,432 bytes
+more than FlashAttention-2 on a H200, which keeps one for each token; two make 5,599,240,192
+(benchmarks/results/engine_gpu_nvidia-h200_202611.json).
+"""
+
+
+def padding_of_sums(
+    cost_model: CostModel, saved: SavedActivations, pack: Workload, padded: tuple[int, int], compute_bytes: int
+) -> dict[str, int]:
+    """Count bytes that attention's sums take beyond one for each head and token, by block.
+
+    Args:
+        cost_model: of the model.
+        saved: names its blocks.
+        pack: the largest micro-batch.
+        padded: its tokens and patches if its segments were all as long as the longest.
+        compute_bytes: bytes of a number of activations.
+    """
+    tokens, patches = padded
+    added: dict[str, int] = {}
+    for attention in attentions(cost_model, saved, compute_bytes):
+        there = drivers.parse(attention.driver)(pack)
+        places = max(there, patches if attention.driver.startswith("patch") else tokens)
+        added[attention.block] = FLOAT32 * attention.heads * (PADDED_SUMS * places - there)
+    return added

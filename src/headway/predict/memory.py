@@ -24,7 +24,7 @@ from headway.count.activations import SavedActivations, bytes_of
 from headway.count.rows import hidden_matrices
 from headway.count.units import chosen_blocks, head_features, head_parameter, is_tied, remembered
 from headway.count.updating import UpdateOf, updating_of
-from headway.predict.attentions import attentions
+from headway.predict.attentions import padding_of_sums
 from headway.predict.moments import (
     BFLOAT16,
     FLOAT32,
@@ -83,8 +83,7 @@ class State:
     fused: bool = False  # whether blocks are compiled or run on fused kernels
     in_place: bool = False  # whether gradients of a gated product take the places of what it read
     chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
-    # tokens and patches of the largest pack if its segments were all as long as the longest, where attention keeps its
-    # sums so; None where it keeps them for the tokens that there are
+    # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not
     padded: tuple[int, int] | None = None
 
 
@@ -314,14 +313,13 @@ def _backward_blocks(
         sharing: of the model among processes.
     """
     # everything that a block has a share of, by its name
-    units, chosen = (
-        _units(cost_model, in_slices, saved, state, sharing),
-        chosen_blocks(state.recompute, cost_model, saved),
-    )
+    units = _units(cost_model, in_slices, saved, state, sharing)
+    chosen = chosen_blocks(state.recompute, cost_model, saved)
     sizes = block_bytes(in_slices, saved, pack, fused=state.fused, sequence=sharing.sequence)
-    for name, added in _padding_of_sums(in_slices, saved, pack, state).items():
-        size = sizes[name]
-        sizes[name] = replace(size, saved=size.saved + added, attention=size.attention + added)
+    padding = padding_of_sums(in_slices, saved, pack, state.padded, state.compute_bytes) if state.padded else {}
+    for name, added in padding.items():  # each process of a sequence group has its heads
+        size, own = sizes[name], added // sharing.sequence
+        sizes[name] = replace(size, saved=size.saved + own, attention=size.attention + own)
     gradients = trained_by_block(in_slices, saved)
     casts = cast_weights(in_slices, saved) if _casts(state, sharing) else Counter[str]()
     by_spread = values_of_spread(in_slices, saved, sharing.expert)
@@ -350,38 +348,13 @@ def _backward_blocks(
             casts=state.compute_bytes * casts[name],
             is_recomputed=name in chosen,
             gradients=_shared(state.weight_bytes * gradients[name], sharing),
-            passing=(1 if state.in_place and name in gated else 2)
-            * state.compute_bytes
-            * widest[name]
-            // sharing.sequence,
+            passing=(2 - (state.in_place and name in gated)) * state.compute_bytes * widest[name] // sharing.sequence,
             unit=units.get(name, NO_UNIT),
             spread=units.get(f"{name}{SPREAD}", NO_UNIT),
             by_spread=state.compute_bytes * pack.slots * by_spread[name] // sharing.sequence,
         )
         for name in order
     ]
-
-
-PADDED_SUMS = 2
-"""Numbers in float32 that cuDNN's attention keeps for each head and each place of a segment as long as the longest.
-
-Source: of 28 layers that keep attention, in a pack of 72 segments of up to 12,968 tokens, it held 5,599,122,432 bytes
-more than FlashAttention-2 on a H200, which keeps one for each token; two make 5,599,240,192
-(benchmarks/results/engine_gpu_nvidia-h200_202611.json).
-"""
-
-
-def _padding_of_sums(cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State) -> dict[str, int]:
-    """Bytes by block that attention's sums take beyond one for each head and token."""
-    if state.padded is None:
-        return {}
-    tokens, patches = state.padded
-    added: dict[str, int] = {}
-    for attention in attentions(cost_model, saved, state.compute_bytes):
-        there = drivers.parse(attention.driver)(pack)
-        padded = max(there, patches if attention.driver.startswith("patch") else tokens)
-        added[attention.block] = FLOAT32 * attention.heads * (PADDED_SUMS * padded - there)
-    return added
 
 
 @remembered
@@ -475,12 +448,8 @@ class _Head:
         hidden = compute * slots * width
         copied = hidden if casts else 0  # the norm before gives float32
         working = hidden + copied + FLOAT32 * numel + min(state.chunk, slots) * vocabulary * logit
-        ends = (
-            hidden
-            + copied
-            + (stream if casts else 0)
-            + numel * (FLOAT32 + (weight_bytes if weight_bytes < FLOAT32 else 0))
-        )
+        ends = hidden + copied + (stream if casts else 0)
+        ends += numel * (FLOAT32 + (weight_bytes if weight_bytes < FLOAT32 else 0))
         return _Head(max(working, ends), 0, weight, weight_bytes * tied, stream)
 
 
