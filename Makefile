@@ -7,6 +7,7 @@
 # make test-browser  set up, then the tests that open pages in headless Chromium (two minutes)
 # make docs   set up .venv-docs, then build the documentation in site/; a broken link or an undocumented name fails (a minute)
 # make sweep  trace every language architecture of the installed transformers, write docs/architectures.md (ten minutes)
+# make gpu-report  set up, then show the records of benchmarks/results and of FROM=FOLDER, if given, in build/gpu-report.html
 # make format rewrite the sources as ruff formats them
 #
 # The set-up makes .venv once and again when pyproject.toml or constraints.txt change. PYTHON=... picks the interpreter.
@@ -17,7 +18,7 @@ SETUP := .venv/.headway-set-up
 SOURCES := src tests tools benchmarks examples
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') # processes of tests wait for each other
 
-.PHONY: demo check test test-all test-long test-oldest test-browser docs sweep format lint types fast-tests
+.PHONY: demo check test test-all test-long test-oldest test-browser docs sweep gpu-report format lint types fast-tests
 
 demo: $(SETUP)
 	rm -rf runs/digits # a run folder is never written over, and this is the demo's own
@@ -101,6 +102,9 @@ test-browser: $(SETUP) $(DOCS)/.set-up
 
 sweep: $(SETUP)
 	$(BIN)/python -m tools.sweep docs/architectures.md
+
+gpu-report: $(SETUP)
+	$(BIN)/python benchmarks/gpu_report.py $(FROM) benchmarks/results -o build/gpu-report.html
 
 format: $(SETUP)
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -1,4 +1,4 @@
-"""Kernels of attention over packs on one CUDA device: PyTorch's FlashAttention-2 and those that its switch takes.
+"""Kernels of attention over packs on one CUDA device: PyTorch's FlashAttention-2 and faster ones.
 
     .venv/bin/python benchmarks/attention_gpu.py            # under a minute on an H200
 
@@ -23,7 +23,7 @@ import torch
 
 from engine_setups import SETUPS
 from headway.errors import HeadwayError
-from headway.models.attention.cuda_kernel import SWITCHED, choose_kernel, cuda_kernel
+from headway.models.attention.cuda_kernel import FASTER, choose_kernel, cuda_kernel
 from headway.models.attention.segments import segment_attention
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
@@ -42,6 +42,7 @@ class Shape:
         size: of a head.
         causal: whether a query sees only what is before it.
         window: keys that a query sees at most, itself included; None for all.
+        layers: of the recipe's model that attend so; 0 for a shape that no recipe has.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Shape:
     size: int
     causal: bool = True
     window: int | None = None
+    layers: int = 0
 
     @property
     def flops(self) -> float:
@@ -78,7 +80,7 @@ def main() -> None:
     paths = result_paths(options.out, record)
     shapes = recipe_shapes()
     record["shapes"] = [{**vars(shape), "flops": shape.flops, "kernels": {}} for shape in shapes]
-    for kernel in ("torch", *SWITCHED):
+    for kernel in ("torch", *FASTER):
         try:
             (record["kernels"][kernel],) = choose_kernel(kernel, device)
         except HeadwayError as error:
@@ -104,7 +106,8 @@ def recipe_shapes() -> list[Shape]:
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         heads = text.num_attention_heads, text.num_key_value_heads, size
         lengths = tuple(batch.cu_seqlens_N.diff().tolist())
-        found.append(Shape(f"{setup.name}, language", lengths, *heads))
+        layers = setup.layers(is_small=False)
+        found.append(Shape(f"{setup.name}, language", lengths, *heads, layers=layers))
         if setup.name == "text":
             found.append(Shape("text, in one segment", (sum(lengths),), *heads))
             found.append(Shape("text, window of 1,024", lengths, *heads, window=1024))
@@ -113,7 +116,33 @@ def recipe_shapes() -> list[Shape]:
             for boundaries_N in (tensor for key, tensor in batch.vision.items() if key.endswith(f"_{name}")):
                 head = vision.num_heads, vision.num_heads, vision.hidden_size // vision.num_heads
                 patches = tuple(boundaries_N.diff().tolist())
-                found.append(Shape(f"{setup.name}, {what}", patches, *head, causal=False))
+                layers = _tower_layers(vision, in_windows=name == "cu_window_seqlens")
+                found.append(Shape(f"{setup.name}, {what}", patches, *head, causal=False, layers=layers))
+    return found
+
+
+def _tower_layers(vision: Any, *, in_windows: bool) -> int:
+    """Layers of a vision tower that attend within windows, or to whole pictures."""
+    whole = len(getattr(vision, "fullatt_block_indexes", range(vision.depth)))
+    return int(vision.depth - whole if in_windows else whole)
+
+
+def fastest_kernels(shapes: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The kernel whose attention takes the layers of each recipe the least time, forward and backward.
+
+    Args:
+        shapes: rows of a record; of a kernel that does not take one of a recipe's shapes, no time is known.
+    """
+    found = {}
+    for setup in SETUPS:
+        rows = [row for row in shapes if row["name"].startswith(f"{setup}, ") and row.get("layers")]
+        seconds = {}
+        for kernel in rows[0]["kernels"] if rows else ():
+            times = [row["kernels"].get(kernel, {}).get("both_s") for row in rows]
+            if None not in times:
+                seconds[kernel] = sum(row["layers"] * time_s for row, time_s in zip(rows, times, strict=True))
+        if seconds:
+            found[setup] = min(seconds, key=lambda kernel: seconds[kernel])
     return found
 
 
@@ -211,6 +240,7 @@ def render(record: dict[str, Any]) -> str:
             about += [f"{shape['heads']}/{shape['kv_heads']} x {shape['size']}", kernel]
             rows.append([*about, *_numbers(found)])
     notes = [f"* {name}: {note}" for name, note in record["kernels"].items()]
+    notes += [f"* fastest for {setup}: {kernel}" for setup, kernel in fastest_kernels(record["shapes"]).items()]
     title = ["# Attention over packs on CUDA", "", "Rates in TFLOP/s of the work that masks leave.", ""]
     table: Sequence[str] = [markdown_table(headings, rows), "", *notes, "", describe_environment(record), ""]
     return "\n".join([*title, *table])

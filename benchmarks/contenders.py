@@ -1,24 +1,21 @@
-"""The sides of the throughput benchmark: Headway's packed step, transformers.Trainer three ways, and TRL's packing.
+"""Sides of the throughput benchmark: Headway's packed step alone, transformers.Trainer three ways, and TRL's packing.
 
-All get the same encoded samples from memory, the same initial weights, AdamW (fused) with the same settings, the same
-clipping and, but for TRL, whose packs are as long as a step's samples on average, the same number of samples per
-optimizer step. With the Trainer's sequential order even the batches are the same, so the losses are the same.
+`headway_run.py` has `headway train`. All here get the same encoded samples from memory, the same initial weights, AdamW
+(fused) with the same settings, the same clipping and, but for TRL, whose packs are as long as a step's samples on
+average, the same number of samples per optimizer step. With the Trainer's sequential order even the batches are the
+same, so the losses are the same.
 """
 
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import (
     DataCollatorWithFlattening,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -36,7 +33,8 @@ from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.head import model_with_loss
 from headway.models.kernels import use_kernels
 from headway.models.vision import vision_geometry
-from mixes import Mix
+from mixes import Mix, tokenizer
+from step_clock import Clock
 
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.95), 1e-8, 0.1, 1.0
 IGNORED = -100
@@ -74,26 +72,10 @@ class Timing:
     slots: int
 
 
-class Clock:
-    """Times the end of each step; on CUDA only after the device is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.ends_s: list[float] = []
-        self.cpu_ends_s: list[float] = []
-
-    def step_ended(self) -> None:
-        """Note the time; both sides call it after each optimizer step."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self.ends_s.append(time.perf_counter())
-        self.cpu_ends_s.append(time.process_time())
-
-    def timing(self, work: Sequence[Workload], slots: Sequence[int], warmup: int) -> Timing:
-        """Sum up what happened after the warm-up, from the work and the computed positions of each step."""
-        counted = slice(warmup, len(self.ends_s))
-        wall_s, cpu_s = (ends[-1] - ends[warmup - 1] for ends in (self.ends_s, self.cpu_ends_s))
-        return Timing(wall_s, cpu_s, Workload.total(work[counted]), sum(slots[counted]))
+def timing(clock: Clock, work: Sequence[Workload], slots: Sequence[int], warmup: int) -> Timing:
+    """Sum up what happened after the warm-up, from the work and the computed positions of each step."""
+    counted = slice(warmup, len(clock.ends_s))
+    return Timing(*clock.spent_s(warmup), Workload.total(work[counted]), sum(slots[counted]))
 
 
 def build_model(mix: Mix, attention: str, device: torch.device) -> PreTrainedModel:
@@ -127,7 +109,7 @@ def run_headway(mix: Mix, shape: Shape, device: torch.device, *, compiled: bool 
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         clock.step_ended()
-    return clock.timing(work, [load.slots for load in work], shape.warmup)
+    return timing(clock, work, [load.slots for load in work], shape.warmup)
 
 
 def run_trainer(
@@ -169,7 +151,7 @@ def run_trainer(
         )
         trainer.remove_callback(PrinterCallback)  # its final metrics would stand between our lines
         trainer.train()
-    return clock.timing([Collator()(samples).workload for samples in trained], slots, shape.warmup)
+    return timing(clock, [Collator()(samples).workload for samples in trained], slots, shape.warmup)
 
 
 def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
@@ -193,7 +175,7 @@ def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
             model=build_model(mix, "sdpa", device),
             args=arguments,
             train_dataset=Dataset.from_list(rows),
-            processing_class=_tokenizer(),
+            processing_class=tokenizer(mix.config.vocab_size),
             callbacks=[_Stamp(clock)],
         )
         trainer.remove_callback(PrinterCallback)
@@ -207,7 +189,7 @@ def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
 
         trainer.data_collator = counted
         trainer.train()
-    return clock.timing(work, slots, shape.warmup)
+    return timing(clock, work, slots, shape.warmup)
 
 
 def _arguments(folder: str, shape: Shape, device: torch.device) -> dict[str, Any]:
@@ -232,14 +214,6 @@ def _arguments(folder: str, shape: Shape, device: torch.device) -> dict[str, Any
         "report_to": [],
         "disable_tqdm": True,
     }
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer that TRL asks for; the samples are tokens already."""
-    words = {"<pad>": 0, "<eos>": 1}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
-    )
 
 
 class _Stamp(TrainerCallback):

@@ -34,6 +34,7 @@ from headway.meter import Meter, Window
 from headway.meter.profile import ProfiledSteps, profile
 from headway.models import load_model
 from headway.models.parallel import clip_
+from headway.models.parallel.ranks import Ranks
 from headway.models.precision import choose_device, choose_precision
 from headway.optim import learning_rate, make_optimizer, set_learning_rate
 from headway.tracing import trace
@@ -44,6 +45,7 @@ OTHERS = ("lmms-engine", "torchtitan", "torchtitan-2025-12-vlm")  # what these w
 STEADY = 0.03  # change of the rate from one warm-up step to the next below which warm-up ends
 TELL_EVERY_S = 5.0  # between two tellings of what is known so far
 PROFILED = 1  # steps in a case's profile
+PROFILE_STEPS = PROFILED + 3  # that it takes the time of: the first is not in it, and the file is written
 SPARE_S = 3.0  # kept of a case's time for what comes after its last step
 
 Tell = Callable[[dict[str, Any]], None]
@@ -158,7 +160,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         torch.manual_seed(config.run.seed)
         trained = build_trained(config, None, None, precision, device)
     model, cost_model = trained.model.train(), trained.cost_model
-    optimizer = make_optimizer(model, config.optim, cost_model)
+    optimizer = make_optimizer(model, config.optim, cost_model, Ranks(0, 1))
     parameters = [p for p in model.parameters() if p.requires_grad]
     batches = [batch.to(device) for batch in batches]
     predicted = predicted_memory(setup, config, cost_model, layers, largest, is_small=is_small)
@@ -170,7 +172,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
             "parameters": cost_model.params.total,
             "dtype": precision.name,
             "recompute": trained.recompute,
-            "notes": list(trained.notes),
+            "notes": [*trained.notes, *optimizer.notes],
             "set_up_s": time.monotonic() - began_s,
             **memory.record(),
         }
@@ -189,10 +191,11 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
     sizes = architecture(model_config.to_dict(), setup.model, cost_model)
     progress = Progress(case, deadline_s, tell, sizes, memory.record)
     peak = peak_for(device, precision.peak_dtype)
+    ceiling = matmul_ceiling(device, dtype_name(device)).peak()  # `describe_machine` measured it: a profile holds it
     loop(
         progress,
         cost_model,
-        partial(Meter, cost_model, peak=peak, recompute=trained.recompute),
+        partial(Meter, cost_model, peak=peak, ceiling=ceiling, recompute=trained.recompute),
         [(batch, batch.workload) for batch in batches],
         step,
         OneAhead(device),
@@ -201,7 +204,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         profiling=conditions.profiles
         and partial(
             profile,
-            folder=conditions.profiles / re.sub(r"[^a-z0-9]+", "-", case.name),
+            folder=conditions.profiles / folder_name(case.name),
             steps=range(2, 2 + PROFILED),
             model=model,
         ),
@@ -268,14 +271,19 @@ def loop(
         if len(rates) >= max(2, len(packs)) and abs(rates[-1] / rates[-2] - 1) < STEADY:
             break
     progress.recompiled(guards(), counted=False)
-    steps = affordable_steps(progress.left_s, step_s, progress.case.steps)
+    # a profile takes the time of a few steps, which are set aside as long as one step is left to be counted
+    profile_s = 0.0 if profiling is None else PROFILE_STEPS * step_s
+    steps = affordable_steps(progress.left_s - profile_s, step_s, progress.case.steps)
+    if not steps:
+        profiling, profile_s = None, 0.0
+        steps = affordable_steps(progress.left_s, step_s, 1)
     if not steps:
         raise OutOfTimeError(f"after {len(rates)} warm-up steps, the last of {step_s:.2f} s, there is no time for more")
     gc.collect()
     meter = new_meter(log_every=1, on_window=progress.add)  # it leaves out a step before which something compiled
     meter.start()
     for number in range(len(rates) + 1, len(rates) + 1 + steps):
-        if progress.workloads and progress.left_s < step_s:
+        if progress.workloads and progress.left_s < step_s + profile_s:
             break
         pack, workload = next(cycle)
         loss = step(number, pack)
@@ -288,7 +296,7 @@ def loop(
     queue.wait()
     meter.close()
     progress.tell_all(is_over=True)
-    if profiling is not None and progress.left_s > (PROFILED + 3) * step_s:
+    if profiling is not None:
         try:
             profile_steps(new_meter(), profiling, *packs[0], step, queue)
         except Exception as error:  # noqa: BLE001 - the case has its numbers; what only looks at it costs none
@@ -312,6 +320,15 @@ def profile_steps(
             meter.step()
         queue.wait()
     meter.close()
+
+
+def folder_name(case: str) -> str:
+    """Name of the folder of a case's profile.
+
+    >>> folder_name("text, liger, compiled")
+    'text-liger-compiled'
+    """
+    return re.sub(r"[^a-z0-9]+", "-", case)
 
 
 def affordable_steps(left_s: float, step_s: float, most: int) -> int:

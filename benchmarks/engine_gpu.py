@@ -1,13 +1,13 @@
 """The engine on one device: text, image, video and question recipes at full width, and mfu-tracker's GPT-2 table.
 
-    .venv/bin/python benchmarks/engine_gpu.py                                  # three quarters of an hour on one H200
-    .venv/bin/python benchmarks/engine_gpu.py --only text image --budget-s 540  # what fits nine minutes
+    .venv/bin/python benchmarks/engine_gpu.py                                  # half an hour on one H200
+    .venv/bin/python benchmarks/engine_gpu.py --only text --steps 4 --packs 2 --warmup 2 --profiles out      # 100 s
     .venv/bin/python benchmarks/engine_gpu.py --scale small                    # the same code, small, on a CPU as well
 
 Each case is measured in a process of its own, so that an error, or memory that one case leaves behind, stays with it;
 an error becomes the case's row. Record and table are written after every few steps. A call that finds a record in
---out goes on with it: what is done stays, what failed or found no time is measured again. --budget-s shares the time
-out among the cases that are left; each chooses its number of steps by its first ones.
+--out goes on with it: what is done stays, what failed or found no time is measured again, and is why a call ends with
+1. --budget-s shares the time out among the cases that are left; each chooses its number of steps by its first ones.
 
 As many language layers run as the memory plan fits into the device; the record says how many. Widths, vocabulary,
 vision towers, packing lengths and settings are the recipes'. benchmarks/README.md says what a machine without network
@@ -81,12 +81,17 @@ def main() -> None:
         print(json.dumps({**row, "memory": None}), flush=True)
     save(paths, record)
     print(render(record))
+    if not all(is_done(record, case.name) for case in cases):
+        sys.exit("not all cases ran to their end; call again with the same --out to measure the others")
 
 
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="some of the cases; all if not given")
+    parser.add_argument(
+        "--recipes", nargs="+", choices=SETUPS, default=SETUPS, help="of the smoke cases, those of these"
+    )
     parser.add_argument("--steps", type=int, default=30, help="most counted steps of a case")
     parser.add_argument("--warmup", type=int, default=8, help="most steps before them")
     parser.add_argument("--packs", type=int, default=3, help="packs that are drawn once and taken in turn")
@@ -97,7 +102,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--variants", action="store_true", help="with either kernels, compiled and not")
     parser.add_argument("--recompute", help="as speed.recompute; the recipe's own if not given")
     parser.add_argument("--attention", help="as speed.attention; the recipe's own if not given")
-    parser.add_argument("--profiles", type=Path, help="folder of a profile of two steps of each engine case")
+    parser.add_argument("--profiles", type=Path, help="folder of a profile of a step of each engine case")
     parser.add_argument("--again", action="store_true", help="measure what is done already once more")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
     parser.add_argument("--render", type=Path, help="only render this JSON record again")
@@ -119,7 +124,7 @@ def cases_of(options: argparse.Namespace, *, on_cuda: bool) -> list[Case]:
     found = []
     for group in (group for group in GROUPS if group in options.only):
         if group == "smoke":
-            found += [Case(f"smoke {name}", name, *usual, layers=2, steps=2) for name in SETUPS]
+            found += [Case(f"smoke {name}", name, *usual, layers=2, steps=2) for name in options.recipes]
         elif group == "gpt2":
             loops = [("eager", False), ("sdpa", False)] + ([] if options.eager else [("sdpa", True)])
             found += [

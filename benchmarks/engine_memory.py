@@ -69,11 +69,11 @@ def predicted_memory(
     if is_small:
         saved = saved_of_config(setup.config(layers=layers, is_small=True), precision)
     else:
-        saved = _with_layers(shipped_activations(setup.model, precision), layers)
+        saved = with_layers(shipped_activations(setup.model, precision), layers)
     return dry_run(config, cost_model, {precision: saved}, devices=1, device=None).memory
 
 
-def _with_layers(saved: SavedActivations, layers: int) -> SavedActivations:
+def with_layers(saved: SavedActivations, layers: int) -> SavedActivations:
     """What a model with its first language layers alone saves."""
 
     def stays(name: str) -> bool:

@@ -1,5 +1,6 @@
 """The page of benchmarks/engine_gpu.py, rendered from its record."""
 
+import re
 from typing import Any
 
 from engine_case import OTHERS
@@ -7,6 +8,7 @@ from engine_setups import SETUPS
 from record import describe_environment, markdown_table
 
 Row = dict[str, Any]
+_ATTENTION = "Attention on CUDA: "  # begins the line of a run that says which kernel attends
 
 
 def render(record: dict[str, Any]) -> str:
@@ -20,13 +22,13 @@ def render(record: dict[str, Any]) -> str:
         parts += [_rates(measured, record["ceiling"]), "", "Memory of the same cases [GiB]:", "", _memory(measured), ""]
     if loops := [case for case in cases if case["setup"] == "gpt2" and "mfu" in case]:
         parts += ["GPT-2 in a plain loop with PyTorch's AdamW, rows of 1,024 tokens:", "", _gpt2(loops), ""]
-    if remarks := [remark for case in cases for remark in _remarks(case)]:
-        parts += ["Remarks:", "", *(f"* {remark}" for remark in remarks), ""]
+    if lines := [remark for case in cases for remark in remarks(case)]:
+        parts += ["Remarks:", "", *(f"* {remark}" for remark in lines), ""]
     return "\n".join([*parts, _explanation(record["ceiling"]), "", describe_environment(record), ""])
 
 
 def _rates(cases: list[Row], ceiling: dict[str, float]) -> str:
-    headings = ["", "layers", "kernels", "steps", "step [s]", "tokens/s", "MFU useful/1", "target", "HFU"]
+    headings = ["", "layers", "kernels", "attention", "steps", "step [s]", "tokens/s", "MFU useful/1", "target", "HFU"]
     headings += ["of the best matmul", "of the sustained", *(f"as {name}" for name in OTHERS)]
     rows = []
     for case in cases:
@@ -36,6 +38,7 @@ def _rates(cases: list[Row], ceiling: dict[str, float]) -> str:
                 f"{SETUPS[case['setup']].model}, {case['case'].partition(',')[0]}",
                 f"{case['layers']} of {case['of_layers']}",
                 f"{case['kernels']}, {'compiled' if case['compiled'] else 'eager'}",
+                attention_kernel(case),
                 str(case["steps"]),
                 f"{case['step_s']:.3f} ({case['step_s_range'][0]:.3f} to {case['step_s_range'][1]:.3f})",
                 f"{case['tokens_per_s']:,.0f}",
@@ -48,6 +51,22 @@ def _rates(cases: list[Row], ceiling: dict[str, float]) -> str:
             ]
         )
     return markdown_table(headings, rows)
+
+
+def attention_kernel(case: Row) -> str:
+    """The kernel of attention that ran, as the run's own notes have it.
+
+    >>> attention_kernel({"notes": ["Attention on CUDA: PyTorch's variable-length FlashAttention-2; others are not"]})
+    'FlashAttention-2'
+    >>> attention_kernel({"notes": ["Attention on CUDA: cuDNN's ragged attention (cudnn)"]})
+    "cuDNN's ragged attention"
+    >>> attention_kernel({"notes": []})
+    'by segment'
+    """
+    notes = [note.removeprefix(_ATTENTION) for note in case["notes"] if note.startswith(_ATTENTION)]
+    if not notes:
+        return "by segment"  # as on a CPU
+    return re.split(r";| \(| behind ", notes[0])[0].removeprefix("PyTorch's variable-length ")
 
 
 def _memory(cases: list[Row]) -> str:
@@ -85,7 +104,7 @@ def _gpt2(cases: list[Row]) -> str:
     return markdown_table(["", "steps", "step [ms]", "tokens/s", "MFU useful/1"], rows)
 
 
-def _remarks(case: Row) -> list[str]:
+def remarks(case: Row) -> list[str]:
     """What a reader of a case's numbers must know besides."""
     found = []
     if case["status"] == "running":

@@ -7,7 +7,6 @@ into tiles makes of one image more tiles than of another.
 
 import json
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import transformers
 from PIL import Image
 
 from headway.packing.lengths import MIXES
-from mixes import IMAGES_SCALE, MIX_MAX, Mix, encoded
+from mixes import IMAGES_SCALE, MIX_MAX, Mix, MixFiles, encoded, place
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # whose helpers write small model folders
 
@@ -80,27 +79,27 @@ def internvl() -> tuple[Any, str]:
 FAMILY_MIXES = {"gemma3": gemma3, "internvl": internvl}
 
 
-def family_mix(name: str, num_samples: int, seed: int = 0) -> Mix:
+def family_mix(name: str, num_samples: int, seed: int = 0, folder: Path | None = None) -> Mix:
     """Chats about photographs for a family, and its small model.
 
     Args:
         name: one of `FAMILY_MIXES`.
         num_samples: how many [samples].
         seed: of everything random.
+        folder: where its files stay; None for none.
     """
     from helpers.folders import write_vlm
 
     family, taken = FAMILY_MIXES[name]()
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        config, samples, facts = encoded(
-            write_vlm(folder / "model", family), write_chats(folder, num_samples, np.random.default_rng(seed))
-        )
+    with place(folder) as here:
+        path = write_chats(here, num_samples, np.random.default_rng(seed))
+        config, samples, facts = encoded(write_vlm(here / "model", family), path)
     description = (
         f"the number of pictures, their area and the text of the images mix, lengths divided by {IMAGES_SCALE}; "
         f"pictures 1:1, 4:3, 3:4, 16:9 and 9:16; {taken}; {num_samples} samples at hand: {facts}"
     )
-    return Mix(name, description, config, samples)
+    files = None if folder is None else MixFiles(folder / "model", path)
+    return Mix(name, description, config, samples, files)
 
 
 def write_chats(folder: Path, num_samples: int, rng: np.random.Generator) -> Path:

@@ -1,13 +1,21 @@
-"""The data and models that the throughput benchmark compares on, encoded once and handed to both sides."""
+"""The data and models that the throughput benchmark compares on, encoded once for all that read them from memory.
 
+`headway train` reads the same samples from files, where a mix is made in a folder.
+"""
+
+import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedConfig, Qwen3Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from headway.data import EncodedSample, Encoder, Origin, read_samples
 from headway.data.media.tensors import MediaTensors
@@ -24,14 +32,27 @@ MIX_MEDIAN, MIX_SIGMA, MIX_MAX = 128, 1.0, 2048  # tokens; the lognormal's media
 IMAGES_SCALE, IMAGES_DEPTH = 8, 9  # lengths and widths are divided by the one, layers by the other
 
 
+class MixFiles(NamedTuple):
+    """Files of a mix.
+
+    Attributes:
+        model: folder of the model's configuration and tokenizer or processor.
+        samples: the samples in their order, a line each.
+    """
+
+    model: Path
+    samples: Path
+
+
 @dataclass(frozen=True)
 class Mix:
-    """Samples and the model to train on them."""
+    """Samples and the model to train on them; `files` where the mix was made in a folder that stays."""
 
     name: str
     description: str
     config: PreTrainedConfig
     samples: list[EncodedSample]
+    files: MixFiles | None = None
 
     @property
     def is_text(self) -> bool:
@@ -39,7 +60,17 @@ class Mix:
         return all("images" not in sample.media and not sample.processed for sample in self.samples)
 
 
-def text_mix(num_samples: int, seed: int = 0) -> Mix:
+@contextmanager
+def place(folder: Path | None) -> Iterator[Path]:
+    """The folder, or one that is removed in the end."""
+    if folder is not None:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def text_mix(num_samples: int, seed: int = 0, folder: Path | None = None) -> Mix:
     """Long-tailed text: lognormal lengths, median 128 tokens, sigma 1.0, random tokens, every token supervised."""
     rng = np.random.default_rng(seed)
     config = Qwen3Config(
@@ -59,7 +90,22 @@ def text_mix(num_samples: int, seed: int = 0) -> Mix:
         f"lognormal lengths, median {MIX_MEDIAN} tokens, sigma {MIX_SIGMA}, clipped at {MIX_MAX}; "
         f"mean {lengths.mean():.0f}, longest {lengths.max()}; Qwen3, 4 layers, hidden 256, vocabulary 4096"
     )
-    return Mix("text mix", description, config, samples)
+    files = None
+    if folder is not None:
+        files = MixFiles(folder / "model", folder / "samples.jsonl")
+        config.save_pretrained(files.model)
+        tokenizer(config.vocab_size).save_pretrained(files.model)
+        lines = [json.dumps({"input_ids": sample.input_ids_S.tolist()}) + "\n" for sample in samples]
+        files.samples.write_text("".join(lines), encoding="utf-8")
+    return Mix("text mix", description, config, samples, files)
+
+
+def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer that readers of token ids ask for, with a word for each."""
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{token}": token for token in range(2, vocab_size)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
+    )
 
 
 def _text_sample(token_ids: Any, row: int) -> EncodedSample:
@@ -73,7 +119,7 @@ def _text_sample(token_ids: Any, row: int) -> EncodedSample:
     )
 
 
-def images_mix(num_samples: int, seed: int = 0) -> Mix:
+def images_mix(num_samples: int, seed: int = 0, folder: Path | None = None) -> Mix:
     """Long-tailed chats about images, and Qwen3-VL-8B, both an eighth as large as real ones.
 
     Attention's FLOPs are to those of projections as length is to width, so with both divided by the same number, text
@@ -81,15 +127,14 @@ def images_mix(num_samples: int, seed: int = 0) -> Mix:
     tower attention has less, and the mergers more, as a tower of three layers keeps all of them.
     """
     mix = MIXES["images"]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with place(folder) as here:
         source: Any = preset_config("qwen3-vl-8b")
         vision = source.vision_config
         area = (vision.patch_size * vision.spatial_merge_size) ** 2
-        write_small_model(folder / "model", source, vocabulary_texts(), max_pixels=MIX_MAX // 4 * area)
-        _divide(folder / "model", source)
+        write_small_model(here / "model", source, vocabulary_texts(), max_pixels=MIX_MAX // 4 * area)
+        _divide(here / "model", source)
         path = write_small_data(
-            folder / "data",
+            here / "data",
             mix,
             scale=1 / IMAGES_SCALE,
             num_samples=num_samples,
@@ -98,8 +143,10 @@ def images_mix(num_samples: int, seed: int = 0) -> Mix:
             merge_size=vision.spatial_merge_size,
             seed=seed,
         )
-        config, samples, facts = encoded(folder / "model", path)
-    return Mix("images", f"{mix.description}; lengths and widths divided by {IMAGES_SCALE}: {facts}", config, samples)
+        config, samples, facts = encoded(here / "model", path)
+    description = f"{mix.description}; lengths and widths divided by {IMAGES_SCALE}: {facts}"
+    files = None if folder is None else MixFiles(folder / "model", path)
+    return Mix("images", description, config, samples, files)
 
 
 def _divide(folder: Path, source: Any) -> None:
@@ -121,13 +168,13 @@ def _divide(folder: Path, source: Any) -> None:
     small.save_pretrained(folder)
 
 
-def digits_mix(num_samples: int) -> Mix:
+def digits_mix(num_samples: int, folder: Path | None = None) -> Mix:
     """The demonstration's data and model: 1 to 4 handwritten digits per sample, each an image of varied size."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        data = write_digits(folder / "data", num_train=num_samples, num_eval=1)
-        config, samples, facts = encoded(write_reader(folder / "model"), data.train)
-    return Mix("digits", f"1 to 4 digits per sample: {facts}", config, samples)
+    with place(folder) as here:
+        path = write_digits(here / "data", num_train=num_samples, num_eval=1).train
+        config, samples, facts = encoded(write_reader(here / "model"), path)
+    files = None if folder is None else MixFiles(folder / "model", path)
+    return Mix("digits", f"1 to 4 digits per sample: {facts}", config, samples, files)
 
 
 def encoded(folder: Path, path: Path) -> tuple[PreTrainedConfig, list[EncodedSample], str]:

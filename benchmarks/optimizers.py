@@ -6,6 +6,7 @@ Writes benchmarks/results/optimizers_<hardware>_<yyyymm>.json and the .md table 
 """
 
 import argparse
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.config.optim import MuonConfig
+from headway.models.parallel.ranks import Ranks
 from headway.optim import Optimizer
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
@@ -29,11 +31,21 @@ CASES = (
     ("muon", torch.bfloat16, None),
     ("muon", torch.float32, "8bit"),
 )
-CPU_LAYERS, CPU_SHAPES = 12, [(64, 256), (256, 256), (256, 64), (64,), (256,), (4, 96, 128)]
-CUDA_LAYERS, CUDA_SHAPES = (
+# layers, matrices of each and vectors of each
+Shapes = list[tuple[int, ...]]
+Layers = tuple[int, Shapes, Shapes]
+CPU: Layers = (12, [(64, 256), (256, 256), (256, 64), (4, 96, 128)], [(64,), (256,)])
+DENSE: Layers = (  # Qwen2.5-7B
     12,
-    [(3584, 3584), (512, 3584), (512, 3584), (3584, 3584), (18944, 3584), (3584, 18944), (3584,)],
+    [(3584, 3584), (512, 3584), (512, 3584), (3584, 3584), (18944, 3584), (18944, 3584), (3584, 18944)],
+    [(3584,), (512,), (512,), (3584,), (3584,)],
 )
+EXPERTS: Layers = (  # Qwen3-VL-30B-A3B
+    4,
+    [(4096, 2048), (512, 2048), (512, 2048), (2048, 4096), (128, 2048), (128, 2048, 1536), (128, 768, 2048)],
+    [(128,), (128,), (2048,), (2048,)],
+)
+_COPIED = 2**31  # bytes whose copying tells a device's bandwidth
 
 
 class Dispatched(TorchDispatchMode):
@@ -59,24 +71,59 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     device = torch.device(options.device)
+    rounds = options.rounds
+    if device.type == "cuda":
+        runs = [measure(*case, DENSE, "dense", device, rounds) for case in CASES]
+        # what a kernel can update in one pass, with it
+        in_one_pass = [run for run in CASES if run[0] == "adamw" and "8bit" not in run and run != CASES[0]]
+        runs += [measure(*case, DENSE, "dense", device, rounds, one_pass=True) for case in in_one_pass]
+        runs += [measure(*CASES[3], EXPERTS, "experts", device, rounds, one_pass=way) for way in (False, True)]
+    else:
+        runs = [measure(*case, CPU, "small", device, rounds) for case in CASES]
     record: dict[str, Any] = {
         "what": "optimizers",
         "environment": environment(device),
-        "runs": [measure(*case, device, options.rounds) for case in CASES],
+        "copy_bytes_per_s": copy_bandwidth(device, rounds) if device.type == "cuda" else None,
+        "runs": runs,
     }
     table = render(record)
     write(result_paths(options.out, record), record, table)
     print(table)
 
 
-def measure(rule: str, dtype: torch.dtype, held: str | None, device: torch.device, rounds: int) -> dict[str, Any]:
-    """Take some updates by one rule."""
-    on_cuda = device.type == "cuda"
-    layers, shapes = (CUDA_LAYERS, CUDA_SHAPES) if on_cuda else (CPU_LAYERS, CPU_SHAPES)
-    shapes = [shape for shape in shapes if rule == "adamw" or len(shape) > 1] * layers
+def copy_bandwidth(device: torch.device, rounds: int) -> float:
+    """Bytes read and written a second by a copy within the device, in the best of some rounds."""
+    source = torch.ones(_COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best_s = math.inf
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        start_s = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return 2 * _COPIED / best_s
+
+
+def measure(
+    rule: str,
+    dtype: torch.dtype,
+    held: str | None,
+    model: Layers,
+    name: str,
+    device: torch.device,
+    rounds: int,
+    *,
+    one_pass: bool = False,
+) -> dict[str, Any]:
+    """Take some updates by one rule; `one_pass` lets the kernel take what it can."""
+    on_cuda, (layers, matrices, vectors) = device.type == "cuda", model
+    shapes = (matrices + vectors if rule == "adamw" else matrices) * layers
     parameters = [torch.nn.Parameter(torch.randn(shape, device=device).to(dtype)) for shape in shapes]
     groups = [{"params": parameters, "rule": rule, "lr_factor": 1.0, "weight_decay": 0.1}]
     optimizer = Optimizer(groups, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, muon=MuonConfig(), moment_type=held)
+    if one_pass:
+        optimizer.choose_update(Ranks(0, 1))
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
     clock = time.perf_counter if on_cuda else time.process_time
@@ -94,18 +141,22 @@ def measure(rule: str, dtype: torch.dtype, held: str | None, device: torch.devic
         optimizer.step()
     return {
         "rule": rule,
+        "model": name,
+        "notes": list(optimizer.notes),
         "dtype": str(dtype).removeprefix("torch."),
         "state": held or "auto",
         "num_parameters": len(parameters),
         "numel": sum(p.numel() for p in parameters),
         "num_operations": dispatched.num,
+        # weights and moments read and written, gradients read
+        "least_bytes": sum(3 * p.nbytes + 2 * optimizer.state_bytes_of(p) for p in parameters),
         "step_s": spread(times_s),
     }
 
 
 def render(record: dict[str, Any]) -> str:
     """The record as a Markdown table."""
-    rows = []
+    rows, copied = [], record.get("copy_bytes_per_s")
     for run in record["runs"]:
         step = {name: f"{value * 1e3:.1f}" for name, value in run["step_s"].items()}
         rows.append(
@@ -117,6 +168,10 @@ def render(record: dict[str, Any]) -> str:
                 f"{step['median']} ({step['min']} to {step['max']})",
             ]
         )
+        if copied:
+            rows[-1][0] += f", {run['model']}{''.join(f' ({note})' for note in run['notes'])}"
+            bytes_per_s = run["least_bytes"] / run["step_s"]["median"]
+            rows[-1] += [f"{run['least_bytes'] / 1e9:.1f}", f"{bytes_per_s / copied:.0%}"]
     headings = [
         "",
         "parameters",
@@ -124,7 +179,11 @@ def render(record: dict[str, Any]) -> str:
         "operations dispatched",
         "ms an update (on a CPU, of its time): median (range)",
     ]
-    return f"# One update\n\n{describe_environment(record)}\n\n{markdown_table(headings, rows)}\n"
+    text = f"# One update\n\n{describe_environment(record)}\n"
+    if copied:
+        headings += ["GB moved at least", "of a copy's bandwidth"]
+        text += f"\nA copy within the device reads and writes {copied / 1e12:.2f} TB/s.\n"
+    return f"{text}\n{markdown_table(headings, rows)}\n"
 
 
 if __name__ == "__main__":

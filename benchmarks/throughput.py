@@ -1,6 +1,6 @@
-"""Real tokens and useful FLOPs per second: Headway's packs, transformers.Trainer three ways, and TRL's packs.
+"""Real tokens and useful FLOPs per second: `headway train`, transformers.Trainer three ways, and TRL's packs.
 
-All are measured in one interleaved run.
+All are measured in one interleaved run, with Headway's step alone beside them.
 
     .venv/bin/python benchmarks/throughput.py            # about half an hour on 2 cores; run on a quiet machine
     .venv/bin/python benchmarks/throughput.py --mix text --rounds 1 --steps 6
@@ -12,17 +12,20 @@ Writes benchmarks/results/throughput_<hardware>_<yyyymm>.json and the .md table 
 import argparse
 import json
 import math
+import os
 import statistics
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from contenders import Shape, Timing, build_model, compare_first_losses, run_headway, run_trainer, run_trl
+from contenders import Shape, build_model, compare_first_losses, run_headway, run_trainer, run_trl
 from family_mixes import FAMILY_MIXES, family_mix
 from headway.count import CostModel
 from headway.tracing import trace
+from headway_run import AHEAD, first_loss, run_headway_train, write_weights
 from mixes import Mix, digits_mix, images_mix, text_mix
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
@@ -30,15 +33,18 @@ POOL_STEPS = 64  # samples for this many steps are at hand: group_by_length need
 FAMILY_POOL_STEPS = 32  # the pixels of processed images take more memory
 TITLES = {
     "trainer": "Trainer, padded to the longest",
-    "headway": "Headway, packed",
-    "headway_compiled": "Headway, packed and compiled",
+    "headway_train": "headway train",
+    "headway_train_compiled": "headway train, compiled",
+    "headway": "Headway's step alone",
+    "headway_compiled": "Headway's step alone, compiled",
     "trainer_grouped": "Trainer, group_by_length",
     "trainer_flattened": "Trainer, padding-free",
     "trl": "TRL SFT, packing",
 }
 PEERS = ("trainer", "trainer_grouped")  # what everyone is compared with
 TEXT_ALONE = ("trainer_flattened", "trl")  # neither lays samples with images end to end
-NOT_OF_FAMILIES = "headway_compiled"  # it would compile for longer than they train
+TRAIN = ("headway_train", "headway_train_compiled")  # whole runs, in processes of their own
+NOT_OF_FAMILIES = ("headway_compiled", "headway_train_compiled")  # they would compile for longer than they train
 
 
 def main() -> None:
@@ -46,6 +52,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     mixes = ["text", "images", "digits", *FAMILY_MIXES, "families", "all"]
     parser.add_argument("--mix", choices=mixes, default="all", help="data to compare on; all but the families")
+    parser.add_argument(
+        "--only", nargs="+", choices=TITLES, default=[*TITLES], help="contenders; those to compare with always run"
+    )
     parser.add_argument("--rounds", type=int, default=4, help="interleaved rounds of every contender")
     parser.add_argument(
         "--steps", type=int, default=10, help="optimizer steps a round, warm-up included; not of the digits"
@@ -85,25 +94,30 @@ def main() -> None:
     asked = {"all": ["text", "images", "digits"], "families": list(FAMILY_MIXES)}
     for name in asked.get(options.mix, [options.mix]):
         make, shape = cases[name]
-        record["mixes"].append(measure(make(), shape, options.rounds, device))
+        with tempfile.TemporaryDirectory() as folder:
+            record["mixes"].append(measure(make(folder=Path(folder)), shape, options, device))
         write(result_paths(options.out, record), record, render(record))
     print(render(record))
 
 
-def measure(mix: Mix, shape: Shape, num_rounds: int, device: torch.device) -> dict[str, Any]:
+def measure(mix: Mix, shape: Shape, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Run every contender in turn, round after round, so that a drift of the machine meets all of them."""
+    cost_model = trace(build_model(mix, "sdpa", torch.device("cpu")))
     losses = compare_first_losses(mix, shape.batch)
+    write_weights(mix)
+    losses["headway_train"] = first_loss(mix, shape.batch, cost_model)
     if not all(math.isclose(loss, losses["trainer"], rel_tol=1e-4) for loss in losses.values()):
         raise SystemExit(f"{mix.name}: the sides do not compute the same: first losses are {losses}")
-    cost_model = trace(build_model(mix, "sdpa", torch.device("cpu")))
-    left_out = {*(() if mix.is_text else TEXT_ALONE), *([NOT_OF_FAMILIES] if mix.name in FAMILY_MIXES else ())}
-    contenders = [name for name in TITLES if name not in left_out]
+    left_out = {*(() if mix.is_text else TEXT_ALONE), *(NOT_OF_FAMILIES if mix.name in FAMILY_MIXES else ())}
+    contenders = [name for name in TITLES if name in {*options.only, *PEERS} - left_out]
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
-    for number in range(num_rounds):
+    for number in range(options.rounds):
         for name in contenders:
-            found = rates(run(name, mix, shape, device), cost_model)
+            load = os.getloadavg()[0]
+            found = {**rates(run(name, mix, shape, device, cost_model)), "load": round(load, 2)}
             rounds[name].append(found)
             rate = f"{found['tokens_per_s']:,.0f} tokens/s, {found['flops_per_s'] / 1e9:.1f} GFLOP/s"
+            rate += f" ({found['flops'] / found['cpu_s'] / 1e9:.1f} of processor time), load {load:.1f}"
             print(f"{mix.name}, round {number + 1}, {TITLES[name]}: {rate}", flush=True)
     return {
         "name": mix.name,
@@ -118,29 +132,32 @@ def measure(mix: Mix, shape: Shape, num_rounds: int, device: torch.device) -> di
     }
 
 
-def rates(timing: Timing, cost_model: CostModel) -> dict[str, Any]:
-    """What a contender reached in a round: real tokens, and FLOPs that their samples need at least, per second."""
-    flops = cost_model.count(timing.work).total
+def rates(found: dict[str, Any]) -> dict[str, Any]:
+    """Add what a contender reached in a round: real tokens, and FLOPs that their samples need at least, per second."""
+    wall_s = found["wall_s"]
+    return {**found, "tokens_per_s": found["tokens"] / wall_s, "flops_per_s": found["flops"] / wall_s}
+
+
+def run(name: str, mix: Mix, shape: Shape, device: torch.device, cost_model: CostModel) -> dict[str, Any]:
+    """Run one contender for one round."""
+    compiled = name.endswith("_compiled")
+    if name in TRAIN:
+        return run_headway_train(mix, shape, device, compiled=compiled)
+    if name.startswith("headway"):
+        timing = run_headway(mix, shape, device, compiled=compiled)
+    elif name == "trl":
+        timing = run_trl(mix, shape, device)
+    else:
+        sampling = "group_by_length" if name == "trainer_grouped" else "sequential"
+        timing = run_trainer(mix, shape, device, sampling=sampling, flattened=name == "trainer_flattened")
     return {
         "wall_s": timing.wall_s,
         "cpu_s": timing.cpu_s,
         "tokens": timing.work.tokens,
         "patches": timing.work.patches,
         "slots": timing.slots,
-        "flops": flops,
-        "tokens_per_s": timing.work.tokens / timing.wall_s,
-        "flops_per_s": flops / timing.wall_s,
+        "flops": cost_model.count(timing.work).total,
     }
-
-
-def run(name: str, mix: Mix, shape: Shape, device: torch.device) -> Timing:
-    """Run one contender for one round."""
-    if name in ("headway", "headway_compiled"):
-        return run_headway(mix, shape, device, compiled=name == "headway_compiled")
-    if name == "trl":
-        return run_trl(mix, shape, device)
-    sampling = "group_by_length" if name == "trainer_grouped" else "sequential"
-    return run_trainer(mix, shape, device, sampling=sampling, flattened=name == "trainer_flattened")
 
 
 def render(record: dict[str, Any]) -> str:
@@ -156,7 +173,7 @@ def render(record: dict[str, Any]) -> str:
             rate = spread([one["tokens_per_s"] for one in rounds[name]])
             rows.append(
                 [
-                    TITLES[name],
+                    TITLES[name] + (" (dense mask)" if name in TEXT_ALONE else ""),
                     f"{rate['median']:,.0f}",
                     f"{rate['min']:,.0f} to {rate['max']:,.0f}",
                     f"{statistics.median(one['flops_per_s'] for one in rounds[name]) / 1e9:.1f}",
@@ -179,32 +196,62 @@ def render(record: dict[str, Any]) -> str:
             markdown_table(headings, rows),
             "",
         ]
-    others = ""
-    if any("trl" in mix["contenders"] for mix in record["mixes"]):
-        others = (
-            " Padding-free: the Trainer with transformers' DataCollatorWithFlattening. TRL: SFTTrainer with packing "
-            "'bfd' into packs as long as a step's samples on average, one a step. Neither lays samples with images end "
-            "to end."
-        )
-    if on_cpu:
-        others += " Ratios of processor time leave out the time that other work on the machine took."
-    done = sorted({len(entry["rounds"]) for mix in record["mixes"] for entry in mix["contenders"].values()})
-    parts += [
-        f"{' to '.join(map(str, done))} rounds, contenders interleaved within each; ratios are of useful FLOPs per "
-        "second, taken within a round. "
-        "Only real tokens count, and useful FLOPs are what `headway.count` finds for the very samples "
-        "that were trained, without padding: where a contender trains other samples than the rest (group_by_length, "
-        "TRL), they compare like work, and tokens do not. All sides: the same samples encoded beforehand and held in "
-        "memory, the same initial weights, the same number of samples per optimizer step (and, but for group_by_length "
-        "and TRL, the same ones), fused AdamW with decay groups, clipping at 1.0, the same threads, batches made in "
-        "the main thread (the trainers' dataloaders have 0 workers). The Trainer: transformers.Trainer with sdpa "
-        f"attention and a collator that pads to the longest sample of the batch.{others} No logging, "
-        "saving or evaluation on any side. fp32 on a CPU, bf16 autocast on CUDA.",
-        "",
-        describe_environment(record),
-        "",
-    ]
+    parts += [*_notes(record, on_cpu=on_cpu), describe_environment(record), ""]
     return "\n".join(parts)
+
+
+def _notes(record: dict[str, Any], *, on_cpu: bool) -> list[str]:
+    """Paragraphs on what the rows are and how they were measured."""
+    entries = [(name, entry["rounds"]) for mix in record["mixes"] for name, entry in mix["contenders"].items()]
+    names = {name for name, _ in entries}
+    # How it was measured, and what all rows share.
+    done = sorted({len(rounds) for _, rounds in entries})
+    loads = [one["load"] for _, rounds in entries for one in rounds if "load" in one]
+    has_train = TRAIN[0] in names
+    method = (
+        f"{' to '.join(map(str, done))} {'round' if done == [1] else 'rounds'}, contenders interleaved within each; "
+        "ratios are of useful FLOPs per second, taken within a round. Only real tokens count, and useful FLOPs are "
+        "what `headway.count` finds for the very samples that were trained, without padding: where a contender trains "
+        "other samples than the rest "
+        f"(group_by_length, TRL{', headway train' if has_train else ''}), they compare like work, and tokens do not."
+    )
+    if on_cpu:
+        method += " Ratios of processor time leave out the time that other work on the machine took."
+    if loads:
+        method += f" Load of the machine as rounds began: {min(loads):.1f} to {max(loads):.1f}."
+    shared = (
+        "All sides: the same initial weights, fused AdamW with decay groups, a constant learning rate, clipping at "
+        "1.0, the same threads, no workers beside them, no checkpoint and no evaluation within timed steps; fp32 on a "
+        f"CPU, bf16 autocast on CUDA. {'All but headway train get' if has_train else 'They get'} the same samples, "
+        "encoded beforehand and held in memory, but for TRL as many per optimizer step, and but for TRL and "
+        "group_by_length the same ones, and log nothing."
+    )
+    # The rows.
+    rows = [
+        "* Trainer: transformers.Trainer with sdpa attention and a collator that pads to a batch's longest sample.",
+        "* Headway's step alone: a loop over packs of exactly those samples, with Headway's model, collator and loss "
+        "and PyTorch's optimizer; without its index, plan, feed, meter and records.",
+    ]
+    if has_train:
+        shares = [one["recorded_s"] / one["wall_s"] for name, rounds in entries if name in TRAIN for one in rounds]
+        rows.append(
+            "* headway train: the command, in a process of its own. It reads the samples from files (token ids; chats "
+            f"with images), and encodes them while it trains, in a thread, at most {AHEAD} packs ahead. Index, plan, "
+            "meter and records are at work; the automatic profile is on, as it is by default, and leaves out runs as "
+            "short as these. One pack a step, of as many tokens as a step of the others on average. The clock hangs on "
+            "PyTorch's hook behind an optimizer's step, in all other rows behind a step as well; by the runs' own "
+            f"records the timed steps took {min(shares):.3f} to {max(shares):.3f} of that time. FLOPs are those "
+            "records'. Its first loss is of a run whose data are the first step's samples alone, and the FLOPs that "
+            "this run records are what the other rows are billed for them."
+        )
+    if "trl" in names:
+        rows.append(
+            "* Padding-free: the Trainer with transformers' DataCollatorWithFlattening. TRL: SFTTrainer with packing "
+            "'bfd' into packs as long as a step's samples on average, one a step. Neither lays samples with images end "
+            "to end. Both run sdpa over a dense mask here, which computes every pair of a pack: nobody trains so, and "
+            "with FlashAttention on CUDA these are the peers to beat."
+        )
+    return [method, "", shared, "", *rows, ""]
 
 
 def _times(rounds: list[dict[str, Any]], others: list[dict[str, Any]], clock: str) -> str:

@@ -105,7 +105,7 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("speed.recompute=vision:attention", "'vision:attention' is not none, full, every:N"),
         ("speed.recompute=every:0", "'every:0' is not none, full, every:N"),
         ("speed.recompute=-attention", "'-attention' is not none, full"),
-        ("speed.recompute=full,-mlp", "'full,-mlp' is not none, full"),
+        ("speed.recompute=full,-experts", "'full,-experts' is not none, full"),
         ("speed.recompute=memory:40", "units are KiB, MiB, GiB, TiB, KB, MB, GB, TB"),
         ("speed.compile=inductor", "speed.compile = 'inductor': give true, false or auto"),
         ("optim.lr", "is no assignment; write section.key=value"),

@@ -1,5 +1,6 @@
 """What checkpointing runs again, against PyTorch's counter on real steps with real checkpointing."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,7 +13,8 @@ from transformers import AttentionInterface
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from headway.count import Workload, load_cost_model
-from headway.count.recompute import as_choice, recomputed_blocks
+from headway.count.recompute import KINDS, as_choice, kept_layers, recomputed_blocks
+from headway.count.rows import Row
 from headway.errors import UsageError
 from headway.tracing import trace
 from helpers.cases import some
@@ -168,6 +170,7 @@ def test_a_tower_that_the_model_has_not_is_refused():
         load_cost_model("qwen3-8b").count(Workload([9]), recompute="language:full,vision:full")
 
 
+A, P, M = (frozenset([kind]) for kind in KINDS)
 NAMES = [f"{tower}.{i}" for tower in ("vision", "text") for i in range(3)]
 TOWERS = {name: name.partition(".")[0].replace("text", "language") for name in NAMES}
 
@@ -176,13 +179,16 @@ TOWERS = {name: name.partition(".")[0].replace("text", "language") for name in N
     ("choice", "expected"),
     [
         ("none", {}),
-        ("full", dict.fromkeys(NAMES, False)),
-        ("every:2", {"vision.1": False, "text.1": False}),
-        ("every:3, -attention", {"vision.2": True, "text.2": True}),
-        ("text.[01],-attention,text.1", {"text.0": True, "text.1": False}),
-        ("vision:full", dict.fromkeys(NAMES[:3], False)),
-        ("language:every:2,-attention,vision:every:3", {"vision.2": False, "text.1": True}),
-        ("full,-attention,vision:full", dict.fromkeys(NAMES[:3], False) | dict.fromkeys(NAMES[3:], True)),
+        ("full", dict.fromkeys(NAMES, frozenset())),
+        ("every:2", {"vision.1": frozenset(), "text.1": frozenset()}),
+        ("every:3, -attention", {"vision.2": A, "text.2": A}),
+        ("text.[01],-attention,text.1", {"text.0": A, "text.1": frozenset()}),
+        ("vision:full", dict.fromkeys(NAMES[:3], frozenset())),
+        ("language:every:2,-attention,vision:every:3", {"vision.2": frozenset(), "text.1": A}),
+        ("full,-attention,vision:full", dict.fromkeys(NAMES[:3], frozenset()) | dict.fromkeys(NAMES[3:], A)),
+        ("every:2,-mlp,full,-attention", dict.fromkeys(NAMES, A)),
+        ("vision:full,-mlp,language:full,-attention", dict.fromkeys(NAMES[:3], A | M) | dict.fromkeys(NAMES[3:], A)),
+        ("text.0,-projections,text.1,-mlp,text.2,-attention", {"text.0": A | M | P, "text.1": A | M, "text.2": A}),
     ],
 )
 def test_what_training_recomputes_is_what_the_ledger_bills(choice, expected):
@@ -190,17 +196,42 @@ def test_what_training_recomputes_is_what_the_ledger_bills(choice, expected):
     assert recomputed_blocks(as_choice(expected), NAMES) == expected
     model, step = load_cost_model("qwen3-8b"), Workload([100])
     blocks = [f"model.layers.{i}" for i in range(36)]
-    for said in ("full,-attention", "every:5", "every:2,-attention,every:4"):
+    for said in ("full,-attention", "every:5", "every:2,-attention,every:4", "every:5,-mlp,every:2,-projections,full"):
         again = as_choice(recomputed_blocks(said, blocks))
         assert model.count(step, recompute=said).recompute == model.count(step, recompute=again).recompute > 0
 
 
 @pytest.mark.parametrize(
-    "choice", ["attention", "reentrant", "full,-mlp", "every:4", "-attention,audio", "vision:every:4", ""]
+    "choice", ["attention", "reentrant", "full,-experts", "every:4", "-attention,audio", "vision:every:4", ""]
 )
 def test_what_training_does_not_recompute_is_refused(choice):
     with pytest.raises(UsageError, match="chooses none of the model's 6 blocks"):
         recomputed_blocks(choice, NAMES, TOWERS)
+
+
+def test_only_linear_layers_that_can_be_told_from_others_are_kept():
+    row = Row("layers.0.q", "linear", "language.projections", "tokens", 64, block="layers.0", recomputed=True)
+    query, gate = replace(row, features=(4, 8)), replace(row, module="layers.0.gate", component="language.mlp")
+    kept = {"layers.0": {"projections"}}
+    down = replace(gate, module="layers.0.down", features=(8, 4), recomputed=False)
+    assert kept_layers(kept, [query, replace(gate, features=(4, 12)), down]) == {"layers.0": [query]}
+    # another layer of the same sizes is kept too: for nothing, where it does not run again
+    closing = replace(down, features=(4, 8))
+    assert kept_layers(kept, [query, closing]) == {"layers.0": [query, closing]}
+    with pytest.raises(UsageError, match=r"layers.0.gate has a weight of the sizes .* \(4, 8\), and is to run again"):
+        kept_layers(kept, [query, replace(gate, features=(4, 8))])
+    with pytest.raises(UsageError, match=r"the result of layers.0.q cannot be kept, as it is no linear layer"):
+        kept_layers(kept, [row])
+    with pytest.raises(UsageError, match="no linear layers of mlp to keep; leave out ',-mlp'"):
+        kept_layers({"layers.0": {"mlp"}}, [query])
+
+
+def test_adapters_run_again_beside_layers_that_are_kept():
+    model, step = load_cost_model("qwen3-8b").lora(8, ["q_proj", "up_proj"]), Workload([100])
+    full, kept = (model.count(step, recompute=r).recompute for r in ("full", "full,-attention,-projections,-mlp"))
+    width, inner = 4096, 12288
+    assert kept == 36 * 100 * 2 * 8 * (width + width + width + inner)
+    assert full > 100 * kept
 
 
 def test_a_tower_without_blocks_is_refused_for_training():

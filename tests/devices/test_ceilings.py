@@ -268,6 +268,7 @@ def test_what_is_not_measured_is_refused(device, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.own_peak
 def test_a_gpu_reaches_a_share_of_its_datasheet(monkeypatch):
     monkeypatch.undo()
     ceiling = matmul_ceiling("cuda", "bf16", refresh=True)

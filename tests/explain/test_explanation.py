@@ -57,7 +57,7 @@ def test_operands_that_the_memory_cannot_have_moved_are_not_counted(tmp_path):
     traffic = explanation.steps[0].traffic
     assert (traffic.num_bytes, traffic.known_ns, traffic.implausible_ns) == (2 * 2**20, 60 * US, 40 * US)
     text = " ".join(as_text(explanation).split())
-    assert "in 0.04 ms operators read but a part of theirs, which is not told" in text
+    assert "in 0.04 ms operators read only a part of theirs, which is not known" in text
 
 
 def test_a_small_operand_may_come_out_of_a_cache_faster_than_memory_is(tmp_path):

@@ -9,9 +9,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from headway.explain.kernels import Work, work_of_kernel, work_of_operator
+from headway.explain.kernels import Work, is_attention, work_of_kernel, work_of_operator
 
 FLASH = "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128>>(Params)"
+CUDNN = "cudnn_generated_fort_native_sdpa"
 ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
 
 
@@ -24,6 +25,7 @@ ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::CUD
         ("anything", "aten::_scaled_dot_product_flash_attention_backward", Work.MATMUL),
         ("anything", "flash_attn::_flash_attn_varlen_forward", Work.MATMUL),
         ("anything", "aten::_grouped_mm", Work.MATMUL),
+        ("cudnn::fusion::compute_dot_do_o_specialized", "cudnn::sdpa_bwd", Work.MATMUL),
         ("anything", "aten::bmm_", Work.MATMUL),
         ("ampere_sgemm", "aten::copy_", Work.MEMORY),
         ("anything", "aten::addcmul_", Work.MEMORY),
@@ -35,6 +37,8 @@ ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::CUD
         ("nvjet_hsh_128x256_64x4_1x2_h_bz_TNT", None, Work.MATMUL),
         ("cudnn_infer_volta_scudnn_128x64_relu_medium_nn_v1", None, Work.MATMUL),
         (FLASH, None, Work.MATMUL),
+        (f"{CUDNN}_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x", None, Work.MATMUL),
+        (f"{CUDNN}_sm80_flash_fprop_wmma_f16_knob_3_64x64x128_4x1x1", None, Work.MATMUL),
         (ELEMENTWISE, None, Work.MEMORY),
         ("void at::native::im2col_conv_kernel<float>(int)", None, Work.MEMORY),
         ("triton_red_fused_add_mean_mul_pow_rsqrt_0", "CompiledFunction", Work.MEMORY),
@@ -55,6 +59,23 @@ def test_kernels_that_no_operator_launches_are_classed_by_their_names():
     assert len({row["source"].partition(",")[0] for row in rows}) > 15
     wrong = [(row["name"], work) for row in rows if (work := work_of_kernel(row["name"], None)) != row["work"]]
     assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("name", "attends"),
+    [
+        ("torch_attn::_varlen_attn_backward", True),
+        ("cudnn::sdpa_bwd", True),
+        ("headway::ragged_attention", True),
+        ("aten::_scaled_dot_product_cudnn_attention", True),
+        (f"{CUDNN}_sm90_fprop_wgmma_f16", True),
+        ("triton_tem_fused_flex_attention_0", True),
+        ("triton_tem_fused__varlen_attn_backward_mm_3", False),  # a product, fused with what prepares its operands
+        ("aten::mm", False),
+    ],
+)
+def test_attention_is_what_an_operator_is_called_and_not_what_is_fused_beside_it(name, attends):
+    assert is_attention(name) == attends
 
 
 def test_inductors_own_word_comes_before_the_operators_that_its_kernel_fuses():

@@ -23,7 +23,7 @@ def written(body, tmp_path, **changes):
     trace = WrittenTrace()
     trace.steps(0, 1000 * US)
     body(trace)
-    path = trace.write(tmp_path / "t.json", headway=sidecar(components=COMPONENTS, **changes))
+    path = trace.write(tmp_path / "t.json", headway=sidecar(**{"components": COMPONENTS, **changes}))
     (waterfall,) = explain([read_trace(path)]).steps
     rows = break_down(waterfall, "component")
     return {row.name: row.ns // US for row in rows[:-1]}, waterfall, rows
@@ -129,6 +129,60 @@ def test_a_compiled_block_is_one_owner_of_all_the_components_within(tmp_path):
     slow = {line.key: line.ns for line in waterfall.lines if line.key.startswith("slow.")}
     needed = round(35_000 / 0.8) + round(10_000 / 0.8)  # [ns] at the ceiling of 0.8e9 FLOP/s
     assert slow == {"slow.language (compiled)": 150 * US - needed, "slow.vision.mlp": 20 * US - 5_000}
+
+
+def attending_blocks(operators):
+    """Compiled blocks, each with of 240 us, with an operator of 60 us, a product of 100 us and a norm of 5 us."""
+
+    def body(trace):
+        trace.annotation("phase:forward", 0, 900 * US)
+        for i, operator in enumerate(operators):
+            at = 300 * i
+            trace.annotation(f"module:model.layers.{i}", at * US, 250 * US)
+            trace.operator("Torch-Compiled Region: 0/0", at * US, 240 * US)
+            run(trace, operator, at, 60)
+            run(trace, "aten::mm", at + 60, 100)
+            run(trace, "aten::rms_norm", at + 160, 5)
+
+    return body
+
+
+TWO_BLOCKS = {
+    f"model.layers.{i}.{path}": f"language.{name}"
+    for i in (0, 1)
+    for path, name in [("attn", "attention"), ("attn.q", "projections"), ("mlp", "mlp")]
+}
+FLASH = "torch_attn::_varlen_attn"
+
+
+@pytest.mark.parametrize(
+    ("operators", "components", "owners"),
+    [
+        ([FLASH, FLASH], TWO_BLOCKS, {"language.attention": 120, "language.products": 200, "language.other": 160}),
+        # attention of one block is written out: whose the products are cannot be told
+        ([FLASH, "aten::bmm"], TWO_BLOCKS, {"language (compiled)": 480}),
+        # a name of Inductor's tells all that is fused, and this one is a product
+        ([FLASH, "triton_tem_fused__varlen_attn_mm_3"], TWO_BLOCKS, {"language (compiled)": 480}),
+        (
+            [FLASH, FLASH],
+            {path: name for path, name in TWO_BLOCKS.items() if not name.endswith("projections")},
+            {"language.attention": 120, "language.mlp": 200, "language.other": 160},
+        ),
+    ],
+)
+def test_attention_in_compiled_blocks_is_told_from_other_products(tmp_path, operators, components, owners):
+    useful = {"language.attention": {"forward": 6_000}, "language.mlp": {"forward": 9_000}}
+    step = {**sidecar()["steps"]["1"], "useful_flops": useful, "recomputed_flops": {}, "padding_flops": 0}
+    found, waterfall, rows = written(
+        attending_blocks(operators), tmp_path, components=components, steps={"1": step}, ceiling_flops_per_s=None
+    )
+    assert found == owners
+    flops = {row.name: row.flops for row in rows if row.flops}
+    assert sum(flops.values()) == 15_000
+    slow = {line.key.removeprefix("slow."): line.ns for line in waterfall.lines if line.key.startswith("slow.")}
+    if "language.attention" in owners:
+        assert flops["language.attention"] == 6_000
+        assert slow["language.attention"] == (120 - 6) * US
 
 
 def test_a_compiled_function_in_a_layer_whose_modules_have_names_stays_with_the_layer(tmp_path):

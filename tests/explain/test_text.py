@@ -26,7 +26,20 @@ def test_a_waterfall_reads_at_80_columns(tmp_path, monkeypatch):
         text = as_text(long_names(tmp_path), by)
         assert max(map(len, text.splitlines())) <= 80
     assert "...ayers.17.self_attn.q_proj" not in text
-    assert "at::native::vectorized_..." in text
+    assert "vectorized_elementwise_..." in text
+
+
+@pytest.mark.parametrize(("num_layers", "joins"), [(18, False), (19, True)])
+def test_layers_of_one_kind_are_a_row_where_modules_are_too_many(tmp_path, num_layers, joins):
+    trace = WrittenTrace()
+    trace.steps(0, 1000 * US)
+    for i, path in enumerate(["head", "embed", *(f"layers.{i}.mlp" for i in range(num_layers))]):
+        trace.annotation(f"module:{path}", i * 10 * US, 2 * US)
+        trace.launched("gemm", i * 10 * US, (i + 5) * 10 * US, 10 * US, i + 1, operator="aten::mm")
+    text = as_text(explain([read_trace(trace.write(tmp_path / "t.json"))]), "module")
+    assert (f"layers.*.mlp ({num_layers})" in text) == joins
+    assert ("layers.7.mlp" in text) != joins
+    assert "more (" not in text
 
 
 def test_a_waterfall_shows_all_lines_that_took_time_and_the_sum(tmp_path):

@@ -33,6 +33,7 @@ from headway.models.load import rope_index
 from headway.models.losses import IGNORED
 from headway.models.parallel import local, reduce_gradients
 from headway.models.parallel.clip import clip_
+from headway.models.parallel.ranks import Ranks
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
 from headway.optim import make_optimizer
@@ -228,6 +229,8 @@ def run_moments(kind: str, config: TrainConfig, *, detail: bool = False) -> tupl
         patch("headway.train.build.initialise_adapters", lambda *_: None),  # there are no numbers to draw
         patch("headway.optim.moments.code_table", lambda **_: torch.empty(256, device=device)),
         patch.object(Optimizer, "_noise_of", lambda *_, **__: None),  # nor a generator of the device
+        patch("headway.optim.optimizer.why_not", lambda *_: None),  # the kernel runs, which makes nothing
+        patch("headway.optim.optimizer.update_", lambda *_: None),
     ):
         precision = choose_precision(config.run, device)
         trained = steps._trained(config, small_config(kind), precision, device)
@@ -262,7 +265,7 @@ def train(
     """
     with watch.at("built"):
         model = trained.model.train()
-        optimizer = make_optimizer(model, config.optim, trained.cost_model)
+        optimizer = make_optimizer(model, config.optim, trained.cost_model, Ranks(0, 1))
         average = None if config.optim.ema is None else WeightAverage(model, config.optim.ema)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     load = RouterLoad(model, device)

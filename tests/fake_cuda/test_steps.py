@@ -27,6 +27,14 @@ def test_a_step_of_a_recipe_does_not_wait_for_the_device(name):
     assert (found.patches > 0) == ("text" not in name and not name.endswith("exp4"))
 
 
+def test_products_and_attention_that_are_kept_run_once():
+    """Of a tower with biases, whose MLPs compute in wider rows than they have, and of a language model."""
+    choices = ("none", "full", "full,-attention,-projections,-mlp")
+    plain, full, kept = (run_step(recipe(OFTEN[1], f"speed.recompute={choice}"), layers=2).ops for choice in choices)
+    for operation in ("aten::mm", "aten::addmm", "torch_attn::_varlen_attn"):
+        assert full[operation] > plain[operation] == kept[operation]
+
+
 # What transformers asks the device for where nobody answers ahead: 1 look at positions, or 1 check of numbers of tokens
 # and 1 scatter that is undone, and for features of the tower in 3 layers 5 reads by a mask in each.
 @pytest.mark.parametrize(

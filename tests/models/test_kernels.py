@@ -18,8 +18,10 @@ from headway.models import kernels
 from headway.models.attention.cuda_kernel import choose_kernel, cuda_kernel, flash_kernel
 from headway.models.attention.segments import segment_attention
 from headway.models.attention.varlen import varlen_attention
+from headway.models.blocks import blocks
 from headway.models.head import model_with_loss
 from headway.models.kernels import gated_mlps, rms_norms, rotary_functions, use_kernels
+from headway.tracing import trace
 from helpers.models import tiny_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -108,8 +110,52 @@ def test_liger_without_cuda_or_package_is_refused(monkeypatch):
     assert use_kernels(model, "torch", CPU) == ()
 
 
+@pytest.fixture
+def _liger(monkeypatch):
+    """Liger's package, none of whose kernels may run: there is no CUDA here."""
+
+    def on_cuda_only(*_tensors):
+        raise AssertionError("a kernel was called for tensors that are not on CUDA")
+
+    function = SimpleNamespace(apply=on_cuda_only)
+    rope = {"liger_rotary_pos_emb": on_cuda_only, "liger_rotary_pos_emb_vision": on_cuda_only}
+    contents = {
+        "liger_kernel": {},
+        "liger_kernel.ops": {"LigerRMSNormFunction": function, "LigerSiLUMulFunction": function},
+        "liger_kernel.transformers": {},
+        "liger_kernel.transformers.rope": rope,
+    }
+    for name, values in contents.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(kernels, "find_spec", lambda _: object())
+
+
+@pytest.mark.usefixtures("_liger")
+def test_off_cuda_a_model_with_liger_computes_and_is_traced_as_without():
+    model = build("qwen3_vl")
+    other = copy.deepcopy(model)
+    use_kernels(model, "torch", CUDA)
+    (line,) = use_kernels(other, "liger", CUDA)
+    assert line == "Liger kernels: 9 RMSNorms, 2 gated MLPs, 2 rotary functions"
+    ids = torch.randint(7, 160, (1, 12))
+    assert torch.equal(other(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert trace(other) == trace(model)
+
+
+@pytest.mark.usefixtures("_liger")
+def test_blocks_that_will_be_compiled_keep_their_own():
+    model = build("qwen3")
+    (line,) = use_kernels(model, "liger", CUDA, [block.module for block in blocks(model)])
+    where = "outside of compiled blocks, which fuse their own"
+    assert line == f"Liger kernels: 1 RMSNorms, 0 gated MLPs, 0 rotary functions {where}"
+    replaced = {name for name, module in model.named_modules() if "forward" in vars(module)}
+    assert replaced == {"model.norm"}
+
+
 def test_flash_attn_without_cuda_or_package_is_refused(monkeypatch):
-    for name in ("flash-attn", "fa3"):
+    for name in ("flash-attn", "fa3", "cudnn"):
         with pytest.raises(ConfigError, match=rf"speed\.attention is '{name}'.*on CUDA only.*speed\.attention=auto"):
             choose_kernel(name, CPU)
     monkeypatch.setattr("headway.models.attention.cuda_kernel.find_spec", lambda _: None)
@@ -173,9 +219,7 @@ def _fa3(monkeypatch):
 @pytest.mark.usefixtures("_fa3")
 def test_auto_takes_flash_attention_3_where_it_runs_and_says_so():
     for name in ("auto", "fa3"):
-        assert choose_kernel(name, CUDA) == (
-            "Attention on CUDA: FlashAttention-3 (flash_attn_interface) behind PyTorch's variable-length attention",
-        )
+        assert choose_kernel(name, CUDA) == ("Attention on CUDA: FlashAttention-3 (flash_attn_interface)",)
         assert current_flash_attention_impl() == "FA3"
         assert cuda_kernel() is varlen_attention
         assert choose_kernel("torch", CUDA) == (FA2_LINE,)

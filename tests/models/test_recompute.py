@@ -1,18 +1,24 @@
 """Recomputed blocks: which are chosen, that nothing changes, and that what runs again is what is billed."""
 
+import gc
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from headway.count import Workload
-from headway.count.recompute import as_choice
+from headway.count.recompute import as_choice, recomputed_blocks
 from headway.errors import ConfigError
 from headway.models.attention import use_attention
 from headway.models.attention.varlen import varlen_attention
 from headway.models.blocks import blocks
 from headway.models.compiling import CompileWatch, compile_blocks
-from headway.models.recompute import _ATTENTION, checkpointed, checkpointed_but_attention, recompute_blocks
+from headway.models.lora import adapter_modules, add_adapters, initialise_adapters
+from headway.models.recompute import _ATTENTION, checkpointed, checkpointed_but, recompute_blocks
+from headway.predict.recompute import block_bytes
+from headway.tracing.block_activations import saved_by_block
 from helpers import models
 from helpers.counter import attention_calls
 from helpers.models import tiny_ledger
@@ -62,7 +68,7 @@ def test_a_choice_is_the_same_blocks_for_the_model_and_for_its_ledger(choice, ex
     assert sorted(short) == sorted(expected)
     workload = Workload([50], images=[(1, 8, 8)])
     billed = cost_model.count(workload, recompute=choice).recompute
-    spelled = as_choice(dict.fromkeys(names, choice.endswith("-attention")))
+    spelled = as_choice(dict.fromkeys(names, {"attention"} if choice.endswith("-attention") else ()))
     assert billed == cost_model.count(workload, recompute=spelled).recompute
     assert (billed > 0) == bool(names)
 
@@ -95,7 +101,9 @@ def backward_products(model, batch):
     loss = model(**batch).logits.logsumexp(-1).sum()
     with FlopCounterMode(display=False) as counter:
         loss.backward()
-    return sum(n for op, n in counter.get_flop_counts()["Global"].items() if str(op).startswith("aten.mm"))
+    return sum(
+        n for op, n in counter.get_flop_counts()["Global"].items() if str(op).startswith(("aten.mm", "aten.addmm"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,20 +225,49 @@ def test_compiled_attention_that_is_not_kept_is_seen_to_run_again():
     assert full > 0
 
 
-def test_the_products_beside_kept_attention_run_again_as_billed():
-    batch = pack([20, 13, 7])
+def products_again(family, choice, batch, *, compiled=False):
+    """FLOPs of products that a choice adds to a backward, and the norms of what it changes of loss and gradients."""
     runs = []
-    for choice in ("none", "full,-attention"):
-        model = model_of("qwen3")
-        recompute_blocks(model, choice)
-        runs.append(backward_products(model, batch))
-    billed = tiny_ledger("qwen3").count(Workload([20, 13, 7]), recompute="full,-attention")
-    assert runs[1] - runs[0] == billed.recompute > 0
+    for chosen in ("none", choice):
+        torch._dynamo.reset()
+        model, ledger = model_of(family), tiny_ledger(family)
+        recompute_blocks(model, chosen, ledger.block_towers, ledger.rows)
+        if compiled:
+            compile_blocks(model, CompileWatch(is_strict=True), backend="aot_eager_decomp_partition")
+            backward_products(model, batch)  # compiles
+            model.zero_grad()
+        flops = backward_products(model, batch)
+        runs.append((flops, [p.grad for p in model.parameters() if p.grad is not None]))
+    (plain, gradients), (again, others) = runs
+    return again - plain, [(mine - one).norm() / one.norm() for mine, one in zip(others, gradients, strict=True)]
+
+
+KEPT = ("full,-attention", "full,-attention,-projections", "full,-attention,-mlp", "full,-attention,-projections,-mlp")
+
+
+@pytest.mark.parametrize(
+    ("family", "choice", "compiled"),
+    [
+        *((f, c, False) for f in ("qwen3", "gpt2", "gemma3_sliding", "qwen3_vl", "qwen2_5_vl") for c in KEPT),
+        ("qwen3_moe", "full,-attention,-projections", False),
+        *(pytest.param(f, KEPT[2], True, marks=pytest.mark.slow) for f in ("qwen3", "qwen3_vl")),
+    ],
+)
+def test_the_products_that_are_not_kept_run_again_as_billed(family, choice, compiled):
+    batch = batch_of(family)
+    again, errors = products_again(family, choice, batch, compiled=compiled)
+    images = [(1, 4, 6), (1, 8, 8)] if family in models.VISION_FAMILIES else []
+    billed = tiny_ledger(family).count(Workload([40, 13, 7], images=images), recompute=choice)
+    assert again == sum(row.recompute for row in billed.rows if not row.name.endswith(".experts"))
+    assert max(errors) <= (1e-6 if compiled else 0)
 
 
 @pytest.mark.parametrize(("family", "changes"), [("gemma2_softcap", {}), ("qwen3", {"attention_dropout": 0.1})])
 def test_attention_without_a_kernel_cannot_be_kept(family, changes):
     model = model_of(family, **changes)
+    if family == "qwen3":
+        recompute_blocks(model, "full,-mlp", rows=tiny_ledger(family).rows)
+        model(**pack([9]))
     recompute_blocks(model, "full")
     model(**pack([9]))
     recompute_blocks(model, "full,-attention")
@@ -239,7 +276,7 @@ def test_attention_without_a_kernel_cannot_be_kept(family, changes):
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize(("run", "again"), [(checkpointed, 1), (checkpointed_but_attention, 0)])
+@pytest.mark.parametrize(("run", "again"), [(checkpointed, 1), (checkpointed_but(attention=True), 0)])
 def test_the_kernel_of_cuda_is_kept_too(run, again, with_sinks):
     """On shapes alone, as the kernel itself has no CPU."""
     x = torch.zeros(20, 4, 8, device="meta", dtype=torch.bfloat16, requires_grad=True)
@@ -261,3 +298,60 @@ def test_the_kernels_that_are_kept_exist():
 
     known = set(torch._C._dispatch_get_all_op_names())
     assert {name for name in _ATTENTION if not name.startswith("flash_attn")} <= known
+
+
+def held_after_forward(family, choice, batch, *, compiled):
+    """Bytes of the storages of a graph that a forward leaves behind: what checkpoints hold, or compiled code saved."""
+    torch._dynamo.reset()
+    model, ledger, saved = model_of(family), tiny_ledger(family), {}
+    recompute_blocks(model, choice, ledger.block_towers, ledger.rows)
+    if compiled:
+        compile_blocks(model, CompileWatch(is_strict=True), backend="aot_eager_decomp_partition")
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+
+    def note(tensor):
+        if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() not in own:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    gc.collect()
+    before = {id(one) for one in gc.get_objects()}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor) if compiled else nullcontext():
+        logits = model(**batch).logits
+    if not compiled:  # what checkpoints keep passes no hook
+        for one in gc.get_objects():
+            if isinstance(one, torch.Tensor) and id(one) not in before:
+                note(one)
+    del logits
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl"])
+def test_what_is_kept_has_the_bytes_that_are_planned(family, compiled):
+    batch, images = batch_of(family), [(1, 4, 6), (1, 8, 8)] if family in models.VISION_FAMILIES else []
+    ledger, saved = tiny_ledger(family), saved_by_block(model_of(family))
+    sizes = block_bytes(ledger, saved, Workload([40, 13, 7], images=images), fused=compiled, compute_bytes=4)
+    full = held_after_forward(family, "full", batch, compiled=compiled)
+    for choice in KEPT[-1:] if compiled else KEPT:
+        kinds = recomputed_blocks(choice, list(sizes))
+        planned = sum(size.kept(kinds[name]) - size.kept() for name, size in sizes.items())
+        assert held_after_forward(family, choice, batch, compiled=compiled) - full == planned > 0
+
+
+def test_adapters_run_again_beside_layers_that_are_kept():
+    choice, batch, runs = KEPT[-1], pack([20, 13, 7]), []
+    ledger = tiny_ledger("qwen3").lora(4, ["q_proj", "up_proj"])
+    modules = adapter_modules(tiny_ledger("qwen3"), ["q_proj", "up_proj"])
+    for chosen in ("none", choice):
+        model = model_of("qwen3")
+        add_adapters(model, modules, rank=4, alpha=4, dropout=0, base="")
+        initialise_adapters(model, 0, torch.device("cpu"))
+        recompute_blocks(model, chosen, ledger.block_towers, ledger.rows)
+        runs.append(backward_products(model, batch))
+    assert runs[1] - runs[0] == ledger.count(Workload([20, 13, 7]), recompute=choice).recompute > 0
+
+
+def test_a_kind_that_the_blocks_have_not_is_an_error():
+    with pytest.raises(ConfigError, match=r"no linear layers of mlp to keep; leave out ',-mlp'"):
+        recompute_blocks(model_of("qwen3_moe"), "full,-mlp", rows=tiny_ledger("qwen3_moe").rows)

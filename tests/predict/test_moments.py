@@ -21,6 +21,7 @@ ON_CUDA = {
     "bfloat16 and 8-bit moments": (
         "text", "run.dtype=bfloat16-params", "optim.state=8bit", "speed.recompute=full", "speed.loss_chunk=512"
     ),
+    "bfloat16 in one pass": ("text", "run.dtype=bfloat16-params", "speed.recompute=full", "speed.loss_chunk=512"),
 }  # fmt: skip
 SLOW = {
     "one tower, recomputed": ("image", "speed.recompute=vision:full"),
@@ -30,6 +31,14 @@ SLOW = {
     "adapters": ("experts", "model.lora={rank: 8}"),
     "images": ("image", "speed.recompute=full,-attention"),
     "the other tower, recomputed": ("image", "speed.recompute=language:full,-attention"),
+    "kept products": (
+        "text",
+        "run.dtype=bfloat16-params",
+        "speed.loss_chunk=512",
+        "speed.recompute=full,-attention,-projections,-mlp",
+    ),
+    "images, kept products": ("image", "speed.recompute=full,-attention,-projections,-mlp"),
+    "a size": ("text", "run.dtype=bfloat16-params", "speed.loss_chunk=512", "speed.recompute=memory:300MiB"),
     "videos": ("video", "model.freeze=[language]"),
 }
 

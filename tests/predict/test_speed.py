@@ -28,8 +28,8 @@ def installed(monkeypatch):
     def set_up(*packages, liger_fits=True):
         asked = []
 
-        def use_kernels(_model, name, _device):
-            asked.append(name)
+        def use_kernels(_model, name, _device, compiled=()):
+            asked.append((name, len(compiled)) if compiled else name)
             if name == "liger" and not liger_fits:
                 raise ConfigError("nothing for it")
             return ("Liger kernels: 5 RMSNorms",) if name == "liger" else ()
@@ -44,17 +44,20 @@ def installed(monkeypatch):
 def test_on_a_cpu_nothing_is_compiled_and_kernels_are_pytorchs(model, installed):
     asked = installed("triton", "liger_kernel")
     assert compiles(SpeedConfig(), model, CPU) == (False, ())
-    assert put_in_kernels(SpeedConfig(), model, CPU) == ()
+    assert put_in_kernels(SpeedConfig(), model, CPU, is_compiled=False) == ()
     assert asked == ["torch"]
 
 
-def test_on_cuda_blocks_are_compiled_and_kernels_are_ligers_and_it_is_said(model, installed):
+def test_on_cuda_blocks_are_compiled_or_kernels_are_ligers_and_it_is_said(model, installed):
     asked = installed("triton", "liger_kernel")
     is_compiled, (line,) = compiles(SpeedConfig(), model, CUDA)
     assert is_compiled
     assert line == "2 blocks are compiled by torch.compile; speed.compile=false switches that off"
-    assert put_in_kernels(SpeedConfig(), model, CUDA) == ("Liger kernels: 5 RMSNorms",)
-    assert asked[-1] == "liger"
+    assert put_in_kernels(SpeedConfig(), model, CUDA, is_compiled=True) == ()
+    assert put_in_kernels(SpeedConfig(), model, CUDA, is_compiled=False) == ("Liger kernels: 5 RMSNorms",)
+    assert asked == ["torch", "torch", "liger"]
+    put_in_kernels(SpeedConfig(kernels="liger"), model, CUDA, is_compiled=True)
+    assert asked[-1] == ("liger", 2)  # the blocks that it stays out of
 
 
 def test_what_is_not_installed_is_said_in_a_line(model, installed):
@@ -62,7 +65,7 @@ def test_what_is_not_installed_is_said_in_a_line(model, installed):
     is_compiled, (line,) = compiles(SpeedConfig(), model, CUDA)
     assert not is_compiled
     assert "torch.compile needs Triton" in line
-    (line,) = put_in_kernels(SpeedConfig(), model, CUDA)
+    (line,) = put_in_kernels(SpeedConfig(), model, CUDA, is_compiled=False)
     assert "pip install liger-kernel" in line
 
 
@@ -72,7 +75,7 @@ def test_a_model_for_which_there_is_nothing_trains_all_the_same(installed):
     is_compiled, (line,) = compiles(SpeedConfig(), lone, CUDA)
     assert not is_compiled
     assert "Linear has no repeated layers" in line
-    (line,) = put_in_kernels(SpeedConfig(), lone, CUDA)
+    (line,) = put_in_kernels(SpeedConfig(), lone, CUDA, is_compiled=False)
     assert line == "kernels are PyTorch's: Liger has none for Linear"
 
 
@@ -81,9 +84,9 @@ def test_what_is_set_is_done_or_an_error(model, installed, device):
     asked = installed("triton", "liger_kernel", liger_fits=False)
     for value in (True, False):
         assert compiles(SpeedConfig(compile=value), model, device) == (value, ())
-    assert put_in_kernels(SpeedConfig(kernels="torch"), model, device) == ()
+    assert put_in_kernels(SpeedConfig(kernels="torch"), model, device, is_compiled=False) == ()
     with pytest.raises(ConfigError, match="nothing for it"):
-        put_in_kernels(SpeedConfig(kernels="liger"), model, device)
+        put_in_kernels(SpeedConfig(kernels="liger"), model, device, is_compiled=False)
     assert asked == ["torch", "liger"]
 
 

@@ -8,7 +8,7 @@ from headway.config import parse_config
 from headway.count import Workload
 from headway.errors import ConfigError, PlanError
 from headway.models.blocks import blocks
-from headway.models.recompute import checkpointed_but_attention, is_recomputed
+from headway.models.recompute import checkpointed_but, is_recomputed
 from headway.train.prepare import prepare
 from headway.train.run_folder import RunFolder
 from headway.train.watch import LoopPhase
@@ -27,13 +27,18 @@ def with_folder(raw, name):
 # The vision block holds 1424 bytes of each patch, 128 of them its input, the language block 2664 of each token, 128 of
 # them its input. Without a budget of patches, 160 tokens may be 640 of them, as a picture of 26 x 26: 1,388,864 bytes
 # in all; 983,104 with both recomputed, one after the other, and 23,040 more where what the language block's attention
-# gave (4 heads of 8 values and a sum each) is kept; the vision block's is made again within what it makes again anyway.
+# gave (4 heads of 8 values and a sum each) is kept. The vision block makes more again: to keep what its attention
+# and projections (4 x 128 bytes a patch) gave costs nothing, until the language block makes as much.
 VISION, TEXT = "model.visual.blocks.0", "model.language_model.layers.0"
 
 
 @pytest.mark.parametrize(
     ("size", "choice"),
-    [("1.39 MB", "none"), ("1.01 MB", f"{VISION},{TEXT},-attention"), ("1MB", f"{VISION},-attention,{TEXT}")],
+    [
+        ("1.39 MB", "none"),
+        ("1.01 MB", f"{VISION},-projections,{TEXT},-attention"),
+        ("1MB", f"{VISION},-attention,-projections,{TEXT}"),
+    ],
 )
 def test_a_size_recomputes_the_blocks_that_bring_the_largest_pack_within_it(raw, size, choice):
     run = prepared(raw, f"memory:{size}")
@@ -65,7 +70,9 @@ def test_kept_attention_is_billed_as_it_runs(raw):
     again = [run.meter.cost_model.count(work, recompute=run.meter.recompute) for run in (full, kept)]
     attention = sum(row.recompute for row in again[0].rows if row.name.endswith(".attention"))
     assert again[0].recompute - again[1].recompute == attention > 0
-    assert {block.module._gradient_checkpointing_func for block in blocks(kept.model)} == {checkpointed_but_attention}
+    assert {block.module._gradient_checkpointing_func for block in blocks(kept.model)} == {
+        checkpointed_but(True, frozenset())
+    }
 
 
 def test_a_size_that_is_too_small_is_an_error(raw):

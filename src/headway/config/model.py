@@ -5,7 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from headway.config.sections import Fraction, Positive, Section, Share, changed
-from headway.count.recompute import is_for_training, towers
+from headway.count.recompute import KINDS, is_for_training, towers
 from headway.packing.mesh import MeshShape
 from headway.packing.parts import Dropout
 from headway.report.quantity import SIZE_UNITS, bytes_in
@@ -181,20 +181,21 @@ class SpeedConfig(Section):
     recompute: str = Field(
         default="none",
         description="Blocks that are computed again in backward: none, full, every:N (every N-th of each tower), or "
-        "memory:SIZE (memory:40GiB), the fewest with which the blocks' activations fit SIZE. vision:full, "
-        "language:every:N and audio:full are blocks of one tower; commas join choices; ,-attention keeps what "
-        "attention computed",
+        "memory:SIZE (memory:40GiB), the least with which the blocks' activations fit SIZE. vision:full, "
+        "language:every:N and audio:full are blocks of one tower; commas join choices; ,-attention ,-projections ,-mlp "
+        "keep what these computed",
     )
 
     kernels: Literal["auto", "torch", "liger"] = Field(
         default="auto",
         description="Kernels of norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger's on CUDA; auto "
-        "is Liger's where installed on CUDA, but for the loss",
+        "is Liger's where installed on CUDA and blocks are not compiled, but for the loss",
     )
     attention: Literal["auto", "torch", "fa3", "cudnn", "flash-attn"] = Field(
         default="auto",
-        description="Kernel of attention on CUDA: torch (PyTorch's FlashAttention-2), fa3 (FlashAttention-3, on "
-        "Hopper, with its package), auto (fa3 where it runs, else torch), or flash-attn, a package's own function",
+        description="Kernel of attention on CUDA: torch (PyTorch's FlashAttention-2), on Hopper with their packages "
+        "fa3 (FlashAttention-3) and cudnn (cuDNN's), auto (the first of fa3, cudnn and torch that runs), or "
+        "flash-attn, a package's own function",
     )
     loss_chunk: Positive | None = Field(
         default=2048,
@@ -208,8 +209,8 @@ class SpeedConfig(Section):
         if not is_for_training(recompute) and _size(recompute) is None:
             raise ValueError(
                 f"{recompute!r} is not none, full, every:N, one of these of a tower ({', '.join(towers())}) as "
-                f"vision:full, any with ,-attention behind it, or memory:SIZE with a size such as 40GiB; units are "
-                f"{', '.join(SIZE_UNITS)}"
+                f"vision:full, any with {', '.join(f',-{kind}' for kind in KINDS)} behind it, or memory:SIZE with a "
+                f"size such as 40GiB; units are {', '.join(SIZE_UNITS)}"
             )
         return recompute
 

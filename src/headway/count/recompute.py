@@ -10,10 +10,11 @@ A choice is written as terms joined by commas, each adding operations, or leavin
 * a pattern of block names (`model.layers.*[02468]`): those blocks.
 * a component (`language.attention`, `mlp`) or a pattern of module names (`*.up_proj`): those operations of all blocks,
   each to its end, as Megatron-LM's `recompute_modules`, whose `core_attn` is `attention`.
-* `-` before a term: what selective checkpointing saves, such as `full,-attention`.
+* `-` before a term: what selective checkpointing saves, such as `full,-attention`; LoRA's adapters run again behind
+  `-projections` and `-mlp`.
 
-This file alone reads such a choice. The ledger takes every one of them; training recomputes whole blocks, with
-attention or without it (`recomputed_blocks`).
+This file alone reads such a choice. The ledger takes every one of them; training recomputes blocks and keeps results of
+`KINDS` beside them (`recomputed_blocks`).
 
 Source: torch.utils.checkpoint (PyTorch 2.11, early stop); torchtitan/distributed/activation_checkpoint.py (2026-02);
 Megatron Core's TransformerConfig.recompute_granularity and recompute_modules (2026-03).
@@ -21,10 +22,12 @@ Megatron Core's TransformerConfig.recompute_granularity and recompute_modules (2
 
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 
+from headway.count.adapters import is_adapter
 from headway.count.modalities import media_towers
 from headway.count.rows import Row
 from headway.errors import UsageError
@@ -33,7 +36,13 @@ from headway.words import Argument
 """Towers whose blocks can be chosen apart, as components begin."""
 
 _NO_TOWERS: Mapping[str, str] = MappingProxyType({})
-_ATTENTION = "attention"
+ATTENTION = "attention"
+PRODUCTS = ("projections", "mlp")
+KINDS = (ATTENTION, *PRODUCTS)
+"""Components whose results training can keep beside a recomputed block: of attention's kernels, of linear layers."""
+
+_OF_KINDS = " and ".join(f",-{kind}" for kind in KINDS)
+_OF_PRODUCTS = ",".join(f"-{kind}" for kind in PRODUCTS)
 _MAX_DIGITS = 9  # of a number of blocks
 
 
@@ -97,35 +106,40 @@ def towers_of_blocks(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def is_for_training(choice: str) -> bool:
-    """Say whether a choice names blocks by their places or towers alone and leaves out attention at most.
+    """Say whether a choice names blocks by their places or towers alone and leaves out none but `KINDS`.
 
-    >>> is_for_training("full,-attention"), is_for_training("vision:every:2"), is_for_training("attention")
+    >>> is_for_training("full,-attention,-mlp"), is_for_training("vision:every:2"), is_for_training("attention")
     (True, True, False)
     """
     return all(
-        term.text == _ATTENTION if term.leaves_out else term.every and not term.to_the_end for term in parse(choice)
+        term.text in KINDS if term.leaves_out else term.every and not term.to_the_end for term in parse(choice)
     ) and not choice.startswith("-")
 
 
-def recomputed_blocks(choice: str, names: Sequence[str], towers: Mapping[str, str] = _NO_TOWERS) -> dict[str, bool]:
-    """Say which blocks are recomputed, and of which the results of attention are kept, so that it does not run again.
+def recomputed_blocks(
+    choice: str, names: Sequence[str], towers: Mapping[str, str] = _NO_TOWERS
+) -> dict[str, frozenset[str]]:
+    """Say which blocks are recomputed, and which results are kept beside each, so that they are not computed again.
 
     Args:
-        choice: blocks, by place, tower or name, and `-attention`, which holds for the blocks before it.
+        choice: blocks, by place, tower or name, and `-` with one of `KINDS`, which holds for the blocks before it.
         names: of all blocks, in order.
         towers: that they are in, as `CostModel.block_towers`; needed by a choice that names one.
 
     Returns:
-        By the name of each recomputed block, in order: whether its attention is kept.
+        By the name of each recomputed block, in order: the kinds that are kept of it.
 
     Raises:
         UsageError: a term names no block, or something that training does not recompute by itself.
+
+    >>> recomputed_blocks("full,-mlp", ["layers.0"])
+    {'layers.0': frozenset({'mlp'})}
     """
-    chosen: dict[str, bool] = {}
+    chosen: dict[str, frozenset[str]] = {}
     for term in parse(choice):
         blocks = term.blocks(names, towers)
-        if term.leaves_out and term.text == _ATTENTION:
-            chosen = dict.fromkeys(chosen, True)
+        if term.leaves_out and term.text in KINDS:
+            chosen = {name: kinds | {term.text} for name, kinds in chosen.items()}
         elif term.tower and not any(towers.get(name) == term.tower for name in names):
             raise _no_tower(choice, term, towers)
         elif term.leaves_out or term.to_the_end or not blocks:
@@ -133,22 +147,112 @@ def recomputed_blocks(choice: str, names: Sequence[str], towers: Mapping[str, st
             raise UsageError(
                 f"recompute {choice!r}: {term.text!r} chooses none of the model's {len(names)} blocks; the longest "
                 f"tower has {longest}. Give none, full, every:N, one of these of a tower (vision:full) or names of "
-                "blocks, with ,-attention behind them to keep what attention computed."
+                f"blocks, with {_OF_KINDS} behind them to keep what these compute."
             )
         else:
-            chosen |= dict.fromkeys(blocks, False)
+            chosen |= dict.fromkeys(blocks, frozenset())
     return {name: chosen[name] for name in names if name in chosen}
 
 
-def as_choice(blocks: Mapping[str, bool]) -> str:
-    """Write what `recomputed_blocks` gives.
+def as_choice(blocks: Mapping[str, Collection[str]]) -> str:
+    """Write what `recomputed_blocks` gives; of any two blocks one keeps all that the other does.
 
-    >>> as_choice({"layers.0": True, "layers.1": False})
-    'layers.0,-attention,layers.1'
+    >>> as_choice({"layers.0": {"attention"}, "layers.1": {}, "layers.2": {"attention", "mlp"}})
+    'layers.2,-mlp,layers.0,-attention,layers.1'
     """
-    keeping = [name for name, keeps in blocks.items() if keeps]
-    others = [name for name, keeps in blocks.items() if not keeps]
-    return ",".join([*keeping, *([f"-{_ATTENTION}"] if keeping else []), *others]) or "none"
+    groups: dict[frozenset[str], list[str]] = {}
+    for name, kinds in blocks.items():
+        groups.setdefault(frozenset(kinds), []).append(name)
+    terms: list[str] = []
+    by_most = sorted(groups, key=len, reverse=True)
+    for kinds, fewer in pairwise([*by_most, frozenset[str]()]):
+        assert fewer <= kinds
+        terms += [*groups[kinds], *(f"-{kind}" for kind in KINDS if kind in kinds - fewer)]
+    return ",".join(terms) or "none"
+
+
+def choice_in_words(choice: str, towers: Mapping[str, str]) -> str:
+    """Say how many blocks of each tower a choice recomputes, and of how many each kind is kept.
+
+    Args:
+        choice: as for `recomputed_blocks`.
+        towers: of all blocks, as `CostModel.block_towers`.
+
+    >>> choice_in_words("a.0,-mlp,a.1,-attention", {"a.0": "language", "a.1": "language", "a.2": "language"})
+    'recomputes 2 of 3 language blocks (attention kept in 2, mlp in 1)'
+    """
+    chosen = recomputed_blocks(choice, list(towers), towers)
+    parts = []
+    for tower in dict.fromkeys(towers.values()):
+        blocks = [chosen[name] for name in chosen if towers[name] == tower]
+        counts = {kind: sum(kind in kinds for kinds in blocks) for kind in KINDS}
+        words = ", ".join(f"{kind} in {count}" for kind, count in counts.items() if count)
+        words = f" ({words.replace(' in', ' kept in', 1)})" if words else ""
+        parts += [f"{len(blocks)} of {list(towers.values()).count(tower)} {tower} blocks{words}"] if blocks else []
+    return f"recomputes {', '.join(parts) or 'nothing'}"
+
+
+def rows_by_block(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Put a cost model's rows under the blocks that hold them."""
+    by_block: dict[str, list[Row]] = {}
+    for row in rows:
+        by_block.setdefault(row.block, []).append(row)
+    return by_block
+
+
+def kept_layers(blocks: Mapping[str, Collection[str]], rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """List the linear layers whose results are kept beside each recomputed block.
+
+    A layer is told by the sizes of its weight when it runs, so others of the same sizes are kept with it.
+
+    Args:
+        blocks: as `recomputed_blocks` gives them.
+        rows: of the cost model.
+
+    Raises:
+        UsageError: no block has a kind that is to be kept, or a product of it is no linear layer or cannot be told from
+            one that is to run again.
+    """
+    by_block = rows_by_block(rows)
+    layers = {name: _kept_of_block(by_block.get(name, []), kinds) for name, kinds in blocks.items()}
+    for kind in PRODUCTS:
+        keeping = [name for name, kinds in blocks.items() if kind in kinds]
+        if keeping and not any(kind_of(row) == kind for name in keeping for row in layers[name]):
+            raise UsageError(f"recompute: the blocks have no linear layers of {kind} to keep; leave out ',-{kind}'.")
+    return layers
+
+
+def can_keep(rows: Sequence[Row], blocks: Collection[str], kinds: Collection[str]) -> bool:
+    """Say whether kinds can be kept together of some blocks."""
+    try:
+        kept_layers(dict.fromkeys(blocks, kinds), rows)
+    except UsageError:
+        return False
+    return True
+
+
+def _kept_of_block(rows: Sequence[Row], kinds: Collection[str]) -> list[Row]:
+    wanted = [row for row in rows if row.recomputed and kind_of(row) in PRODUCTS and kind_of(row) in kinds]
+    for row in wanted:
+        if row.features is None:
+            raise UsageError(
+                f"recompute: the result of {row.module} cannot be kept, as it is no linear layer; leave out "
+                f"',-{kind_of(row)}'."
+            )
+    sizes = {row.features for row in wanted}
+    alike = [row for row in rows if row.features in sizes]
+    for row in alike:
+        if row.recomputed and row not in wanted:
+            raise UsageError(
+                f"recompute: {row.module} has a weight of the sizes of one whose results are kept, {row.features}, and "
+                f"is to run again. Keep both kinds or neither: {_OF_PRODUCTS}."
+            )
+    return alike
+
+
+def kind_of(row: Row) -> str:
+    """Name what a choice leaves out to keep the row's result; "" for adapters, which are small and always run again."""
+    return "" if is_adapter(row.module) else row.component.partition(".")[2]
 
 
 def run_again(rows: Sequence[Row], trained: int, choice: str, name: str) -> set[int]:
@@ -176,7 +280,7 @@ def run_again(rows: Sequence[Row], trained: int, choice: str, name: str) -> set[
     for term in terms:
         hits, are_blocks = _matches(rows, term, name)
         if term.leaves_out:
-            chosen -= hits
+            chosen -= {i for i in hits if term.text not in PRODUCTS or not is_adapter(rows[i].module)}
         elif are_blocks:
             chosen |= {i for i in hits if rows[i].block in live_blocks and (term.to_the_end or rows[i].recomputed)}
         else:

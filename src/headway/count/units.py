@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
-from headway.count.recompute import recomputed_blocks
+from headway.count.recompute import kept_layers, recomputed_blocks
 from headway.count.rows import Parameter
 
 P = ParamSpec("P")
@@ -55,8 +55,8 @@ def _value(key: object) -> object:
 
 
 @remembered
-def chosen_blocks(recompute: str, cost_model: CostModel, saved: SavedActivations) -> Mapping[str, bool]:
-    """Say which blocks of a model are recomputed, and of which the results of attention are kept.
+def chosen_blocks(recompute: str, cost_model: CostModel, saved: SavedActivations) -> Mapping[str, frozenset[str]]:
+    """Say which blocks of a model are recomputed, and which results are kept beside each.
 
     Args:
         recompute: as for `recomputed_blocks`.
@@ -64,9 +64,11 @@ def chosen_blocks(recompute: str, cost_model: CostModel, saved: SavedActivations
         saved: names its blocks.
 
     Raises:
-        UsageError: a term names no block.
+        UsageError: a term names no block, or what is to be kept cannot be.
     """
-    return recomputed_blocks(recompute, [name for name in saved.blocks if name], cost_model.block_towers)
+    chosen = recomputed_blocks(recompute, [name for name in saved.blocks if name], cost_model.block_towers)
+    kept_layers(chosen, cost_model.rows)  # or an error
+    return chosen
 
 
 def block_of(parameter: Parameter, saved: SavedActivations) -> str:

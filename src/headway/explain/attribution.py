@@ -6,6 +6,7 @@ backward, an operator has the number of the forward operator that it differentia
 Source: torch/csrc/profiler and torch/csrc/autograd (Sequence number, Fwd thread id, torch 2.0 to 2.13).
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ _EVALUATES = "autograd::engine::evaluate_function: "
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 # Source: record_function in torch/distributed/fsdp/_fully_shard, torch/csrc/distributed/c10d/reducer.cpp (torch 2.13).
 _DATA_PARALLEL = ("FSDP::", "torch.distributed.ddp.reducer::")
+# Operators on lists of tensors: around the model and the optimizer these are gradients and weights. Data parallelism
+# copies lists as well.
+_LISTS = re.compile(r"aten::(_amp)?_foreach_(?!copy)")
 
 
 class Chore(StrEnum):
@@ -31,6 +35,7 @@ class Chore(StrEnum):
     NONE = ""
     DATA_PARALLEL = "data parallelism"  # gathers weights and sends gradients: the copies beside the collectives
     ACCUMULATION = "accumulation"  # adds a gradient to what its parameter has
+    LISTS = "lists of tensors"  # clips gradients, unscales them, averages weights
 
 
 class Phase(StrEnum):
@@ -217,10 +222,17 @@ def _enter_operator(context: Surroundings, index: int, name: str, sequence: int,
         context.chore = Chore.ACCUMULATION
     elif name.startswith(_DATA_PARALLEL):
         context.chore = Chore.DATA_PARALLEL
+    elif _is_around_the_model(context) and _LISTS.match(name):
+        context.chore, context.phase = Chore.LISTS, Phase.OPTIMIZER
     if forward_thread > 0 or (forward_thread == NONE and name.startswith(_EVALUATES)):  # torch 1 has no such number
         context.backward, context.is_recomputed, context.module = index, False, ""
     elif NONE not in (sequence, context.backward):
         context.is_recomputed = True  # within backward, only what runs forward again records for autograd
+
+
+def _is_around_the_model(context: Surroundings) -> bool:
+    """Whether a place is in no module, no backward, no phase that has a name and no chore."""
+    return not context.module and context.backward == NONE and context.phase is None and context.chore is Chore.NONE
 
 
 def _enter_annotation(context: Surroundings, index: int, name: str, *, is_python: bool) -> None:

@@ -5,6 +5,7 @@ Backward has the pass of the forward that it differentiates, by the sequence num
 backward around it. The trace says what each layer's mask lets each pack attend to, in FLOPs.
 """
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -178,6 +179,15 @@ def attributed_share(rows: Sequence[BreakdownRow]) -> float:
     ran_ns = sum(row.ns for row in rows if row.name != NO_KERNEL)
     unknown_ns = sum(row.ns for row in rows if row.name == NO_COMPONENT)
     return 1.0 - unknown_ns / ran_ns if ran_ns else 1.0
+
+
+def kind_of_module(path: str) -> str:
+    """Leave the numbers out of a module's path, which layers of one kind differ in.
+
+    >>> kind_of_module("model.layers.27.mlp")
+    'model.layers.*.mlp'
+    """
+    return re.sub(r"(?<=[._])\d+(?=\.|$)", "*", path)
 
 
 def breakdown_record(waterfall: StepWaterfall, by: By) -> dict[str, Any]:

@@ -41,7 +41,7 @@ _TYPES = {
 }
 _LISTS = {"TensorList", "GenericList"}  # of tensors whose type is not told
 
-_WRITE_ONLY = {"fill_", "zero_"}
+_WRITE_ONLY = {"fill_", "zero_", "random_", "uniform_", "normal_", "bernoulli_", "exponential_"}
 # Views: the result uses the operand's memory, or new memory that nothing is written to yet, so no bytes move. Where a
 # view has to copy (`reshape`, `contiguous`, `to`), it calls `copy_`, whose bytes are counted. In ATen these are the
 # operators whose schema returns an alias: `view(Tensor(a) self, SymInt[] size) -> Tensor(a)` (torch 2.13).
@@ -138,12 +138,14 @@ class Operands:
         types: name of each tensor's type, as the profiler writes it; "" of what is no tensor.
         num_read: elements of each argument that memory holds; a tensor that is expanded has fewer than its sizes say.
         has_list: an argument is a list of tensors, whose types are not told.
+        list_numel: elements of all tensors of each list; 0 of one whose sizes are not told, as of more than 30 tensors.
     """
 
     sizes: tuple[tuple[int, ...], ...]
     types: tuple[str, ...]
     num_read: tuple[int, ...]
     has_list: bool
+    list_numel: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, dims: Any, types: Any, strides: Any) -> Self:
@@ -163,7 +165,8 @@ class Operands:
             sizes.append(tuple(size))
             kinds.append(kind)
             num_read.append(math.prod(n for n, step in zip(size, steps, strict=True) if step))
-        return cls(tuple(sizes), tuple(kinds), tuple(num_read), not _LISTS.isdisjoint(map(str, types)))
+        list_numel = [_numel_of_list(size) for size, kind in zip(dims, types, strict=False) if str(kind) in _LISTS]
+        return cls(tuple(sizes), tuple(kinds), tuple(num_read), bool(list_numel), tuple(list_numel))
 
     def bytes_moved(self, operator: str) -> int | None:
         """Bytes that an operator must read and write at least, nothing of it kept in a cache; None where not known.
@@ -264,6 +267,12 @@ class Trace:
     def is_cpu_only(self) -> bool:
         """Whether nothing ran on a device, so that operators of the host take the place of kernels."""
         return len(self.device) == 0
+
+
+def _numel_of_list(sizes: Any) -> int:
+    """Elements of all tensors of a list by their sizes; 0 where these are not told."""
+    is_told = isinstance(sizes, list) and all(map(_is_size, sizes))
+    return sum(map(math.prod, sizes)) if is_told else 0
 
 
 def _is_size(size: Any) -> bool:

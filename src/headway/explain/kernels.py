@@ -23,7 +23,7 @@ class Work(StrEnum):
 # Words of an operator's name, between underscores: `_weight_int4pack_mm_for_cpu`, `mkldnn_rnn_layer_backward`.
 _PRODUCTS = re.compile(
     r"(add|b|addb|baddb|s|hsp|sspadd)?mm|(add)?mv|v?dot|vecdot|addr|matmul|einsum|tensordot|q?linear|bilinear|"
-    r"trilinear|q?conv(olution|[123]d)?|attention|attn|rnn|lstm|gru"
+    r"trilinear|q?conv(olution|[123]d)?|attention|attn|sdpa|rnn|lstm|gru"
 )
 # Words of operators that prepare, resize or finish, and compute no product: `conv2d_prepack`, `upsample_bilinear2d`.
 # `_thnn_fused_lstm_cell` is given what the products of its gates came to.
@@ -92,7 +92,8 @@ _ELEMENTWISE_LIBRARIES = re.compile(r"at::native|at_cuda_detail|\bcub::|thrust::
 # Kernels that only call what their first template argument is.
 _WRAPPERS = re.compile(r"(cutlass::\w*|cutlass\w*::|enable_\w+::)?(device_kernel|Kernel2?|kernel)")
 _INDUCTOR = re.compile(r"triton_(poi|per|red|for)_")
-_ATTENTION = re.compile(r"attention|attn|flash|fmha", flags=re.IGNORECASE)
+_ATTENTION = re.compile(r"attention|attn|flash|fmha|sdpa", flags=re.IGNORECASE)
+_FUSED_NAMES = re.compile(r"triton_[a-z]{3}_fused_")  # of Inductor, after all operators that a kernel fuses
 _COMPILED = re.compile(r"Torch-Compiled Region|CompiledFunction|## Call CompiledFxGraph|graph_\d+_\w*fused")
 _ENGINE = re.compile(
     r"autograd::engine::|\w*Backward\d*$|torch::autograd::|TorchDynamo|Pregraph bytecode|AOTDispatcher|profiler::|"
@@ -134,7 +135,13 @@ def work_of_operator(name: str) -> Work:
 
 @cache
 def is_attention(name: str) -> bool:
-    """Tell whether an operator, or a kernel without one, is a fused one of attention."""
+    """Tell whether an operator, or a kernel without one, is a fused one of attention.
+
+    >>> is_attention("torch_attn::_varlen_attn"), is_attention("triton_tem_fused__varlen_attn_backward_mm_3")
+    (True, False)
+    """
+    if _FUSED_NAMES.match(name):
+        return "flex_attention" in name
     return _ATTENTION.search(name) is not None
 
 
@@ -216,3 +223,44 @@ def _mangled_identifier(name: str) -> str:
         at = begin + int(match[0])
         part = name[begin:at]
     return part
+
+
+# Repeated parts, numbers and types that hold digits (`S5_`, `Li128E`, `DF16b`), which are no lengths; else a length.
+_MANGLED = re.compile(r"S[0-9A-Z]*_|T\d*_|L[a-z]n?\d+E|DF\d+b?|(\d+)")
+
+
+def readable_name(name: str) -> str:
+    """Shorten a kernel's signature to what tells it from others.
+
+    Left out are its result, namespaces and parameters, the lengths of lists, and numbers that begin its arguments.
+
+    >>> readable_name("void at::native::elementwise_kernel<4, at::native::AddFunctor<float> >(int, char*)")
+    'elementwise_kernel<AddFunctor<float>>'
+    >>> readable_name("void multi_tensor_apply_kernel<TensorListMetadata<2>, at::Copy<float, 2> >(int)")
+    'multi_tensor_apply_kernel<Copy<float,2>>'
+    >>> readable_name("_ZN7cutlass13device_kernelINS_4gemm13GemmUniversalINS5_17GroupProblemShapeE")
+    'device_kernel<GemmUniversal,GroupProblemShape>'
+    """
+    if name.startswith("_ZN"):
+        function, *others = [part for part in _mangled_parts(name) if part != part.lower() or "_kernel" in part]
+        return f"{function}<{','.join(dict.fromkeys(others))}>" if others else function
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    plain = re.sub(r"\w*TensorListMetadata<\d+>, |(?<![\w>)])(?:\w+::)+|(?<=>) (?=>)|(?<=,) ", "", plain)
+    plain = re.sub(r"^(\w+<)(?:(?:-?\d+|(?:unsigned )?int|true|false),)+", r"\1", plain)
+    depth = 0
+    for at, letter in enumerate(plain):
+        depth += {"<": 1, ">": -1}.get(letter, 0)
+        if letter == "(" and depth == 0 and at:
+            return plain[:at]
+    return plain
+
+
+def _mangled_parts(name: str) -> list[str]:
+    """All names in one that Itanium's C++ ABI mangles, in order: each has its length before it."""
+    parts: list[str] = []
+    at = 0
+    while match := _MANGLED.search(name, at):
+        length = int(match[1] or 0)
+        at = match.end() + length
+        parts += [name[match.end() : at]] if length > 1 else []
+    return parts

@@ -2,13 +2,17 @@
 
 A component takes all events of its modules, forward, backward and recomputed, whatever their class. What a block
 computes between the modules that FLOPs are counted of, such as norms and residual sums, is `TOWER.other`. A compiled
-block has no modules within, so all components of a tower's compiled blocks are one: `TOWER (compiled)`.
+block has no modules within. Where a fused operator attends in each of a tower's compiled blocks, their kernels are told
+apart by their work: `TOWER.attention`, `TOWER.products` of all other components, and `TOWER.other` of what computes no
+product. Elsewhere all components of these blocks are one: `TOWER (compiled)`.
 """
 
+from collections.abc import Mapping
+
 from headway.explain.attribution import Attribution, Chore, Phase
-from headway.explain.budget import NO_COMPONENT, NeededWork, tower_of
+from headway.explain.budget import NO_COMPONENT, OTHER, NeededWork, tower_of
 from headway.explain.events import NONE
-from headway.explain.kernels import Work
+from headway.explain.kernels import Work, is_attention
 
 # In brackets, as they are no components.
 _OF_PHASE = {
@@ -20,6 +24,7 @@ _OF_PHASE = {
     Phase.COMPILE: "(compiling)",
 }
 _OF_WORK = {Work.COMMUNICATION: "(communication)", Work.COPY: "(copies)"}
+_ATTENTION, _PRODUCTS, _WHOLE = "attention", "products", " (compiled)"
 
 
 class Owners:
@@ -33,12 +38,8 @@ class Owners:
     def __init__(self, attribution: Attribution, budget: NeededWork) -> None:
         self._attribution, self._budget = attribution, budget
         self._compiled = _compiled_units(attribution, budget)
-        self._unit_of = {
-            component: f"{tower_of(components)} (compiled)"
-            for components in self._compiled.values()
-            for component in components
-        }
-        self._names: dict[tuple[str, bool], str] = {}
+        self._unit_of = _units_of_components(attribution, self._compiled)
+        self._names: dict[tuple[str, str, bool], str] = {}
 
     def of(self, event: int) -> str:
         """Name the owner of an event; `NO_COMPONENT` where nothing tells it."""
@@ -48,7 +49,8 @@ class Owners:
             return activity
         if attribution.chore[event] is not Chore.NONE:
             return f"({attribution.chore[event].value})"
-        key = attribution.module[event], attribution.passes[event] != NONE
+        module = attribution.module[event]
+        key = module, self._work_in(module, event), attribution.passes[event] != NONE
         if key not in self._names:
             self._names[key] = self._owner_of_module(*key)
         return self._names[key]
@@ -65,12 +67,52 @@ class Owners:
             ran[owner] = ran.get(owner, 0) + flops
         return ran
 
-    def _owner_of_module(self, module: str, is_in_a_pass: bool) -> str:
+    def _work_in(self, module: str, event: int) -> str:
+        """Name the part of a compiled block that an event is of; "" outside of one."""
+        if module not in self._compiled:
+            return ""
+        if self._attribution.work[event] is not Work.MATMUL:
+            return OTHER
+        return _ATTENTION if is_attention(self._attribution.operator[event]) else _PRODUCTS
+
+    def _owner_of_module(self, module: str, work: str, is_in_a_pass: bool) -> str:
         if module in self._compiled:
-            return self.of_component(next(iter(self._compiled[module])))
+            components = sorted(self._compiled[module])
+            of_work = [name for name in components if (_part(name) == _ATTENTION) == (work == _ATTENTION)]
+            unit = self.of_component((of_work or components)[0])
+            return f"{tower_of(components)}.{OTHER}" if work == OTHER and not unit.endswith(_WHOLE) else unit
         if not module and not is_in_a_pass and not self._budget.is_undivided:
             return NO_COMPONENT  # of the whole model, or what backward makes of one
         return self.of_component(self._budget.component_of(module))
+
+
+def _units_of_components(attribution: Attribution, compiled: Mapping[str, frozenset[str]]) -> dict[str, str]:
+    """Name the owner of each component that is in compiled blocks, by the component."""
+    attending = {
+        module
+        for module, work, operator in zip(attribution.module, attribution.work, attribution.operator, strict=True)
+        if module in compiled and work is Work.MATMUL and is_attention(operator)
+    }
+    within: dict[str, set[str]] = {}
+    undivided: set[str] = set()  # towers in whose blocks no kernel of attention is seen, as where it is written out
+    for module, components in compiled.items():
+        tower = tower_of(components)
+        within.setdefault(tower, set()).update(components)
+        if module not in attending and f"{tower}.{_ATTENTION}" in components:
+            undivided.add(tower)
+    units: dict[str, str] = {}
+    for tower, of_tower in within.items():
+        attention = f"{tower}.{_ATTENTION}"
+        if tower in undivided or attention not in of_tower:
+            units |= dict.fromkeys(of_tower, f"{tower}{_WHOLE}")
+            continue
+        others = of_tower - {attention}
+        units |= dict.fromkeys(others, f"{tower}.{_PRODUCTS}" if len(others) > 1 else next(iter(others)))
+    return units
+
+
+def _part(component: str) -> str:
+    return component.rpartition(".")[2]
 
 
 def _compiled_units(attribution: Attribution, budget: NeededWork) -> dict[str, frozenset[str]]:

@@ -6,7 +6,15 @@ from statistics import median
 from typing import Literal
 
 from headway.explain.attribution import Phase
-from headway.explain.breakdown import NO_ATTENTION, NO_KERNEL, BreakdownRow, By, attributed_share, break_down
+from headway.explain.breakdown import (
+    NO_ATTENTION,
+    NO_KERNEL,
+    BreakdownRow,
+    By,
+    attributed_share,
+    break_down,
+    kind_of_module,
+)
 from headway.explain.explanation import (
     Finding,
     JobExplanation,
@@ -16,6 +24,7 @@ from headway.explain.explanation import (
     WaterfallLine,
     mean_of,
 )
+from headway.explain.kernels import readable_name
 from headway.explain.phases import phase_sentences, phase_table
 from headway.explain.products import GemmRow, gemms_of
 from headway.report import (
@@ -24,6 +33,7 @@ from headway.report import (
     format_ms,
     format_rate,
     format_share,
+    format_traffic,
     printable,
     render_lines,
     render_table,
@@ -41,7 +51,8 @@ _BESIDE_NAMES = {"attention": 46}  # columns that the numbers of a breakdown tak
 _BESIDE_OTHERS = 54
 _LONGEST_NAME = 100  # where there is no terminal
 _PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTED)
-_WITH_PARTS = {"matmul", "memory", "idle.sync", "aside"}
+_WITH_PARTS = {"matmul", "memory", "idle.sync", "idle.other", "aside"}
+_LEAST_OTHER = 0.01  # of a step, from which idle time between kernels is told by length
 _NEARLY_ALL = 0.98
 _SAME_LENGTH = 0.02  # of a step on the host: what differs by less is not told
 _LEAST_WAIT = 0.01  # of a step
@@ -213,7 +224,12 @@ def _bar(before_ns: int, after_ns: int, duration_ns: int, width: int) -> str:
 def _details(mean: MeanWaterfall) -> list[str]:
     details = []
     for line in mean.lines:
-        if line.key in _WITH_PARTS and line.ns and line.parts:
+        if (
+            line.key in _WITH_PARTS
+            and line.ns
+            and line.parts
+            and (line.key != "idle.other" or line.share >= _LEAST_OTHER)
+        ):
             parts = ", ".join(f"{name} {format_ms(ns)} ms" for name, ns in [*line.parts.items()][:4])
             more = f"; {_of_traffic(mean.traffic)}" if line.key == "memory" and mean.traffic is not None else ""
             details.append(f"{line.name}: {parts}{more}.")
@@ -222,14 +238,17 @@ def _details(mean: MeanWaterfall) -> list[str]:
 
 def _of_traffic(traffic: OperandTraffic) -> str:
     """Bytes beside the time that they take: "their operands are 3.1 GB, 0.58 ms at 5.3 TB/s"."""
-    size, unit = (traffic.num_bytes / 1e9, "GB") if traffic.num_bytes >= 1e8 else (traffic.num_bytes / 1e6, "MB")
-    text = f"their operands are {size:,.3g} {unit}" if traffic.known_ns else "how much they moved is not known"
+    text = (
+        f"their operands are {format_traffic(traffic.num_bytes)}"
+        if traffic.known_ns
+        else "how much they moved is not known"
+    )
     if traffic.known_ns and traffic.at_bandwidth_ns is not None and traffic.bytes_per_s is not None:
         text += f", {format_ms(traffic.at_bandwidth_ns)} ms at {traffic.bytes_per_s / 1e12:,.3g} TB/s"
     if 0 < traffic.known_ns < _NEARLY_ALL * traffic.all_ns:
         text += f" (known of {format_ms(traffic.known_ns)} ms of them)"
-    if traffic.implausible_ns:
-        text += f"; in {format_ms(traffic.implausible_ns)} ms operators read but a part of theirs, which is not told"
+    if traffic.implausible_ns > (1 - _NEARLY_ALL) * traffic.all_ns:
+        text += f"; in {format_ms(traffic.implausible_ns)} ms operators read only a part of theirs, which is not known"
     return text
 
 
@@ -270,13 +289,25 @@ def _breakdown(
         columns += [Column("FLOPs"), Column("GFLOP/s")]
     else:
         columns += [*(Column(phase.value) for phase in _PHASES), Column("GFLOP/s" if by == "component" else "other")]
-    cells = [_row(_shortened(row.name, by), [row], by, shown) for row in running[:_MOST_ROWS]]
-    if running[_MOST_ROWS:]:
-        more = running[_MOST_ROWS:]
+    groups = _layers_of_one_kind(running) if by == "module" else [(row.name, [row]) for row in running]
+    cells = [_row(_shortened(name, by), layers, by, shown) for name, layers in groups[:_MOST_ROWS]]
+    if groups[_MOST_ROWS:]:
+        more = [row for _, layers in groups[_MOST_ROWS:] for row in layers]
         cells.append(_row(f"{len(more)} more ({Argument('to_dict')} has all)", more, by, shown))
     nothing = [""] * (len(columns) - 3)
     cells.append([idle.name, format_ms(idle.ns), format_share(idle.ns / shown.duration_ns), *nothing])
     return columns, cells, ["the step", format_ms(shown.duration_ns), format_share(1.0), *nothing]
+
+
+def _layers_of_one_kind(rows: Sequence[BreakdownRow]) -> list[tuple[str, list[BreakdownRow]]]:
+    """Join modules that differ in their numbers alone, where there are too many to show each; the dearest first."""
+    if len(rows) <= _MOST_ROWS:
+        return [(row.name, [row]) for row in rows]
+    kinds: dict[str, list[BreakdownRow]] = {}
+    for row in rows:
+        kinds.setdefault(kind_of_module(row.name), []).append(row)
+    by_time = sorted(kinds.items(), key=lambda kind: -sum(row.ns for row in kind[1]))
+    return [(f"{name} ({len(layers)})" if len(layers) > 1 else layers[0].name, layers) for name, layers in by_time]
 
 
 def _gemms(rows: Sequence[GemmRow], shown: StepWaterfall) -> tuple[list[Column], list[list[str]], list[str]]:
@@ -334,7 +365,7 @@ def _shortened(name: str, by: By) -> str:
     """A name that leaves room for the numbers: the end of a module's path, the beginning of a kernel's name."""
     screen = width_of(sys.stdout)
     longest = _LONGEST_NAME if screen is None else max(screen - _BESIDE_NAMES.get(by, _BESIDE_OTHERS), 18)
-    name = name.removeprefix("void ")
+    name = readable_name(name) if by == "kernel" else name
     if len(name) <= longest:
         return name
     return f"{name[: longest - 3]}..." if by == "kernel" else f"...{name[3 - longest :]}"

@@ -31,7 +31,7 @@ from headway.report import format_ms
 from headway.report.step_lines import NAMES, SLOW
 from headway.words import Argument
 
-_LONGER = 1.02  # than the device's part of a whole trace: less is how a profiler starts and stops
+_LONGER = 1.02  # than the device's part: less is how a step, or a profiler, starts and stops
 _NAMES_ON_CPU = {
     MATMUL: "matmul-class operators",
     "memory": "memory-bound operators",
@@ -164,6 +164,9 @@ def _note_on_window(window: StepWindow) -> str:
     """Both durations of a step where its window is less sure: of an edge, or of a whole trace; "" of others."""
     if window.host_ns is None or window.device_ns is None:
         return ""
+    durations = (window.ns, window.host_ns, window.device_ns)
+    if max(durations) <= _LONGER * min(durations):
+        return ""
     on_host, on_device = format_ms(window.host_ns), format_ms(window.device_ns)
     if window.is_edge:
         return (
@@ -249,6 +252,7 @@ def _spent(measured: MeasuredTrace, step: MeasuredStep) -> tuple[Counter[str], d
         of_line[key][f"{phase.value}, idle" if phase in ASIDE else "idle"] += ns
     spent["idle.launch"] += idle.host_late_ns
     spent["idle.other"] += idle.other_ns
+    of_line["idle.other"].update(idle.launched_before)
     for waited, ns in idle.by_wait.items():
         spent["idle.sync"] += ns
         of_line["idle.sync"][waited] += ns

@@ -14,7 +14,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -70,13 +70,19 @@ def check_liger(device: torch.device) -> None:
         )
 
 
-def use_kernels(model: PreTrainedModel, name: str, device: torch.device) -> tuple[str, ...]:
+def use_kernels(
+    model: PreTrainedModel, name: str, device: torch.device, compiled: Iterable[nn.Module] = ()
+) -> tuple[str, ...]:
     """Put the kernels that `speed.kernels` names into a model; with any, patch embeddings become matrix products.
+
+    Compiled blocks keep their own: the compiler fuses norms, MLPs and rotary embeddings with what stands around them,
+    and torch 2.11 does not compile Liger's norms in every model (in Qwen3-VL on an H200 it failed).
 
     Args:
         model: changed in place; its parameters keep their names.
         name: "torch", which keeps norms, MLPs and rotary embeddings as they are, or "liger".
         device: where it will run.
+        compiled: its blocks that will be compiled.
 
     Returns:
         What of Liger's was put in, a line each.
@@ -88,14 +94,18 @@ def use_kernels(model: PreTrainedModel, name: str, device: torch.device) -> tupl
     if name == "torch":
         return ()
     check_liger(device)
-    norms, mlps, rotaries = rms_norms(model), gated_mlps(model), rotary_functions(model)
-    if not (norms or mlps or rotaries):
+    within = {module for block in compiled for module in block.modules()}
+    norms = {module: norm for module, norm in rms_norms(model).items() if module not in within}
+    mlps = tuple(module for module in gated_mlps(model) if module not in within)
+    rotaries = {} if within else rotary_functions(model)  # the blocks call them
+    if not (norms or mlps or rotaries or within):
         raise ConfigError(
             f"speed.kernels is 'liger', but {type(model).__name__} has no RMSNorm, no gated MLP with SiLU and no "
             "rotary embedding that its kernels compute. Set speed.kernels=torch."
         )
     _put_in(norms, mlps, rotaries)
-    return (f"Liger kernels: {len(norms)} RMSNorms, {len(mlps)} gated MLPs, {len(rotaries)} rotary functions",)
+    where = " outside of compiled blocks, which fuse their own" if within else ""
+    return (f"Liger kernels: {len(norms)} RMSNorms, {len(mlps)} gated MLPs, {len(rotaries)} rotary functions{where}",)
 
 
 def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
@@ -202,14 +212,20 @@ def _put_in(
 
     for module, norm in norms.items():
 
-        def normalise(x: torch.Tensor, module: nn.Module = module, norm: Norm = norm) -> Any:
+        def normalise(
+            x: torch.Tensor, module: nn.Module = module, norm: Norm = norm, plain: Any = module.forward
+        ) -> Any:
+            if not x.is_cuda:  # whoever traces the model on shapes
+                return plain(x)
             # Not in place: what follows a norm may still need its own gradient.
             return LigerRMSNormFunction.apply(x, module.weight, norm.eps, norm.offset, norm.casting, False, None)
 
         module.forward = normalise
     for module in mlps:
 
-        def gate(x: torch.Tensor, module: Any = module) -> Any:
+        def gate(x: torch.Tensor, module: Any = module, plain: Any = module.forward) -> Any:
+            if not x.is_cuda:
+                return plain(x)
             return module.down_proj(LigerSiLUMulFunction.apply(module.gate_proj(x), module.up_proj(x), 1.0, 1.0))
 
         module.forward = gate

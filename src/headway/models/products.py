@@ -98,6 +98,20 @@ def align_widths(mlps: Iterable[nn.Module], dtype: torch.dtype) -> tuple[str, ..
     )
 
 
+def multiplied_sizes(layer: nn.Module, sizes: tuple[int, int]) -> tuple[int, int]:
+    """Features in and out of the product that a linear layer runs: its own, or wider ones as `align_widths` has them.
+
+    Args:
+        layer: of a model, whatever stands for it.
+        sizes: features in and out of its weight.
+    """
+    forward = vars(layer).get("forward")
+    if isinstance(forward, functools.partial) and forward.func in (_more_outputs, _more_inputs):
+        more = forward.args[1]
+        return (sizes[0], sizes[1] + more) if forward.func is _more_outputs else (sizes[0] + more, sizes[1])
+    return sizes
+
+
 def _more_outputs(layer: nn.Linear, more: int, x: torch.Tensor) -> torch.Tensor:
     dtype = product_dtype(x, layer.weight)
     bias: nn.Parameter | None = layer.bias  # torch's annotation leaves None out

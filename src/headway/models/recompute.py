@@ -1,16 +1,17 @@
 """Activation checkpointing: chosen blocks keep their inputs and compute the rest again in backward.
 
-Of a block whose attention is kept, the results of attention's kernels are kept beside it (selective activation
-checkpointing): the output and the log-sum-exp of the scores, so that the dearest operation over long segments does not
-run twice.
+Results of chosen operations can be kept beside a block (selective activation checkpointing): of attention's kernels the
+output and the log-sum-exp of the scores, of linear layers what they give. Attention is told by its operators, a linear
+layer by the sizes of its weight, which are the same eager, traced by torch.compile, and gathered by FSDP.
 
 Non-reentrant throughout. A compiled block has its checkpoint inside the graph, see `compiling`; any other has
 transformers' own, which wraps `forward` and so leaves the hooks of FSDP outside (transformers 5.17 wraps `__call__`).
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -24,15 +25,18 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedModel
 
-from headway.count.recompute import recomputed_blocks
+from headway.count.recompute import ATTENTION, kept_layers, recomputed_blocks
+from headway.count.rows import Row
 from headway.errors import ConfigError, UsageError
 from headway.models.blocks import blocks
+from headway.models.products import multiplied_sizes
 
 # Forwards of attention, each of which gives its output and the log-sum-exp that its backward reads. Whatever of them a
-# model comes to run is kept: packs run the first four, rows of a batch PyTorch's own.
+# model comes to run is kept: packs run the first five, rows of a batch PyTorch's own.
 _ATTENTION = frozenset({
     "torch_attn::_varlen_attn",
     "headway::segment_attention",
+    "headway::ragged_attention",
     "flash_attn::_flash_attn_varlen_forward",
     "flash_attn_3::fwd",
     "flash_attn_3::_flash_attn_forward",
@@ -47,35 +51,48 @@ _ATTENTION = frozenset({
 })  # fmt: skip
 
 
-def recompute_blocks(model: PreTrainedModel, choice: str, towers: Mapping[str, str] | None = None) -> tuple[str, ...]:
+_WEIGHT_PLACES = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1}
+"""Place of the weight, transposed, among the arguments of the products that a linear layer runs."""
+
+Sizes = frozenset[tuple[int, int]]
+"""Features in and out of linear layers."""
+
+
+def recompute_blocks(
+    model: PreTrainedModel, choice: str, towers: Mapping[str, str] | None = None, rows: Sequence[Row] = ()
+) -> tuple[str, ...]:
     """Let blocks be recomputed in backward.
 
     Args:
         model: its blocks are changed in place.
         choice: none, full, every:N (every N-th block of each tower), one of these of a tower, such as vision:full, or
-            names of blocks, joined by commas; after `,-attention` what attention computed is kept. In
-            `CostModel.count` each stands for the same operations.
+            names of blocks, joined by commas; after `,-attention`, `,-projections` and `,-mlp` what these computed is
+            kept. In `CostModel.count` each stands for the same operations.
         towers: that the blocks are in, as `CostModel.block_towers`; needed by a choice that names one.
+        rows: of the cost model; needed by a choice that keeps projections or mlp.
 
     Returns:
         Names of the chosen blocks.
 
     Raises:
-        ConfigError: a term chooses no block, or there are no blocks.
+        ConfigError: a term chooses no block, there are no blocks, or what is to be kept cannot be.
     """
     if choice == "none":
         return ()
     modules = {block.name: block.module for block in blocks(model)}
     try:
         chosen = recomputed_blocks(choice, list(modules), towers or {})
+        layers_kept = kept_layers(chosen, rows)
     except UsageError as error:
         raise ConfigError(str(error)) from error
     if any(chosen.values()):
         logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_of_in_place)
-    for name, keeps_attention in chosen.items():
+    for name, kinds in chosen.items():
         module: Any = modules[name]
         module.gradient_checkpointing = True
-        module._gradient_checkpointing_func = checkpointed_but_attention if keeps_attention else checkpointed
+        layers = {row.module: row.features for row in layers_kept[name] if row.features}
+        sizes = (multiplied_sizes(model.get_submodule(path), features) for path, features in layers.items())
+        module._gradient_checkpointing_func = checkpointed_but(ATTENTION in kinds, frozenset(sizes))
     return tuple(chosen)
 
 
@@ -89,16 +106,46 @@ def checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def checkpointed_but_attention(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a block's forward so that all of it but attention is computed again in backward."""
-    run = partial(forward, **kwargs)
-    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_keep_attention)
+@cache  # blocks that keep the same have one function, and so one compilation
+def checkpointed_but(attention: bool, products: Sizes = frozenset()) -> Callable[..., Any]:
+    """Make a function that runs a block's forward so that all but some of it is computed again in backward.
+
+    Args:
+        attention: whether what attention's kernels give is kept.
+        products: sizes of the linear layers whose results are kept.
+    """
+    if not attention and not products:
+        return checkpointed
+    policy = _Policy(attention, products)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        both: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+        both = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]  # torch leaves it so
+        return both
+
+    def checkpointed_in_part(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = partial(forward, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+    return checkpointed_in_part
 
 
-def _keep_attention() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-    contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]  # torch leaves it so
-    return contexts
+@dataclass(frozen=True)
+class _Policy:
+    """Says of each operation of a block whether its result is kept."""
+
+    attention: bool
+    products: Sizes
+
+    def __call__(self, _context: Any, operator: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        name = _name_of(operator)
+        if name in _WEIGHT_PLACES:
+            sizes = tuple(args[_WEIGHT_PLACES[name]].shape)
+            # a size that is traced as any number is no weight's
+            is_kept = all(isinstance(size, int) for size in sizes) and sizes in self.products
+        else:
+            is_kept = self.attention and name in _ATTENTION
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def refuse_kept_attention(why: str) -> None:
@@ -110,15 +157,12 @@ def refuse_kept_attention(why: str) -> None:
     Raises:
         ConfigError: a block runs forward whose attention is kept.
     """
-    if any(isinstance(mode, _CachingTorchDispatchMode) for mode in _get_current_dispatch_mode_stack()):
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _CachingTorchDispatchMode)]
+    if any(getattr(mode.policy_fn, "attention", False) for mode in modes):
         raise ConfigError(
             f"speed.recompute keeps what attention computed, but {why}, so this model's attention is written out and "
             "would be computed again. Leave out ',-attention'."
         )
-
-
-def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _is_not_of_in_place(record: logging.LogRecord) -> bool:
@@ -127,5 +171,5 @@ def _is_not_of_in_place(record: logging.LogRecord) -> bool:
 
 
 @cache  # asked for every operation of every block
-def _is_attention(operator: Any) -> bool:
-    return getattr(getattr(operator, "_schema", None), "name", "") in _ATTENTION
+def _name_of(operator: Any) -> str:
+    return getattr(getattr(operator, "_schema", None), "name", "")

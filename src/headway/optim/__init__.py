@@ -2,7 +2,7 @@
 
 `schedule.py` the learning rate of a step; `groups.py` what learns, and who shares settings;
 `optimizer.py` AdamW and Muon as one optimizer; `muon.py` Muon's matrices across processes; `moments.py` how moments are
-held; `ema.py` the average of the weights.
+held; `one_pass.py` AdamW over bfloat16 by one kernel, `parts.py` over copies; `ema.py` the average of the weights.
 """
 
 from headway.optim.ema import WeightAverage

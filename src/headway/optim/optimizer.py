@@ -13,10 +13,13 @@ from torch import nn
 from headway.config import OptimConfig
 from headway.config.optim import MuonConfig
 from headway.count import CostModel
+from headway.count.updating import ONE_PASS_FROM
 from headway.models.parallel import local
+from headway.models.parallel.ranks import Ranks
 from headway.optim.groups import parameter_groups
 from headway.optim.moments import MomentType, new_moment, open_moment, width
 from headway.optim.muon import orthogonalised, step_scale
+from headway.optim.one_pass import fits_one_pass, numbers_of, update_, why_not
 from headway.optim.parts import Values, alike, cut, laid_as
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # by the rule of a group
@@ -36,6 +39,8 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         updates: steps taken, left-out ones among them; what noise for rounding follows from.
         found_inf: 1.0, on a device, makes steps leave everything as it is, and 0.0 does nothing; None for no look.
+        one_pass_on: type of the devices on which AdamW runs in one pass, see `choose_update`; None for nowhere.
+        notes: lines on it for the start of the run.
 
     Source: AdamW, Loshchilov and Hutter 2019 (arXiv:1711.05101); Muon, see `headway.optim.muon`.
     """
@@ -53,6 +58,8 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self.updates = 0
         self.found_inf: torch.Tensor | None = None
+        self.one_pass_on: str | None = None
+        self.notes: tuple[str, ...] = ()
         self._found_inf: torch.Tensor | None = None  # where the parameters are
         self._skip: torch.Tensor | None = None
         self._muon = muon
@@ -62,6 +69,28 @@ class Optimizer(torch.optim.Optimizer):
             parameter: place
             for place, parameter in enumerate(p for group in self.param_groups for p in group["params"])
         }
+
+    def choose_update(self, ranks: Ranks) -> None:
+        """Let AdamW update what is not held in float32 in one pass, if the kernel for it runs on all processes.
+
+        Args:
+            ranks: the processes that update together; those that hold copies of a slice must round alike.
+        """
+        large = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if group["rule"] == "adamw" and local(p).is_cuda and local(p).numel() >= ONE_PASS_FROM
+        ]
+        large = [p for p in large if self._moment_type != "8bit" and not self._is_float32(p)]
+        kinds = {(p.dtype, getattr(torch, self._moment_type or _own_type(p))) for p in large}
+        outcomes = ranks.gather_all((bool(kinds), why_not(kinds, local(large[0]).device) if kinds else None))
+        problem = next((problem for _, problem in outcomes if problem is not None), None)
+        if problem is not None:
+            self.notes = (f"AdamW on CUDA: in float32 copies, several times slower than in one pass, as {problem}",)
+        elif any(has_kinds for has_kinds, _ in outcomes):
+            self.one_pass_on = "cuda"
+            self.notes = ("AdamW on CUDA: in one pass over weights, gradients and moments (Triton)",)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, so nothing to return
@@ -93,17 +122,19 @@ class Optimizer(torch.optim.Optimizer):
         return sum(moment.nbytes for moment in state.values())
 
     def _step_adamw(self, group: dict[str, Any]) -> None:
-        """Run PyTorch's fused AdamW, on the tensors themselves or on float32 copies of what is held in another type."""
+        """Run AdamW: PyTorch's on float32 or on copies in it, or the kernel that makes one pass over bfloat16."""
         parameters = self._begin(group)
         in_float32 = [p for p in parameters if self._is_float32(p)]
         if in_float32:
             gradients = [local(p.grad) for p in in_float32 if p.grad is not None]
             moments = ([local(self.state[p][name]) for p in in_float32] for name in _MOMENTS["adamw"])
             self._fused(group, in_float32, [local(p) for p in in_float32], gradients, *moments)
-        # others: as many at a time as float32 copies may take room for, written back as they are held
-        for others in alike((p for p in parameters if not self._is_float32(p)), self._block_of):
-            noise = self._noise_of(others[0], stream=0)
-            for parts in cut(others, self._block_of(others[0].shape)):
+        others = [p for p in parameters if not self._is_float32(p)]
+        in_one_pass = self._in_one_pass(group, others)
+        # the rest: as many at a time as float32 copies may take room for, written back as they are held
+        for kind in alike((p for p in others if p not in in_one_pass), self._block_of):
+            noise = self._noise_of(kind[0], stream=0)
+            for parts in cut(kind, self._block_of(kind[0].shape)):
                 owners = [part.parameter for part in parts]
                 states = [self.state[owner] for owner in owners]
                 weights = Values([part.of(part.parameter) for part in parts])
@@ -114,6 +145,22 @@ class Optimizer(torch.optim.Optimizer):
                 for values in (weights, first, second):
                     values.write(noise, self._skip)
         self._end(parameters)
+
+    def _in_one_pass(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> set[torch.Tensor]:
+        """Update those parameters that one launch each takes; returns which."""
+        if self.one_pass_on is None:
+            return set()
+        fitting = {}
+        for parameter in parameters:
+            moments = (self.state[parameter][name] for name in _MOMENTS["adamw"])
+            tensors = [local(tensor) for tensor in (parameter, parameter.grad, *moments) if tensor is not None]
+            if fits_one_pass(tensors, self.one_pass_on):
+                fitting[parameter] = tensors
+        if fitting:
+            numbers_P4 = numbers_of([self.state[p]["step"] for p in fitting], group, self._found_inf)
+            for (parameter, tensors), numbers_4 in zip(fitting.items(), numbers_P4, strict=True):
+                update_(tensors, numbers_4, group, self._seed_of(parameter))
+        return set(fitting)
 
     def _is_float32(self, parameter: torch.Tensor) -> bool:
         return parameter.dtype is torch.float32 and self._moment_type in (None, "float32")
@@ -212,21 +259,28 @@ class Optimizer(torch.optim.Optimizer):
     def _noise_of(self, first: torch.Tensor, *, stream: int) -> torch.Generator:
         """Noise that depends on the update and its purpose alone, so that a resumed run rounds as it would have."""
         noise = self._noise.setdefault((first.device, stream), torch.Generator(first.device))
-        return noise.manual_seed((self.updates * len(self._places) + self._places[first]) * 2 + stream)
+        return noise.manual_seed(self._seed_of(first) * 2 + stream)
+
+    def _seed_of(self, parameter: torch.Tensor) -> int:
+        """A number that each parameter has of its own in each update."""
+        return self.updates * len(self._places) + self._places[parameter]
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig, cost_model: CostModel) -> Optimizer:
+def make_optimizer(
+    model: nn.Module, optim: OptimConfig, cost_model: CostModel, ranks: Ranks | None = None
+) -> Optimizer:
     """Build the optimizer of the parameters that learn.
 
     Args:
         model: its parameters with `requires_grad`, as they are trained: sharded, if they will be.
         optim: rules, learning rates, decay and the precision of moments.
         cost_model: of this model, for the parts that settings name.
+        ranks: the processes that train, for which AdamW's kernel is tried; None to do without it.
 
     Raises:
         ConfigError: as in `parameter_groups`.
     """
-    return Optimizer(
+    optimizer = Optimizer(
         parameter_groups(model, optim, cost_model),
         lr=optim.lr,
         betas=optim.betas,
@@ -234,6 +288,9 @@ def make_optimizer(model: nn.Module, optim: OptimConfig, cost_model: CostModel) 
         muon=optim.muon,
         moment_type=None if optim.state == "auto" else optim.state,
     )
+    if ranks is not None:
+        optimizer.choose_update(ranks)
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -4,6 +4,7 @@ A model has hundreds of parameters, most of them small. So an optimizer takes as
 what is larger, and computes on one flat tensor of them all. Letters: R rows of blocks, B values of a block.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -138,7 +139,9 @@ def round_stochastically_(values: torch.Tensor, noise: torch.Generator) -> None:
     """Round float32 in place to what bfloat16 can hold, up or down with the probability that makes the mean exact.
 
     The 16 bits that bfloat16 drops are a number below one step of it: a uniform number of 16 bits added to them carries
-    into the kept bits with that very probability.
+    into the kept bits with that very probability. NaN is written anew, in bits that have room for it: those of CUDA's
+    NaN, 2^31 - 1, would be carried over to minus zero.
     """
+    values.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=-math.inf)
     random = torch.randint(0, 2**16, values.shape, generator=noise, device=values.device, dtype=torch.int32)
     values.view(torch.int32).add_(random).bitwise_and_(-(2**16))

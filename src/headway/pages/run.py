@@ -200,7 +200,7 @@ def report_page(run: ReportedRun) -> str:
 def report_markdown(run: ReportedRun) -> str:
     """Render a run as Markdown: verdict, facts, what `headway explain` says, and the tables below the page's charts."""
     table = markdown_table([Column("what", "left"), Column("value", "left")], facts(run), None)
-    profiled = [] if run.profile is None else [_waterfall(run.profile.mean, run.profile.about)]
+    profiled = [] if run.profile is None else [waterfall_section(run.profile.mean, run.profile.about)]
     sections = [*profiled, *_goodput(run), *chain.from_iterable(_over_the_run(run).values())]
     explained = as_text(replace(run.explanation, findings=run.findings), markdown=True)
     return "\n\n".join(
@@ -291,11 +291,20 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
 def _waterfalls(run: ReportedRun) -> list[ReportSection]:
     """The mean step of the newest profile, which tells all apart, and that of all records."""
     says = "Each bar begins where the one before ends; together they are the step."
-    sections = [] if run.profile is None else [_waterfall(run.profile.mean, run.profile.about)]
-    return [*sections, _waterfall(run.mean, says if not sections else "Of all steps, of which records tell less.")]
+    sections = [] if run.profile is None else [waterfall_section(run.profile.mean, run.profile.about)]
+    return [
+        *sections,
+        waterfall_section(run.mean, says if not sections else "Of all steps, of which records tell less."),
+    ]
 
 
-def _waterfall(mean: MeanStep, says: str) -> ReportSection:
+def waterfall_section(mean: MeanStep, says: str) -> ReportSection:
+    """Show the lines of a mean step as a table, and those above zero as bars.
+
+    Args:
+        mean: the step; that of a profile has the name "profile".
+        says: a sentence before the table.
+    """
     bars = [(name, ns / 1e9) for name, ns in mean.lines.values() if ns > 0]
     rows = [[name, format_ms(ns), format_share(ns / mean.duration_ns)] for name, ns in mean.lines.values()]
     rows.append(["step", format_ms(mean.duration_ns), format_share(1.0)])

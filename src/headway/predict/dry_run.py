@@ -14,6 +14,7 @@ import numpy as np
 from headway.config import TrainConfig
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.activations import SavedActivations
+from headway.count.recompute import choice_in_words
 from headway.count.rows import ParamCount
 from headway.devices import Device
 from headway.errors import ConfigError
@@ -87,7 +88,7 @@ class DryRun:
         memory: of each device.
         packs: None without lengths to plan over.
         ways: settings that make it fit, where it does not, or all of them together, if they are not enough.
-        notes: what the numbers leave open.
+        notes: what a size recomputes, and what the numbers leave open.
     """
 
     model: str
@@ -152,7 +153,10 @@ def dry_run(
     learning = learning_model(config, cost_model)
     left_out = saved[precision_of(config, devices)].left_out
     notes = []
-    packs = plan_packs(config, learning, shape, recompute_of(config, learning, saved, shape), lengths)
+    recompute = recompute_of(config, learning, saved, shape)
+    if config.speed.recompute_bytes is not None:
+        notes.append(f"speed.recompute={config.speed.recompute} {choice_in_words(recompute, learning.block_towers)}")
+    packs = plan_packs(config, learning, shape, recompute, lengths)
     if packs is None:
         notes.append("no lengths: with data.train here, plan.mix or plan.lengths, packs and FLOPs are planned too")
         tokens, patches = config.data.tokens_per_pack, most_patches(config, learning)
@@ -284,9 +288,21 @@ def recompute_of(
     size = config.speed.recompute_bytes
     if size is None:
         return config.speed.recompute
-    pack, of_forward = fullest_pack(config, cost_model), saved[precision_of(config, shape.world_size)]
-    fused = config.speed.is_fused(config.run.device)
-    return least_within(cost_model, of_forward, pack, size, fused=fused, sequence=shape.sequence)
+    precision = precision_of(config, shape.world_size)
+    return least_within(
+        cost_model,
+        saved[precision],
+        fullest_pack(config, cost_model),
+        size,
+        fused=config.speed.is_fused(config.run.device),
+        compute_bytes=compute_bytes_of(precision),
+        sequence=shape.sequence,
+    )
+
+
+def compute_bytes_of(precision: Precision) -> int:
+    """Bytes of a number that forward's products give."""
+    return FLOAT32 if precision == "float32" else BFLOAT16
 
 
 def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State:
@@ -295,7 +311,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
     moments = {"auto": float(weight), "float32": 4.0, "bfloat16": 2.0, "8bit": 1 + 4 / 256}
     return State(
         weight_bytes=weight,
-        compute_bytes=FLOAT32 if precision == "float32" else BFLOAT16,
+        compute_bytes=compute_bytes_of(precision),
         moment_bytes=moments[config.optim.state],
         muon=config.optim.name == "muon",
         averaged=config.optim.ema is not None,
@@ -303,6 +319,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         muon_iterations=config.optim.muon.iterations,
         float8=config.run.dtype == "float8",
         offload=config.parallel.offload,
+        one_pass=not config.run.device.startswith("cpu"),
         accumulates=config.optim.accumulation > 1,
         recompute=recompute,
         fused=config.speed.is_fused(config.run.device),

@@ -15,6 +15,7 @@ from headway.errors import ConfigError, UsageError
 PRICES = {
     "speed.loss_chunk": "none",
     "speed.compile": "a minute of compilation",
+    "speed.recompute=full,-attention,-projections,-mlp": "what is elementwise in a block is computed twice",
     "speed.recompute=full,-attention": "all of a block but attention is computed twice",
     "speed.recompute=full": "blocks are computed twice",
     "parallel.reshard": "blocks are gathered again in backward",
@@ -122,7 +123,7 @@ def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
         yield ("speed.loss_chunk=2048",)
     if speed.compile is False:
         yield ("speed.compile=auto",)
-    for recompute in ("full,-attention", "full"):
+    for recompute in ("full,-attention,-projections,-mlp", "full,-attention", "full"):
         if speed.recompute not in ("full", recompute):
             yield (f"speed.recompute={recompute}",)
     if not parallel.reshard:

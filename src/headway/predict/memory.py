@@ -7,7 +7,7 @@ Everything is proportional to a parameter count or to a driver of the largest pa
 * activations: what autograd saves of each block, or what enters it where it is recomputed and what attention gave
   where that is kept, and one block's worth to recompute into;
 * head: chunks of logits, and the gradients that the head's forward makes;
-* the update: copies in float32 of what the optimizer does not hold in it.
+* the update: copies in float32 of what the optimizer neither holds in it nor updates in one pass.
 
 Each of these exists at some moments of a step and not at others; the peak is the fullest moment. Held against
 measurement in `benchmarks/results/plan_memory_*.md`. What the allocator and CUDA itself take, which no tensor
@@ -78,6 +78,7 @@ class State:
     muon_iterations: int = 5  # of Newton-Schulz
     float8: bool = False  # whether blocks multiply in float8
     offload: bool = False  # whether the host updates
+    one_pass: bool = False  # whether AdamW makes one pass over large parameters in bfloat16
     accumulates: bool = False  # whether a step sums several packs
     recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
     fused: bool = False  # whether blocks are compiled or run on fused kernels
@@ -203,7 +204,7 @@ class _Fixed:
         average = _shared(FLOAT32 * learning if state.averaged else 0, sharing)
         if sharing.offload:  # the host updates too
             return _Fixed(0, 0, 0, 0, 0, host=weights + gradients + optimizer + average)
-        storage = UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards)
+        storage = UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards, state.one_pass)
         return _Fixed(weights, gradients, optimizer, average, updating_of(cost_model, in_slices, state.muon, storage))
 
     def built(self) -> dict[str, int]:
@@ -315,11 +316,12 @@ def _backward_blocks(
     # everything that a block has a share of, by its name
     units = _units(cost_model, in_slices, saved, state, sharing)
     chosen = chosen_blocks(state.recompute, cost_model, saved)
-    sizes = block_bytes(in_slices, saved, pack, fused=state.fused, sequence=sharing.sequence)
-    padding = padding_of_sums(in_slices, saved, pack, state.padded, state.compute_bytes) if state.padded else {}
-    for name, added in padding.items():  # each process of a sequence group has its heads
-        size, own = sizes[name], added // sharing.sequence
-        sizes[name] = replace(size, saved=size.saved + own, attention=size.attention + own)
+    compute, sequence = state.compute_bytes, sharing.sequence
+    sizes = block_bytes(in_slices, saved, pack, fused=state.fused, compute_bytes=compute, sequence=sequence)
+    padding = padding_of_sums(in_slices, saved, pack, state.padded, compute) if state.padded else {}
+    for name in padding.keys() & sizes.keys():  # each process of a sequence group has its heads
+        size, own = sizes[name], padding[name] // sequence
+        sizes = {**sizes, name: replace(size, saved=size.saved + own, attention=size.attention + own)}
     gradients = trained_by_block(in_slices, saved)
     casts = cast_weights(in_slices, saved) if _casts(state, sharing) else Counter[str]()
     by_spread = values_of_spread(in_slices, saved, sharing.expert)

@@ -1,12 +1,15 @@
 """Choose what to recompute, as little as possible, so that what blocks keep from forward to backward fits a budget."""
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
 
-from headway.count import CostModel, Workload
+from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
-from headway.count.recompute import as_choice
+from headway.count.recompute import KINDS, PRODUCTS, as_choice, can_keep, kind_of, rows_by_block
 from headway.count.units import remembered
 from headway.errors import PlanError
 from headway.report import format_bytes
@@ -18,16 +21,41 @@ class BlockBytes:
 
     saved: int  # all of them, where it is not recomputed
     entry: int  # where it is: what enters it
-    attention: int = 0  # kept beside the entry where attention does not run again
+    # kept beside the entry where these do not run again
+    attention: int = 0
+    projections: int = 0
+    mlp: int = 0
 
-    def kept(self, keeps_attention: bool) -> int:
-        """Bytes that it keeps where it is recomputed."""
-        return min(self.saved, self.entry + (self.attention if keeps_attention else 0))
+    def kept(self, kinds: Collection[str] = ()) -> int:
+        """Bytes that it keeps where it is recomputed, with the results of some kinds."""
+        results: int = sum(getattr(self, kind) for kind in kinds)
+        return min(self.saved, self.entry + results)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFlops:
+    """FLOPs that recomputing one block runs again, of a pack; by kind, and those that only a block left alone saves."""
+
+    attention: int = 0
+    projections: int = 0
+    mlp: int = 0
+    never_kept: int = 0
+
+    def again(self, kinds: Collection[str] = ()) -> int:
+        """FLOPs that still run again where some kinds are kept."""
+        others: int = sum(getattr(self, kind) for kind in KINDS if kind not in kinds)
+        return self.never_kept + others
 
 
 @remembered
 def block_bytes(
-    cost_model: CostModel, saved: SavedActivations, pack: Workload, *, fused: bool, sequence: int = 1
+    cost_model: CostModel,
+    saved: SavedActivations,
+    pack: Workload,
+    *,
+    fused: bool,
+    compute_bytes: int,
+    sequence: int = 1,
 ) -> dict[str, BlockBytes]:
     """List the activations that each block of the backward keeps on one device, by name.
 
@@ -36,15 +64,59 @@ def block_bytes(
         saved: what autograd saves of it, in the precision of its forward.
         pack: one micro-batch.
         fused: whether blocks are compiled or run on fused kernels.
+        compute_bytes: of a number that a product gives.
         sequence: processes that share the pack.
     """
     alive = cost_model.blocks_in_backward
-    sizes: dict[int, BlockBytes] = {}  # blocks of one stack are mostly one object
-    for block in saved.blocks.values():
-        if id(block) not in sizes:
+    products = _products(cost_model)
+    amounts = {driver: drivers.parse(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
+    sizes: dict[tuple[int, Any], BlockBytes] = {}  # blocks of one stack are mostly one object
+    for name, block in saved.blocks.items():
+        key = (id(block), products.get(name))
+        if key not in sizes:
             parts = (block.fused if fused else block.plain, block.entry, block.attention)
-            sizes[id(block)] = BlockBytes(*(-(-bytes_of(rows, pack) // sequence) for rows in parts))
-    return {name: sizes[id(block)] for name, block in saved.blocks.items() if name and name in alive}
+            of_saved = [-(-bytes_of(rows, pack) // sequence) for rows in parts]
+            of_products = [
+                compute_bytes * sum(values * amounts[driver] for driver, values in layers) // sequence
+                for layers in products.get(name, ())
+            ]
+            sizes[key] = BlockBytes(*of_saved, *of_products)
+    return {
+        name: sizes[id(block), products.get(name)] for name, block in saved.blocks.items() if name and name in alive
+    }
+
+
+@remembered
+def _products(cost_model: CostModel) -> dict[str, tuple[tuple[tuple[str, int], ...], ...]]:
+    """List what keeping each of `PRODUCTS` keeps of each block: drivers, and values for a unit of each."""
+    products = {}
+    for name, rows in rows_by_block(cost_model.rows).items():
+        kinds: list[Counter[str]] = []
+        for kind in PRODUCTS:
+            kinds.append(Counter())
+            sizes = {row.features for row in rows if row.recomputed and kind_of(row) == kind}
+            for row in rows:
+                if row.features and row.features in sizes:  # 2 FLOPs for each value and feature that goes in
+                    kinds[-1][row.driver] += row.forward // (2 * row.features[0])
+        products[name] = tuple(tuple(kind.items()) for kind in kinds)
+    return products
+
+
+@remembered
+def block_flops(cost_model: CostModel, pack: Workload) -> dict[str, BlockFlops]:
+    """Count the FLOPs that recomputing each block of the backward runs again, by name.
+
+    Args:
+        cost_model: of the model, with what is frozen frozen.
+        pack: one micro-batch.
+    """
+    amounts = {driver: drivers.parse(driver)(pack) for driver in {row.driver for row in cost_model.rows}}
+    flops: dict[str, Counter[str]] = {name: Counter() for name in cost_model.blocks_in_backward}
+    for row in cost_model.rows:
+        if row.recomputed and row.block in flops:
+            kind = kind_of(row)
+            flops[row.block][kind if kind in KINDS else "never_kept"] += row.forward * amounts[row.driver]
+    return {name: BlockFlops(**parts) for name, parts in flops.items()}
 
 
 @remembered
@@ -55,9 +127,10 @@ def least_within(
     budget_bytes: int,
     *,
     fused: bool,
+    compute_bytes: int,
     sequence: int = 1,
 ) -> str:
-    """Name the blocks that `least_recomputed` chooses of a model, as `CostModel.count` takes them.
+    """Name what `least_recomputed` chooses of a model, as `CostModel.count` takes it.
 
     Args:
         cost_model: as for `block_bytes`, like the others.
@@ -65,79 +138,129 @@ def least_within(
         pack: the largest micro-batch.
         budget_bytes: what blocks may hold [bytes].
         fused: whether blocks are compiled or run on fused kernels.
+        compute_bytes: of a number that a product gives.
         sequence: processes that share the pack.
 
     Raises:
         PlanError: all blocks recomputed are not enough.
     """
-    return as_choice(
-        least_recomputed(block_bytes(cost_model, saved, pack, fused=fused, sequence=sequence), budget_bytes)
-    )
+    sizes = block_bytes(cost_model, saved, pack, fused=fused, compute_bytes=compute_bytes, sequence=sequence)
+    flops = block_flops(cost_model, pack)
+    # kinds that the model has, those first that save the most FLOPs for a byte; sets that can be told from the rest
+    worth = {
+        kind: Fraction(sum(getattr(flops[name], kind) for name in sizes), num_bytes)
+        for kind in KINDS
+        if (num_bytes := sum(getattr(size, kind) for size in sizes.values()))
+    }
+    order = sorted(worth, key=lambda kind: -worth[kind])
+    prefixes = [frozenset(order[:count]) for count in range(len(order) + 1)]
+    levels = [kinds for kinds in prefixes if can_keep(cost_model.rows, list(sizes), kinds)]
+    return as_choice(least_recomputed(sizes, flops, levels, budget_bytes))
 
 
-def most_kept(blocks: Mapping[str, BlockBytes], recomputed: Mapping[str, bool]) -> int:
-    """The most that blocks hold at a time: what all keep, and what the largest recomputed one makes again [bytes]."""
-    entries = {name: blocks[name].kept(keeps) for name, keeps in recomputed.items()}
-    again = max((blocks[name].saved - size for name, size in entries.items()), default=0)
-    return sum(entries.get(name, block.saved) for name, block in blocks.items()) + again
+def most_kept(blocks: Mapping[str, BlockBytes], recomputed: Mapping[str, Collection[str]]) -> int:
+    """Add up what blocks hold as backward enters the largest recomputed one, which is made again [bytes]."""
+    sizes = {name: blocks[name].kept(kinds) for name, kinds in recomputed.items()}
+    again = max((blocks[name].saved - size for name, size in sizes.items()), default=0)
+    return sum(sizes.get(name, block.saved) for name, block in blocks.items()) + again
 
 
-def least_recomputed(blocks: Mapping[str, BlockBytes], budget_bytes: int) -> dict[str, bool]:
-    """Choose the least to recompute with which `most_kept` is within a budget.
+def least_recomputed(
+    blocks: Mapping[str, BlockBytes],
+    flops: Mapping[str, BlockFlops],
+    levels: Sequence[frozenset[str]],
+    budget_bytes: int,
+) -> dict[str, frozenset[str]]:
+    """Choose what to recompute so that `most_kept` is within a budget and few FLOPs run again.
 
-    That is the fewest blocks, and attention not at all. Where all blocks without their attention are not enough,
-    attention is recomputed too, in the fewest blocks. Both are spread evenly over their tower; towers whose blocks
-    free the most come first.
+    Greedy: all is recomputed at first. Then the step that saves the most FLOPs for a byte goes first, for as many
+    blocks as fit, spread evenly over their tower: to keep the results of a kind more, or to leave a block alone.
+
+    Args:
+        blocks: bytes of each, by name.
+        flops: that recomputing each runs again.
+        levels: kinds that may be kept together, from none to most, each with those of the one before.
+        budget_bytes: what the blocks may hold [bytes].
 
     Returns:
-        By the name of each recomputed block, whether its attention is kept; in the order of `blocks`.
+        By the name of each recomputed block, the kinds that are kept of it; in the order of `blocks`.
 
     Raises:
-        PlanError: all blocks recomputed, with attention, are not enough.
+        PlanError: all blocks recomputed, with nothing kept, are not enough.
 
     >>> layers = {f"layers.{i}": BlockBytes(saved=100, entry=10, attention=5) for i in range(4)}
-    >>> least_recomputed(layers, budget_bytes=320)
-    {'layers.1': True, 'layers.3': True}
+    >>> again = dict.fromkeys(layers, BlockFlops(attention=50, never_kept=90))
+    >>> least_recomputed(layers, again, [frozenset()], budget_bytes=320)
+    {'layers.0': frozenset(), 'layers.2': frozenset()}
     """
-    # stacks of blocks, those first that free the most per block; blocks that free nothing are left as they are
-    towers: dict[str, list[str]] = {}
-    for name, block in blocks.items():
-        if block.saved > block.entry:
-            towers.setdefault(name.rpartition(".")[0], []).append(name)
-    order = sorted(towers.values(), key=lambda names: -_mean([blocks[n].saved - blocks[n].kept(True) for n in names]))
-    all_blocks = [name for names in order for name in names]
-    # block by block, attention kept, until it fits
-    for chosen in _growing(order):
-        if most_kept(blocks, dict.fromkeys(chosen, True)) <= budget_bytes:
-            return {name: True for name in blocks if name in set(chosen)}
-    # A tower of small blocks may be enough where the larger ones would make more again at a time than they free.
-    fitting = []
-    for towers_in_turn in itertools.permutations(order):
-        for chosen in _growing(towers_in_turn):
-            recomputed = {name: name not in chosen for name in all_blocks}
-            if most_kept(blocks, recomputed) <= budget_bytes:
-                fitting.append(recomputed)
-                break
-    if fitting:
-        best = max(fitting, key=lambda recomputed: sum(recomputed.values()))
-        return {name: best[name] for name in blocks if name in best}
-    raise PlanError(
-        f"with all blocks recomputed, the largest pack still holds "
-        f"{format_bytes(most_kept(blocks, dict.fromkeys(all_blocks, False)))} of activations on a device, more than "
-        f"the {format_bytes(budget_bytes)} that are allowed. Allow more, lower data.tokens_per_pack or "
-        "data.patches_per_pack, or raise parallel.sequence."
-    )
+    chosen = {name: levels[0] for name, block in blocks.items() if block.saved > block.entry}
+    if most_kept(blocks, chosen) > budget_bytes:
+        raise PlanError(
+            f"with all blocks recomputed, the largest pack still holds {format_bytes(most_kept(blocks, chosen))} of "
+            f"activations on a device, more than the {format_bytes(budget_bytes)} that are allowed. Allow more, lower "
+            "data.tokens_per_pack or data.patches_per_pack, or raise parallel.sequence."
+        )
+    # blocks of one tower that are alike take the same steps
+    alike: dict[tuple[str, BlockBytes, BlockFlops], list[str]] = {}
+    for name in chosen:
+        alike.setdefault((name.rpartition(".")[0], blocks[name], flops[name]), []).append(name)
+    steps = [(step, names) for (_, size, again), names in alike.items() for step in _steps(size, again, levels)]
+    for step, names in sorted(steps, key=lambda pair: -pair[0].worth):
+        candidates = [name for name in names if name in chosen and chosen[name] == step.low]
+        for name in _spread(candidates, _most_that_fit(blocks, chosen, candidates, step, budget_bytes)):
+            if step.high is None:
+                del chosen[name]
+            else:
+                chosen[name] = step.high
+    return {name: chosen[name] for name in blocks if name in chosen}
 
 
-def _growing(towers: Sequence[Sequence[str]]) -> Iterator[list[str]]:
-    """Choices of more and more blocks, tower after tower, each spread evenly."""
-    before: list[str] = []
-    yield before
-    for names in towers:
-        for count in range(1, len(names) + 1):
-            yield before + [names[(i + 1) * len(names) // count - 1] for i in range(count)]
-        before = [*before, *names]
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """From what is kept of a recomputed block to more of it, or to a block that is left alone."""
+
+    low: frozenset[str]
+    high: frozenset[str] | None
+    worth: float  # FLOPs saved for a byte
 
 
-def _mean(values: Sequence[int]) -> float:
-    return sum(values) / len(values)
+def _steps(size: BlockBytes, again: BlockFlops, levels: Sequence[frozenset[str]]) -> Iterator[_Step]:
+    """List the steps of one block, of which each is worth less than the one before."""
+    ladder = [*((size.kept(kinds), again.again(kinds), kinds) for kinds in levels), (size.saved, 0, None)]
+    place = 0
+    while place < len(ladder) - 1:
+        num_bytes, num_flops, low = ladder[place]
+        worths = [
+            (num_flops - other[1]) / (other[0] - num_bytes) if other[0] > num_bytes else math.inf
+            for other in ladder[place + 1 :]
+        ]
+        place += 1 + worths.index(max(worths))
+        assert low is not None  # it stands at the end
+        yield _Step(low, ladder[place][2], max(worths))
+
+
+def _most_that_fit(
+    blocks: Mapping[str, BlockBytes],
+    chosen: Mapping[str, frozenset[str]],
+    candidates: Sequence[str],
+    step: _Step,
+    budget_bytes: int,
+) -> int:
+    """Find how many of some blocks that are alike can take a step within the budget."""
+    if not candidates:
+        return 0
+    size = blocks[candidates[0]]
+    low, high = size.kept(step.low), size.saved if step.high is None else size.kept(step.high)
+    before = sum(block.kept(chosen[name]) if name in chosen else block.saved for name, block in blocks.items())
+    others = [blocks[name].saved - blocks[name].kept(chosen[name]) for name in chosen.keys() - {*candidates}]
+    for count in range(len(candidates), 0, -1):
+        # one block is made again: another, one that stays where it is, or one that has taken the step
+        again = max([*others, size.saved - high, size.saved - low if count < len(candidates) else 0])
+        if before + count * (high - low) + again <= budget_bytes:
+            return count
+    return 0
+
+
+def _spread(names: Sequence[str], count: int) -> list[str]:
+    """Pick so many of a tower's blocks, evenly."""
+    return [names[(i + 1) * len(names) // count - 1] for i in range(count)]

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 from headway.count import CostModel
@@ -214,7 +214,7 @@ def cast_weights(cost_model: CostModel, saved: SavedActivations) -> Counter[str]
     return numbers
 
 
-def kept_casts(cost_model: CostModel, saved: SavedActivations, chosen: Mapping[str, bool]) -> int:
+def kept_casts(cost_model: CostModel, saved: SavedActivations, chosen: Collection[str]) -> int:
     """Number of weights whose copies exist as forward ends.
 
     Autocast keeps what it cast of a linear layer that learns until forward ends. Experts cast their own weights, and of

@@ -40,11 +40,13 @@ def compiles(speed: SpeedConfig, model: PreTrainedModel, device: torch.device) -
     return True, (f"{count} blocks are compiled by torch.compile; speed.compile=false switches that off",)
 
 
-def put_in_kernels(speed: SpeedConfig, model: PreTrainedModel, device: torch.device) -> tuple[str, ...]:
+def put_in_kernels(
+    speed: SpeedConfig, model: PreTrainedModel, device: torch.device, *, is_compiled: bool
+) -> tuple[str, ...]:
     """Put in the kernels that `speed.kernels` names.
 
-    With auto these are Liger's on CUDA, if they are installed and compute anything of the model. The loss stays
-    Headway's own then, which never waits for the device, as Liger's does once a pack.
+    With auto these are Liger's on CUDA, if blocks are not compiled, and they are installed and compute anything of the
+    model. The loss stays Headway's own then, which never waits for the device, as Liger's does once a pack.
 
     Returns:
         What was put in, or what would be with a package more, a line each.
@@ -53,9 +55,10 @@ def put_in_kernels(speed: SpeedConfig, model: PreTrainedModel, device: torch.dev
         ConfigError: kernels that were asked for cannot run here, or the model has nothing for them.
     """
     if speed.kernels != "auto":
-        return use_kernels(model, speed.kernels, device)
+        compiled = [block.module for block in blocks(model)] if is_compiled else []
+        return use_kernels(model, speed.kernels, device, compiled)
     plain = use_kernels(model, "torch", device)
-    if device.type != "cuda":
+    if device.type != "cuda" or is_compiled:
         return plain
     if find_spec("liger_kernel") is None:
         return ("kernels are PyTorch's; for Liger's, which are faster on CUDA: pip install liger-kernel",)
@@ -89,7 +92,15 @@ def chosen_recompute(
         return config.speed.recompute
     saved = saved_by_block(model, autocast=None if precision.params == precision.compute else precision.compute)
     pack = fullest_pack(config, cost_model)
-    return least_within(cost_model, saved, pack, size, fused=fused, sequence=config.parallel.sequence)
+    return least_within(
+        cost_model,
+        saved,
+        pack,
+        size,
+        fused=fused,
+        compute_bytes=precision.compute.itemsize,
+        sequence=config.parallel.sequence,
+    )
 
 
 def saved_of(path: str, precision: str) -> SavedActivations:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.flop_count import FlopRow
+from headway.count.recompute import kind_of
 from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
 from headway.count.units import chosen_blocks, head_features, remembered
@@ -267,7 +268,9 @@ class StepTimes:
         """Linear modules, attention and the like that the host launches for a pack, forward and backward being one."""
         chosen = chosen_blocks(state.recompute, self._cost_model, self._saved)
         parts = sum(
-            1 + (row.block in chosen) + 2 * any(gradient.runs(self._cost_model.trained) for gradient in row.gradients)
+            1
+            + (row.block in chosen and kind_of(row) not in chosen[row.block])
+            + 2 * any(gradient.runs(self._cost_model.trained) for gradient in row.gradients)
             for row in self._cost_model.rows
         )
         return parts / 3

@@ -9,6 +9,7 @@ from headway.report.format import (
     format_rate,
     format_rounded,
     format_share,
+    format_traffic,
     printable,
 )
 from headway.report.secrets import presentable
@@ -24,6 +25,7 @@ __all__ = [
     "format_rate",
     "format_rounded",
     "format_share",
+    "format_traffic",
     "presentable",
     "printable",
     "render_lines",

@@ -108,6 +108,16 @@ def format_ms(ns: int) -> str:
     return f"{ns / 1e6:,.2f}"
 
 
+def format_traffic(num_bytes: float) -> str:
+    """Format bytes that a memory moves, with a decimal prefix as its rates have.
+
+    >>> [format_traffic(num_bytes) for num_bytes in (2.5e6, 3.14159e9, 1.5612e12)]
+    ['2.5 MB', '3.14 GB', '1,561 GB']
+    """
+    size, unit = (num_bytes / 1e9, "GB") if num_bytes >= 1e9 else (num_bytes / 1e6, "MB")
+    return f"{size:,.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
+
+
 def format_bytes(num_bytes: float) -> str:
     """Format a size in bytes with a binary prefix (GiB is 2**30).
 

@@ -220,7 +220,9 @@ def _bare(module: nn.Module) -> nn.Module:
 
 
 def _rebound(thing: Any, memo: dict[int, Any]) -> Any:
-    """Copy a function so that what it closes over of the original model is the twin's; anything else stays as it is.
+    """Copy a function so that what it holds of the original model is the twin's; anything else stays as it is.
+
+    It holds what it closes over and what its arguments default to.
 
     `copy.deepcopy` follows bound methods and leaves functions, with all that they close over, alone.
     """
@@ -233,14 +235,15 @@ def _rebound(thing: Any, memo: dict[int, Any]) -> Any:
         bound = [_rebound(argument, memo) for argument in thing.args]
         keywords = {name: _rebound(argument, memo) for name, argument in thing.keywords.items()}
         copied = functools.partial(_rebound(thing.func, memo), *bound, **keywords)
-    elif isinstance(thing, types.FunctionType) and thing.__closure__ is not None:
-        cells = tuple(types.CellType() for _ in thing.__closure__)
-        copied = types.FunctionType(thing.__code__, thing.__globals__, thing.__name__, thing.__defaults__, cells)
-        copied.__kwdefaults__ = thing.__kwdefaults__
+    elif isinstance(thing, types.FunctionType) and (thing.__closure__ or thing.__defaults__ or thing.__kwdefaults__):
+        cells = None if thing.__closure__ is None else tuple(types.CellType() for _ in thing.__closure__)
+        copied = types.FunctionType(thing.__code__, thing.__globals__, thing.__name__, None, cells)
         memo[id(thing)] = functools.update_wrapper(copied, thing)  # before it is followed: it may close over itself
-        for cell, original in zip(cells, thing.__closure__, strict=True):
+        for cell, original in zip(cells or (), thing.__closure__ or (), strict=True):
             with suppress(ValueError):  # a cell that is empty stays so
                 cell.cell_contents = _rebound(original.cell_contents, memo)
+        copied.__defaults__ = tuple(_rebound(value, memo) for value in thing.__defaults__ or ()) or None
+        copied.__kwdefaults__ = {key: _rebound(value, memo) for key, value in (thing.__kwdefaults__ or {}).items()}
     elif hasattr(thing, "__wrapped__") and not isinstance(thing, types.FunctionType):
         copied = object.__new__(type(thing))  # an object that stands for a function, as accelerate's mixed precision
         copied.__dict__.update({key: _rebound(value, memo) for key, value in vars(thing).items()})

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from headway.checkpoint import Checkpoint, refuse_half_written
 from headway.config import TrainConfig
 from headway.count import CostModel
+from headway.count.recompute import choice_in_words
 from headway.errors import CheckpointError
 from headway.models.attention.cuda_kernel import choose_kernel
 from headway.models.compiling import CompileWatch, compile_blocks
@@ -44,7 +45,7 @@ class Trained:
         recompute: which blocks are computed again in backward, as `CostModel.count` takes it.
         compiles: whether its blocks are compiled.
         compile_watch: sees what is compiled.
-        notes: lines on kernels for the start of the run.
+        notes: lines on kernels and recomputation for the start of the run.
     """
 
     model: PreTrainedModel
@@ -82,10 +83,12 @@ def build_trained(
     cost_model = adapt(model, freeze(model, trace(model), config.model.freeze), config.model)
     is_compiled, notes = compiles(config.speed, model, device)
     recompute = chosen_recompute(config, model, cost_model, precision, fused=is_compiled)
+    if config.speed.recompute_bytes is not None:
+        notes += (f"{config.speed.recompute} {choice_in_words(recompute, cost_model.block_towers)}",)
     notes += choose_kernel(config.speed.attention, device)
     if device.type == "cuda":
         notes += align_widths(gated_mlps(model), precision.compute)
-    notes += put_in_kernels(config.speed, model, device)
+    notes += put_in_kernels(config.speed, model, device, is_compiled=is_compiled)
     with_loss = model_with_loss(
         model,
         chunk=config.speed.loss_chunk,
@@ -94,7 +97,7 @@ def build_trained(
     )
     if precision.is_float8:
         notes += (f"{len(use_float8(model, cost_model))} linear layers multiply in float8",)
-    recompute_blocks(model, recompute, cost_model.block_towers)
+    recompute_blocks(model, recompute, cost_model.block_towers, cost_model.rows)
     compile_watch = CompileWatch(is_strict=config.speed.recompiles == "error")
     if is_compiled:
         compile_blocks(model, compile_watch)

@@ -131,7 +131,7 @@ class Run:
             f"trained, {self.precision.name} on {self.device}",
             f"peak {peak.flops_per_s / 1e9:,.1f} GFLOP/s a device, {peak.kind} of {peak.name} ({peak.source})",
         ]
-        lines += [*self.trained.notes, *self.notes]
+        lines += [*self.trained.notes, *self.optimizer.notes, *self.notes]
         lines += [f"warning: {fault} It is set aside, and the steps since are taken again." for fault in self.damaged]
         return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
 
@@ -184,7 +184,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     model, cost_model = trained.model, trained.cost_model
     _check_drawing(config, model)
     encoder = _encoder(config, model, checkpoint)
-    optimizer = make_optimizer(model, config.optim, cost_model)
+    optimizer = make_optimizer(model, config.optim, cost_model, ranks)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large

@@ -53,30 +53,74 @@ def test_a_norm_of_many_kernels_is_found(tmp_path):
     assert found.seen.startswith("1 modules without matrix products")
 
 
-def attention(operator, kernel):
+def attention(operator, kernel, **operands):
     def step(trace, at, number):
-        trace.launched(kernel, at, at + 1000 * US, 40 * US, number + 1, operator=operator)
+        trace.annotation("phase:forward", at, 2 * US)
+        trace.annotation("module:attn", at, US)
+        trace.operator(operator, at, US, **operands)
+        trace.call("cudaLaunchKernel", at, US - 100, number + 1)
+        trace.kernel(kernel, at + 1000 * US, 40 * US, number + 1)
         trace.launched("gemm", at + US, at + 1040 * US, 60 * US, number + 2, operator="aten::mm")
 
     return paced_steps(step)
 
 
+CUDNN = "speed.attention: auto or cudnn, after pip install nvidia-cudnn-frontend"
+FLASH, MEMORY = "aten::_flash_attention_forward", "aten::_efficient_attention_forward"
+AMPERE, BLACKWELL, TURING = ([{**HOPPER[0], "computeMajor": major}] for major in (8, 10, 7))
+
+
 @pytest.mark.parametrize(
-    ("operator", "kernel", "device", "advice"),
+    ("operator", "kernel", "device", "advice", "part"),
     [
-        ("aten::_efficient_attention_forward", "fmha_cutlassF", HOPPER, "speed.attention: auto"),
-        ("aten::_flash_attention_forward", "flash_fwd_kernel", HOPPER, "speed.attention: fa3"),
-        ("aten::_flash_attention_forward", "flash_fwd_kernel", [{**HOPPER[0], "computeMajor": 8}], None),
-        ("aten::_efficient_attention_forward", "fmha_cutlassF", [{**HOPPER[0], "computeMajor": 7}], None),
-        ("aten::_efficient_attention_forward", "fmha_cutlassF", [], None),
+        (MEMORY, "fmha_cutlassF", HOPPER, "speed.attention: auto", 1 / 2),
+        (MEMORY, "fmha_cutlassF", AMPERE, "speed.attention: auto", 1 / 2),
+        # 1.5 times as fast, where nothing tells the lengths of segments
+        (FLASH, "void pytorch_flash::flash_fwd_kernel<64>", HOPPER, f"{CUDNN}; or fa3", 1 / 3),
+        (FLASH, "flash_fwd_kernel", BLACKWELL, "SDPBackend.CUDNN_ATTENTION", 1 / 3),
+        (FLASH, "flash_fwd_kernel", AMPERE, None, 0),
+        (FLASH, "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", HOPPER, None, 0),
+        (FLASH, "void cutlass::device_kernel<flash::FlashAttnFwdSm90<64> >", HOPPER, None, 0),
+        (MEMORY, "fmha_cutlassF", TURING, None, 0),
+        (MEMORY, "fmha_cutlassF", [], None, 0),
     ],
 )
-def test_attention_is_held_against_the_best_kernel_of_its_device(tmp_path, operator, kernel, device, advice):
+def test_attention_is_held_against_the_best_kernel_of_its_device(tmp_path, operator, kernel, device, advice, part):
     found = found_in(tmp_path, attention(operator, kernel), deviceProperties=device, headway=TRAIN)
     assert ("slow-attention" in found) == (advice is not None)
     if advice is not None:
         assert advice in found["slow-attention"].next
-        assert found["slow-attention"].ns == 20 * US
+        assert found["slow-attention"].ns == pytest.approx(40 * US * part, abs=1)
+
+
+HEADS = [2, 128]  # heads x head size
+
+
+@pytest.mark.parametrize(
+    ("sizes", "keys", "speedup"),
+    [
+        # 8,192 tokens in 3 and in 14 segments: half of 2,731 and of 585 keys
+        ([[8192, *HEADS]] * 3 + [[4]] * 2, None, 1.5),
+        ([[8192, *HEADS]] * 3 + [[15]] * 2, None, 0.6),
+        ([[2, 4096, *HEADS]] * 3, None, 1.5),  # a batch of two
+        ([[2, 500, *HEADS]] * 3, None, 0.6),
+        # the trace tells the pairs of the pack, whatever the mean length is
+        ([[8192, *HEADS]] * 3 + [[15]] * 2, 685, 1.4),
+        ([[8192, *HEADS]] * 3 + [[4]] * 2, 313, 0.6),
+    ],
+)
+def test_flash_attention_on_hopper_is_slow_where_queries_see_many_keys(tmp_path, sizes, keys, speedup):
+    beside = TRAIN
+    if keys is not None:
+        flops = 4 * keys * 8192 * 2 * 128
+        steps = steps_that_say(packs=[{"attention": {"attn": [flops, 2 * flops, 0]}}])
+        beside = {**TRAIN, "components": {"attn": "language.attention"}, "steps": steps}
+    operands = {"Input Dims": sizes, "Input type": ["c10::BFloat16"] * 3 + ["int"] * (len(sizes) - 3)}
+    trace = attention(FLASH, "flash_fwd_kernel", **operands)
+    found = found_in(tmp_path, trace, deviceProperties=HOPPER, headway=beside)
+    assert ("slow-attention" in found) == (speedup > 1)
+    if speedup > 1:
+        assert found["slow-attention"].ns == pytest.approx(40 * US * (1 - 1 / speedup), abs=1)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +140,24 @@ def test_recomputation_is_a_finding_where_memory_is_free(tmp_path, memory, is_fo
     if is_found:
         assert found["recomputation"].ns == round(8.75 * US)
         assert "60.0 of 80.0 GiB were free" in found["recomputation"].seen
+        assert "reached the ceiling" not in found["recomputation"].seen  # no kernel that runs again is seen
         assert "speed.recompute: memory:48GiB" in found["recomputation"].next
+
+
+def test_what_recomputation_took_is_told_beside_what_its_products_need(tmp_path):
+    def step(trace, at, number):
+        trace.launched("gemm", at, at + 1000 * US, 40 * US, number + 1, operator="aten::mm")
+        node = "autograd::engine::evaluate_function: CheckpointBackward"
+        trace.operator(node, at + 10 * US, 20 * US, sequence=number + 5, forward_thread=1)
+        trace.annotation("module:blocks", at + 11 * US, 10 * US)  # in backward: it runs again
+        trace.launched("gemm", at + 12 * US, at + 1040 * US, 30 * US, number + 2, operator="aten::mm")
+        trace.launched("norm", at + 14 * US, at + 1070 * US, 30 * US, number + 3, operator="aten::rms_norm")
+
+    memory = {"peak_bytes": 20 << 30, "total_bytes": 80 << 30}
+    found = found_in(tmp_path, paced_steps(step), headway=sidecar(memory=memory))["recomputation"]
+    assert found.ns == 60 * US
+    # 7,000 FLOPs at a ceiling of 0.8e9 a second
+    assert "took 60.0 % of the time, 8.8 % if its products reached the ceiling, and 60.0 of 80.0 GiB" in found.seen
 
 
 def steps_that_say(**changes):

@@ -40,11 +40,13 @@ def test_products_are_judged_by_their_flops_where_a_peak_is_known(tmp_path):
         assert ("small-gemms" in findings_of(tmp_path, trace, **beside)) == is_small
 
 
-def optimizer_findings(tmp_path, operators):
-    """Findings of steps with a product, and so many operators of the optimizer, of 100 ns each."""
+def optimizer_findings(tmp_path, operators, *, average=""):
+    """Findings of steps with a product, and so many operators of the optimizer, of 100 ns each; an average before."""
 
     def step(trace, at, number):
         trace.launched("gemm", at, at + 1000 * US, 60 * US, number * 10 + 999, operator="aten::mm")
+        if average:
+            trace.launched("k", at + US, at + 1059 * US, US, number * 10 + 998, operator=average)
         trace.annotation("Optimizer.step#AdamW.step", at + 2 * US, 90 * US)
         for i, operator in enumerate(operators):
             launch = at + 3 * US + i * 100
@@ -64,6 +66,16 @@ def test_an_optimizer_that_takes_tensors_one_by_one_is_found(tmp_path):
 def test_an_optimizer_that_takes_all_at_once_is_no_finding(tmp_path):
     assert "optimizer-loop" not in optimizer_findings(tmp_path, ["aten::_foreach_mul_"] * 400)
     assert "optimizer-loop" not in optimizer_findings(tmp_path, ["aten::mul_"] * 90)
+
+
+def test_an_optimizer_that_is_one_kernel_a_tensor_is_no_loop(tmp_path):
+    kernels = ["bitsandbytes::optimizer_update_8bit_blockwise"] * 400
+    assert "optimizer-loop" not in optimizer_findings(tmp_path, kernels)
+
+
+def test_an_average_in_lists_leaves_a_loop_of_the_optimizer_a_finding(tmp_path):
+    loop = ["aten::mul_", "aten::addcdiv_"] * 200
+    assert "optimizer-loop" in optimizer_findings(tmp_path, loop, average="aten::_foreach_lerp_")
 
 
 def on_a_cpu(*groups):

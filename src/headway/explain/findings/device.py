@@ -1,12 +1,18 @@
 """Rules about what runs on the device: products, chains of kernels, attention, recomputation, padding, its clock."""
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+import numpy as np
+
 from headway.explain.attribution import Phase
+from headway.explain.breakdown import StepAttention
+from headway.explain.budget import NeededWork
 from headway.explain.events import NONE, Kind
+from headway.explain.explanation import StepWaterfall
 from headway.explain.findings.evidence import EventTime, Observation, StepEvidence, as_number
 from headway.explain.measurement import MATMUL
 
@@ -14,6 +20,28 @@ from headway.explain.measurement import MATMUL
 # Source: NVIDIA, Matrix Multiplication Background User's Guide, "Requirements to use Tensor Cores".
 _ALIGNED = 8
 _UNALIGNED_LOSS = 0.5  # assumed, as a bound: newer versions of cuBLAS lose less
+# Time of FlashAttention-2 / time of cuDNN's ragged attention, forward and backward, by the keys that a query sees on
+# average: short questions; a window of 1,024; images with text. Beyond it stays between 1.5 and 1.6.
+# Source: benchmarks/results/attention_gpu_nvidia-h200_202611.json (head sizes 128 and 72, torch 2.11).
+_CUDNN_SPEEDUPS = ((313, 685, 1276), (0.6, 1.4, 1.5))
+# cuDNN's names hold sm90_flash_fprop, those of FlashAttention-3 FlashAttnFwdSm90.
+_FLASH_2 = re.compile(r"(?<![a-z0-9]_)flash_(fwd|bwd)_")
+_FLOPS_PER_PAIR = 4  # and element of a head: a product of query and key, one of weight and value
+# By the major compute capability: the devices' family, what to try in any loop, and in `headway train`.
+_FASTER_THAN_FLASH_2 = {
+    9: (
+        "Hopper",
+        "torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION) around scaled_dot_product_attention; or "
+        'FlashAttention-3, built from its sources: attn_implementation="flash_attention_3" in a model of transformers, '
+        'activate_flash_attention_impl("FA3") of torch.nn.attention in one\'s own.',
+        "speed.attention: auto or cudnn, after pip install nvidia-cudnn-frontend; or fa3, where it is built",
+    ),
+    10: (
+        "Blackwell",
+        "torch.nn.attention.sdpa_kernel(SDPBackend.CUDNN_ATTENTION) around scaled_dot_product_attention.",
+        "",
+    ),
+}
 _CHAIN = 4  # kernels: a norm that is written out has five or more, one that is fused has one or two
 
 
@@ -122,23 +150,73 @@ def _calls(evidence: StepEvidence) -> Counter[str]:
 
 def slow_attention(evidence: StepEvidence) -> Observation | None:
     """Attention by a kernel that is not the best the device has."""
-    flash2 = [event for event in evidence.spent if "flash_attention" in event.operator and "flash_" in event.name]
     memory = [event for event in evidence.spent if "efficient_attention" in event.operator]
     capability = _capability(evidence)
     if memory and capability >= (8, 0):
-        events, kind, setting = memory, "the memory-efficient kernel", "speed.attention: auto, whose masks are segments"
-    elif flash2 and capability[0] == 9:
-        events, kind, setting = flash2, "FlashAttention-2 on a Hopper device", "speed.attention: fa3"
-    else:
+        ns = sum(event.ns for event in memory)
+        return Observation(
+            ns // 2,
+            f"attention ran by the memory-efficient kernel, for {evidence.share(ns)} of the time.",
+            "a mask given as a tensor, or a head size, that FlashAttention does not take; FlashAttention-2 is about "
+            "twice as fast (arXiv 2307.08691).",
+            "FlashAttention where masks allow it: attn_implementation in a model of transformers.",
+            setting="speed.attention: auto, whose masks are segments",
+        )
+    return _flash_attention_2(evidence, capability[0]) if capability[0] in _FASTER_THAN_FLASH_2 else None
+
+
+def _flash_attention_2(evidence: StepEvidence, major: int) -> Observation | None:
+    """FlashAttention-2 on a device for which there are faster kernels."""
+    all_ns = short_ns = 0
+    saved_ns = 0.0
+    for step, events in zip(evidence.measured_steps, evidence.spent_by_step, strict=True):
+        flash2 = [e for e in events if "flash_attention" in e.operator and _FLASH_2.search(e.name)]
+        attention = _attention_of(step) if flash2 else None
+        for event in flash2:
+            keys = _keys_of_a_query(event, attention)
+            speedup = float(np.interp(math.inf if keys is None else keys, *_CUDNN_SPEEDUPS))
+            all_ns += event.ns
+            saved_ns += event.ns * (1 - 1 / speedup)
+            short_ns += event.ns if speedup < 1 else 0
+    if saved_ns <= 0:
         return None
-    ns = sum(event.ns for event in events) // 2
+    device, advice, setting = _FASTER_THAN_FLASH_2[major]
+    short = f", {evidence.share(short_ns)} where a query sees few keys and cuDNN's is slower" if short_ns else ""
+    (fewest, *_, most), (slowest, *_, fastest) = _CUDNN_SPEEDUPS
     return Observation(
-        ns,
-        f"attention ran by {kind}, for {evidence.share(2 * ns)} of the time.",
-        "the device has a faster kernel; FlashAttention-3 is 1.5 to 2 times as fast as 2 (arXiv 2407.08608).",
-        "FlashAttention where masks allow it: attn_implementation in a model of transformers.",
+        saved_ns,
+        f"attention ran by FlashAttention-2 on a {device} device, for {evidence.share(all_ns)} of the time{short}.",
+        f"the device has faster kernels: cuDNN's, measured on an H200, are {fastest} times as fast, forward and "
+        f"backward, where a query sees {most:,} keys or more on average, and {slowest} times where it sees {fewest}.",
+        advice,
         setting=setting,
     )
+
+
+def _attention_of(step: StepWaterfall) -> StepAttention | None:
+    """Attention of a step by pack and layer; None where the trace does not tell it."""
+    if step.measured is None or step.measured[0].trace.headway is None:
+        return None
+    trace = step.measured[0].trace
+    budget = NeededWork(step.measured[0].trace.headway, str(trace.path))
+    return None if budget.packs(step.step) is None else StepAttention(step.measured[0], step.step, budget)
+
+
+def _keys_of_a_query(event: EventTime, attention: StepAttention | None) -> float | None:
+    """Mean number of keys that a query of a call of attention sees; None where nothing tells it."""
+    operands = event.trace.operands_of(event.event)
+    if operands is None or not operands.sizes or len(operands.sizes[0]) < 3:
+        return None
+    # Its queries, or in backward the gradients of their results: tokens x heads x head size, in batches with one more.
+    first = operands.sizes[0]
+    layer = None if attention is None else attention.of(event.event)
+    if attention is not None and layer is not None and layer in attention.flops:
+        return attention.flops[layer].get(Phase.FORWARD, 0) / (_FLOPS_PER_PAIR * math.prod(first))
+    # Else lengths tell: segments are ends in a row, with a 0 before them. Half the keys, as of causal ones.
+    ends = next((size[0] for size in operands.sizes if len(size) == 1 and size[0] > 1), None)
+    if len(first) == 3:
+        return None if ends is None else first[0] / (ends - 1) / 2
+    return first[1] / 2
 
 
 def _capability(evidence: StepEvidence) -> tuple[int, int]:
@@ -161,9 +239,12 @@ def recomputation(evidence: StepEvidence) -> Observation | None:
     # On a CPU Python runs again as well, between the operators.
     ns = sum(event.ns + (event.late_ns if evidence.is_cpu else 0) for event in again) or evidence.ns("recomputation")
     how = evidence.fact("recompute") or "of some modules"
+    needed_ns = evidence.ns("recomputation")
+    # The table's line is what its products need; what they take beyond it is in the lines `slow`.
+    of_products = f", {evidence.share(needed_ns)} if its products reached the ceiling" if 0 < needed_ns < ns else ""
     return Observation(
         ns,
-        f"recomputation ({how}) took {evidence.share(ns)} of the time, and {free / 2**30:,.1f} of "
+        f"recomputation ({how}) took {evidence.share(ns)} of the time{of_products}, and {free / 2**30:,.1f} of "
         f"{total / 2**30:,.1f} GiB were free at the peak.",
         "more blocks are recomputed than memory asks for.",
         "checkpoint fewer blocks, or none (gradient_checkpointing_disable()); larger batches use the memory as well.",

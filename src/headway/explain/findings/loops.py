@@ -117,10 +117,20 @@ def optimizer_loop(evidence: StepEvidence) -> Observation | None:
 
 def loop_over_parameters(evidence: StepEvidence) -> list[EventTime]:
     """Events of an optimizer that updates one tensor after the other; none of one that takes all at once."""
-    all_of_it = [event for event in evidence.spent if event.phase is Phase.OPTIMIZER]
-    if any(_UPDATES.match(event.operator) for event in all_of_it):
+    # Clipping and averages, which take lists of tensors, say nothing of the update.
+    events = [
+        event
+        for event in evidence.spent
+        if event.phase is Phase.OPTIMIZER and event.trace.attribution.chore[event.event] is not Chore.LISTS
+    ]
+    if any(_UPDATES.match(event.operator) for event in events):
         return []
-    one_by_one = [event for event in all_of_it if not event.operator.startswith(_AT_ONCE)]
+    # On a device a kernel that no operator of PyTorch launched is a whole update, as those of bitsandbytes are.
+    one_by_one = [
+        event
+        for event in events
+        if not event.operator.startswith(_AT_ONCE) and (evidence.is_cpu or event.operator.startswith("aten::"))
+    ]
     return one_by_one if len(one_by_one) > _MANY_UPDATES * evidence.num_steps else []
 
 

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from statistics import median
 
 from headway.explain.attribution import Phase
+from headway.explain.breakdown import kind_of_module
 from headway.explain.events import NONE
 from headway.explain.findings.evidence import EventTime, Observation, StepEvidence
 from headway.explain.measurement import MATMUL
@@ -219,7 +220,7 @@ def dearest_parts(evidence: StepEvidence, line: str) -> str:
     for event in evidence.spent:
         if event.line == line:
             # Layers of one kind are one part: their numbers are left out.
-            parts[re.sub(r"(?<=[._])\d+(?=\.|$)", "*", event.module) or event.operator or event.name] += event.ns
+            parts[kind_of_module(event.module) or event.operator or event.name] += event.ns
     return ", ".join(f"{name[:60]} ({evidence.share(ns)})" for name, ns in parts.most_common(3))
 
 

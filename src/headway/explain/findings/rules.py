@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from headway.explain.attribution import Phase
 from headway.explain.explanation import MOST, Finding
-from headway.explain.findings import device, host, loops, patterns, pauses, ranks, recorded, rollout, series
+from headway.explain.findings import device, host, loops, optimizer, patterns, pauses, ranks, recorded, rollout, series
 from headway.explain.findings.evidence import Evidence, Observation, RunEvidence, SteadyEvidence, StepEvidence
 from headway.explain.findings.largest import LEAST, largest_loss
 
@@ -111,6 +111,8 @@ RULES: tuple[Rule[Any], ...] = (
     Rule("optimizer-loop", StepEvidence, 0.05, loops.optimizer_loop, lines=("optimizer", "idle.launch")),
     # As much as an optimizer that goes over tensors one by one.
     Rule("parameter-loop", StepEvidence, 0.05, loops.parameter_loop, lines=("memory", "idle.launch")),
+    # An update of one pass takes 1 to 5 % itself; what one saves below that is no reason for another optimizer.
+    Rule("unfused-optimizer", StepEvidence, 0.03, optimizer.unfused_optimizer, lines=("optimizer",)),
     Rule("optimizer-loop", SteadyEvidence, 0.10, recorded.optimizer_loop),
     # A few small products, of norms' gains and routers, are in every model.
     Rule("small-gemms", StepEvidence, 0.10, loops.small_gemms, lines=("slow", "memory", "idle.launch")),

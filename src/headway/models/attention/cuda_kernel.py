@@ -1,8 +1,9 @@
-"""Choice of the kernel that attends within segments on CUDA: PyTorch's, another in its place, or a package's function.
+"""Choice of the kernel that attends within segments on CUDA: PyTorch's, FlashAttention-3, cuDNN's, or a package's.
 
 Tensor letters as in `attention`. PyTorch's variable-length attention is FlashAttention-2, unless its own switch puts
-other kernels behind the same operators: then everything above them, compiled blocks too, stays as it is. Behind it can
-be FlashAttention-3, FlashAttention-4 and cuDNN's attention over ragged batches, each where its package is installed.
+FlashAttention-3's kernels behind the same operators: then everything above them, compiled blocks too, stays as it is.
+cuDNN's kernel is in `ragged`. Two packages are called directly: `flash_attn_interface` (FlashAttention-3, for Hopper)
+and `flash_attn` (FlashAttention-2).
 """
 
 import warnings
@@ -20,57 +21,12 @@ from torch.nn.attention import (
 )
 
 from headway.errors import ConfigError
+from headway.models.attention import ragged
 from headway.models.attention.segments import with_equal_heads
 from headway.models.attention.varlen import varlen_attention
 
 FA3, FA2 = PACKAGES = ("flash_attn_interface", "flash_attn")
 _HEAD_MULTIPLE = 8
-_FA2_NOTE = "Attention on CUDA: PyTorch's variable-length FlashAttention-2"
-
-
-@dataclass(frozen=True)
-class _Switched:
-    """Kernels that PyTorch's switch puts behind its variable-length attention.
-
-    Attributes:
-        implementation: the switch's name of them.
-        title: theirs.
-        package: module whose import makes them known, or that they are in.
-        majors: of the compute capabilities that they are for.
-        devices: those devices, for people.
-        source: where the package comes from, in brackets behind its name.
-        registers: whether importing the package is what makes the switch know them.
-    """
-
-    implementation: str
-    title: str
-    package: str
-    majors: tuple[int, ...]
-    devices: str
-    source: str
-    registers: bool = False
-
-
-SWITCHED = {
-    "fa3": _Switched(
-        "FA3",
-        "FlashAttention-3",
-        FA3,
-        (9,),
-        "9.x (H100, H200)",
-        "it is built from the hopper folder of the flash-attention sources",
-    ),
-    "cudnn": _Switched(
-        "CUDNN",
-        "cuDNN's ragged attention",
-        "cudnn",
-        (9, 10),
-        "9.x or 10.x (H100, H200, B200)",
-        "pip install nvidia-cudnn-frontend",
-        registers=True,
-    ),
-}
-"""By the values of `speed.attention`, the fastest first."""
 
 
 class CudaKernel(Protocol):
@@ -93,6 +49,74 @@ class CudaKernel(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Faster:
+    """A kernel that is faster than PyTorch's FlashAttention-2 where it runs.
+
+    Attributes:
+        title: its name for people.
+        package: that it needs.
+        source: of the package.
+        majors: of the compute capabilities that it is for.
+        devices: those, for people.
+        make_ready: puts it in place; returns why that failed, as a part of a sentence, or None.
+        kernel: which then attends.
+    """
+
+    title: str
+    package: str
+    source: str
+    majors: tuple[int, ...]
+    devices: str
+    make_ready: Callable[[torch.device], str | None]
+    kernel: CudaKernel
+
+    def put_in(self, device: torch.device) -> str | None:
+        """Attend with it from now on; returns why that is not possible here, as a part of a sentence, or None."""
+        major, minor = torch.cuda.get_device_capability(device)
+        if major not in self.majors:
+            return f"it needs a device of compute capability {self.devices}, and {device} has {major}.{minor}"
+        if find_spec(self.package) is None:
+            return f"its package {self.package} is not installed ({self.source})"
+        why_not = self.make_ready(device)
+        if why_not is None:
+            _chosen[0] = self.kernel
+        return why_not
+
+
+def _switch_to_fa3(_device: torch.device) -> str | None:
+    """Switch PyTorch to FlashAttention-3; returns why that failed, as a part of a sentence, or None."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # it replaces kernels: as asked
+            activate_flash_attention_impl("FA3")
+    except (ImportError, RuntimeError) as error:  # built for another PyTorch, or without a backward
+        return f"PyTorch {torch.__version__} cannot use the installed {FA3}: {error}"
+    return None
+
+
+FASTER = {
+    "fa3": _Faster(
+        "FlashAttention-3",
+        FA3,
+        "it is built from the hopper folder of the flash-attention sources",
+        (9,),
+        "9.x (H100, H200)",
+        _switch_to_fa3,
+        varlen_attention,
+    ),
+    "cudnn": _Faster(
+        "cuDNN's ragged attention",
+        ragged.PACKAGE,
+        "pip install nvidia-cudnn-frontend",
+        (9,),
+        "9.x (H100, H200)",
+        ragged.make_ready,
+        ragged.cudnn_attention,
+    ),
+}
+"""By their values of `speed.attention`; auto takes the first that runs."""
+
 _chosen: list[CudaKernel] = [varlen_attention]
 
 
@@ -105,8 +129,9 @@ def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
     """Choose the kernel of attention on CUDA for this process.
 
     Args:
-        name: "torch" for PyTorch's FlashAttention-2, "fa3" for FlashAttention-3 or "cudnn" for cuDNN through PyTorch's
-            switch, "flash-attn" for a package's own function, "auto" for "fa3" where it runs and "torch" elsewhere.
+        name: "torch" for PyTorch's FlashAttention-2, "fa3" for FlashAttention-3 through PyTorch's switch, "cudnn" for
+            cuDNN's, "flash-attn" for a package's own function, "auto" for the first of "fa3" and "cudnn" that runs
+            and "torch" elsewhere.
         device: where the model runs.
 
     Returns:
@@ -127,41 +152,20 @@ def choose_kernel(name: str, device: torch.device) -> tuple[str, ...]:
         return ()
     if name == "flash-attn":
         return (_use_package(),)
-    if name == "torch":
-        return (_FA2_NOTE,)
-    wanted = SWITCHED["fa3" if name == "auto" else name]
-    missing = _missing(wanted, device) or _switch_to(wanted)
-    if missing is None:
-        return (f"Attention on CUDA: {wanted.title} ({wanted.package}) behind PyTorch's variable-length attention",)
-    if name != "auto":
-        raise ConfigError(
-            f"speed.attention is {name!r} ({wanted.title}), but {missing}. Set speed.attention=auto, which takes "
-            f"PyTorch's own variable-length flash kernel where there is no {wanted.title}."
-        )
-    return (f"{_FA2_NOTE}; {wanted.title} is not used, as {missing}",)
-
-
-def _missing(wanted: _Switched, device: torch.device) -> str | None:
-    """Say what kernels lack here, as a part of a sentence; None where they run."""
-    major, minor = torch.cuda.get_device_capability(device)
-    if major not in wanted.majors:
-        return f"it needs a device of compute capability {wanted.devices}, and {device} has {major}.{minor}"
-    if find_spec(wanted.package) is None:
-        return f"its package {wanted.package} is not installed ({wanted.source})"
-    return None
-
-
-def _switch_to(wanted: _Switched) -> str | None:
-    """Put kernels behind PyTorch's operators; returns why that failed, as a part of a sentence, or None."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Warning only once for all operators")  # it replaces kernels: as asked
-            if wanted.registers:
-                import_module(f"{wanted.package}.torch")
-            activate_flash_attention_impl(wanted.implementation)
-    except (ImportError, RuntimeError, ValueError) as error:  # built for another PyTorch, or without a backward
-        return f"PyTorch {torch.__version__} cannot use the installed {wanted.package}: {error}"
-    return None
+    missing = []
+    for kind, kernel in FASTER.items():
+        if name not in (kind, "auto"):
+            continue
+        why_not = kernel.put_in(device)
+        if why_not is None:
+            return (f"Attention on CUDA: {kernel.title} ({kernel.package})",)
+        if name == kind:
+            raise ConfigError(
+                f"speed.attention is {name!r} ({kernel.title}), but {why_not}. Set speed.attention=auto, which takes "
+                f"PyTorch's own variable-length flash kernel where there is no {kernel.title}."
+            )
+        missing.append(f"; {kernel.title} is not used, as {why_not}")
+    return (f"Attention on CUDA: PyTorch's variable-length FlashAttention-2{''.join(missing)}",)
 
 
 def _use_package() -> str:

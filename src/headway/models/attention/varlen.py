@@ -37,35 +37,43 @@ def varlen_attention(
     Raises:
         ConfigError: the tensors are neither bfloat16 nor float16, or the heads are larger than the kernel takes.
     """
-    if q_THD.dtype not in (torch.bfloat16, torch.float16):
-        raise ConfigError(
-            f"Attention over packs on CUDA runs in bfloat16 or float16, but this model computes in {q_THD.dtype}. Set "
-            "the training dtype to bfloat16, or run inside torch.autocast."
-        )
-    value_size = v_TKD.shape[-1]
-    largest = max(q_THD.shape[-1], value_size)
-    if largest > _LARGEST_HEAD:
-        raise ConfigError(
-            f"This model's attention heads have {largest} channels; the flash kernel on CUDA takes up to "
-            f'{_LARGEST_HEAD}. Load the model with the attention backend "sdpa" and one sample per row.'
-        )
-    q, k, v = (x.contiguous() for x in with_equal_heads(q_THD, k_TKD, v_TKD, multiple=_HEAD_MULTIPLE))
+    q, k, v = flash_operands(q_THD, k_TKD, v_TKD)
     cu = cu_seqlens_N.to(torch.int32)
     # The kernel itself cuts windows wider than every segment; a comparison here would be compiled as two cases.
     left = window - 1 if window is not None else -1
     reach = (left, 0) if causal else (-1, -1)
     if sinks_H is None:
         out = varlen.varlen_attn(
-            q, k, v, cu, cu, max_seqlen, max_seqlen, scale=scale, window_size=reach, **_grouped(q, k)
+            q, k, v, cu, cu, max_seqlen, max_seqlen, scale=scale, window_size=reach, **grouped(q, k)
         )  # fmt: skip
     else:
         attend: Any = _VarlenWithSinks.apply  # torch leaves it untyped
         out = attend(q, k, v, sinks_H, cu, max_seqlen, reach, scale)
     assert isinstance(out, torch.Tensor)
-    return out.narrow(-1, 0, value_size)
+    return out.narrow(-1, 0, v_TKD.shape[-1])
 
 
-def _grouped(q_THD: torch.Tensor, k_TKD: torch.Tensor) -> dict[str, Any]:
+def flash_operands(*qkv_THD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values as the kernels on CUDA take them: in two bytes, with heads of one size.
+
+    Raises:
+        ConfigError: the tensors are neither bfloat16 nor float16, or the heads are larger than the kernels take.
+    """
+    dtype, largest = qkv_THD[0].dtype, max(x.shape[-1] for x in qkv_THD)
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"Attention over packs on CUDA runs in bfloat16 or float16, but this model computes in {dtype}. Set "
+            "the training dtype to bfloat16, or run inside torch.autocast."
+        )
+    if largest > _LARGEST_HEAD:
+        raise ConfigError(
+            f"This model's attention heads have {largest} channels; the flash kernel on CUDA takes up to "
+            f'{_LARGEST_HEAD}. Load the model with the attention backend "sdpa" and one sample per row.'
+        )
+    return tuple(x.contiguous() for x in with_equal_heads(*qkv_THD, multiple=_HEAD_MULTIPLE))
+
+
+def grouped(q_THD: torch.Tensor, k_TKD: torch.Tensor) -> dict[str, Any]:
     """Keyword arguments that tell the installed torch of grouped heads."""
     return {"enable_gqa": q_THD.shape[1] != k_TKD.shape[1]} if _IS_TOLD_OF_GROUPS else {}
 
@@ -102,7 +110,7 @@ class _VarlenWithSinks(torch.autograd.Function):
             causal,
             scale,
             list(reach),
-            **_grouped(q_THD, k_TKD),
+            **grouped(q_THD, k_TKD),
         )
         # Turned about here rather than the values: a compiled function of torch 2.11 gives no gradient to a view.
         out_THD, log_sum_TH = with_sinks(out_THD, log_sum_HT.T, sinks_H)

@@ -25,7 +25,8 @@ from headway.report.quantity import parse_number
 from headway.words import Argument
 
 ACCUMULATIONS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
-RECOMPUTES = ("none", "every:4", "every:3", "every:2", "full,-attention", "every:2,-attention", "full")
+_PRODUCTS_KEPT = ("full,-attention,-projections,-mlp", "full,-attention,-projections")
+RECOMPUTES = ("none", "every:4", "every:3", "every:2", *_PRODUCTS_KEPT, "full,-attention", "every:2,-attention", "full")
 CHUNKS = (512, 2048, 8192, None)
 LEFT = "left"
 """Stands for `memory:SIZE` of what the limit leaves for activations."""
