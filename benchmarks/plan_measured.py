@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine_memory import _with_layers
+from engine_memory import with_layers
 from engine_setups import SETUPS, without_data
 from headway.count import CostModel, Workload
 from headway.count.activations import shipped_activations
@@ -88,7 +88,7 @@ def predicted(case: dict[str, Any], packs: list[Workload]) -> dict[str, Any]:
         load_cost_model(setup.model) if is_whole else trace(without_data(setup.config(layers=layers, is_small=False)))
     )
     precision = precision_of(config, 1)
-    saved = {precision: _with_layers(shipped_activations(setup.model, precision), layers)}
+    saved = {precision: with_layers(shipped_activations(setup.model, precision), layers)}
     state = state_of(config, precision, recompute_of(config, cost_model, saved, config.parallel.mesh_shape(1)))
     times = StepTimes(cost_model, saved[precision], Speeds.of_device(named_device("H200"), "bf16", attention=attention))
     steps = [times.predict(work_of(cost_model, pack), state) for pack in packs]
