@@ -15,7 +15,7 @@ from headway.errors import PlanError
 from headway.meter.memory_traffic import ForwardTraffic
 from headway.predict.collectives import Links
 from headway.predict.engine import EngineTimes
-from headway.predict.speeds import ATTENTION, BANDWIDTH, PRODUCTS, Cases, Speeds
+from headway.predict.speeds import ATTENTION, BANDWIDTH, FLASH_2, HEAD_SIZE, PRODUCTS, Cases, Speeds
 
 H100 = named_device("H100")
 SPEEDS = Speeds.of_device(H100, "bf16")
@@ -43,10 +43,11 @@ def test_two_answers_by_hand():
     # steps: both rows, then the longer answer alone; queries behind 5 tokens see 6, 6, then 7 keys
     assert (run.steps, run.rows, run.most_rows) == (2, 1.5, 2)
     products = [max(16 * rows / 65, 2 * (4 * rows + 8 + 2 * rows) / 10) for rows in (2, 1)]
-    attention = [max(3 * keys / 45, 8 * (keys + rows) / 10) for keys, rows in ((12, 2), (7, 1))]
+    slow = FLASH_2.slowdowns(19 / 3, HEAD_SIZE)[0]  # of 3 FLOPs a pair; queries of answers see 19 / 3 keys on average
+    attention = [max(3 * keys * slow / 45, 8 * (keys + rows) / 10) for keys, rows in ((12, 2), (7, 1))]
     assert run.decode.expected == pytest.approx(sum(products) + sum(attention))
     # 10 tokens of prompts in one forward; each prompt has 15 pairs, and its cache is written and read
-    attending = max(3 * 30 / 45, 8 * 2 * 10 / 10)
+    attending = max(3 * 30 * FLASH_2.slowdowns(3, HEAD_SIZE)[0] / 45, 8 * 2 * 10 / 10)
     assert run.prefill.expected == pytest.approx(max(160 / 65, 2 * (40 + 8 + 20) / 10) + attending)
     # weights in two steps and a prefill; cache of 19 + 10 keys read, of 10 + 3 tokens written
     assert run.num_bytes == 3 * 16 + 8 * (19 + 10) + 8 * (10 + 3)

@@ -32,6 +32,7 @@ MOVES = [
     ("speed.recompute=memory:20GiB", BOTH, ()),
     ("speed.kernels=liger", BOTH, ("speed.compile=false",)),
     ("speed.attention=fa3", TIME, ()),
+    ("speed.attention=cudnn", BOTH, ("speed.recompute=full,-attention",)),
     ("speed.loss_chunk=null", MEMORY, ()),
     ("optim.name=muon", BOTH, ()),
     ("optim.muon.iterations=10", TIME, ("optim.name=muon",)),
@@ -146,6 +147,7 @@ def test_a_value_that_is_the_default_plans_as_it(setting):
     [
         ("run.dtype=float8", False),
         ("speed.attention=fa3", False),
+        ("speed.attention=cudnn", False),
         ("parallel.offload=true", True),
         ("optim.name=muon", True),
     ],

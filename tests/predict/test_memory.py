@@ -228,3 +228,28 @@ def test_two_processes_really_hold_half_each():
     for weights, gradients, moments in found:
         assert weights == gradients == pytest.approx(plan.weights, rel=0.02)  # dimensions that do not divide are padded
         assert moments == pytest.approx(plan.optimizer, rel=0.02)
+
+
+def text_of_81920(**state):
+    """The pack of the recipe for text on one device, as a H200 trained it (benchmarks/results/engine_gpu_*)."""
+    state = State(**{"weight_bytes": 2, "moment_bytes": 2.0, "recompute": "full,-attention", "fused": True, **state})
+    model, saved = load_cost_model("qwen2.5-7b"), shipped_activations("qwen2.5-7b", "bfloat16")
+    return plan_memory(model, saved, Workload([81_920]), replace(state, chunk=1024), Sharing())
+
+
+def test_gradients_of_a_gated_product_in_place_take_half_the_room():
+    usual, in_place = text_of_81920(), text_of_81920(in_place=True)
+    assert usual.peak - in_place.peak == 2 * 18944 * 81_920
+    assert usual.at("forward") == in_place.at("forward")
+    assert in_place.peak == pytest.approx(96_324_063_232, rel=0.01)
+
+
+def test_backward_lets_go_of_the_last_norm_before_its_blocks():
+    plan = text_of_81920()
+    outside = 28_676 * 81_920  # the last norm's, as above
+    assert plan.at("forward").parts["activations"] - plan.at("backward").parts["activations"] == outside
+
+
+def test_sums_of_cudnns_attention_are_padded_to_the_longest_segment():
+    plain, padded = text_of_81920(), text_of_81920(padded=(72 * 12_968, 0))  # 72 segments of up to 12,968 tokens
+    assert padded.peak - plain.peak == pytest.approx(101_923_185_664 - 96_324_063_232, rel=1e-3)

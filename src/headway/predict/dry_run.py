@@ -6,7 +6,7 @@ whose ledger ships, torch is not needed either.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -47,6 +47,7 @@ class Packs:
         samples_per_pack: mean number of segments in a pack.
         most_tokens: of the fullest pack [tokens].
         most_patches: of the pack with the most [patches].
+        padded: tokens and patches of the pack that has the most where all its segments are as long as the longest.
         mean_patches: of a pack on average [patches].
         flops: of a mean step, all devices together, by component.
         epoch_tokens: of all samples once, those that are left out not among them.
@@ -58,6 +59,7 @@ class Packs:
     samples_per_pack: float
     most_tokens: int
     most_patches: int
+    padded: tuple[int, int]
     mean_patches: float
     flops: FlopCount
     epoch_tokens: int
@@ -158,8 +160,9 @@ def dry_run(
     if packs is None:
         notes.append("no lengths: with data.train here, plan.mix or plan.lengths, packs and FLOPs are planned too")
         tokens, patches = config.data.tokens_per_pack, most_patches(config, learning)
+        padded = (tokens, patches)
     else:
-        tokens, patches = packs.most_tokens, packs.most_patches
+        tokens, patches, padded = packs.most_tokens, packs.most_patches, packs.padded
     if learning.has_vision and not patches:
         notes.append("no pictures are in the lengths, so the vision tower holds no activations")
     if config.speed.kernels == "liger" and config.speed.compile is False:
@@ -167,7 +170,7 @@ def dry_run(
     if config.run.dtype == "float8":
         notes.append("float8 copies of weights and activations are not counted")
 
-    planned, ways = memory_and_ways(config, learning, saved, devices, device, (tokens, patches))
+    planned, ways = memory_and_ways(config, learning, saved, devices, device, (tokens, patches), padded)
     if left_out:
         notes.append(f"activations of {', '.join(left_out[:3])} are not explained, and missing")
     return DryRun(cost_model.name, shape, device, learning.params, planned, packs, ways, tuple(notes))
@@ -196,6 +199,7 @@ def memory_plan(
     devices: int,
     tokens: int,
     patches: int,
+    padded: tuple[int, int] | None = None,
 ) -> MemoryPlan:
     """Plan the memory of each device of a run.
 
@@ -206,6 +210,7 @@ def memory_plan(
         devices: processes, a device each.
         tokens: of the largest pack.
         patches: of the pack with the most.
+        padded: both if segments were all as long as their pack's longest; None for packs of one segment.
 
     Raises:
         ConfigError: a mesh that the devices do not fit, or a setting that has no effect on one device.
@@ -218,6 +223,8 @@ def memory_plan(
     pack = Workload([tokens], images=one_picture(patches, cost_model), slots=slots)
     precision = precision_of(config, devices)
     state = state_of(config, precision, recompute_of(config, cost_model, saved, shape))
+    if config.speed.attention == "cudnn":
+        state = replace(state, padded=padded or (tokens, patches))
     return plan_memory(cost_model, saved[precision], pack, state, sharing_of(config, shape))
 
 
@@ -228,6 +235,7 @@ def memory_and_ways(
     devices: int,
     device: Device | None,
     largest: tuple[int, int],
+    padded: tuple[int, int] | None = None,
 ) -> tuple[MemoryPlan, tuple[Way, ...]]:
     """Plan the memory of each device, and find what would make it fit where it does not.
 
@@ -238,6 +246,7 @@ def memory_and_ways(
         devices: processes, a device each.
         device: whose memory it must fit; None to look for no ways.
         largest: tokens of the fullest pack, and patches of the pack with the most.
+        padded: as for `memory_plan`.
 
     Raises:
         ConfigError: as for `memory_plan`.
@@ -249,7 +258,9 @@ def memory_and_ways(
         # adapters that are tried save at most what the model saves that learns whole
         lora = changed.model.lora if config.model.lora is None else None
         learning = cost_model if lora is None else cost_model.lora(lora.rank, lora.targets)
-        return memory_plan(changed, learning, saved, devices, math.ceil(fill * tokens), math.ceil(fill * patches))
+        sizes = math.ceil(fill * tokens), math.ceil(fill * patches)
+        filled = None if padded is None else (math.ceil(fill * padded[0]), math.ceil(fill * padded[1]))
+        return memory_plan(changed, learning, saved, devices, *sizes, filled)
 
     planned, room = memory(config, devices), room_of(device)
     if room is None or planned.peak <= room:
@@ -312,6 +323,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         accumulates=config.optim.accumulation > 1,
         recompute=recompute,
         fused=config.speed.is_fused(config.run.device),
+        in_place=config.speed.kernels == "liger",
         chunk=config.speed.loss_chunk,
     )
 
@@ -397,10 +409,27 @@ def plan_packs(
         max(int(sizes[pack].sum()) for step in full_steps for pack in step.packs)
         for sizes in (items.tokens, items.patches)
     ]
+    padded = [
+        max(
+            int(np.count_nonzero(sizes[pack]) * sizes[pack].max(initial=0))
+            for step in full_steps
+            for pack in step.packs
+        )
+        for sizes in (items.tokens, items.patches)
+    ]
     segments, patches = len(chosen) / num_packs, float(items.patches[chosen].sum()) / num_packs
     epoch = int(items.tokens.sum())
     return Packs(
-        name, report, OverlongCounts.of_all(counts.values()), segments, most[0], most[1], patches, count, epoch
+        name,
+        report,
+        OverlongCounts.of_all(counts.values()),
+        segments,
+        most[0],
+        most[1],
+        (padded[0], padded[1]),
+        patches,
+        count,
+        epoch,
     )
 
 

@@ -7,7 +7,7 @@ and what ranks tell each other of their packs, which goes between hosts.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from headway.count import CostModel, Workload, drivers
@@ -15,9 +15,9 @@ from headway.count.activations import SavedActivations
 from headway.count.rows import Row
 from headway.count.units import chosen_blocks, head_features, remembered, unit_names, unit_of_tower
 from headway.packing.mesh import MeshShape
+from headway.predict.attentions import attentions
 from headway.predict.communication import Exchange, Exchanges, Phase
 from headway.predict.memory import Sharing, State
-from headway.predict.moments import FLOAT32
 from headway.predict.slices import rows_of, sliced, spread_over
 
 
@@ -132,81 +132,6 @@ def _of_weights(
     return tuple(exchanges)
 
 
-@dataclass(frozen=True, slots=True)
-class _Attention:
-    """Heads of one attention, and who computes it.
-
-    Attributes:
-        block: that it is in.
-        driver: what its tokens are: of the language model, or patches.
-        heads: of queries.
-        key_heads: of keys and values; divides `heads`.
-        size: of a head of queries and keys.
-        value_size: of a head of values.
-    """
-
-    block: str
-    driver: str
-    heads: int
-    key_heads: int
-    size: int
-    value_size: int
-
-    def sent(self, pack: Workload, degree: int, unit: int) -> dict[str, int]:
-        """Values that the first of `degree` processes sends: tokens for heads and back, forward and backward."""
-        tokens = drivers.parse(self.driver)(pack)
-        local = -(-(tokens // unit) // degree) * unit
-        shares = [(self.heads + degree - 1 - rank) // degree for rank in range(degree)]
-        readers, keys, start = self.heads // self.key_heads, [], 0
-        for share in shares:  # key heads that each process's query heads read
-            keys.append((start + share - 1) // readers - start // readers + 1 if share else 0)
-            start += share
-        pair = self.size + self.value_size
-        return {
-            "tokens for heads": local * (self.heads * self.size + sum(keys) * pair),
-            "heads for tokens": tokens * shares[0] * self.value_size,
-            "gradients of tokens": local * self.heads * self.value_size,
-            "gradients of heads": tokens * (shares[0] * self.size + keys[0] * pair),
-        }
-
-
-@remembered
-def _attentions(cost_model: CostModel, saved: SavedActivations, compute_bytes: int) -> list[_Attention]:
-    """Read heads off the rows: a module's linear ones before its attention make queries, keys and values.
-
-    What attention saves is its output and, in float32, one number for each query and head.
-    """
-    attentions = []
-    for place, row in enumerate(cost_model.rows):
-        if row.op != "attention" or row.block not in saved.blocks:
-            continue
-        # the linear layers within the same module, before and after its attention
-        inside = [
-            (number > place, other.features)
-            for number, other in enumerate(cost_model.rows)
-            if other.features and other.block == row.block and other.module.startswith(f"{row.module}.")
-        ]
-        before = [features for is_after, features in inside if not is_after]
-        after = [features for is_after, features in inside if is_after]
-        saved_rows = saved.blocks[row.block].attention
-        if not before or not after or not saved_rows:
-            continue
-        # what the projection after attention reads is its output; 2 FLOPs a pair for each value of queries and outputs
-        output = after[0][0]
-        queries = row.forward // 2 - output
-        # what it saves beyond the output is float32, one number for each head
-        heads = max(1, int(sum(saved_rows.values()) - output * compute_bytes) // FLOAT32)
-        # grouped queries: of three projections before it the middle one makes the keys
-        key_heads = heads
-        if len(before) > 2 and before[-2][1] * output == before[-1][1] * queries:
-            key_heads = max(1, before[-2][1] * heads // queries)
-        # what attention keeps is of all its tokens, where a projection may be of some
-        attentions.append(
-            _Attention(row.block, next(iter(saved_rows)), heads, key_heads, queries // heads, output // heads)
-        )
-    return attentions
-
-
 def _of_activations(
     cost_model: CostModel, saved: SavedActivations, pack: Workload, state: State, sharing: Sharing
 ) -> Iterator[Exchange]:
@@ -227,7 +152,7 @@ def _of_activations(
 
     # shared packs (Ulysses): tokens for heads before attention, heads for tokens behind it
     if sharing.sequence > 1:
-        for attention in _attentions(cost_model, saved, state.compute_bytes):
+        for attention in attentions(cost_model, saved, state.compute_bytes):
             unit = cost_model.merge_group if attention.driver.startswith("patches") else 1
             sent = attention.sent(pack, sharing.sequence, unit)
             yield from through(attention.block, sent["tokens for heads"], sent["gradients of heads"], sharing.sequence)

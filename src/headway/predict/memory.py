@@ -24,6 +24,7 @@ from headway.count.activations import SavedActivations, bytes_of
 from headway.count.rows import hidden_matrices
 from headway.count.units import chosen_blocks, head_features, head_parameter, is_tied, remembered
 from headway.count.updating import UpdateOf, updating_of
+from headway.predict.attentions import padding_of_sums
 from headway.predict.moments import (
     BFLOAT16,
     FLOAT32,
@@ -81,7 +82,10 @@ class State:
     accumulates: bool = False  # whether a step sums several packs
     recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
     fused: bool = False  # whether blocks are compiled or run on fused kernels
+    in_place: bool = False  # whether gradients of a gated product take the places of what it read
     chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
+    # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not
+    padded: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +238,12 @@ def _ends_of(
 ) -> Ends:
     """List what stands around the blocks in backward; of the new gradients, `of_blocks` come in the blocks."""
     head_gradient = _shared(head.weight, sharing)
+    rows = saved.blocks[""].plain
+    # of several processes it stayed until the end of backward, on pretended ones
+    last_norm = {driver: size for driver, size in rows.items() if driver == "tokens" and not sharing.gathers}
     return Ends(
-        outside=-(-bytes_of(saved.blocks[""].plain, pack) // sharing.sequence),
+        outside=-(-bytes_of(rows, pack) // sharing.sequence),
+        last_norm=bytes_of(last_norm, pack) // sharing.sequence,
         stream=head.stream,
         head=head_gradient if new_gradients else 0,
         other_gradients=max(0, new_gradients - of_blocks - head_gradient),
@@ -306,24 +314,21 @@ def _backward_blocks(
         sharing: of the model among processes.
     """
     # everything that a block has a share of, by its name
-    units, chosen = (
-        _units(cost_model, in_slices, saved, state, sharing),
-        chosen_blocks(state.recompute, cost_model, saved),
-    )
-    sizes = block_bytes(
-        in_slices,
-        saved,
-        pack,
-        fused=state.fused,
-        compute_bytes=state.compute_bytes,
-        sequence=sharing.sequence,
-    )
+    units = _units(cost_model, in_slices, saved, state, sharing)
+    chosen = chosen_blocks(state.recompute, cost_model, saved)
+    compute, sequence = state.compute_bytes, sharing.sequence
+    sizes = block_bytes(in_slices, saved, pack, fused=state.fused, compute_bytes=compute, sequence=sequence)
+    padding = padding_of_sums(in_slices, saved, pack, state.padded, compute) if state.padded else {}
+    for name in padding.keys() & sizes.keys():  # each process of a sequence group has its heads
+        size, own = sizes[name], padding[name] // sequence
+        sizes = {**sizes, name: replace(size, saved=size.saved + own, attention=size.attention + own)}
     gradients = trained_by_block(in_slices, saved)
     casts = cast_weights(in_slices, saved) if _casts(state, sharing) else Counter[str]()
     by_spread = values_of_spread(in_slices, saved, sharing.expert)
     # largest result of a block's products [values], whose gradient exists beside the one that it is made of;
     # a product's FLOPs are 2 for each result and input feature
     widest: Counter[str] = Counter()
+    gated: set[str] = set()  # blocks in which it is of a gated product
     towers: set[str] = set()
     amounts: dict[str, int] = {}
     for row in in_slices.rows:
@@ -334,7 +339,9 @@ def _backward_blocks(
                 if row.driver not in amounts:
                     amounts[row.driver] = drivers.parse(row.driver)(pack)
                 values = row.forward * amounts[row.driver] // (2 * min(row.features))
-                widest[row.block] = max(widest[row.block], values)
+                if values > widest[row.block]:
+                    widest[row.block] = values
+                    (gated.add if row.component.endswith(".mlp") else gated.discard)(row.block)
     order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model
     return [
         BackwardBlock(
@@ -343,7 +350,7 @@ def _backward_blocks(
             casts=state.compute_bytes * casts[name],
             is_recomputed=name in chosen,
             gradients=_shared(state.weight_bytes * gradients[name], sharing),
-            passing=2 * state.compute_bytes * widest[name] // sharing.sequence,
+            passing=(2 - (state.in_place and name in gated)) * state.compute_bytes * widest[name] // sharing.sequence,
             unit=units.get(name, NO_UNIT),
             spread=units.get(f"{name}{SPREAD}", NO_UNIT),
             by_spread=state.compute_bytes * pack.slots * by_spread[name] // sharing.sequence,
@@ -443,12 +450,8 @@ class _Head:
         hidden = compute * slots * width
         copied = hidden if casts else 0  # the norm before gives float32
         working = hidden + copied + FLOAT32 * numel + min(state.chunk, slots) * vocabulary * logit
-        ends = (
-            hidden
-            + copied
-            + (stream if casts else 0)
-            + numel * (FLOAT32 + (weight_bytes if weight_bytes < FLOAT32 else 0))
-        )
+        ends = hidden + copied + (stream if casts else 0)
+        ends += numel * (FLOAT32 + (weight_bytes if weight_bytes < FLOAT32 else 0))
         return _Head(max(working, ends), 0, weight, weight_bytes * tied, stream)
 
 

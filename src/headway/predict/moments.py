@@ -111,6 +111,7 @@ class Ends:
     """Parts around the blocks in backward [bytes]."""
 
     outside: int  # activations that no block saved
+    last_norm: int  # of these, what the norm before the head saved, which backward passes first
     stream: int  # the residual stream in float32, whose last norm backward passes first
     head: int  # gradient of the head's weight, which backward begins with
     other_gradients: int  # gradients of weights in no block, the head's not among them, which come last
@@ -146,6 +147,7 @@ def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str
     }  # fmt: skip
     # behind the head: the last norm's backward, then the head's gradients on their way to their sum
     points = _reduced(point, head, NO_UNIT)
+    activations -= ends.last_norm
     for number, block in reversed(list(enumerate(blocks))):
         # entering the block: what it saves is there, computed again where it was not kept; the block before is gathered
         again = block.size.saved - block.activations if block.is_recomputed else 0

@@ -155,7 +155,7 @@ class Scaling:
         packs = plan_packs(config, self.cost_model, shape, recompute, lengths)
         assert packs is not None
         largest = packs.most_tokens, packs.most_patches
-        memory, ways = memory_and_ways(config, self.cost_model, self.saved, devices, self.device, largest)
+        memory, ways = memory_and_ways(config, self.cost_model, self.saved, devices, self.device, largest, packs.padded)
         room = room_of(self.device)
         time = forecaster.predict(config, packs)
         failures = None if self.reliability is None else Interruptions.of(self.reliability, devices)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -46,8 +46,67 @@ PRODUCTS = Cases(0.8, 0.65, 0.45)
 # backward reaches less than forward.
 # Source: Dao 2023, arXiv:2307.08691; Shah et al. 2024, arXiv:2407.08608.
 ATTENTION = Cases(0.65, 0.45, 0.25)
-KERNELS = {"auto": "fa2", "torch": "fa2", "flash-attn": "fa2", "fa3": "fa3"}
+HEAD_SIZE = 128
+"""Size of a head where it is not known."""
+KERNELS = {"auto": "fa2", "torch": "fa2", "flash-attn": "fa2", "fa3": "fa3", "cudnn": "cudnn"}
 """Kernel of attention that each value of `speed.attention` is predicted as; auto as what every machine has."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """How a kernel's rate depends on its work.
+
+    A tile of queries takes a time of its own and one for each key that it sees, so that a query of n keys is computed
+    at n / (n + m) of the rate of long segments. Heads are filled up to a size that the kernel is built for.
+
+    Attributes:
+        forward_keys: m of forward [keys].
+        backward_keys: m of backward, which also adds up gradients of queries in float32 and casts them [keys].
+        forward_rate: rate of forward over that of forward and backward together, in long segments.
+        head_multiple: heads take the time of the next multiple of this size.
+    """
+
+    forward_keys: float
+    backward_keys: float
+    forward_rate: float
+    head_multiple: int
+
+    @property
+    def backward_rate(self) -> float:
+        """Rate of backward, which has twice the FLOPs of forward, over that of both together."""
+        return 2 / (3 - 1 / self.forward_rate)
+
+    def slowdowns(self, keys: float, head_size: int) -> tuple[float, float]:
+        """Time of a FLOP of forward and of backward, over that of both together in long segments with full heads.
+
+        Args:
+            keys: that a query sees on average.
+            head_size: of queries and keys.
+
+        >>> forward, backward = FLASH_2.slowdowns(1e9, 128)
+        >>> round((forward + 2 * backward) / 3, 3)
+        1.0
+        """
+        filled = -(-head_size // self.head_multiple) * self.head_multiple / head_size
+        forward = filled * (1 + self.forward_keys / keys) / self.forward_rate
+        return forward, filled * (1 + self.backward_keys / keys) / self.backward_rate
+
+
+# Fitted to rates of one layer alone on a H200. Fitted to every other shape, the rest is within 4 and 7 % in the median
+# (FlashAttention-2 forward), 14 and 6 % (backward), 8 and 12 % (cuDNN forward), 4 and 13 % (backward). Not of cuDNN:
+# windows of 64, which leave half of its tiles empty, and segments of 585 tokens, where the host took longer.
+# Source: benchmarks/results/attention_gpu_nvidia-h200_202611.json.
+FLASH_2 = AttentionKernel(forward_keys=370, backward_keys=500, forward_rate=1.26, head_multiple=32)
+CUDNN = AttentionKernel(forward_keys=280, backward_keys=600, forward_rate=1.27, head_multiple=128)
+# FlashAttention-1 has a share that was fitted to long segments alone; 3 has the tiles of cuDNN's kernel, 128 queries
+# or more, and heads of 64, 128 and 256.
+ATTENTION_KERNELS = {"fa1": FLASH_2, "fa2": FLASH_2, "fa3": replace(CUDNN, head_multiple=64), "cudnn": CUDNN}
+"""Form of each kernel's rate."""
+GROUPED_ROWS = 170
+"""Grouped products of experts with m rows each reach m / (m + this) of the rate of others.
+
+Source: a profile of Qwen3-VL-30B-A3B on a H200, 512 rows for each of 128 experts: 512 TFLOP/s, others 693; 2026-11-26.
+"""
 FLOAT8 = 0.9
 """Share of its float8 peak that a device reaches in products over that of its bfloat16 peak.
 
@@ -88,7 +147,8 @@ class Speeds:
         host_s: that the host takes for a linear module and what stands around it, forward and backward [s].
         runs_ahead: whether the host launches while the device computes; a CPU does one after the other.
         product_shares: of the peak that products reach, where none was measured.
-        attention_shares: of `products_flops_per_s` that attention reaches, where none was measured.
+        attention_shares: of `products_flops_per_s` that attention of long segments reaches, where none was measured.
+        attention_kernel: form of its rate.
         products_flops_per_s: peak of products in the precision of the forward; None where it is `peak_flops_per_s`,
             which is that of float8 where blocks multiply in float8 [FLOP/s].
     """
@@ -105,6 +165,7 @@ class Speeds:
     runs_ahead: bool = True
     product_shares: Cases = PRODUCTS
     attention_shares: Cases = ATTENTION
+    attention_kernel: AttentionKernel = FLASH_2
     products_flops_per_s: float | None = None
 
     @property
@@ -157,6 +218,7 @@ class Speeds:
             board_power_w=device.board_power_w if power_w is None else power_w,
             product_shares=products,
             attention_shares=Cases(*(clock * share for share in shares)),
+            attention_kernel=ATTENTION_KERNELS[KERNELS[attention]],
             products_flops_per_s=peak,
         )
 
@@ -195,6 +257,11 @@ class Speeds:
     def _logs(self) -> list[tuple[tuple[float, ...], float]]:
         return [(tuple(map(math.log, shape)), rate) for shape, rate in self.products.items()]
 
+    def grouped_s(self, flops: float, rows: float) -> Cases:
+        """Predict the time of products of experts, with so many rows for each expert on average [s]."""
+        slowdown = 1.0 if self.is_measured else 1 + GROUPED_ROWS / rows
+        return self.product_s(slowdown * flops, None, 0)
+
     def product_s(self, flops: float, shape: Shape | None, number_bytes: int, *, float8: bool = False) -> Cases:
         """Predict the time of matrix products [s].
 
@@ -225,16 +292,18 @@ class Speeds:
         weights = [1 / (distance + 1e-9) ** 2 for distance, _ in near]
         return math.exp(sum(w * math.log(rate) for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights))
 
-    def attention_s(self, forward: float, backward: float, pairs_per_query: float) -> Cases:
+    def attention_s(self, forward: float, backward: float, pairs_per_query: float, head_size: int = HEAD_SIZE) -> Cases:
         """Predict the time of attention [s].
 
         Args:
             forward: FLOPs of forward.
             backward: FLOPs of backward.
             pairs_per_query: keys that a query sees on average: half the length of a causal segment.
+            head_size: of queries and keys.
         """
         if not self.attention:
-            flops = forward + backward
+            slow_forward, slow_backward = self.attention_kernel.slowdowns(pairs_per_query, head_size)
+            flops = slow_forward * forward + slow_backward * backward
             return Cases(*(flops / (share * self._peak_of_products) for share in self.attention_shares))
         length = 2 * pairs_per_query - 1
         rates = [_rate_at({at: rate[i] for at, rate in self.attention.items()}, length) for i in (0, 1)]

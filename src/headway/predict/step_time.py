@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
@@ -20,12 +20,13 @@ from headway.count.recompute import kind_of
 from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
 from headway.count.units import chosen_blocks, head_features, remembered
+from headway.predict.attentions import attentions
 from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges, exposed_s
 from headway.predict.memory import State, num_moments
 from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.slices import muon_matrices
-from headway.predict.speeds import Cases, Shape, Speeds
+from headway.predict.speeds import HEAD_SIZE, Cases, Shape, Speeds
 from headway.report.step_lines import NAMES, SLOW
 
 ROWS = (64, 512, 2048, 8192)
@@ -35,8 +36,22 @@ FORWARD_MOVES, BACKWARD_MOVES = 2, 3
 """How often elementwise operations move each byte that autograd saves: written and read in forward; in backward it is
 read once more, and its gradient is written and read."""
 
+Update = Literal["separate", "one pass"]
+"""How an optimizer computes on what is not held in float32: by a kernel for each operation, or by one for all."""
+UPDATE: Update = "separate"
+"""How `headway.optim` does: it copies to float32, runs PyTorch's fused AdamW on the copies, rounds and copies back. A
+kernel that does all of it while it reads and writes each number once is "one pass"."""
+COPIED, ROUNDED, CODED = 2, 30, 46
+"""Bytes that "separate" moves beside those of float32 for a number held in another type: how often it is read or
+written in that type and, as often, in float32; rounding to bfloat16 (a random number drawn, which takes as long as 10
+bytes, added, and bits cut off: 4 bytes for each operand and result); codes of 8 bits from and to a table likewise.
+
+Source of the 10: a profile of 16.1 billion numbers on a H200, whose random numbers took 126 ms; 2026-11-26.
+"""
+
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
-_Kind = tuple[str, tuple[int, int] | None]  # "attention", "float8" or "product"; the features of a linear module
+# "attention", "experts", "float8" or "product"; the features of a linear module
+_Kind = tuple[str, tuple[int, int] | None]
 _FLOAT8_MULTIPLE = 16  # sizes of the linear modules of blocks that `run.dtype=float8` converts
 
 
@@ -116,6 +131,7 @@ class StepWork:
         tokens: real tokens, all devices together.
         devices: how many there are.
         sequence: devices that share each pack.
+        expert: devices that the experts of a layer are spread over.
         shards: devices that share one copy of the optimizer's state.
         gradients: numbers that a device adds up over a step's packs: of its slices where each pack's are summed over
             devices, else of the whole model; None for all that learn.
@@ -131,6 +147,7 @@ class StepWork:
     tokens: float
     devices: int = 1
     sequence: int = 1
+    expert: int = 1
     shards: int = 1
     gradients: int | None = None
     balance: float = 1.0
@@ -146,16 +163,23 @@ class StepTimes:
         cost_model: of the model, with what is frozen frozen and adapters in place.
         saved: what autograd saves of it, in the precision of its forward.
         speeds: of the device.
+        update: how the optimizer computes.
     """
 
-    def __init__(self, cost_model: CostModel, saved: SavedActivations, speeds: Speeds) -> None:
-        self._cost_model, self._saved, self._speeds = cost_model, saved, speeds
+    def __init__(
+        self, cost_model: CostModel, saved: SavedActivations, speeds: Speeds, *, update: Update = UPDATE
+    ) -> None:
+        self._cost_model, self._saved, self._speeds, self._update = cost_model, saved, speeds, update
         trained = cost_model.trained
         kinds_of_driver: dict[tuple[str, str], dict[str, Counter[_Kind]]] = defaultdict(lambda: defaultdict(Counter))
         alive = set()
         queries = {row.block: (row.component, row.driver) for row in reversed(cost_model.rows) if row.op != "attention"}
         self._queries: dict[tuple[str, str], tuple[str, str]] = {}  # of attention, by a product of the same block
+        sizes = {attention.block: attention.size for attention in attentions(cost_model, saved, BFLOAT16)}
+        self._head_sizes: dict[tuple[str, str], int] = {}  # of attention, where it is known
         for row in cost_model.rows:
+            if row.op == "attention" and row.block in sizes:
+                self._head_sizes.setdefault((row.component, row.driver), sizes[row.block])
             kinds, kind = kinds_of_driver[row.component, row.driver], (_kind_of(row), row.features)
             if row.op == "attention" and row.block in queries:
                 self._queries.setdefault((row.component, row.driver), queries[row.block])
@@ -166,6 +190,8 @@ class StepTimes:
                     kinds[gradient.phase][kind] += gradient.flops
                     alive.add(row.block)
         self._kinds, self._alive = kinds_of_driver, alive
+        # share of its experts that a token chooses, by component
+        self._chosen = {p.component: p.active / p.numel for p in cost_model.parameters if p.active}
 
     def predict(self, work: StepWork, state: State) -> StepForecast:
         """Predict a step.
@@ -284,12 +310,17 @@ class StepTimes:
                 share = flops * part / kinds.total()
                 if kind == "attention":
                     attention["forward" if phase in ("forward", "recompute") else "backward"] += share
+                elif kind == "experts":
+                    seconds += self._speeds.grouped_s(share, units * self._chosen.get(row.name, 1.0) * work.expert)
                 else:
                     shape, float8 = product_shape(phase, math.ceil(units), features), state.float8 and kind == "float8"
                     seconds += self._speeds.product_s(share, shape, state.compute_bytes, float8=float8)
         queries = amounts.get(self._queries.get((row.name, row.driver), ("", ""))) or work.tokens
         pairs = amounts[row.name, row.driver]
-        return seconds + self._speeds.attention_s(attention["forward"], attention["backward"], pairs / queries)
+        if not any(attention.values()):
+            return seconds
+        size = self._head_sizes.get((row.name, row.driver), HEAD_SIZE)
+        return seconds + self._speeds.attention_s(attention["forward"], attention["backward"], pairs / queries, size)
 
     def _padding(self, work: StepWork, state: State) -> Mapping[str, int]:
         """FLOPs that slots without a token take in a step of all devices, by component."""
@@ -321,9 +352,9 @@ class StepTimes:
 
     def _optimizer_s(self, work: StepWork, state: State) -> Cases:
         """Time of an update: bytes of what it reads and writes, and Muon's products."""
-        # gradients are read for their norm, scaled and read again; weights and moments are read and written
-        moments = num_moments(self._cost_model, muon=state.muon)
-        num_bytes = (4 + 2) * state.weight_bytes * self._trained + 2 * state.moment_bytes * moments
+        # gradients are read for their norm and scaled; then the update reads and writes what it is about
+        trained, moments = self._trained, num_moments(self._cost_model, muon=state.muon)
+        num_bytes = 3 * state.weight_bytes * trained + update_bytes(state, trained, moments, self._update)
         # the moving average is read and written, and the weights read for it, at some of the steps
         if state.averaged:
             num_bytes += (2 * FLOAT32 + state.weight_bytes) * self._trained / state.average_every
@@ -334,6 +365,33 @@ class StepTimes:
         matrices = muon_products(self._cost_model, state.muon_iterations)
         products = (self._speeds.product_s(flops / work.shards, shape, BFLOAT16) for shape, flops in matrices)
         return sum(products, moved)
+
+
+def update_bytes(state: State, trained: int, moments: int, update: Update) -> float:
+    """Count the bytes that an update moves, in all its passes.
+
+    Args:
+        state: dtypes of weights, gradients and moments.
+        trained: weights that learn.
+        moments: of them.
+        update: how the optimizer computes.
+
+    >>> update_bytes(State(weight_bytes=2, moment_bytes=2), 1, 2, "one pass")
+    14
+    >>> update_bytes(State(weight_bytes=2, moment_bytes=2), 1, 2, "separate")
+    160
+    """
+    if update == "one pass":
+        return 3 * state.weight_bytes * trained + 2 * state.moment_bytes * moments
+    # AdamW in float32, of which weights and moments are read and written, gradients read
+    num_bytes = FLOAT32 * (3 * trained + 2 * moments)
+    if state.weight_bytes < FLOAT32:
+        copied = state.weight_bytes + FLOAT32
+        num_bytes += (copied + COPIED * copied + ROUNDED) * trained
+    if state.moment_bytes < FLOAT32:
+        rounded = ROUNDED if state.moment_bytes >= BFLOAT16 else CODED
+        num_bytes += round((COPIED * (state.moment_bytes + FLOAT32) + rounded) * moments)
+    return num_bytes
 
 
 def muon_products(cost_model: CostModel, iterations: int) -> list[tuple[Shape, int]]:
@@ -354,9 +412,9 @@ def muon_products(cost_model: CostModel, iterations: int) -> list[tuple[Shape, i
 
 
 def _kind_of(row: Row) -> str:
-    """Whether a row is attention, a product that float8 converts, or another one."""
-    if row.op == "attention":
-        return "attention"
+    """Whether a row is attention, products of experts, a product that float8 converts, or another one."""
+    if row.op in ("attention", "experts"):
+        return row.op
     fits = row.features is not None and not any(size % _FLOAT8_MULTIPLE for size in row.features)
     return (
         "float8" if fits and row.op == "linear" and row.block and not row.component.endswith(".router") else "product"

@@ -320,14 +320,16 @@ class Search:
             return None
 
     def _memory(self, config: TrainConfig, packs: Packs) -> MemoryPlan:
-        return self._plan_memory(config, packs.most_tokens, packs.most_patches)
+        return self._plan_memory(config, packs.most_tokens, packs.most_patches, packs.padded)
 
     def _memory_of_budget(self, config: TrainConfig) -> int:
         """Peak with packs that are nine tenths full and hold no pictures: less than any real ones [bytes]."""
         return self._plan_memory(config, math.ceil(0.9 * config.data.tokens_per_pack), 0).peak
 
-    def _plan_memory(self, config: TrainConfig, tokens: int, patches: int) -> MemoryPlan:
-        return memory_plan(config, self.cost_model, self.saved, self.devices, tokens, patches)
+    def _plan_memory(
+        self, config: TrainConfig, tokens: int, patches: int, padded: tuple[int, int] | None = None
+    ) -> MemoryPlan:
+        return memory_plan(config, self.cost_model, self.saved, self.devices, tokens, patches, padded)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,113 @@
+"""Heads of a model's attention, read off its rows and what it saves: for exchanges, memory and rates."""
+
+from dataclasses import dataclass
+
+from headway.count import CostModel, Workload, drivers
+from headway.count.activations import SavedActivations
+from headway.count.units import remembered
+from headway.predict.moments import FLOAT32
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Heads of one attention, and who computes it.
+
+    Attributes:
+        block: that it is in.
+        driver: what its tokens are: of the language model, or patches.
+        heads: of queries.
+        key_heads: of keys and values; divides `heads`.
+        size: of a head of queries and keys.
+        value_size: of a head of values.
+    """
+
+    block: str
+    driver: str
+    heads: int
+    key_heads: int
+    size: int
+    value_size: int
+
+    def sent(self, pack: Workload, degree: int, unit: int) -> dict[str, int]:
+        """Values that the first of `degree` processes sends: tokens for heads and back, forward and backward."""
+        tokens = drivers.parse(self.driver)(pack)
+        local = -(-(tokens // unit) // degree) * unit
+        shares = [(self.heads + degree - 1 - rank) // degree for rank in range(degree)]
+        readers, keys, start = self.heads // self.key_heads, [], 0
+        for share in shares:  # key heads that each process's query heads read
+            keys.append((start + share - 1) // readers - start // readers + 1 if share else 0)
+            start += share
+        pair = self.size + self.value_size
+        return {
+            "tokens for heads": local * (self.heads * self.size + sum(keys) * pair),
+            "heads for tokens": tokens * shares[0] * self.value_size,
+            "gradients of tokens": local * self.heads * self.value_size,
+            "gradients of heads": tokens * (shares[0] * self.size + keys[0] * pair),
+        }
+
+
+@remembered
+def attentions(cost_model: CostModel, saved: SavedActivations, compute_bytes: int) -> list[Attention]:
+    """Read heads off the rows: a module's linear ones before its attention make queries, keys and values.
+
+    What attention saves is its output and, in float32, one number for each query and head.
+    """
+    attentions = []
+    for place, row in enumerate(cost_model.rows):
+        if row.op != "attention" or row.block not in saved.blocks:
+            continue
+        # the linear layers within the same module, before and after its attention
+        inside = [
+            (number > place, other.features)
+            for number, other in enumerate(cost_model.rows)
+            if other.features and other.block == row.block and other.module.startswith(f"{row.module}.")
+        ]
+        before = [features for is_after, features in inside if not is_after]
+        after = [features for is_after, features in inside if is_after]
+        saved_rows = saved.blocks[row.block].attention
+        if not before or not after or not saved_rows:
+            continue
+        # what the projection after attention reads is its output; 2 FLOPs a pair for each value of queries and outputs
+        output = after[0][0]
+        queries = row.forward // 2 - output
+        # what it saves beyond the output is float32, one number for each head
+        heads = max(1, int(sum(saved_rows.values()) - output * compute_bytes) // FLOAT32)
+        # grouped queries: of three projections before it the middle one makes the keys
+        key_heads = heads
+        if len(before) > 2 and before[-2][1] * output == before[-1][1] * queries:
+            key_heads = max(1, before[-2][1] * heads // queries)
+        # what attention keeps is of all its tokens, where a projection may be of some
+        attentions.append(
+            Attention(row.block, next(iter(saved_rows)), heads, key_heads, queries // heads, output // heads)
+        )
+    return attentions
+
+
+PADDED_SUMS = 2
+"""Numbers in float32 that cuDNN's attention keeps for each head and each place of a segment as long as the longest.
+
+Source: of 28 layers that keep attention, in a pack of 72 segments of up to 12,968 tokens, it held 5,599,122,432 bytes
+more than FlashAttention-2 on a H200, which keeps one for each token; two make 5,599,240,192
+(benchmarks/results/engine_gpu_nvidia-h200_202611.json).
+"""
+
+
+def padding_of_sums(
+    cost_model: CostModel, saved: SavedActivations, pack: Workload, padded: tuple[int, int], compute_bytes: int
+) -> dict[str, int]:
+    """Count bytes that attention's sums take beyond one for each head and token, by block.
+
+    Args:
+        cost_model: of the model.
+        saved: names its blocks.
+        pack: the largest micro-batch.
+        padded: its tokens and patches if its segments were all as long as the longest.
+        compute_bytes: bytes of a number of activations.
+    """
+    tokens, patches = padded
+    added: dict[str, int] = {}
+    for attention in attentions(cost_model, saved, compute_bytes):
+        there = drivers.parse(attention.driver)(pack)
+        places = max(there, patches if attention.driver.startswith("patch") else tokens)
+        added[attention.block] = FLOAT32 * attention.heads * (PADDED_SUMS * places - there)
+    return added
