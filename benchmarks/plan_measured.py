@@ -90,7 +90,12 @@ def predicted(case: dict[str, Any], packs: list[Workload]) -> dict[str, Any]:
     precision = precision_of(config, 1)
     saved = {precision: with_layers(shipped_activations(setup.model, precision), layers)}
     state = state_of(config, precision, recompute_of(config, cost_model, saved, config.parallel.mesh_shape(1)))
-    times = StepTimes(cost_model, saved[precision], Speeds.of_device(named_device("H200"), "bf16", attention=attention))
+    times = StepTimes(
+        cost_model,
+        saved[precision],
+        Speeds.of_device(named_device("H200"), "bf16", attention=attention),
+        update="separate",
+    )
     steps = [times.predict(work_of(cost_model, pack), state) for pack in packs]
     lines = {line.key: line.seconds.expected for line in steps[0].lines}
     computed = times.computed_s(work_of(cost_model, packs[0]), state)

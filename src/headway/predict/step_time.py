@@ -38,9 +38,10 @@ read once more, and its gradient is written and read."""
 
 Update = Literal["separate", "one pass"]
 """How an optimizer computes on what is not held in float32: by a kernel for each operation, or by one for all."""
-UPDATE: Update = "separate"
-"""How `headway.optim` does: it copies to float32, runs PyTorch's fused AdamW on the copies, rounds and copies back. A
-kernel that does all of it while it reads and writes each number once is "one pass"."""
+UPDATE: Update = "one pass"
+"""How `headway.optim` does on CUDA (`optim.one_pass`; its speed is not measured yet): a kernel does all of it while it
+reads and writes each number once. Without Triton it is "separate": copied to float32, updated by PyTorch's fused AdamW,
+rounded and copied back."""
 COPIED, ROUNDED, CODED = 2, 30, 46
 """Bytes that "separate" moves beside those of float32 for a number held in another type: how often it is read or
 written in that type and, as often, in float32; rounding to bfloat16 (a random number drawn, which takes as long as 10

@@ -23,7 +23,6 @@ PACKAGE = "cudnn"
 _LARGEST_HEAD = 128  # head size that was measured
 _FEWEST_SLOTS, _SHORTEST_MEAN = 16_384, 512  # slots of a pack, and of a segment on average, from which it is faster
 _LARGEST_SUMS = 1 << 30  # bytes of backward's log-sum-exp, which has a row of the longest segment for each of them
-_FEWEST_SEGMENTS = 32
 _CAUSAL = [-1, 0]  # FlashAttention's reach of a query without a window
 _LARGEST_DIFFERENCE = 0.02  # between two kernels in bfloat16, of which each is 0.003 from float32
 
@@ -97,12 +96,12 @@ def suits(slots: int, segments: int, longest: int, heads: int) -> bool:
 
 
 def rounded_segments(segments: int) -> int:
-    """Round a number of segments up to a power of two, 32 at least.
+    """Round a number of segments up to one of four values between powers of two.
 
-    >>> rounded_segments(1), rounded_segments(33), rounded_segments(64)
-    (32, 64, 64)
+    >>> rounded_segments(1), rounded_segments(33), rounded_segments(72)
+    (4, 40, 80)
     """
-    return max(_FEWEST_SEGMENTS, 1 << (segments - 1).bit_length())
+    return _rounded_up(segments, multiple=1)
 
 
 def rounded_length(longest: int) -> int:
@@ -111,8 +110,12 @@ def rounded_length(longest: int) -> int:
     >>> rounded_length(1), rounded_length(12_968), rounded_length(16_384), rounded_length(16_385)
     (64, 14336, 16384, 20480)
     """
-    step = max(64, 1 << max(0, (longest - 1).bit_length() - 3))
-    return -(-longest // step) * step
+    return _rounded_up(longest, multiple=64)
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    step = max(multiple, 1 << max(0, (number - 1).bit_length() - 3))
+    return max(4, -(-number // step) * step)
 
 
 @torch.library.custom_op("headway::ragged_attention", mutates_args=())
