@@ -5,7 +5,6 @@ oneDNN, which every build of PyTorch for x86 holds as well, takes those of AVX-5
 220 GFLOP/s a core where MKL reached 105, for the shapes of a small language model (PyTorch 2.13, November 2026).
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from headway.devices.probe import cpu_name
 
 
-@cache
 def prefers_onednn() -> bool:
     """Whether oneDNN multiplies faster here than the library that PyTorch takes: AMD's processors with AVX-512."""
     return (
@@ -25,11 +23,14 @@ def prefers_onednn() -> bool:
     )
 
 
+ONEDNN_IS_FASTER = prefers_onednn()  # a constant, which the compiler need not look into
+
+
 def takes_onednn(*factors: torch.Tensor) -> bool:
     """Whether a product of these tensors goes to oneDNN: float32 on such a CPU, and no autocast to another type."""
     return (
-        all(x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() for x in factors)
-        and prefers_onednn()
+        ONEDNN_IS_FASTER
+        and all(x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() for x in factors)
         and not torch.is_autocast_enabled("cpu")
     )
 

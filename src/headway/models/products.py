@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headway.devices.cpu_products import linear, prefers_onednn, product, product_over_rows, takes_onednn
+from headway.devices.cpu_products import ONEDNN_IS_FASTER, linear, product, product_over_rows, takes_onednn
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Of a gated MLP: gate, what it gates, and back."""
@@ -111,7 +111,7 @@ def multiply_by_onednn(model: nn.Module, but: nn.Module | None = None) -> None:
         model: changed in place; its parameters keep their names.
         but: a layer that stays, such as the output layer, whose loss multiplies itself.
     """
-    if prefers_onednn():
+    if ONEDNN_IS_FASTER:
         for module in model.modules():
             if type(module) is nn.Linear and module is not but:
                 module.__class__ = _OneDnnLinear
