@@ -15,10 +15,11 @@ from headway.devices.probe import cpu_name
 
 def prefers_onednn() -> bool:
     """Whether oneDNN multiplies faster here than the library that PyTorch takes: AMD's processors with AVX-512."""
+    backends: Any = torch.backends  # torch leaves them untyped
     return (
-        torch.backends.mkldnn.is_available()
-        and torch.backends.mkl.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        backends.mkldnn.is_available()
+        and backends.mkl.is_available()
+        and backends.cpu.get_cpu_capability() == "AVX512"
         and cpu_name().startswith("AMD")
     )
 
