@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from headway.devices.probe import cpu_name
 
@@ -24,6 +25,7 @@ def prefers_onednn() -> bool:
     )
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 ONEDNN_IS_FASTER = prefers_onednn()  # a constant, which the compiler need not look into
 
 
@@ -31,10 +33,12 @@ def takes_onednn(*factors: torch.Tensor) -> bool:
     """Whether a product of these tensors goes to oneDNN: float32 on such a CPU, and no autocast to another type."""
     return (
         ONEDNN_IS_FASTER
-        and all(x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() for x in factors)
+        and all(
+            type(x) in _PLAIN and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() for x in factors
+        )
         and not torch.is_autocast_enabled("cpu")
         # whoever counts a model's operations or runs it on shapes is to see PyTorch's own
-        and (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() == 0)
+        and (torch.compiler.is_compiling() or not is_in_torch_dispatch_mode())
     )
 
 
