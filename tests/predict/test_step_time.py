@@ -183,7 +183,7 @@ def test_steps_take_as_long_as_on_an_h200(case, model, attention, recompute, mos
     took = next(row["step_s"] for row in record["rows"] if row["case"] == case)
     speeds = Speeds.of_device(named_device("H200"), "bf16", attention=attention)
     cost_model = load_cost_model(model)
-    times = StepTimes(cost_model, shipped_activations(model, "bfloat16"), speeds)
+    times = StepTimes(cost_model, shipped_activations(model, "bfloat16"), speeds, update="separate")  # as it was then
     state = State(weight_bytes=2, moment_bytes=2.0, recompute=recompute, fused=True, chunk=1024)
     packs = [Workload(pack["segments"], images=pack["images"]) for pack in record["packs"][case.partition(",")[0]]]
     steps = [times.predict(StepWork(cost_model.count(pack), pack, 1, pack.tokens), state).step_s for pack in packs]

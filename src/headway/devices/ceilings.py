@@ -225,6 +225,8 @@ def environment(device: "torch.device") -> dict[str, Any]:
     """Describe what a ceiling depends on: the device, its driver, PyTorch and, on a CPU, the threads."""
     import torch
 
+    from headway.devices.cpu_products import ONEDNN_IS_FASTER
+
     reported = report(device)
     return {
         "type": device.type,
@@ -236,6 +238,7 @@ def environment(device: "torch.device") -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        **({"float32 products": "oneDNN"} if device.type == "cpu" and ONEDNN_IS_FASTER else {}),
     }
 
 

@@ -133,10 +133,12 @@ def model_rates(
 def _product(device: "torch.device", dtype: "torch.dtype", shape: Shape) -> "tuple[Run, int]":
     import torch
 
+    from headway.devices.cpu_products import product
+
     m, k, n = shape
     a_MK = torch.randn(m, k, device=device, dtype=dtype)
     b_KN = torch.randn(n, k, device=device, dtype=dtype).t()  # a weight lies so
-    return lambda: torch.mm(a_MK, b_KN), 2 * m * k * n
+    return lambda: product(a_MK, b_KN), 2 * m * k * n
 
 
 def _attention(

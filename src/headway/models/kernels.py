@@ -25,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headway.errors import ConfigError
-from headway.models.products import PROJECTIONS, project_patches
+from headway.models.products import PROJECTIONS, multiply_by_onednn, project_patches
 
 _ROTARY = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
 
@@ -91,6 +91,8 @@ def use_kernels(
         ConfigError: the kernels cannot run here, or the model has nothing for them.
     """
     project_patches(model)
+    if device.type == "cpu":
+        multiply_by_onednn(model, but=model.get_output_embeddings())  # type: ignore[no-untyped-call]  # untyped there
     if name == "torch":
         return ()
     check_liger(device)

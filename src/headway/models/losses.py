@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from headway.devices.cpu_products import linear, product, product_over_rows, takes_onednn
 from headway.models.products import product_dtype
 
 IGNORED = -100  # label of a slot that is not supervised
@@ -142,7 +142,7 @@ def linear_losses(layer: nn.Linear, task: Task) -> Compute:
             for part, labels_C in task.chunks():
                 # One chunk's logits at a time: the whole pack's would be T x V.
                 hidden_CH = hidden_TH_[part]
-                logits_CV = F.linear(hidden_CH, weight_VH, bias_V)
+                logits_CV = linear(hidden_CH, weight_VH, bias_V)
                 slopes_CV = results.add(part, logits_CV, labels_C, slopes=needs_hidden or any(needs))
                 if slopes_CV is None:
                     continue
@@ -152,7 +152,7 @@ def linear_losses(layer: nn.Linear, task: Task) -> Compute:
                     grad_bias_V += supervised_C1[:, 0] @ slopes_CV
                 slopes_CV = slopes_CV.to(dtype)
                 if grad_hidden_TH is not None:
-                    torch.mul(slopes_CV @ weight_VH, supervised_C1 * task.factor, out=grad_hidden_TH[part])
+                    torch.mul(product(slopes_CV, weight_VH), supervised_C1 * task.factor, out=grad_hidden_TH[part])
                 if grad_weight_VH is not None:
                     _add_product(grad_weight_VH, slopes_CV, hidden_CH * supervised_C1.to(dtype))
                 del logits_CV, slopes_CV  # before the next chunk's come
@@ -271,7 +271,9 @@ class _Results:
 
 
 def _add_product(total_VH: torch.Tensor, slopes_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
-    if total_VH.dtype == slopes_CV.dtype:
+    if takes_onednn(slopes_CV, hidden_CH):
+        total_VH.add_(product_over_rows(slopes_CV, hidden_CH))
+    elif total_VH.dtype == slopes_CV.dtype:
         total_VH.addmm_(slopes_CV.T, hidden_CH)
     elif total_VH.is_cuda:
         torch.addmm(total_VH, slopes_CV.T, hidden_CH, out_dtype=total_VH.dtype, out=total_VH)

@@ -51,8 +51,8 @@ _ATTENTION = frozenset({
 })  # fmt: skip
 
 
-_WEIGHT_PLACES = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1}
-"""Place of the weight, transposed, among the arguments of the products that a linear layer runs."""
+_WEIGHT_PLACES = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1, "headway::onednn_linear": 1}
+"""Place of the weight among the arguments of the products that a linear layer runs; all but the last transpose it."""
 
 Sizes = frozenset[tuple[int, int]]
 """Features in and out of linear layers."""
@@ -141,6 +141,7 @@ class _Policy:
         name = _name_of(operator)
         if name in _WEIGHT_PLACES:
             sizes = tuple(args[_WEIGHT_PLACES[name]].shape)
+            sizes = sizes[::-1] if name == "headway::onednn_linear" else sizes
             # a size that is traced as any number is no weight's
             is_kept = all(isinstance(size, int) for size in sizes) and sizes in self.products
         else:
