@@ -19,6 +19,7 @@ IMPORTED_BY_OTHERS = {
     "zstandard": "fsspec, to open .zst files",
     "sqlalchemy": "mlflow, to write to a database file",
     "alembic": "mlflow, to write to a database file",
+    "nvidia-cudnn-frontend": "importlib, by the name of the module that defines its operations",
 }
 # imported only where the user's program has them already: loops that integrations join
 USERS_OWN = {"accelerate", "lightning", "pytorch-lightning", "torchtitan"}

@@ -33,9 +33,7 @@ def takes_onednn(*factors: torch.Tensor) -> bool:
     """Whether a product of these tensors goes to oneDNN: float32 on such a CPU, and no autocast to another type."""
     return (
         ONEDNN_IS_FASTER
-        and all(
-            type(x) in _PLAIN and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() for x in factors
-        )
+        and all(type(x) in _PLAIN and x.device.type == "cpu" and x.dtype == torch.float32 for x in factors)
         and not torch.is_autocast_enabled("cpu")
         # whoever counts a model's operations or runs it on shapes is to see PyTorch's own
         and (torch.compiler.is_compiling() or not is_in_torch_dispatch_mode())
@@ -70,6 +68,8 @@ def product_over_rows(a_TM: torch.Tensor, b_TN: torch.Tensor) -> torch.Tensor:
 
 
 def _onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if not (x.numel() and weight.numel()):  # which oneDNN refuses; looked at here, where sizes are numbers
+        return F.linear(x, weight, bias)
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return result
 
@@ -77,4 +77,4 @@ def _onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 # For the compiler, which would copy factors that are not contiguous before oneDNN's own operation.
 torch.library.define("headway::onednn_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 torch.library.impl("headway::onednn_linear", "CPU", _onednn_linear)
-torch.library.register_fake("headway::onednn_linear", lambda x, weight, _bias: x.new_empty(len(x), len(weight)))
+torch.library.register_fake("headway::onednn_linear", lambda x, weight, _bias: x.new_empty(x.shape[0], weight.shape[0]))

@@ -81,7 +81,7 @@ class _OneDnnLinear(nn.Linear):
             return super().forward(input)
         multiply: Any = _OneDnnProduct.apply  # torch leaves it untyped
         rows_TO: torch.Tensor = multiply(input.flatten(0, -2), self.weight, self.bias)
-        return rows_TO.view(*input.shape[:-1], -1)
+        return rows_TO.view(*input.shape[:-1], self.weight.shape[0])  # of no rows, -1 would say nothing
 
 
 class _OneDnnProduct(torch.autograd.Function):
