@@ -212,7 +212,7 @@ def boundaries(shape: Shape) -> torch.Tensor:
 
 
 def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Difference in norm, relative to what is wanted."""
+    """Norm of the difference from the expected tensor over the norm of that tensor."""
     return float((got.cpu().float() - wanted).norm() / wanted.norm())
 
 

@@ -36,8 +36,7 @@ from explain_faults_rl import RL_CASES
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 LONGEST_S = 300  # of a case
-# Findings that name no cause, or what passes by itself, or what the run chose to train and another might not.
-NO_CAUSE = {"largest-loss", "first-steps", "vision-tower"}
+NO_CAUSE = {"largest-loss", "first-steps"}  # findings that name no cause, or what passes by itself
 POINTS = 0.03  # of the step
 SOURCES = ("profile", "records")
 

@@ -51,8 +51,13 @@ _ATTENTION = frozenset({
 })  # fmt: skip
 
 
-_WEIGHT_PLACES = {"aten::mm": 1, "aten::addmm": 2, "aten::_scaled_mm": 1, "headway::onednn_linear": 1}
-"""Place of the weight among the arguments of the products that a linear layer runs; all but the last transpose it."""
+_WEIGHTS = {
+    "aten::mm": (1, True),
+    "aten::addmm": (2, True),
+    "aten::_scaled_mm": (1, True),
+    "headway::onednn_linear": (1, False),
+}
+"""Products that a linear layer runs: the weight's place among their arguments, and whether it is transposed there."""
 
 Sizes = frozenset[tuple[int, int]]
 """Features in and out of linear layers."""
@@ -139,9 +144,9 @@ class _Policy:
 
     def __call__(self, _context: Any, operator: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
         name = _name_of(operator)
-        if name in _WEIGHT_PLACES:
-            sizes = tuple(args[_WEIGHT_PLACES[name]].shape)
-            sizes = sizes[::-1] if name == "headway::onednn_linear" else sizes
+        if name in _WEIGHTS:
+            place, is_transposed = _WEIGHTS[name]
+            sizes = tuple(args[place].shape if is_transposed else args[place].T.shape)
             # a size that is traced as any number is no weight's
             is_kept = all(isinstance(size, int) for size in sizes) and sizes in self.products
         else:
