@@ -38,10 +38,9 @@ from record import RESULTS, describe_environment, environment, markdown_table, r
 LONGEST_S = 300  # of a case
 NO_CAUSE = {"largest-loss", "first-steps"}  # findings that name no cause, or what passes by itself
 POINTS = 0.03  # of the step
-# Memory of cases comes in pages of 2 MiB. Of 4 KiB ones glibc gives some back and touches them anew until it has learnt
-# how much a loop needs, so that a case's first runs took up to a third longer than later ones, and profiled steps, of
-# which the records leave gaps in it, half again as long. Source: glibc's manual, "Memory Allocation Tunables".
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+# Processes of cases keep the memory that they have had once; see `explain_faults_loops`.
+# Source: mallopt(3), M_TRIM_THRESHOLD and M_MMAP_THRESHOLD.
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 SOURCES = ("profile", "records")
 
 
@@ -133,7 +132,7 @@ def start(name: str, folder: Path) -> list[subprocess.Popen[bytes]]:
             command += ["--of", next(key for key, group in GROUPS.items() if name in group.cases)]
             processes.append(subprocess.Popen(
                 command,
-                env={**variables, **HUGE_PAGES, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+                env={**variables, **KEEPS_MEMORY, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
                 stdout=output, stderr=subprocess.STDOUT,
             ))  # fmt: skip
     return processes

@@ -2,7 +2,9 @@
 
 Each runs a case under the public meter without its fault and with it in turn, so that a machine that becomes faster or
 slower meanwhile does not count as the fault; `headway explain` is shown one of the faulty runs, with a profile of a few
-steps. A case is a function from whether the fault is planted to what its loop needs.
+steps. A first such run is not used: until the heap is as large as a loop and a profile need it, the system gives pages
+of memory one by one, for up to a third of a step. A case is a function from whether the fault is planted to what its
+loop needs.
 """
 
 import os
@@ -27,7 +29,7 @@ import headway
 from headway.integrations import HeadwayCallback
 
 PEAK = headway.Peak("one CPU thread", flops_per_s=60e9, dtype="fp32", source="assumed")
-NUM_STEPS, NUM_SHOWN = 9, 16  # steps of a run, and of the one that is shown
+NUM_STEPS, NUM_PROFILED = 9, 16  # steps of a run, and of one with a profile
 WINDOW = range(9, 12)  # profiled steps
 NUM_WARM = 3  # first steps, which are not timed
 Batch = dict[str, torch.Tensor]
@@ -40,24 +42,37 @@ class Turn(NamedTuple):
 
     Attributes:
         is_faulty: whether the fault is planted.
+        is_profiled: whether a few of its steps are.
         is_shown: whether `headway explain` is asked of its records and its profile.
+        is_timed: whether its steps count.
     """
 
     is_faulty: bool
+    is_profiled: bool = False
     is_shown: bool = False
+    is_timed: bool = True
 
     @property
     def num_steps(self) -> int:
         """Steps to take."""
-        return NUM_SHOWN if self.is_shown else NUM_STEPS
+        return NUM_PROFILED if self.is_profiled else NUM_STEPS
 
     @property
     def records(self) -> str:
         """Name of the file of records."""
         return "metrics.jsonl" if self.is_shown else "unshown.jsonl"
 
+    @property
+    def profile(self) -> str:
+        """Name of the profile's folder."""
+        return "profile" if self.is_shown else "unshown"
 
-TURNS = (Turn(False), Turn(True, is_shown=True), Turn(False), Turn(True), Turn(False), Turn(True))
+
+TURNS = (
+    Turn(True, is_profiled=True, is_timed=False),
+    Turn(False), Turn(True, is_profiled=True, is_shown=True),
+    Turn(False), Turn(True), Turn(False), Turn(True),
+)  # fmt: skip
 
 
 class Lengths(Dataset[torch.Tensor]):
@@ -181,7 +196,7 @@ def usual_s(turn: Turn, ends: Sequence[float]) -> float:
         turn: the run.
         ends: end of each of its steps by the clock [s].
     """
-    profiled = range(WINDOW.start - 1, WINDOW.stop + 2) if turn.is_shown else range(0)
+    profiled = range(WINDOW.start - 1, WINDOW.stop + 2) if turn.is_profiled else range(0)
     steps = enumerate(pairwise(ends), start=2)
     return statistics.median(
         end - begin for number, (begin, end) in steps if number > NUM_WARM and number not in profiled
@@ -191,7 +206,7 @@ def usual_s(turn: Turn, ends: Sequence[float]) -> float:
 def quickest(usual: Sequence[float]) -> Times:
     """Times of a healthy step and of a faulty one [s], each of the run that other work on the machine slowed least."""
     by_fault = [
-        [step_s for turn, step_s in zip(TURNS, usual, strict=True) if turn.is_faulty == is_faulty]
+        [step_s for turn, step_s in zip(TURNS, usual, strict=True) if turn.is_timed and turn.is_faulty == is_faulty]
         for is_faulty in (False, True)
     ]
     return min(by_fault[0]), min(by_fault[1])
@@ -210,9 +225,9 @@ def run_plain(make: Callable[[bool], Loop], folder: Path, *, ranks: Sequence[int
         model = loop.model.module if isinstance(loop.model, DistributedDataParallel) else loop.model
         log_to = [f"jsonl:{folder / turn.records}"] if is_first else []
         meter = headway.Meter(model, peak=PEAK, log_every=1, log_to=log_to, **loop.meter)
-        profiled = headway.profile(meter, folder / "profile", steps=WINDOW, ranks=ranks)
+        profiled = headway.profile(meter, folder / turn.profile, steps=WINDOW, ranks=ranks)
         ends = []
-        with profiled if turn.is_shown else nullcontext():
+        with profiled if turn.is_profiled else nullcontext():
             for _, batch in zip(range(turn.num_steps), meter.batches(loop.batches), strict=False):
                 loop.step(loop, batch, meter.count)
                 meter.step()
@@ -277,7 +292,8 @@ def run_trainer(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
             train_dataset=Rows(options.get("samples") or Lengths()), eval_dataset=Rows(Lengths(size=16)),
             data_collator=options.get("collate", padded), callbacks=[meter, clock, *options.get("callbacks", ())],
         )  # fmt: skip
-        with headway.profile(None, folder / "profile", steps=WINDOW) if turn.is_shown else nullcontext():
+        profiled = headway.profile(None, folder / turn.profile, steps=WINDOW)
+        with profiled if turn.is_profiled else nullcontext():
             trainer.train()
         usual.append(usual_s(turn, clock.begins[1:]))
     return quickest(usual)
@@ -308,7 +324,7 @@ def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
             "speed": {"compile": False},
             "run": {"folder": str(run), "device": "cpu", "threads": 1},
         }  # fmt: skip
-        if turn.is_shown:
+        if turn.is_profiled:
             config["run"]["profile"] = {"start": WINDOW.start, "steps": len(WINDOW)}
         for key, value in options.get("settings", {}).items():
             section, _, name = key.partition(".")
