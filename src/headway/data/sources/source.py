@@ -10,6 +10,7 @@ from headway.data.media.images import Picture
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Chat, Origin, Sample, SampleError
 from headway.data.sources.marks import unread_keys
+from headway.data.sources.preferences import read_columns
 from headway.data.sources.reader import Raw, Reader
 from headway.data.sources.schemas import COLUMNS, Normaliser, renamed, with_own_names
 from headway.errors import DataError
@@ -67,7 +68,7 @@ class Shard:
                 fields = with_own_names(renamed(row, columns) if columns else row)
             except DataError:
                 continue  # told when the row is used
-            unread |= unread_keys(fields, {*COLUMNS, self.normaliser.text_column})
+            unread |= unread_keys(fields, {*COLUMNS, *read_columns(fields), self.normaliser.text_column})
         return unread
 
     def dim_picture(self, most: int) -> str | None:
