@@ -147,7 +147,7 @@ def _sections(path: Path) -> dict[str, dict[str, Any]]:
 def _on_preferences(raw: Any) -> str:
     """What becomes of training on preferences, of LLaMA-Factory's, ms-swift's and axolotl's configurations of it."""
     keys = (key for key in _METHODS if isinstance(raw, dict) and raw.get(key) in _PREFERENCES)
-    return "".join(f" Of its {key}: {raw[key]} {translated(key)}." for key in keys)
+    return "".join(f" Its {key}: {raw[key]} has no place in one; {translated(key)}." for key in keys)
 
 
 def _nested(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:

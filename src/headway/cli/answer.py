@@ -288,8 +288,8 @@ def read_prompts(source: str) -> "list[Asked]":
     samples = read_samples(source)
     if not samples:
         raise DataError(f"{source} holds no rows, so there is nothing to answer.")
-    asked = map(best_answered, samples)  # of a preference the best answer is gold
-    return [question_of(sample) if isinstance(sample, Chat) else (sample, None) for sample in asked]
+    texts = map(best_answered, samples)  # of a preference the best answer is gold
+    return [question_of(sample) if isinstance(sample, Chat) else (sample, None) for sample in texts]
 
 
 def chat_of(text: str, *, file: str = "--prompt", place: str = "as given") -> "Chat":

@@ -130,8 +130,8 @@ PREFERENCE: dict[str, str] = {
 }
 """Settings of training on preferences, for a section `preference`, and what other tools call them.
 
-Source: LLaMA-Factory at ff6d4d12e, finetuning_args.py; ms-swift at 3602360a5, rlhf_args.py; axolotl at 067b021c8, schemas;
-TRL 1.16, DPOConfig.
+Source: LLaMA-Factory at ff6d4d12e, finetuning_args.py; ms-swift at 3602360a5, rlhf_args.py; axolotl at 067b021c8,
+utils/schemas; TRL 1.16, DPOConfig.
 """
 # Without that section the answer is one for all of them; with it, each is `preference.NAME` in `SAME`.
 _ABSENT[" ".join(PREFERENCE.values())] = (

@@ -111,8 +111,8 @@ def _rejected(fields: Row, _columns: tuple[str, ...]) -> list[Row]:
     turns = next((column for column in _TURNS if column in chosen), None)
     if turns is not None and "response" in others:
         all_turns = _turns(chosen, turns)
-        behind = max((i for i, turn in enumerate(all_turns, 1) if speaks_as(turn) == "user"), default=0)
-        chosen = _without(chosen, turns) | {"prompt": all_turns[:behind], "completion": all_turns[behind:]}
+        question_end = max((i for i, turn in enumerate(all_turns, 1) if speaks_as(turn) == "user"), default=0)
+        chosen = _without(chosen, turns) | {"prompt": all_turns[:question_end], "completion": all_turns[question_end:]}
     rejected = dict(chosen)
     for kind in KINDS:
         if others.get(f"{kind}s", others.get(kind)):
@@ -134,11 +134,11 @@ def _rejected(fields: Row, _columns: tuple[str, ...]) -> list[Row]:
 def _ranked(fields: Row, columns: tuple[str, ...]) -> list[Row]:
     """A list of answers with ranks or ratings."""
     answers = ranked_answers(fields, columns[0])
-    rest = _without(fields, *columns, *columns_of_marks(fields))
+    base = _without(fields, *columns, *columns_of_marks(fields))
     for name, own in _PATHS.items():
-        if name in rest and own not in rest:
-            rest[own] = rest.pop(name)
-    return _rows(rest, answers)
+        if name in base and own not in base:
+            base[own] = base.pop(name)
+    return _rows(base, answers)
 
 
 LAYOUTS = (
@@ -183,18 +183,18 @@ def _without(fields: Mapping[str, Any], *names: str) -> Row:
     return {name: value for name, value in fields.items() if name not in names}
 
 
-def _rows(rest: Row, answers: Sequence[Any], *, replaces: bool = False) -> list[Row]:
+def _rows(base: Row, answers: Sequence[Any], *, replaces: bool = False) -> list[Row]:
     """A chat's row for each answer.
 
     Args:
-        rest: the row's other columns, the prompt among them.
+        base: the row's other columns, the prompt among them.
         answers: words, a turn, turns, or a whole chat each.
         replaces: whether an answer takes the place of one that ends the turns before it.
     """
     for name, own in _OTHER_PROMPTS.items():
-        if name in rest and not ({own, *_TURNS, *_PROMPTS} & rest.keys()):
-            rest = _without(rest, name) | {own: rest[name]}
-    prompt = next((name for name in (*_TURNS, *_PROMPTS) if name in rest), None)
+        if name in base and not ({own, *_TURNS, *_PROMPTS} & base.keys()):
+            base = _without(base, name) | {own: base[name]}
+    prompt = next((name for name in (*_TURNS, *_PROMPTS) if name in base), None)
     contents = [_parsed(answer) for answer in answers]
     if prompt is None and all(isinstance(content, str) for content in contents):
         contents = [_dialogue(content) or content for content in contents]
@@ -203,19 +203,19 @@ def _rows(rest: Row, answers: Sequence[Any], *, replaces: bool = False) -> list[
         isinstance(content, list) and bool(content) and speaks_as(content[0]) != "assistant" for content in contents
     ]
     if all(are_chats):
-        _check_beginning(rest.get("prompt"), contents)
-        return [_without(rest, *_TURNS, *_PROMPTS) | {"messages": content} for content in contents]
+        _check_beginning(base.get("prompt"), contents)
+        return [_without(base, *_TURNS, *_PROMPTS) | {"messages": content} for content in contents]
     if any(are_chats):
         raise DataError("one answer is a whole chat and another an answer alone. Write them in one form.")
     if prompt is None:
-        return [rest | row for row in _cut(contents)]
-    return [_answered(rest, prompt, content, contents, replaces=replaces) for content in contents]
+        return [base | row for row in _cut(contents)]
+    return [_answered(base, prompt, content, contents, replaces=replaces) for content in contents]
 
 
-def _answered(rest: Row, prompt: str, answer: Any, answers: Sequence[Any], *, replaces: bool) -> Row:
+def _answered(base: Row, prompt: str, answer: Any, answers: Sequence[Any], *, replaces: bool) -> Row:
     """The row of a prompt with one of its answers."""
     if prompt in _TURNS or prompt == "prompt":
-        turns = _turns(rest, prompt) if prompt in _TURNS else _parsed(rest[prompt])
+        turns = _turns(base, prompt) if prompt in _TURNS else _parsed(base[prompt])
         turns = _dialogue(turns) or turns if isinstance(turns, str) else turns
         if isinstance(turns, list) and len(turns) > 1 and speaks_as(turns[-1]) == "assistant" and _said(turns[-1]):
             if not replaces and _said(turns[-1]) not in [_said(other) for other in answers]:
@@ -227,14 +227,14 @@ def _answered(rest: Row, prompt: str, answer: Any, answers: Sequence[Any], *, re
         if isinstance(turns, list) and not turns:
             raise DataError(f'the list "{prompt}" is empty, so the answers have no prompt. Delete the row or fill it.')
         answer = [answer] if isinstance(answer, dict) else answer
-        return _without(rest, prompt, "completion") | {"prompt": turns, "completion": _styled(answer, turns)}
+        return _without(base, prompt, "completion") | {"prompt": turns, "completion": _styled(answer, turns)}
     words = _said(answer)
     if words is None:
         raise DataError(
             f'beside "{prompt}" an answer is {shortened(answer)}, but it must be words there. Write the question as '
             "prompt, a list of messages."
         )
-    return rest | {_PROMPTS[prompt]: words}
+    return base | {_PROMPTS[prompt]: words}
 
 
 def _check_beginning(prompt: Any, chats: Sequence[list[Any]]) -> None:
@@ -270,7 +270,8 @@ def _dialogue(words: str) -> list[Row] | None:
     if len(pieces) < 3 or pieces[0].strip() or pieces[1] != "Human":
         return None
     turns = [
-        {"role": role.lower(), "content": said.strip()} for role, said in zip(pieces[1::2], pieces[2::2], strict=True)
+        {"role": role.lower(), "content": content.strip()}
+        for role, content in zip(pieces[1::2], pieces[2::2], strict=True)
     ]
     return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
 
@@ -371,8 +372,8 @@ def preference_of(chats: Sequence[Chat], *, is_explicit: bool) -> Preference:
 
 def only_answer(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Turns of a chat, of which only those behind the last one of the user are learnt."""
-    behind = _behind_question(messages)
-    return unlearnt(messages[:behind]) + tuple(messages[behind:])
+    question_end = _behind_question(messages)
+    return unlearnt(messages[:question_end]) + tuple(messages[question_end:])
 
 
 def _behind_question(messages: Sequence[Message]) -> int:
