@@ -365,6 +365,14 @@ def test_of_a_ranked_list_ties_with_the_best_and_unrated_answers_are_left_out(ke
     assert [answer[0].text for answer in sample.answers] == ["a", "c", "d", "f"]  # those below keep the row's order
 
 
+def test_answers_that_are_left_out_are_counted_in_a_note(tmp_path):
+    answers = [{"response": text, "rating": mark} for text, mark in RANKED]
+    rows = [{"prompt": "Which?", "completions": answers}, {"prompt": "Which?", "completions": answers[:2]}]
+    (tmp_path / "ranked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (note,) = open_source(tmp_path / "ranked.jsonl").notes()
+    assert note.startswith("ranked: 3 answers of its first rows are left out, as good as the best")
+
+
 def test_grades_of_kto():
     rows = [
         {"prompt": "Hi", "completion": "Ho", "label": True},  # TRL

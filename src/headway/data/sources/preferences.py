@@ -14,7 +14,7 @@ from typing import Any
 from headway.data.samples import Chat, MediaPart, Message, Preference, TextPart, unlearnt
 from headway.data.sources.json_rows import shortened, words_of
 from headway.data.sources.messages import rounds_as_turns, speaks_as, turns_of
-from headway.data.sources.ranked import Row, columns_of_marks, is_ranked, number_of, ranked_answers
+from headway.data.sources.ranked import Row, columns_of_marks, is_ranked, num_left_out, number_of, ranked_answers
 from headway.data.sources.references import KINDS
 from headway.errors import DataError
 
@@ -46,8 +46,8 @@ class Layout:
     fits: Callable[[Mapping[str, Any], str], bool] = lambda _fields, _column: True
 
     def is_of(self, fields: Mapping[str, Any]) -> bool:
-        """Whether a row, null columns left out, is laid out so."""
-        present = all(column in fields and fields[column] not in ([], {}) for column in self.columns)
+        """Whether a row is laid out so."""
+        present = all(fields.get(column) not in (None, [], {}) for column in self.columns)
         return present and self.fits(fields, self.columns[0])
 
 
@@ -177,6 +177,12 @@ def read_columns(fields: Mapping[str, Any]) -> set[str]:
     return {*layout.columns, *_OTHER_PROMPTS, *_SCORES, *(name for name in fields if name.startswith(_REJECTED))} | (
         {*_PATHS, *columns_of_marks(fields)} if layout.schema == "ranked" else set()
     )
+
+
+def num_ties(fields: Mapping[str, Any]) -> int:
+    """How many answers of a row are left out, since they are no worse than the best or not rated."""
+    layout = next((layout for layout in LAYOUTS if layout.is_of(fields)), None)
+    return num_left_out(fields, layout.columns[0]) if layout is not None and layout.schema == "ranked" else 0
 
 
 def _without(fields: Mapping[str, Any], *names: str) -> Row:

@@ -67,6 +67,14 @@ def ranked_answers(fields: Mapping[str, Any], column: str) -> list[str]:
     return list(answers)
 
 
+def num_left_out(fields: Mapping[str, Any], column: str) -> int:
+    """How many of a list's answers `ranked_answers` leaves out; 0 of a list of which nothing can be learnt."""
+    try:
+        return len(_items(fields, column)) - len(ranked_answers(fields, column))
+    except DataError:
+        return 0
+
+
 def _items(fields: Mapping[str, Any], column: str) -> list[Row]:
     """Each answer of a list with its marks: of objects, of an object of lists as tables have it, or of lists beside."""
     value = fields[column]
