@@ -261,7 +261,7 @@ def test_answers_are_encoded_as_each_chat_of_the_preference(model, pairs, headwa
             assert [piece["is_learnt"] for piece in pieces] == (encoded.labels_S != -100).tolist()
         measured = encoder.measure(sample)
         assert shown["lengths"]["tokens"] == measured.tokens == sum(a["lengths"]["tokens"] for a in shown["answers"])
-        assert shown["lengths"]["answers"] == measured.answers == len(sample.chats)
+        assert shown["lengths"]["num_answers"] == measured.num_answers == len(sample.chats)
 
 
 def test_the_page_has_a_column_for_each_answer(model, pairs, headway, tmp_path):

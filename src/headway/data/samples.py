@@ -339,7 +339,7 @@ class SampleLengths:
         parts: of what the sample is made, by the columns of `headway.packing.parts`, for a model that draws.
         key: `Origin.key`, for a model that draws; 0 for others.
         targets: runs of the targets, each from its first place to one past its last [tokens].
-        answers: how many answers of a preference there are; 0 of other samples.
+        num_answers: how many answers of a preference there are; 0 of other samples.
     """
 
     tokens: int
@@ -351,7 +351,7 @@ class SampleLengths:
     parts: tuple[tuple[int, ...], ...] = ()
     key: int = 0
     targets: tuple[Run, ...] = ()
-    answers: int = 0
+    num_answers: int = 0
 
     @property
     def patches(self) -> int:
@@ -392,7 +392,7 @@ class SampleLengths:
     def of_answers(cls, chats: "Sequence[SampleLengths]") -> "SampleLengths":
         """The lengths of a preference, whose answers stand one after the other and are never cut."""
         answers = cls.joined(chats)
-        return replace(answers, media_end=answers.tokens, answers=len(chats))
+        return replace(answers, media_end=answers.tokens, num_answers=len(chats))
 
 
 NOTHING = SampleLengths(tokens=0, supervised=0, first_target=0)

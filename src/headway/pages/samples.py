@@ -87,7 +87,7 @@ def headline(sample: "ShownRow") -> str:
     lengths = sample.lengths
     grade = getattr(sample, "desirable", None)
     parts = [] if grade is None else [f"graded as a {'good' if grade else 'bad'} answer"]
-    parts += [f"{lengths.answers} answers to one prompt"] if lengths.answers else []
+    parts += [f"{lengths.num_answers} answers to one prompt"] if lengths.num_answers else []
     parts.append(f"{format_count(lengths.tokens)} tokens")
     parts.append(f"{format_count(lengths.supervised)} learnt ({format_share(lengths.supervised / lengths.tokens)})")
     if lengths.patches:
