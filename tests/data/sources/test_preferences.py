@@ -2,6 +2,7 @@
 
 import base64
 import json
+import tracemalloc
 
 import datasets
 import pyarrow.parquet as pq
@@ -345,6 +346,20 @@ def test_media_within_the_row_are_decoded_once(monkeypatch):
     assert len({id(chat.images[0].data) for chat in sample.chats}) == 1
 
 
+def test_a_long_prompt_is_held_once():
+    tracemalloc.start()
+    try:
+        answers = [{"answer": f"{number} ", "rank": number} for number in range(MOST_ANSWERS)]
+        row = {"instruction": "a" * 2**20, "input": "b" * 2**20, "answers": answers}
+        tracemalloc.reset_peak()
+        sample = read(row)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(sample.answers) == MOST_ANSWERS
+    assert peak < 16 * 2**20  # the row itself, its prompt and one more at a time, instead of 64
+
+
 def test_equal_pictures_of_a_row_are_two_pictures():
     sample = read({"question": "<image><image>Same?", "answer": "Yes", "images": [PIXEL, PIXEL]})
     assert sample.images[0] == sample.images[1]
@@ -445,6 +460,8 @@ CHATTED = {"messages": [user("Hi"), says("Ho")]}
             "whose answer is not words",
         ),
         ({"prompt": "Hi", "answers": [{"answer": "a", "rank": 1}] * 65}, "65 answers, but at most 64 are read"),
+        ({"text": "Words.", "rejected_response": "Ho"}, "the row has no other answer that is better"),
+        ({"text": "Words.", "rejected_images": [PIXEL]}, "rejected_images, of a preference, beside a document"),
         (CHATTED | {"kto_tag": None}, '"kto_tag" is null, but it says whether the answer is a good one'),
         (CHATTED | {"kto_tag": True, "label": False}, '"label" and "kto_tag" differ'),
         (CHATTED | {"label": 1}, 'the row has the column "label", 1: it is a class'),

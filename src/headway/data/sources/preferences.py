@@ -7,7 +7,7 @@ histories are read as chats have them, and a new layout is a row of `LAYOUTS`.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -26,6 +26,7 @@ _PATHS = {"img_path": "image"}  # VLFeedback's
 _REJECTED = "rejected_"
 _SCORES = ("score_chosen", "score_rejected")
 
+_LAST_SPACE = re.compile(r"\s\S*\Z")
 _SPEECH = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 
 
@@ -260,14 +261,27 @@ def _cut(answers: Sequence[Any]) -> list[Row]:
             f"the answers are {shortened(answers[0])} and the like, and the row has no prompt: none of the columns "
             f"{', '.join((*_TURNS, *_PROMPTS))}. Name the one that it is with columns, such as {{prompt: Frage}}."
         )
-    shared = sum(1 for _ in takewhile(lambda letters: len(set(letters)) == 1, zip(*answers, strict=False)))
-    space = max((place for place in range(shared) if answers[0][place].isspace()), default=0)
+    shared = min(_num_shared(answers[0], answer) for answer in answers[1:])
+    last_space = _LAST_SPACE.search(answers[0][:shared])
+    space = last_space.start() if last_space else 0
     if not answers[0][:space].strip():
         raise DataError(
             f"the answers {shortened(answers[0])} and {shortened(answers[1])} do not begin alike, and the row has no "
             "prompt. Give it in a column of its own."
         )
     return [{"prompt": answer[:space], "completion": answer[space:]} for answer in answers]
+
+
+def _num_shared(first: str, second: str) -> int:
+    """How many characters two texts begin with alike; halved, as a loop over characters would take seconds."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _dialogue(words: str) -> list[Row] | None:
@@ -328,6 +342,14 @@ def _styled(answer: Any, prompt: Any) -> Any:
     ]
 
 
+def beginning_as(chat: Chat, others: Sequence[Chat]) -> Chat:
+    """A chat whose first turns are those of another, where they are equal: a long prompt is held once."""
+    first = others[0].messages if others else ()
+    shared = takewhile(lambda turns: turns[0] == turns[1], zip(first, chat.messages, strict=False))
+    turns = tuple(turn for turn, _ in shared)
+    return replace(chat, messages=turns + chat.messages[len(turns) :])
+
+
 def preference_of(chats: Sequence[Chat], *, is_explicit: bool) -> Preference:
     """Join the chats of a row's answers, the best first, which must begin alike.
 
@@ -338,7 +360,10 @@ def preference_of(chats: Sequence[Chat], *, is_explicit: bool) -> Preference:
     Raises:
         DataError: they do not share a prompt, two are the same, or an answer is empty.
     """
-    keys = [[_key(turn) for turn in chat.messages] for chat in chats]
+    turns = {id(turn): turn for chat in chats for turn in chat.messages}
+    key_of = {number: _key(turn) for number, turn in turns.items()}  # a turn of several chats once
+    keys = [[key_of[id(turn)] for turn in chat.messages] for chat in chats]
+    # The prompt is what all begin with, or what the row says; behind it each has a turn of the assistant.
     shortest = min(map(len, keys))
     shared = sum(1 for _ in takewhile(lambda turns: all(turn == turns[0] for turn in turns), zip(*keys, strict=False)))
     begin = min(shared, shortest - 1)
@@ -351,6 +376,7 @@ def preference_of(chats: Sequence[Chat], *, is_explicit: bool) -> Preference:
         raise DataError(
             "the answers begin with the assistant, so they have no prompt. Give it as messages before them."
         )
+    # Two answers of the same words, to the same media, teach nothing.
     for place, key in enumerate(keys):
         if key in keys[:place]:
             raise DataError(
@@ -361,9 +387,9 @@ def preference_of(chats: Sequence[Chat], *, is_explicit: bool) -> Preference:
     if any(chat.messages[begin].role != "assistant" for chat in chats):
         questions = (chat.messages[: _behind_question(chat.messages)] for chat in chats)
         if len({tuple(map(_words, turns)) for turns in questions}) > 1:
-            turns = " and ".join(shortened(chat.messages[begin].text) for chat in chats[:2])
+            words = " and ".join(shortened(chat.messages[begin].text) for chat in chats[:2])
             raise DataError(
-                f"the answers do not share their prompt: turn {begin + 1} reads {turns}. Answers of one prompt can be "
+                f"the answers do not share their prompt: turn {begin + 1} reads {words}. Answers of one prompt can be "
                 "compared; leave the row out."
             )
         begin = 0

@@ -104,9 +104,15 @@ class Normaliser:
         empty = {name: None for name, value in row_fields.items() if value is None}
         rows = layout.rows({name: value for name, value in row_fields.items() if value is not None}, layout.columns)
         decoded: dict[tuple[bool, str], Media] = {}
-        samples = [self._read("auto", empty | chat_row, row.members, origin, decoded) for chat_row in rows]
-        chats = [sample for sample in samples if isinstance(sample, Chat)]
-        assert len(chats) == len(rows)
+        chats: list[Chat] = []
+        for chat_row in rows:
+            chat = self._read("auto", empty | chat_row, row.members, origin, decoded)
+            if not isinstance(chat, Chat):
+                raise DataError(
+                    f"the row has {' and '.join(layout.columns)}, of a preference, beside a document, which answers "
+                    "nothing. Remove it, or give a chat."
+                )
+            chats.append(preferences.beginning_as(chat, chats))
         return preferences.preference_of(chats, is_explicit=all("completion" in chat_row for chat_row in rows))
 
     def _layout_of(self, fields: Mapping[str, Any]) -> Layout | None:
