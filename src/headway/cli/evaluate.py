@@ -114,18 +114,14 @@ def evaluate(
 
 def _samples(data: "Sequence[str] | None", config: "TrainConfig | None", most: int | None) -> "dict[str, list[Sample]]":
     from headway.data import read_samples
-    from headway.data.samples import best_answered, supervised
     from headway.data.sources.opening import samples_of
     from headway.train.data import open_dataset
 
-    sets: dict[str, list[Sample]] = {}
     if data:
-        sets = {path: read_samples(path)[:most] for path in dict.fromkeys(data)}
-    elif config is not None and config.data.eval is not None:
+        return {path: read_samples(path)[:most] for path in dict.fromkeys(data)}
+    if config is not None and config.data.eval is not None:
         held_out = config.data.eval
-        sets = {str(held_out.path): list(samples_of(open_dataset(held_out)))[:most]}
-    if sets:  # of a preference the best answer is the one to give
-        return {path: [supervised(best_answered(sample)) for sample in rows] for path, rows in sets.items()}
+        return {str(held_out.path): list(samples_of(open_dataset(held_out)))[:most]}
     raise UsageError("There is nothing to evaluate on. Give DATA, such as held_out.jsonl; this model has no data.eval.")
 
 

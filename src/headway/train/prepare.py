@@ -38,7 +38,6 @@ from headway.data.chat import stop_ids_of
 from headway.data.chat_settings import ChatSettings
 from headway.data.feed import FILES, Feed
 from headway.data.processor_settings import ProcessorSettings
-from headway.data.samples import best_answered, supervised
 from headway.data.sources.opening import samples_of
 from headway.data.stops import with_stops
 from headway.devices import peak_for
@@ -273,8 +272,7 @@ def _held_out(
     """The held-out samples whose loss is measured, and those of them that are answered; None where not asked for."""
     if config.data.eval is None or not config.eval.evaluates:
         return None, None
-    rows = list(samples_of(open_dataset(config.data.eval)))[: config.eval.max_samples]
-    samples = [supervised(best_answered(row)) for row in rows]
+    samples = list(samples_of(open_dataset(config.data.eval)))[: config.eval.max_samples]
     budget, group = budget_of(config.data), _sequence_group(mesh)
     eval_set = EvalSet(samples, encoder, budget, ranks, vision_geometry(model), group)
     if config.eval.generate is None:
