@@ -5,6 +5,7 @@ import json
 import tracemalloc
 
 import datasets
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
@@ -386,6 +387,14 @@ def test_answers_that_are_left_out_are_counted_in_a_note(tmp_path):
     (tmp_path / "ranked.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (note,) = open_source(tmp_path / "ranked.jsonl").notes()
     assert note.startswith("ranked: 3 answers of its first rows are left out, as good as the best")
+
+
+def test_a_dim_picture_of_a_preference_is_told_of(tmp_path):
+    Image.fromarray(np.array([[0, 4095]], np.uint16)).save(tmp_path / "ray.png")
+    row = {"question": "Ill?", "chosen": "No.", "rejected": "Yes.", "image": "ray.png"}
+    (tmp_path / "rays.jsonl").write_text(json.dumps(row))
+    (note,) = open_source(tmp_path / "rays.jsonl").notes()
+    assert "no pixel of the 16-bit grey image" in note
 
 
 def test_grades_of_kto():

@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.data.media.images import Picture
 from headway.data.media.sizes import MediaSizes
-from headway.data.samples import Chat, Origin, Sample, SampleError
+from headway.data.samples import Chat, Origin, Sample, SampleError, best_answered
 from headway.data.sources.marks import unread_keys
 from headway.data.sources.preferences import num_ties, read_columns
 from headway.data.sources.reader import Raw, Reader
@@ -92,7 +92,8 @@ class Shard:
             most: how many rows are looked at.
         """
         for _, sample in islice(self.rows(), most):
-            for media in sample.images if isinstance(sample, Chat) else ():
+            text = None if isinstance(sample, SampleError) else best_answered(sample)
+            for media in text.images if isinstance(text, Chat) else ():
                 if media.path is not None and "://" in media.path:
                     continue  # nothing is fetched for a note
                 try:
