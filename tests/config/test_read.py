@@ -263,6 +263,8 @@ def test_words_of_other_tools_are_understood_at_every_level(section, minimal):
         ("resize_vocab", "`model.new_tokens`"),
         ("add_special_tokens", "`model.new_special_tokens`"),
         ("stage", "without DPO"),
+        ("pref_loss", "`data.train.N.columns`, which names the chosen answers"),
+        ("rl_beta", "preferences are read, measured and shown by `headway look`"),
     ]:
         with pytest.raises(ConfigError) as caught:
             load_config(minimal, (f"{section}{word}=x",))

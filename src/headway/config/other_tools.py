@@ -95,9 +95,9 @@ _ABSENT: dict[str, str] = {
     "bnb_4bit_quant_type qlora": (
         "weights are not held in 4 or 8 bits; nearest: `run.dtype=bfloat16-params`, `model.lora` and `optim.state=8bit`"
     ),
-    "task stage rl rlhf_type rlhf pref_beta pref_loss dpo ref_model reward_model": (
-        "training is supervised, without DPO, GRPO or rewards; nearest: leave it out, and name answers to learn in "
-        "`data.train`"
+    "task stage rl rlhf_type rlhf dpo kto orpo reward_model": (
+        "training is supervised, without DPO, KTO, GRPO or rewards; nearest: leave it out, and name answers to learn "
+        "in `data.train`"
     ),
     "train_on_prompt train_on_inputs": (
         "prompts of chats are never learnt; nearest: documents in `data.train`, which are learnt from end to end"
@@ -119,6 +119,25 @@ _ABSENT: dict[str, str] = {
         "no run ends early; nearest: `eval.every`, beside `checkpoint.every` and `checkpoint.keep`"
     ),
 }
+
+PREFERENCE: dict[str, str] = {
+    "loss": "pref_loss dpo_loss_type loss_type",
+    "beta": "pref_beta rl_beta dpo_beta orpo_alpha",
+    "label_smoothing": "dpo_label_smoothing",
+    "gamma": "simpo_gamma",
+    "sft": "pref_ftx rpo_alpha cpo_alpha",
+    "reference": "ref_model ref_adapters ref_model_adapters reference_free precompute_ref_log_probs",
+}
+"""Settings of training on preferences, for a section `preference`, and what other tools call them.
+
+Source: LLaMA-Factory at ff6d4d12e, finetuning_args.py; ms-swift at 3602360a5, rlhf_args.py; axolotl at 067b021c8,
+utils/schemas; TRL 1.16, DPOConfig.
+"""
+# Without that section the answer is one for all of them; with it, each is `preference.NAME` in `SAME`.
+_ABSENT[" ".join(PREFERENCE.values())] = (
+    "training is on answers, without DPO, KTO or rewards; preferences are read, measured and shown by `headway look`, "
+    "and nearest: `data.train.N.columns`, which names the chosen answers to learn those"
+)
 
 
 def _by_word(table: dict[str, str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from headway.data.samples import Chat
+from headway.data.samples import Chat, best_answered
 from headway.data.sources import Source
 from headway.data.sources.opening import samples_of
 from headway.errors import ConfigError, DataError
@@ -125,7 +125,7 @@ def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
     count, has_media = 0, False
     for source in sources:
         left = _MOST_CHARACTERS // len(sources)
-        for sample in islice(samples_of(source), _MOST_SAMPLES // len(sources)):
+        for sample in map(best_answered, islice(samples_of(source), _MOST_SAMPLES // len(sources))):
             count += 1
             if isinstance(sample, Chat):
                 own_texts = [message.text for message in sample.messages] + [f"{m.role}\n" for m in sample.messages]
