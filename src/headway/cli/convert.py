@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from headway.cli.opened import BestOption
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_result, say
 from headway.errors import CheckpointError
@@ -71,6 +72,7 @@ def export(
     dtype: DtypeOption = None,
     ema: EmaOption = False,
     merge_lora: MergeOption = False,
+    best: BestOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make a Hugging Face folder of a checkpoint: weights, config, generation config and processor.
@@ -86,7 +88,7 @@ def export(
         from headway.checkpoint.export import find_checkpoint_in
         from headway.models.load import processor_note
 
-    checkpoint = find_checkpoint_in(source)
+    checkpoint = find_checkpoint_in(source, best=best)
     chosen = None if dtype is None else getattr(torch, dtype.value)
     with working(f"writing the model after step {checkpoint.step:,}"):
         write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
