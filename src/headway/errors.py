@@ -152,6 +152,10 @@ class CheckpointError(HeadwayError):
     """A checkpoint is incomplete, damaged or of another run."""
 
 
+class HubError(HeadwayError):
+    """The Hugging Face Hub cannot be reached, or refuses what is sent to it."""
+
+
 class TrainingError(HeadwayError):
     """Training cannot go on: a loss that is not finite, a missing device."""
 

@@ -117,7 +117,9 @@ _ABSENT: dict[str, str] = {
     "resume_from_checkpoint resume auto_resume": (
         "a run goes on by `headway train --resume`; nearest: `checkpoint.every`, which keeps states to go on from"
     ),
-    "push_to_hub hub_model_id": "nothing is uploaded; nearest: `checkpoint.export`, whose folder any client uploads",
+    "push_to_hub hub_model_id": (
+        "a run uploads nothing; nearest: `checkpoint.export`, whose folder `headway export` sends with --push-to-hub"
+    ),
 }
 
 
