@@ -170,8 +170,10 @@ def best_checkpoint(root: Path) -> Checkpoint | None:
     newest = latest_checkpoint(root)
     best = newest.position().get(BEST) if newest is not None else None
     step = best.get("step") if isinstance(best, dict) else None
-    folder = step_folder(root, step) if _is_count(step, 0) else None
-    return open_checkpoint(folder) if folder is not None and folder.is_dir() else None
+    if not isinstance(step, int) or not _is_count(step, 0):
+        return None
+    folder = step_folder(root, step)
+    return open_checkpoint(folder) if folder.is_dir() else None
 
 
 def with_way_out(error: CheckpointError, damaged: Path) -> CheckpointError:

@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, if not declared
 
 from headway import hub
 from headway.errors import HubError, UsageError

@@ -187,7 +187,7 @@ def _repo(name: str, private: bool, update: bool) -> "HubRepo":
 
 def _pushed(folder: Path, repo: "HubRepo", *, private: bool, message: str) -> str:
     """Send a folder, with the client's own bars on a terminal; the page of its repository."""
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # documented, not declared
 
     from headway.checkpoint.push import push
 
