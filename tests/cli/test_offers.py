@@ -5,7 +5,9 @@ import json
 import pytest
 
 from headway.devices import named_device
+from helpers.processes import ROOT
 
+RECIPE = ROOT / "recipes/qwen2.5-7b-text-81920.yaml"
 RUN = ("plan", "qwen3-vl-8b", "--samples", "2e6", "--images", "1024x768px", "--tokens-per-sample", "300")
 PRICES = "H100: 2\nH200: $3\nA100 80GB SXM: {price: 1.5, most: 8}\n4090: 0.4\nL40S: 0.8\n"  # made up
 
@@ -186,3 +188,17 @@ def test_text_beside_pictures_is_what_segments_would_say(headway):
         headway, "plan", "qwen3-vl-8b", "--samples", "2e6", "--segments", "1068", "--images", "1x48x64", *options
     )
     assert described["run"] == by_hand["run"]
+
+
+def test_a_recipe_is_planned_on_other_devices_than_its_own(headway, prices):
+    """Its plan section has lengths and devices; a list is not bounded by them."""
+    found = planned(headway, "plan", RECIPE, "--tokens", "1e9", "--price-list", prices)
+    assert named_device("H200").title in {run["device"] for run in found["runs"]}
+    assert all(run["tokens"] == 1e9 for run in found["runs"])
+
+
+def test_more_devices_than_there_are_is_told_of_each_offer(headway, prices):
+    found = planned(headway, "plan", "qwen3-0.6b", "--tokens", "1e9", "--price-list", prices, "--devices", 16)
+    assert {run["devices"] for run in found["runs"]} == {16}
+    why = {other["device"]: other["why"] for other in found["others"]}
+    assert why[named_device("A100 80GB SXM").title].startswith("16 are more than are offered")

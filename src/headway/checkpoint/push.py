@@ -120,20 +120,19 @@ def push(folder: Path, repo: HubRepo, *, private: bool, message: str) -> str:
         HubError: the Hub refuses it, or cannot be reached; the message says how to go on.
     """
     api = HfApi()
-    update = " --update" if repo.is_there else ""
-    with _hub_errors(repo.repo_id, _again(folder, repo.repo_id, update)):
+    with _hub_errors(repo.repo_id, _again(folder, repo)):
         if not repo.is_there:
             api.create_repo(repo.repo_id, private=True if private else None)
-    with _hub_errors(repo.repo_id, _again(folder, repo.repo_id, " --update")):
+    with _hub_errors(repo.repo_id, _again(folder, HubRepo(repo.repo_id, is_there=True))):
         api.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message=message)
     return f"{hub.endpoint()}/{repo.repo_id}"
 
 
-def _again(folder: Path, repo_id: str, update: str) -> str:
-    return (
-        f"The model in {folder} is complete and stays there; `headway export {folder} --push-to-hub {repo_id}{update}` "
-        "sends it again."
-    )
+def _again(folder: Path, repo: HubRepo) -> str:
+    command = f"`headway export {folder} --push-to-hub {repo.repo_id}`"
+    if repo.is_there:
+        command = f"`headway export {folder} --push-to-hub {repo.repo_id} --update`"
+    return f"The model in {folder} is complete and stays there; {command} sends it again."
 
 
 def _role(user: dict[str, Any]) -> str:

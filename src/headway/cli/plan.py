@@ -143,7 +143,10 @@ def plan(
     if price_list is not None or within is not None:
         plan_offers(
             chosen_offers(
-                price_list, target, price, {"scale": scale, "mtbf": mtbf, "data": data, **vars(link_options)}
+                price_list,
+                target if price_list is None or device is not None else None,  # a recipe's own bounds no list
+                price,
+                {"scale": scale, "mtbf": mtbf, "data": data, **vars(link_options)},
             ),
             (config, cost_model, saved),
             (ends, pattern or own, lengths),

@@ -118,7 +118,7 @@ _ABSENT: dict[str, str] = {
         "a run goes on by `headway train --resume`; nearest: `checkpoint.every`, which keeps states to go on from"
     ),
     "push_to_hub hub_model_id": (
-        "a run uploads nothing; nearest: `checkpoint.export`, whose folder `headway export` sends with --push-to-hub"
+        "a run uploads nothing; nearest: `checkpoint.export`, whose folder `headway export --push-to-hub` sends"
     ),
 }
 

@@ -236,6 +236,8 @@ class OfferSearch:
         last: PricedRun | None = None
         why = ""
         counts = self._counts(offer, scaling.links)
+        if not counts:
+            return OfferResult(offer, (), f"{self.devices:,} are more than are offered, or than links are known for")
         for place, count in enumerate(counts):
             if last is not None and not runs and place < len(counts) - 1 and self._is_too_few(last, count):
                 continue
