@@ -166,16 +166,16 @@ def _reason(error: BaseException, name: str) -> str:
         return f"the Hub's client could not send {name}: {_first_line(error)}."
     if response is None:
         return f"the connection to {hub.endpoint()} broke: {_first_line(error)}."
-    told = (getattr(error, "server_message", None) or "").strip().rstrip(".")
-    told = f" ({told})" if told else ""
+    message = (getattr(error, "server_message", None) or "").strip().rstrip(".")
+    message = f" ({message})" if message else ""
     reasons = {
-        401: f"the Hub does not know the token{told}. {_TOKEN}.",
-        403: f"the token may not write to {name}{told}. Take a name of your own or of your organisation, or another "
+        401: f"the Hub does not know the token{message}. {_TOKEN}.",
+        403: f"the token may not write to {name}{message}. Take a name of your own or of your organisation, or another "
         f"token: {_TOKEN}.",
-        404: f"the Hub has no {name} that this token may see{told}.",
-        409: f"{name} is taken by now{told}.",
+        404: f"the Hub has no {name} that this token may see{message}.",
+        409: f"{name} is taken by now{message}.",
     }
-    return reasons.get(response.status_code, f"the Hub answered {response.status_code} to {name}{told}.")
+    return reasons.get(response.status_code, f"the Hub answered {response.status_code} to {name}{message}.")
 
 
 def _first_line(error: BaseException) -> str:

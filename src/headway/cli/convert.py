@@ -112,8 +112,8 @@ def export(
         option = "--private" if private else "--update"
         raise UsageError(f"{option} is for --push-to-hub OWNER/NAME; give that too, or leave it out.")
     if folder is None:
-        taken = {"--dtype": dtype is not None, "--ema": ema, "--merge-lora": merge_lora, "--best": best}
-        _push_alone(source, push_to_hub, [name for name, is_set in taken.items() if is_set], private, update, as_json)
+        options = {"--dtype": dtype is not None, "--ema": ema, "--merge-lora": merge_lora, "--best": best}
+        _push_alone(source, push_to_hub, [name for name, is_set in options.items() if is_set], private, update, as_json)
         return
     with needs_extra("exporting"):
         import torch
