@@ -86,7 +86,7 @@ class CheckpointConfig(Section):
     keep_best: bool = Field(
         default=False,
         description="Save a checkpoint after each evaluation that is the best so far, by eval.best_by, and keep that "
-        "one besides; --best of chat, generate, evaluate and export takes it",
+        "one besides, for `headway chat RUN --best`, generate, evaluate and export",
     )
     asynchronous: bool = Field(
         default=True, description="Write while training goes on, from a copy of the state in the host's memory"
