@@ -164,6 +164,15 @@ class NotFiniteError(TrainingError):
     """A loss or gradient is not finite, and the weights are lost with it."""
 
 
+def first_line(error: BaseException) -> str:
+    r"""The first line of an error's text, or its class where it has none.
+
+    >>> first_line(ValueError("no room\nin line 3")), first_line(KeyError())
+    ('no room', 'KeyError')
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that no memory was left: Python's, PyTorch's, or that of an allocator below it.
 

@@ -18,6 +18,7 @@ from headway.log.held_out import HeldOutTally
 from headway.models.load import load_model
 from headway.pages.run import read_run, report_page
 from headway.train.best import BestEvaluation
+from headway.train.check import check_run
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes, start_processes
 from helpers.runs import read_metrics
@@ -137,6 +138,7 @@ def test_a_killed_run_goes_on_counting_where_it_was(overfits, tmp_path):
     (ended,) = run_processes([*command, "--resume"], 1)
     assert f"ended early after step {last} of 60" in ended.stderr
     assert evaluations(folder) == evaluations(whole.run.folder)
+    assert check_run(folder, whole.run.folder).faults == ()
     assert checkpoints(folder) == [f"step-{best:06d}", f"step-{last:06d}"]
 
 

@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, if not declared
 
 from headway import hub
-from headway.errors import HubError, UsageError
+from headway.errors import HubError, UsageError, first_line
 from headway.models.lora import ADAPTER_CONFIG
 from headway.words import Argument
 
@@ -163,9 +163,9 @@ def _hub_errors(name: str, way_on: str) -> Iterator[None]:
 def _reason(error: BaseException, name: str) -> str:
     response = getattr(error, "response", None)
     if not isinstance(error, _HttpError):
-        return f"the Hub's client could not send {name}: {_first_line(error)}."
+        return f"the Hub's client could not send {name}: {first_line(error).rstrip('.')}."
     if response is None:
-        return f"the connection to {hub.endpoint()} broke: {_first_line(error)}."
+        return f"the connection to {hub.endpoint()} broke: {first_line(error).rstrip('.')}."
     message = (getattr(error, "server_message", None) or "").strip().rstrip(".")
     message = f" ({message})" if message else ""
     reasons = {
@@ -176,7 +176,3 @@ def _reason(error: BaseException, name: str) -> str:
         409: f"{name} is taken by now{message}.",
     }
     return reasons.get(response.status_code, f"the Hub answered {response.status_code} to {name}{message}.")
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")

@@ -20,7 +20,7 @@ from headway.config.read import load_yaml
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
 from headway.devices import Device, named_device
-from headway.errors import HeadwayError, PlanError, UnknownDeviceError
+from headway.errors import HeadwayError, PlanError, UnknownDeviceError, first_line
 from headway.files import SETTINGS_BYTES, read_text
 from headway.packing.lengths import LengthTable
 from headway.predict.collectives import Link, Links
@@ -128,7 +128,7 @@ def read_offers(path: Path) -> tuple[Offer, ...]:
     except OSError as error:
         raise PlanError(f"the price list {path} cannot be read: {error.strerror or error}. Give {_FORMS}.") from error
     except (yaml.YAMLError, csv.Error, ValueError, RecursionError) as error:
-        raise PlanError(f"the price list {path} cannot be read: {_first_line(error)}. Give {_FORMS}.") from error
+        raise PlanError(f"the price list {path} cannot be read: {first_line(error)}. Give {_FORMS}.") from error
     if not isinstance(rows, list) or not rows:
         raise PlanError(f"the price list {path} holds no price. Give {_FORMS}.")
     return tuple(_offer(row, f"{path}, entry {number}") for number, row in enumerate(rows, start=1))
@@ -176,10 +176,6 @@ def _number(value: Any, unit: str) -> int | float | None:
 
 def _json(value: Any) -> str:
     return json.dumps(value, default=str)[:80]
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
 
 
 @dataclass(frozen=True)

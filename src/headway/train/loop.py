@@ -20,7 +20,7 @@ from headway.answer.evaluate import EvalSet, Evaluation
 from headway.config import TrainConfig
 from headway.data import Batch
 from headway.data.feed import on_device
-from headway.errors import RunCompleteError, TrainingError
+from headway.errors import RunCompleteError, TrainingError, first_line
 from headway.log.run_files import SAMPLES
 from headway.meter import Goodput
 from headway.meter.goodput_report import Bucket
@@ -160,7 +160,7 @@ class Loop:
         batches, failure = _next_packs(packs)
         run.meter.got_data()
         is_at_end = not batches and failure is None  # a stream's lanes need not end together
-        reason = "" if failure is None else _reason(failure)
+        reason = "" if failure is None else first_line(failure)  # for the other processes
         flags = Flags(is_at_end, self._stop_signal(), run.saver.has_failed, reason)
         batches = batches or [run.feed.padding() for _ in range(self._config.optim.accumulation)]
         phase.at("exchange of what each rank computes")
@@ -236,11 +236,6 @@ def _next_packs(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | 
         return next(steps, []), None
     except Exception as error:  # noqa: BLE001 - raised as soon as all processes know of it
         return [], error
-
-
-def _reason(error: Exception) -> str:
-    """An error in one line, for the other processes."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _judge(run: Run, eval_set: EvalSet, step: int, out: Outputs) -> tuple[Evaluation, bool]:
