@@ -20,7 +20,10 @@ def asked(**variables):
         ("headway tr", {"train"}),
         ("headway new", {"new-model"}),
         ("headway plan qwen3-8b --sc", {"--scale"}),
-        ("headway plan --tokens 3x --pr", {"--price"}),  # half a line may hold what a command would refuse
+        (
+            "headway plan --tokens 3x --pr",
+            {"--price", "--price-list"},
+        ),  # half a line may hold what a command would refuse
     ],
 )
 def test_bash_and_zsh_are_answered(words, answers):

@@ -22,6 +22,7 @@ from headway.checkpoint.folder import (
     MANIFEST,
     MODEL,
     Checkpoint,
+    best_checkpoint,
     latest_checkpoint,
     open_checkpoint,
     step_folders,
@@ -29,6 +30,7 @@ from headway.checkpoint.folder import (
 from headway.checkpoint.restore import check_architecture, read_tensors, saved_tensors
 from headway.checkpoint.state import AVERAGE, WEIGHTS
 from headway.errors import CheckpointError, UsageError
+from headway.log.run_files import CHECKPOINTS
 from headway.models.load import load_model
 from headway.models.lora import (
     ADAPTER_CONFIG,
@@ -157,20 +159,41 @@ def holds_adapters(checkpoint: Checkpoint) -> bool:
     return (checkpoint.model_folder / ADAPTER_CONFIG).is_file()
 
 
-def find_checkpoint_in(path: Path) -> Checkpoint:
+def find_checkpoint_in(path: Path, *, best: bool = False) -> Checkpoint:
     """The checkpoint that a path names, or the newest of the run that it names, every file checked.
+
+    Args:
+        path: of a run or a checkpoint.
+        best: of a run, the one after its best evaluation.
 
     Raises:
         CheckpointError: it is damaged.
         UsageError: there is none.
     """
+    if best:
+        checkpoint = _best_of(path)
+        checkpoint.check()
+        return checkpoint
     if (path / MANIFEST).is_file() or path.name.startswith("step-"):
-        checkpoint: Checkpoint | None = open_checkpoint(path)
+        checkpoint = open_checkpoint(path)
+    elif (newest := latest_checkpoint(path / CHECKPOINTS)) is not None:
+        checkpoint = newest
     else:
-        checkpoint = latest_checkpoint(path / "checkpoints")
-    if checkpoint is None:
         raise UsageError(f"{path} holds no checkpoint; give a run folder, or one of the folders in its checkpoints/.")
     checkpoint.check()
+    return checkpoint
+
+
+def _best_of(run: Path) -> Checkpoint:
+    if not (run / CHECKPOINTS).is_dir():
+        raise UsageError(Argument("best", True), f" takes a run folder, and {run} holds no {CHECKPOINTS}/.")
+    checkpoint = best_checkpoint(run / CHECKPOINTS)
+    if checkpoint is None:
+        raise UsageError(
+            Argument("best", True),
+            f" finds no checkpoint of the best evaluation in {run}: it is kept from the first evaluation on where the "
+            "run has checkpoint.keep_best. Without it, the newest checkpoint is taken.",
+        )
     return checkpoint
 
 

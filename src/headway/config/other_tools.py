@@ -88,6 +88,9 @@ _SAME: dict[str, str] = {
     "save_steps save_interval saves_per_epoch": "`checkpoint.every`",
     "save_total_limit": "`checkpoint.keep`",
     "eval_steps eval_interval evals_per_epoch": "`eval.every`",
+    "early_stopping_patience early_stopping_steps": "`eval.stop_after`, in evaluations",
+    "load_best_model_at_end save_best": "`checkpoint.keep_best`",
+    "metric_for_best_model": "`eval.best_by`",
     "random_seed data_seed": "`run.seed`, and `data.seed` for the order of the samples",
 }
 _ABSENT: dict[str, str] = {
@@ -114,9 +117,8 @@ _ABSENT: dict[str, str] = {
     "resume_from_checkpoint resume auto_resume": (
         "a run goes on by `headway train --resume`; nearest: `checkpoint.every`, which keeps states to go on from"
     ),
-    "push_to_hub hub_model_id": "nothing is uploaded; nearest: `checkpoint.export`, whose folder any client uploads",
-    "early_stopping_patience load_best_model_at_end": (
-        "no run ends early; nearest: `eval.every`, beside `checkpoint.every` and `checkpoint.keep`"
+    "push_to_hub hub_model_id": (
+        "a run uploads nothing; nearest: `checkpoint.export`, whose folder `headway export --push-to-hub` sends"
     ),
 }
 

@@ -76,6 +76,21 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _best_is_of_several(self) -> Self:
+        judged = self.eval
+        uses = {"eval.stop_after": judged.stop_after is not None, "checkpoint.keep_best": self.checkpoint.keep_best}
+        in_use = [name for name, is_set in uses.items() if is_set]
+        if in_use and judged.every is None:
+            raise ValueError(
+                f"{' and '.join(in_use)} compare evaluations during the run; set eval.every, the steps between them"
+            )
+        if not in_use and judged.best_by != EvalConfig().best_by:
+            raise ValueError(
+                f"eval.best_by {judged.best_by} has no effect without checkpoint.keep_best or eval.stop_after"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _epochs_are_counted_beforehand(self) -> Self:
         epochs = self.optim.epochs
         if epochs is not None and self.data.stream is not None:
