@@ -473,7 +473,7 @@ CHATTED = {"messages": [user("Hi"), says("Ho")]}
         ({"text": "Words.", "rejected_images": [PIXEL]}, "rejected_images, of a preference, beside a document"),
         (CHATTED | {"kto_tag": None}, '"kto_tag" is null, but it says whether the answer is a good one'),
         (CHATTED | {"kto_tag": True, "label": False}, '"label" and "kto_tag" differ'),
-        (CHATTED | {"label": 1}, 'the row has the column "label", 1: it is a class'),
+        (CHATTED | {"label": 1}, 'the row has the column "label", 1: it is '),
         (PAIR | {"images": [PIXEL], "prompt": "<image><image>Hi"}, "its messages hold more <image> markers"),
     ],
 )
