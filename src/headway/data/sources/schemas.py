@@ -7,6 +7,7 @@ from typing import Any
 
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Chat, Document, MediaPart, Message, Origin, Part, Sample, TextPart
+from headway.data.sources.classes import LABEL, with_class
 from headway.data.sources.json_rows import shortened, words_of
 from headway.data.sources.marks import check_columns_of, check_words
 from headway.data.sources.messages import json_value, read_tools, read_turns
@@ -18,7 +19,7 @@ from headway.errors import ConfigError, DataError
 COLUMNS = (
     "messages", "conversations", "system", "tools", "prompt", "completion", "instruction", "input", "output", "history",
     "question", "answer", "text", "input_ids", "image", "images", "video", "videos", "audio", "audios",
-    "chat_template_kwargs",
+    "chat_template_kwargs", "label",
 )  # fmt: skip
 """Names of columns that the schemas read."""
 
@@ -49,7 +50,7 @@ Source: ms-swift's query and response, and conversation; the_cauldron's and Fine
 SCHEMAS = ("auto", *NEEDS, "caption", "text")
 """Values of `schema`; "auto" takes the one whose columns a row has."""
 
-VERSION = 3
+VERSION = 4
 """Raised when rows come to be other samples, or can be used that could not be, so that no index says otherwise."""
 
 
@@ -94,9 +95,13 @@ class Normaliser:
         if self.names_files and (kind := kind_of(str(row_fields.get("file_name")))) is not None:
             row_fields = {kind: row_fields["file_name"], **row_fields}
         fields = {name: value for name, value in row_fields.items() if value is not None}
-        if self.text_column in row_fields and not _has_schema(fields):
-            fields.setdefault(self.text_column, "")  # of a corpus, which has rows without words
         media = RowMedia(row_fields, row.members, self.folder, self.rules)
+        if not has_schema(fields):
+            if self.schema == "auto" and (not self.columns or LABEL in self.columns):
+                row_fields = with_class(row_fields, self.text_column, has_media=any(map(media.waits, KINDS)))
+                fields = {name: value for name, value in row_fields.items() if value is not None}
+            if self.text_column in row_fields:
+                fields.setdefault(self.text_column, "")  # of a corpus, which has rows without words
         schema = self._schema_of(fields, media)
         is_chat = schema not in ("tokens", "text")
         others = {name: value for name, value in fields.items() if name != self.text_column}
@@ -300,7 +305,7 @@ def check_columns(columns: Mapping[str, str]) -> None:
             )
 
 
-def _has_schema(fields: Mapping[str, Any]) -> bool:
+def has_schema(fields: Mapping[str, Any]) -> bool:
     """Whether a row has the columns of a schema of more than a text."""
     return any(all(name in fields for name in columns) for columns in NEEDS.values())
 
@@ -312,7 +317,7 @@ def with_own_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     {'id': 1, 'question': '1 + 1?', 'answer': '2'}
     """
     present = {name: value for name, value in fields.items() if value is not None}
-    if _has_schema(present):
+    if has_schema(present):
         return fields
     for alias in ALIASES:
         if alias.keys() <= present.keys():

@@ -9,9 +9,10 @@ from itertools import accumulate, islice
 from headway.data.media.images import Picture
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Chat, Origin, Sample, SampleError
+from headway.data.sources.classes import CAPTIONS
 from headway.data.sources.marks import unread_keys
 from headway.data.sources.reader import Raw, Reader
-from headway.data.sources.schemas import COLUMNS, Normaliser, renamed, with_own_names
+from headway.data.sources.schemas import COLUMNS, Normaliser, has_schema, renamed, with_own_names
 from headway.errors import DataError
 
 _DIM = 65536 // 8  # of 16 bits
@@ -37,7 +38,7 @@ class Shard:
     @property
     def name(self) -> str:
         """Path or URL of the file."""
-        return self.reader.file.url
+        return self.reader.name
 
     def rows(self, start: int = 0) -> Iterator[tuple[int, Sample | SampleError]]:
         """Rows from `start` on with their places in the file; one that cannot be used is its error.
@@ -67,7 +68,10 @@ class Shard:
                 fields = with_own_names(renamed(row, columns) if columns else row)
             except DataError:
                 continue  # told when the row is used
-            unread |= unread_keys(fields, {*COLUMNS, self.normaliser.text_column})
+            read = {*COLUMNS, self.normaliser.text_column}
+            if not has_schema(fields) and self.normaliser.text_column not in fields:
+                read |= {*CAPTIONS}
+            unread |= unread_keys(fields, read)
         return unread
 
     def dim_picture(self, most: int) -> str | None:
