@@ -100,11 +100,27 @@ def _object_of(group: Any, values: dict[str, Any]) -> Any:
     return group(**arguments)
 
 
+def _models_from(incomplete: str) -> list[str]:
+    """Shipped models whose names begin so, for a shell."""
+    from headway.count import shipped_models
+
+    return [name for name in shipped_models() if name.startswith(incomplete)]
+
+
+def _devices_from(incomplete: str) -> list[str]:
+    """Names of devices that begin so, for a shell."""
+    from headway.devices.table import all_devices
+
+    names = {alias for device in all_devices() for alias in device.aliases}
+    return sorted(name for name in names if name.lower().startswith(incomplete.lower()) and " " not in name)
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         help="A shipped name (`headway models` lists them), a config's JSON file or folder, or a Hub id OWNER/MODEL.",
+        autocompletion=_models_from,
     ),
 ]
 
@@ -220,7 +236,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 DeviceOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="A device that `headway devices` lists, such as H100, or a dense peak [FLOP/s]."),
+    typer.Option(
+        metavar="NAME",
+        help="A device that `headway devices` lists, such as H100, or a dense peak [FLOP/s].",
+        autocompletion=_devices_from,
+    ),
 ]
 
 DtypeOption = Annotated[

@@ -15,7 +15,7 @@ from headway.cli.tune_text import TuneReport, as_text, note_on_tokens, to_dict
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
 from headway.files import write_output
 from headway.log.working import working
-from headway.report.quantity import SIZE_UNITS, bytes_in
+from headway.report.quantity import SIZE_UNITS, bytes_in, doubt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -259,9 +259,10 @@ def _room(memory: str | None, device: "Device | None") -> int | None:
         return None if limit is None else int(USABLE * limit)
     size = bytes_in(memory.strip())
     if not size:
+        why = doubt(memory[:40], "bytes")
         raise UsageError(
-            f"--memory {memory[:40]!r} is no size. Write a number and a unit, such as 70GiB; units are "
-            f"{', '.join(SIZE_UNITS)}."
+            f"--memory {memory[:40]!r} is no size{f': {why}' * bool(why)}. Write a number and a unit, such as 70GiB; "
+            f"units are {', '.join(SIZE_UNITS)}."
         )
     if limit is not None and size > limit and device is not None:
         raise PlanError(

@@ -96,10 +96,10 @@ def write_new_model(
     config = _config_like(like or next((usual for _, usual in towers), TEXT))
     for tower, usual in towers:
         if getattr(config, f"{tower}_config", None) is None:
-            held = "sounds" if tower == "audio" else "pictures or videos"
+            media = "sounds" if tower == "audio" else "pictures or videos"
             raise ConfigError(
                 Argument("like", like),
-                f" reads no {held.replace('or', 'and')}, which the data hold. Leave it out for {usual}, or name a type "
+                f" reads no {media.replace('or', 'and')}, which the data hold. Leave it out for {usual}, or name a type "
                 "with a tower for them.",
             )
     if any(hasattr(config, f"{part}_config") for part in ("vision", "audio")):

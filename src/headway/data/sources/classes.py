@@ -100,9 +100,9 @@ def class_folder(files: Sequence[File], folder: str) -> ClassFolder | None:
     Raises:
         DataError: the folder holds splits, or media lie at other depths than below a class.
     """
-    named = [(file, file.name.split("/")) for file in files if kind_of(file.url)]
-    depths = {len(parts) for _, parts in named}
-    tops = sorted({parts[0] for _, parts in named if len(parts) > 1})
+    media = [(file, file.name.split("/")) for file in files if kind_of(file.url)]
+    depths = {len(parts) for _, parts in media}
+    tops = sorted({parts[0] for _, parts in media if len(parts) > 1})
     if len(tops) < 2 and depths != {3}:
         return None
     if depths == {3} and {*_SPLITS} >= {*tops}:
@@ -110,14 +110,14 @@ def class_folder(files: Sequence[File], folder: str) -> ClassFolder | None:
         raise DataError(
             f"The folder {folder} holds the splits {', '.join(tops)}. Give one of them, such as {folder}/{first}."
         )
-    astray = next((file for file, parts in named if len(parts) != 2), None)
+    astray = next((file for file, parts in media if len(parts) != 2), None)
     if astray is not None:
         raise DataError(
             f"The folder {folder} holds media without a file that says what is to be learnt of them, so each must lie "
             f"in a folder named for its class, as {tops[0]}/1.png; {astray.name} does not. Move it there, or write a "
             "file metadata.csv with the columns file_name and label."
         )
-    rows = [{str(kind_of(file.url)): file.name, LABEL: parts[0]} for file, parts in named]
+    rows = [{str(kind_of(file.url)): file.name, LABEL: parts[0]} for file, parts in media]
     listing = "".join(json.dumps(row) + "\n" for row in rows).encode()
     digest = hashlib.sha256(listing).hexdigest()[:32]
     path = cache_root() / "folders" / f"{digest}.jsonl"

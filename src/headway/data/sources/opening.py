@@ -99,9 +99,9 @@ def open_source(
         raise ConfigError(f"Unknown format {format!r}. Allowed: auto, {', '.join(FORMATS)}.")
     rules = MediaRules(None if root is None else str(root), allow_remote)
     called = name or _short_name(location)
-    found, folder = find_files(location, storage_options or {})
-    classes = _class_folder(found, folder, format)
-    files = [] if classes else _with_formats(found, folder, format)
+    all_files, folder = find_files(location, storage_options or {})
+    classes = _class_folder(all_files, folder, format)
+    files = [] if classes else _with_formats(all_files, folder, format)
     settings = {"sample_by": sample_by, "token_dtype": token_dtype, "end_token": end_token}
     settings = {setting: value for setting, value in settings.items() if value is not None}
     for setting in settings:

@@ -68,10 +68,10 @@ class Shard:
                 fields = with_own_names(renamed(row, columns) if columns else row)
             except DataError:
                 continue  # told when the row is used
-            read = {*COLUMNS, self.normaliser.text_column}
+            columns_read = {*COLUMNS, self.normaliser.text_column}
             if not has_schema(fields) and self.normaliser.text_column not in fields:
-                read |= {*CAPTIONS}
-            unread |= unread_keys(fields, read)
+                columns_read |= {*CAPTIONS}
+            unread |= unread_keys(fields, columns_read)
         return unread
 
     def dim_picture(self, most: int) -> str | None:
