@@ -26,8 +26,9 @@ def asked(**variables):
         ("headway plan --tokens 3x --pr", {"--price"}),  # half a line may hold what a command would refuse
         ("headway train a.yaml --set optim.lr=1 --set optim.lr=2 --smo", {"--smoke"}),
         ("headway train a.yaml --set optim.lr_", {"optim.lr_of"}),
+        ("headway plan qwen3-0", {"qwen3-0.6b"}),
+        ("headway plan qwen3-0.6b --device h100-", {"h100-nvl", "h100-pcie", "h100-sxm"}),
         ("headway flops qwen3-0", {"qwen3-0.6b"}),
-        ("headway flops qwen3-8b --device h10", {"H100", "H100-NVL", "H100-PCIe", "H100-SXM"}),
         ("headway completion b", {"bash"}),
     ],
 )

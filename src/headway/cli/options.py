@@ -100,19 +100,19 @@ def _object_of(group: Any, values: dict[str, Any]) -> Any:
     return group(**arguments)
 
 
-def _models_from(incomplete: str) -> list[str]:
+def models_from(incomplete: str) -> list[str]:
     """Shipped models whose names begin so, for a shell."""
     from headway.count import shipped_models
 
     return [name for name in shipped_models() if name.startswith(incomplete)]
 
 
-def _devices_from(incomplete: str) -> list[str]:
-    """Names of devices that begin so, for a shell."""
+def devices_from(incomplete: str) -> list[str]:
+    """Keys and short names of devices that begin so, for a shell."""
     from headway.devices.table import all_devices
 
-    names = {alias for device in all_devices() for alias in device.aliases}
-    return sorted(name for name in names if name.lower().startswith(incomplete.lower()) and " " not in name)
+    names = {name for device in all_devices() for name in (device.key, *device.aliases)}
+    return sorted(name for name in names if name.startswith(incomplete) and " " not in name)
 
 
 ModelArgument = Annotated[
@@ -120,7 +120,7 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         help="A shipped name (`headway models` lists them), a config's JSON file or folder, or a Hub id OWNER/MODEL.",
-        autocompletion=_models_from,
+        autocompletion=models_from,
     ),
 ]
 
@@ -239,7 +239,7 @@ DeviceOption = Annotated[
     typer.Option(
         metavar="NAME",
         help="A device that `headway devices` lists, such as H100, or a dense peak [FLOP/s].",
-        autocompletion=_devices_from,
+        autocompletion=devices_from,
     ),
 ]
 

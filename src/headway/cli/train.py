@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli.dry_run import print_dry_run
-from headway.cli.options import JsonOption
+from headway.cli.options import JsonOption, devices_from
 from headway.cli.output import needs_extra, print_result, say
 from headway.errors import RunCompleteError, UsageError, errors_in
 from headway.words import Options
@@ -81,7 +81,9 @@ DevicesOption = Annotated[
 DeviceOption = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="With --dry-run: a device that `headway devices` lists; plan.device if not given."
+        metavar="NAME",
+        help="With --dry-run: a device that `headway devices` lists; plan.device if not given.",
+        autocompletion=devices_from,
     ),
 ]
 ScaleDownOption = Annotated[

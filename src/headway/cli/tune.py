@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli.dry_run import LinkOptions, lengths_of_data, measured_data, note_on_links, saved_of_recipe
-from headway.cli.options import JsonOption, spread
+from headway.cli.options import JsonOption, devices_from, models_from, spread
 from headway.cli.output import print_result, say
 from headway.cli.plan import named_recipe, speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_ledger
@@ -34,7 +34,11 @@ _SHOWN = 5
 def tune(
     recipe: Annotated[
         str,
-        typer.Argument(metavar="RECIPE|MODEL", help="A training configuration, or a model, as `headway plan` takes."),
+        typer.Argument(
+            metavar="RECIPE|MODEL",
+            help="A training configuration, or a model, as `headway plan` takes.",
+            autocompletion=models_from,
+        ),
     ],
     settings: SetOption = None,
     devices: Annotated[
@@ -42,7 +46,11 @@ def tune(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A device that `headway devices` lists; plan.device if not given."),
+        typer.Option(
+            metavar="NAME",
+            help="A device that `headway devices` lists; plan.device if not given.",
+            autocompletion=devices_from,
+        ),
     ] = None,
     lengths: Annotated[
         Path | None,

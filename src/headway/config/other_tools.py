@@ -111,7 +111,7 @@ _ABSENT: dict[str, str] = {
         "only answers are learnt, `eval.every` evaluates, and what is in `run.folder` is never written over; nearest: "
         "leave it out"
     ),
-    "trust_remote_code": "no code of a model's folder is run; nearest: a `model.path` of a family that transformers has",
+    "trust_remote_code": "no code of a model's folder is run; nearest: a `model.path` of transformers' own",
     "train_on_prompt train_on_inputs": (
         "prompts of chats are never learnt; nearest: documents in `data.train`, which are learnt from end to end"
     ),

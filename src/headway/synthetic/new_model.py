@@ -99,8 +99,8 @@ def write_new_model(
             media = "sounds" if tower == "audio" else "pictures or videos"
             raise ConfigError(
                 Argument("like", like),
-                f" reads no {media.replace('or', 'and')}, which the data hold. Leave it out for {usual}, or name a type "
-                "with a tower for them.",
+                f" reads no {media.replace('or', 'and')}, which the data hold. Leave it out for {usual}, or name a "
+                "type with a tower for them.",
             )
     if any(hasattr(config, f"{part}_config") for part in ("vision", "audio")):
         processor_class(config)
