@@ -3,7 +3,7 @@
 from typing import Annotated
 
 import typer
-from typer.completion import get_completion_script
+from typer._completion_shared import get_completion_script  # which its --show-completion prints; 0.19 to 0.29
 
 from headway.errors import UsageError
 
