@@ -10,7 +10,7 @@ import typer
 from headway.cli.devices import local_device, local_rates
 from headway.cli.dry_run import LinkOptions, in_red, lengths_of_data, measured_data, saved_of_recipe
 from headway.cli.offers import chosen_offers, plan_offers
-from headway.cli.options import JsonOption, spread
+from headway.cli.options import JsonOption, devices_from, models_from, spread
 from headway.cli.output import needs_extra, print_result, warn
 from headway.cli.plan_text import WholeRun, as_text, to_dict
 from headway.cli.resolve import resolve_cost_model, resolve_ledger
@@ -39,9 +39,19 @@ SAVE_S, RESTART_S = 30.0, 300.0
 
 @spread(only=["segments", "images", "videos", "link", "network", "per_node"])
 def plan(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A training configuration, or a model.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|MODEL", help="A training configuration, or a model.", autocompletion=models_from
+        ),
+    ],
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Device that `headway devices` lists; plan.device if not given.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Device that `headway devices` lists; plan.device if not given.",
+            autocompletion=devices_from,
+        ),
     ] = None,
     devices: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Devices, a process each; plan.devices if not given.")

@@ -63,7 +63,10 @@ class DrawingConfig(Section):
 class ModelConfig(Section):
     """Which model, and which part of it learns."""
 
-    path: str = Field(description="Folder, Hub id or config.json of a transformers causal or image-text model")
+    path: str = Field(
+        description="Folder, Hub id or config.json of a transformers causal or image-text model; of a run's folder its "
+        "newest export"
+    )
     random_init: bool = Field(default=False, description="Start from random weights drawn with run.seed")
     freeze: tuple[str, ...] = Field(
         default=(),

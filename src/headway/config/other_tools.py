@@ -20,6 +20,7 @@ _SAME: dict[str, str] = {
     "resize_vocab resize_token_embeddings resize_embeddings resize_token_embeddings_to_32x embedding_resize": (
         "`model.new_tokens`, which get rows in the embedding and the head"
     ),
+    "template": "`model.chat_template`, a file; a model's own template is read by itself",
     "trainable_token_indices lora_modules_to_save modules_to_save additional_target": (
         "`model.new_tokens`, whose rows learn beside adapters; the other rows and whole modules do not"
     ),
@@ -49,6 +50,7 @@ _SAME: dict[str, str] = {
     "dataloader_num_workers num_workers preprocessing_num_workers dataset_num_proc": "`data.workers`",
     "media_dir image_folder image_root": "`data.train.N.root`",
     "column_mapping": "`data.train.N.columns`",
+    "dataset_text_field": "`data.train.N.text_column`",
     "interleave_probs": "`data.train.N.weight`",
     # optimizer
     "learning_rate max_lr peak_lr": "`optim.lr`",
@@ -85,9 +87,12 @@ _SAME: dict[str, str] = {
         "`run.trackers`, as in `run.trackers=[wandb]`"
     ),
     "logging_steps log_interval": "`run.log_every`",
-    "save_steps save_interval saves_per_epoch": "`checkpoint.every`",
+    "ddp_timeout": "`run.watchdog_s`",
+    "logging_dir run_name": "`run.folder`, which holds all that a run writes",
+    "save_steps save_interval saves_per_epoch save_strategy": "`checkpoint.every`",
     "save_total_limit": "`checkpoint.keep`",
-    "eval_steps eval_interval evals_per_epoch": "`eval.every`",
+    "per_device_eval_batch_size": "`data.tokens_per_pack`, also of evaluations",
+    "eval_steps eval_interval evals_per_epoch eval_strategy evaluation_strategy": "`eval.every`",
     "early_stopping_patience early_stopping_steps": "`eval.stop_after`, in evaluations",
     "load_best_model_at_end save_best": "`checkpoint.keep_best`",
     "metric_for_best_model": "`eval.best_by`",
@@ -102,6 +107,14 @@ _ABSENT: dict[str, str] = {
         "training is supervised, without DPO, KTO, GRPO or rewards; nearest: leave it out, and name answers to learn "
         "in `data.train`"
     ),
+    "use_dora use_rslora neftune_noise_alpha label_smoothing_factor": (
+        "adapters and the loss are the plain ones; nearest: `model.lora.alpha` and `model.lora.dropout`"
+    ),
+    "assistant_only_loss completion_only_loss do_train do_eval overwrite_output_dir remove_unused_columns tf32": (
+        "only answers are learnt, `eval.every` evaluates, and what is in `run.folder` is never written over; nearest: "
+        "leave it out"
+    ),
+    "trust_remote_code": "no code of a model's folder is run; nearest: a `model.path` of transformers' own",
     "train_on_prompt train_on_inputs": (
         "prompts of chats are never learnt; nearest: documents in `data.train`, which are learnt from end to end"
     ),

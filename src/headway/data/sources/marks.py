@@ -30,7 +30,7 @@ REFUSED_COLUMNS = {
     "rejected_messages": _PAIR,
     "rejected_images": _PAIR,
     "margin": "how much better an answer is has no part in any loss here, which is told which is better alone",
-    "label": "it is a class to tell, and Headway learns words; KTO's mark of an answer is true or false, beside a chat",
+    "label": "it is KTO's mark of good and bad answers, or the class of what the row holds, and Headway learns words",
     "kto_tag": "it is KTO's mark of an answer, which is true or false, and stands beside a chat",
     "weight": "every row counts by its tokens; how much of a dataset is trained on is said by data.train's weight",
 }
@@ -86,10 +86,15 @@ def check_columns_of(fields: Mapping[str, Any], *, is_chat: bool, is_mapped: boo
         if is_chat and name in GRADES and type(value) is bool:
             continue
         if not is_mapped:
+            meant = (
+                "{text: sentence, label: label} to learn classes, or {messages: messages} to leave them out"
+                if name == "label"
+                else "{messages: messages}, {messages: chosen} where chosen answers are lists of messages, or {prompt: "
+                "prompt, completion: chosen} where they are strings"
+            )
             raise DataError(
                 f'the row has the column "{name}", {shortened(value)}: {REFUSED_COLUMNS[name]}. Remove the column, or '
-                "say which columns are meant with columns, such as {messages: messages}, {messages: chosen} where "
-                "chosen answers are lists of messages, or {prompt: prompt, completion: chosen} where they are strings."
+                f"say which columns are meant with columns, such as {meant}."
             )
 
 

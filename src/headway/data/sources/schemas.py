@@ -8,6 +8,7 @@ from typing import Any
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Chat, Document, Media, MediaPart, Message, Origin, Part, Sample, TextPart, unlearnt
 from headway.data.sources import preferences
+from headway.data.sources.classes import LABEL, with_class
 from headway.data.sources.json_rows import shortened, words_of
 from headway.data.sources.marks import GRADES, check_columns_of, check_words, grade_of
 from headway.data.sources.messages import json_value, read_tools, read_turns
@@ -142,9 +143,13 @@ class Normaliser:
     ) -> Chat | Document:
         """A row of a chat or of a document; `decoded` as `RowMedia` takes it."""
         fields = {name: value for name, value in row_fields.items() if value is not None}
-        if self.text_column in row_fields and not _has_schema(fields):
-            fields.setdefault(self.text_column, "")  # of a corpus, which has rows without words
         media = RowMedia(row_fields, members, self.folder, self.rules, decoded)
+        if not has_schema(fields):
+            if schema == "auto" and (not self.columns or LABEL in self.columns):
+                row_fields = with_class(row_fields, self.text_column, has_media=any(map(media.waits, KINDS)))
+                fields = {name: value for name, value in row_fields.items() if value is not None}
+            if self.text_column in row_fields:
+                fields.setdefault(self.text_column, "")  # of a corpus, which has rows without words
         schema = self._schema_of(schema, fields, media)
         is_chat = schema not in ("tokens", "text")
         others = {name: value for name, value in fields.items() if name != self.text_column}
@@ -353,7 +358,7 @@ def check_columns(columns: Mapping[str, str]) -> None:
             )
 
 
-def _has_schema(fields: Mapping[str, Any]) -> bool:
+def has_schema(fields: Mapping[str, Any]) -> bool:
     """Whether a row has the columns of a schema of more than a text."""
     return any(all(name in fields for name in columns) for columns in NEEDS.values())
 
@@ -365,7 +370,7 @@ def with_own_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     {'id': 1, 'question': '1 + 1?', 'answer': '2'}
     """
     present = {name: value for name, value in fields.items() if value is not None}
-    if _has_schema(present):
+    if has_schema(present):
         return fields
     if isinstance(present.get("completion"), list) and "prompt" not in present:  # axolotl's KTO: a whole chat
         return {

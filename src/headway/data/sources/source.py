@@ -10,10 +10,11 @@ from typing import Any
 from headway.data.media.images import Picture
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Chat, Origin, Sample, SampleError, best_answered
+from headway.data.sources.classes import CAPTIONS
 from headway.data.sources.marks import unread_keys
 from headway.data.sources.preferences import num_ties, read_columns
 from headway.data.sources.reader import Raw, Reader
-from headway.data.sources.schemas import COLUMNS, Normaliser, renamed, with_own_names
+from headway.data.sources.schemas import COLUMNS, Normaliser, has_schema, renamed, with_own_names
 from headway.errors import DataError
 
 _DIM = 65536 // 8  # of 16 bits
@@ -39,7 +40,7 @@ class Shard:
     @property
     def name(self) -> str:
         """Path or URL of the file."""
-        return self.reader.file.url
+        return self.reader.name
 
     def rows(self, start: int = 0) -> Iterator[tuple[int, Sample | SampleError]]:
         """Rows from `start` on with their places in the file; one that cannot be used is its error.
@@ -64,7 +65,10 @@ class Shard:
         """
         unread = set[str]()
         for fields in self._first(most):
-            unread |= unread_keys(fields, {*COLUMNS, *read_columns(fields), self.normaliser.text_column})
+            columns_read = {*COLUMNS, *read_columns(fields), self.normaliser.text_column}
+            if not has_schema(fields) and self.normaliser.text_column not in fields:
+                columns_read |= {*CAPTIONS}
+            unread |= unread_keys(fields, columns_read)
         return unread
 
     def num_ties(self, most: int) -> int:
