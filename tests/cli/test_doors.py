@@ -49,11 +49,9 @@ def test_a_folder_of_classes_is_trained_on_and_the_run_is_the_next_ones_model(he
 @pytest.mark.slow
 def test_a_table_of_classes_is_measured_and_its_empty_text_left_out(headway, data):
     assert headway("new-model", "tiny", "--data", "reviews.csv", "--size", "100k").code == 0
-    measured = headway("index", "reviews.csv", "--model", "tiny", "--json")
-    (counts,) = (
-        json.loads(measured.out)["sources"] if "sources" in json.loads(measured.out) else [json.loads(measured.out)]
-    )
-    assert (measured.code, counts["samples"], counts["empty"], counts["bad"]) == (0, 8, 1, 0)
+    measured = headway("index", "reviews.csv", "--model", "tiny")
+    assert (measured.code, "bad " in measured.out) == (0, False), measured.err
+    assert "1 documents without words, left out" in " ".join(measured.out.split())
 
 
 @pytest.mark.parametrize(

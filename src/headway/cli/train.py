@@ -25,11 +25,11 @@ ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML fil
 
 
 def _once(context: typer.Context, assignments: list[str] | None) -> list[str] | None:
-    from headway.config.read import check_once
+    if assignments and not context.resilient_parsing:  # as where a shell asks how half a line goes on
+        from headway.config.read import check_once
 
-    if not context.resilient_parsing:  # as where a shell asks how half a line goes on
         with errors_in(Options({"overrides": "--set"})):
-            check_once(assignments or ())
+            check_once(assignments)
     return assignments
 
 
