@@ -123,6 +123,7 @@ class Forecaster:
             pack.slots,
             state.weight_bytes,
             state.compute_bytes,
+            state.base,
             state.recompute,
             sharing,
             shape,

@@ -10,6 +10,7 @@ Gradients are summed over the processes, never averaged: the loss is divided by 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -47,6 +49,7 @@ def shard_model(
         offload: whether weights, gradients and optimizer state stay in the host's memory, for devices other than CPUs.
         vision: the tower that runs on every pack of every process or on none; other towers join the root.
     """
+    _gather_bytes_as_they_are()
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
@@ -116,6 +119,22 @@ def model_name(model: nn.Module) -> str:
     """The name of a model's own class."""
     with own_classes(model):
         return type(model).__name__
+
+
+@cache
+def _gather_bytes_as_they_are() -> None:
+    """Keep torch 2.11 from casting tensors of bytes, in which weights are held, to the dtype that it gathers in.
+
+    Later versions leave what is no float alone (torch 2.13, `FSDPParam.init_dtype_attrs`).
+    """
+    choose: Any = FSDPParam.init_dtype_attrs
+
+    def init_dtype_attrs(self: Any, policy: MixedPrecisionPolicy) -> None:
+        choose(self, policy)
+        if not self.orig_dtype.is_floating_point:
+            self.param_dtype = None
+
+    FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign]  # no setting does it
 
 
 def _regular_blocks(model: PreTrainedModel, vision: nn.Module | None) -> list[Block]:
