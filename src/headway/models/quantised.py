@@ -167,7 +167,7 @@ def _from_nf4(stored: torch.Tensor, values: int, dtype: torch.dtype) -> torch.Te
     scales = (scale_codes * factors_B).add_(head[:, :1]).flatten()
     codes = stored[:, 4 * (1 + factors) + blocks :].reshape(stack * blocks, BLOCK // 2)
     # so many at a time that what they are worked out in stays small
-    table, step = _pairs(codes), max(1, AT_ONCE // BLOCK)
+    table, step = _pairs(codes.device), max(1, AT_ONCE // BLOCK)
     out = torch.empty(stack * blocks, BLOCK, dtype=dtype, device=stored.device)
     for start in range(0, len(codes), step):
         part = slice(start, start + step)
@@ -176,13 +176,9 @@ def _from_nf4(stored: torch.Tensor, values: int, dtype: torch.dtype) -> torch.Te
     return out.view(stack, -1)[:, :values].reshape(stack, values)
 
 
-def _pairs(codes: torch.Tensor) -> torch.Tensor:
-    """Values of both codes of each byte, shape (256, 2): a constant of the device, but for tensors of shapes alone."""
-    return _table(codes.device) if type(codes) is torch.Tensor else _table.__wrapped__(codes.device)
-
-
 @functools.cache
-def _table(device: torch.device) -> torch.Tensor:
+def _pairs(device: torch.device) -> torch.Tensor:
+    """Values of both codes of each byte, shape (256, 2)."""
     table = torch.tensor(NF4, device=device)
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], 1)
 
