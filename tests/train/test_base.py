@@ -140,7 +140,9 @@ def test_the_meter_bills_what_it_bills_without(on_base, tmp_path):
     for base in ("nf4", None):
         on_base["model"]["base"], on_base["run"]["folder"] = base, str(tmp_path / f"run-{base}")
         train(parse_config(on_base))
-        records.append([r["flops"] for r in read_metrics(tmp_path / f"run-{base}/metrics.jsonl") if r["kind"] == "step"])
+        records.append(
+            [r["flops"] for r in read_metrics(tmp_path / f"run-{base}/metrics.jsonl") if r["kind"] == "step"]
+        )
     assert records[0] == records[1]
 
 

@@ -144,9 +144,8 @@ def export(
             if alone:
                 files.add(_cast(adapters_alone(part), kind, None))
                 continue
-            if adapts:
-                part = merged(model, _in_float32(part, layouts))
-            files.add(revert_weight_conversion(plain, _cast(part, kind, names)))
+            weights = merged(model, _in_float32(part, layouts)) if adapts else part
+            files.add(revert_weight_conversion(plain, _cast(weights, kind, names)))
         files.close()
         write_card(checkpoint, temporary, adapters=alone)
         temporary.rename(folder)

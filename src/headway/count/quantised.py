@@ -68,4 +68,3 @@ def quantised_parameters(cost_model: CostModel) -> frozenset[str]:
         for number, parameter in enumerate(cost_model.parameters)
         if parameter.name in products and 1 << number in blocks and not parameter.trainable
     )
-

@@ -71,9 +71,7 @@ def _holdable(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     for _, parameter in model.named_parameters(remove_duplicate=False):
         seen[id(parameter)] = seen.get(id(parameter), 0) + 1
     experts = experts_of(model)
-    holders = {
-        path: module for path, module in model.named_modules() if type(module) is nn.Linear or path in experts
-    }
+    holders = {path: module for path, module in model.named_modules() if type(module) is nn.Linear or path in experts}
     return [
         (f"{path}.{name}", parameter)
         for path, module in holders.items()

@@ -137,9 +137,9 @@ def _sorted_out(
     for key, rows in stored.items():
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
         parameter = names.get(target)
-        if target in growing:  # rows that the files do not have come from all that they have
-            full_tensors.setdefault(target, {})[key] = rows
-        elif target in quantised:  # bytes are made of the whole weight
+        if (
+            target in growing or target in quantised
+        ):  # new rows come from all that there are, bytes from the whole weight
             full_tensors.setdefault(target, {})[key] = rows
         elif pattern is None or not isinstance(parameter, DTensor) or _cuts_alike(by_pattern[pattern], parameter):
             sliced[key] = rows
@@ -198,7 +198,7 @@ def _read_whole(
     """
     if not full_tensors:
         return set()
-    twin = load_model(copy.deepcopy(config), dtype=plan.dtype, device="meta", random_init=True)
+    twin = load_model(copy.deepcopy(config), dtype=plan.dtype or model.dtype, device="meta", random_init=True)
     names, layouts = set[str](), layouts_by_name(model)
     for rows in full_tensors.values():
         convert_and_load_state_dict_in_model(twin, rows, plan)

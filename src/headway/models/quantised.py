@@ -12,12 +12,13 @@ The codes are bitsandbytes' to the bit.
 
 Tensor letters: O rows of a weight, I columns, E experts, B blocks of 64 values, F factors, S rows sorted by expert.
 
-Source: Dettmers et al. 2023, QLoRA (arXiv:2305.14314), section 3 and appendix E. The scales' codes are whole numbers, 127
-for the largest of 256 scales less the mean, where the paper takes floats of 8 bits.
+Source: Dettmers et al. 2023, QLoRA (arXiv:2305.14314), section 3 and appendix E. The scales' codes are whole numbers,
+127 for the largest of 256 scales less the mean, where the paper takes floats of 8 bits.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -67,10 +68,7 @@ class Layout:
         """Make the weight that bytes stand for; worked out in float32 and rounded once."""
         num_bytes, values = stored.shape[-1], math.prod(self.shape[-2:])
         rows = stored.reshape(-1, num_bytes)
-        if self.base == "int8":
-            flat = _from_int8(rows, self.shape[-2], dtype)
-        else:
-            flat = _from_nf4(rows, values, dtype)
+        flat = _from_int8(rows, self.shape[-2], dtype) if self.base == "int8" else _from_nf4(rows, values, dtype)
         return flat.view(-1, *self.shape[1:]) if len(self.shape) > 2 else flat.view(self.shape)
 
 
@@ -89,7 +87,9 @@ def layouts_of(module: nn.Module) -> dict[str, Layout]:
 def layouts_by_name(model: nn.Module) -> dict[str, Layout]:
     """The same of a whole model, by the full names of its parameters."""
     return {
-        f"{path}.{name}": layout for path, module in model.named_modules() for name, layout in layouts_of(module).items()
+        f"{path}.{name}": layout
+        for path, module in model.named_modules()
+        for name, layout in layouts_of(module).items()
     }
 
 
@@ -161,7 +161,9 @@ def _from_nf4(stored: torch.Tensor, values: int, dtype: torch.dtype) -> torch.Te
     """Decode matrices of so many values each, a row of bytes for each; shape (E, values)."""
     stack, blocks = len(stored), -(-values // BLOCK)
     factors = -(-blocks // SCALES)
-    head = stored[:, : 4 * (1 + factors)].clone(memory_format=torch.contiguous_format).view(torch.float32)  # where it lies, floats may not begin
+    head = (
+        stored[:, : 4 * (1 + factors)].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    )  # where it lies, floats may not begin
     scale_codes = stored[:, 4 * (1 + factors) :][:, :blocks].contiguous().view(torch.int8)
     factors_B = head[:, 1:].repeat_interleave(SCALES, 1)[:, :blocks]
     scales = (scale_codes * factors_B).add_(head[:, :1]).flatten()
@@ -231,7 +233,13 @@ class _Grouped(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_SD: torch.Tensor, stored: torch.Tensor, ends_E: torch.Tensor, base: Base, shape: Any, turned: bool
+        ctx: Any,
+        rows_SD: torch.Tensor,
+        stored: torch.Tensor,
+        ends_E: torch.Tensor,
+        base: Base,
+        shape: Any,
+        turned: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(stored, ends_E)
         ctx.layout = base, shape, turned
@@ -268,7 +276,7 @@ def _grouped(
     return grouped_linear(rows_SD.contiguous(), weight, ends_E, is_transposed=turned)
 
 
-_PRODUCTS = {"linear": _linear, "product": _product, "grouped": _grouped}
+_PRODUCTS: dict[str, Callable[..., Any]] = {"linear": _linear, "product": _product, "grouped": _grouped}
 for _name, _signature in {
     "linear": "(Tensor x, Tensor stored, Tensor? bias, str base, int[] shape) -> Tensor",
     "product": "(Tensor grad, Tensor stored, str base, int[] shape) -> Tensor",
@@ -278,16 +286,20 @@ for _name, _signature in {
     torch.library.impl(f"headway::quantised_{_name}", ("CPU", "CUDA"), _PRODUCTS[_name])
 
 
-@torch.library.register_fake("headway::quantised_linear")
-def _(x_TI: torch.Tensor, _stored: torch.Tensor, _bias: Any, _base: str, shape: Any) -> torch.Tensor:
+def _linear_of_shapes(x_TI: torch.Tensor, _stored: torch.Tensor, _bias: Any, _base: str, shape: Any) -> torch.Tensor:
     return x_TI.new_empty(x_TI.shape[0], shape[0])
 
 
-@torch.library.register_fake("headway::quantised_product")
-def _(grad_TO: torch.Tensor, _stored: torch.Tensor, _base: str, shape: Any) -> torch.Tensor:
+def _product_of_shapes(grad_TO: torch.Tensor, _stored: torch.Tensor, _base: str, shape: Any) -> torch.Tensor:
     return grad_TO.new_empty(grad_TO.shape[0], shape[1])
 
 
-@torch.library.register_fake("headway::quantised_grouped")
-def _(rows: torch.Tensor, _stored: torch.Tensor, _ends: Any, _base: str, shape: Any, turned: bool) -> torch.Tensor:
-    return rows.new_empty(rows.shape[0], shape[2 if turned else 1])
+def _grouped_of_shapes(
+    rows_SD: torch.Tensor, _stored: torch.Tensor, _ends: Any, _base: str, shape: Any, turned: bool
+) -> torch.Tensor:
+    return rows_SD.new_empty(rows_SD.shape[0], shape[2 if turned else 1])
+
+
+torch.library.register_fake("headway::quantised_linear", _linear_of_shapes)
+torch.library.register_fake("headway::quantised_product", _product_of_shapes)
+torch.library.register_fake("headway::quantised_grouped", _grouped_of_shapes)

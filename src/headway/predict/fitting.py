@@ -137,15 +137,20 @@ def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
         yield ("run.dtype=bfloat16-params",)
     if not parallel.offload:
         yield ("parallel.offload=true",)
+    yield from _of_adapters(config)
+    tokens = config.data.tokens_per_pack // 2
+    while tokens >= _FEWEST_TOKENS:
+        yield (f"data.tokens_per_pack={tokens}",)
+        tokens //= 2
+
+
+def _of_adapters(config: TrainConfig) -> Iterator[tuple[str, ...]]:
+    """Adapters, where all weights learn, and beside adapters a base in 4 bits."""
     adapters = () if config.model.lora is not None else (f"model.lora.rank={LORA_RANK}",)
     if adapters:
         yield adapters
     if config.model.base != "nf4":
         yield (*adapters, _IN_4_BITS)
-    tokens = config.data.tokens_per_pack // 2
-    while tokens >= _FEWEST_TOKENS:
-        yield (f"data.tokens_per_pack={tokens}",)
-        tokens //= 2
 
 
 def _tried(config: TrainConfig, settings: tuple[str, ...], devices: int, peak: Peak) -> Way | None:

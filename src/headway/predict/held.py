@@ -130,9 +130,7 @@ def weights_by_unit(
 
 
 @remembered
-def dequantised_by_block(
-    cost_model: CostModel, saved: SavedActivations, holding: Holding, expert: int
-) -> Counter[str]:
+def dequantised_by_block(cost_model: CostModel, saved: SavedActivations, holding: Holding, expert: int) -> Counter[str]:
     """Bytes that a block's largest product dequantises its weight into, by block.
 
     Args:

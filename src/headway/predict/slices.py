@@ -204,9 +204,7 @@ def _of_products(cost_model: CostModel) -> set[int]:
     )
     # a frozen weight that nothing but products reads is held in their dtype, or dequantised to it
     held = product_weights(cost_model)
-    return {
-        i for i, p in enumerate(cost_model.parameters) if bits >> i & 1 and (p.trainable or p.name not in held)
-    }
+    return {i for i, p in enumerate(cost_model.parameters) if bits >> i & 1 and (p.trainable or p.name not in held)}
 
 
 def cast_weights(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:

@@ -129,8 +129,8 @@ def _gather_bytes_as_they_are() -> None:
     """
     choose: Any = FSDPParam.init_dtype_attrs
 
-    def init_dtype_attrs(self: Any, policy: MixedPrecisionPolicy) -> None:
-        choose(self, policy)
+    def init_dtype_attrs(self: FSDPParam, mp_policy: MixedPrecisionPolicy) -> None:
+        choose(self, mp_policy)
         if not self.orig_dtype.is_floating_point:
             self.param_dtype = None
 
