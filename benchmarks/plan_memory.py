@@ -133,6 +133,11 @@ def measure(kind: str, processes: int, overrides: tuple[str, ...]) -> dict[str, 
     }
 
 
+def _planned(parts: dict[str, Any], part: str) -> int:
+    """Bytes of a part; a base in 4 or 8 bits is among the weights that are measured."""
+    return int(parts[part] + (parts.get("base", 0) if part == "weights" else 0))
+
+
 def render(record: dict[str, Any]) -> str:
     """Render the Markdown page from the record."""
     rows = record["rows"]
@@ -146,7 +151,10 @@ def render(record: dict[str, Any]) -> str:
     seen = [row for row in rows if row["witness"] is not None]
     apart = max((abs(row["witness"] / max(row["measured"][one] for one in MOMENTS[1:]) - 1) for row in seen), default=0)
     parts = [
-        [row["name"], *(f"{row['held'][part] / MIB:.1f} / {row['parts'][part] / MIB:.1f}" for part in row["held"])]
+        [
+            row["name"],
+            *(f"{row['held'][part] / MIB:.1f} / {_planned(row['parts'], part) / MIB:.1f}" for part in row["held"]),
+        ]
         for row in rows
     ]
     worst = sorted(rows, key=lambda row: -abs(row["error"]))[:3]
