@@ -5,6 +5,7 @@ import statistics
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointPolicy
 
 from headway.count.quantised import BASES, BLOCK, matrix_bytes
 from headway.errors import ConfigError
@@ -13,7 +14,8 @@ from headway.models.frozen import quantise_base
 from headway.models.init_weights import init_weights
 from headway.models.load import load_model
 from headway.models.lora import adapter_modules, add_adapters, initialise_adapters, without_adapters
-from headway.models.quantised import NF4, Layout, QuantisedLinear, layout_of, layouts_by_name
+from headway.models.quantised import NF4, Layout, QuantisedLinear, layouts_by_name, layouts_by_size
+from headway.models.recompute import _Policy
 from headway.optim.groups import freeze
 from headway.tracing import trace
 from helpers.models import tiny_config, tiny_ledger
@@ -41,7 +43,7 @@ def test_bytes_stand_for_the_nearest_values(base, shape):
     stored = layout.quantise(weight)
     assert stored.dtype == torch.uint8
     assert stored.shape == layout.stored_shape
-    assert layout_of(stored.shape, shape) == layout
+    assert layouts_by_size({"weight": (stored.shape, shape)}) == {"weight": layout}
     values = layout.dequantise(stored, torch.float32)
     assert values.shape == weight.shape
     # no further off than half the widest gap between two codes, and the scale's own error
@@ -58,6 +60,15 @@ def test_bytes_stand_for_the_nearest_values(base, shape):
         gap = (torch.tensor(NF4).diff().max() / 2) * scales + step * 1.001
         error = (F.pad(decoded.flatten(), (0, -len(flat) % BLOCK)).view(-1, BLOCK) - blocks).abs()
         assert (error <= gap + 1e-6).all()
+
+
+def test_the_way_that_all_sizes_fit_is_the_one_that_weights_are_held_in():
+    sizes = {}
+    for name, shape in {"a": (1, 37), "b": (4, 64)}.items():  # 41 bytes of the first could be either
+        sizes[name] = (torch.Size(Layout("int8", shape).stored_shape), torch.Size(shape))
+    assert Layout("nf4", (1, 37)).stored_shape == sizes["a"][0]
+    assert {layout.base for layout in layouts_by_size(sizes).values()} == {"int8"}
+    assert layouts_by_size({"a": (torch.Size([3]), torch.Size([4, 4]))}) == {}
 
 
 def test_a_base_of_zeros_stays_zeros():
@@ -166,13 +177,10 @@ def test_backward_keeps_the_bytes_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_a_compiled_block_computes_the_same_and_keeps_no_dequantised_weight(family):
-    ours, _ = adapted(family, "nf4")
-    block = ours.model.layers[0]
+def test_a_compiled_layer_computes_the_same_and_keeps_no_dequantised_weight():
+    ours, _ = adapted("qwen3", "nf4")
     hidden = torch.randn(1, 30, 32, requires_grad=True)
-    positions = ours.model.rotary_emb(hidden, torch.arange(30)[None])
-    layer = block.self_attn.q_proj
+    layer = ours.model.layers[0].self_attn.q_proj
     eager = layer(hidden).sum()
     (expected,) = torch.autograd.grad(eager, hidden)
     compiled = torch.compile(layer, fullgraph=True)
@@ -181,7 +189,6 @@ def test_a_compiled_block_computes_the_same_and_keeps_no_dequantised_weight(fami
         out = compiled(hidden).sum()
     (gradient,) = torch.autograd.grad(out, hidden)
     torch.testing.assert_close(gradient, expected)
-    assert positions
     weight = layer.base_layer.out_features * layer.base_layer.in_features
     assert not [t for t in kept if t.is_floating_point() and t.numel() == weight]
 
@@ -190,3 +197,12 @@ def test_nothing_to_hold_is_an_error():
     model = load_model(tiny_config("qwen3"), random_init=True, device="meta")
     with pytest.raises(ConfigError, match=r"model.base 'nf4' holds frozen linear layers .* has none here. Take it out"):
         quantise_base(model, tiny_ledger("qwen3"), "nf4")
+
+
+@pytest.mark.parametrize(("sizes", "kept"), [({(32, 48)}, True), ({(48, 32)}, False), (set(), False)])
+def test_recomputation_keeps_products_by_the_sizes_that_the_bytes_stand_for(sizes, kept):
+    layout = Layout("nf4", (48, 32))
+    arguments = (torch.zeros(3, 32), torch.zeros(layout.stored_shape), None, layout.base, list(layout.shape))
+    policy = _Policy(attention=False, products=frozenset(sizes))
+    decision = policy(None, torch.ops.headway.quantised_linear.default, *arguments)
+    assert (decision is CheckpointPolicy.MUST_SAVE) == kept

@@ -38,7 +38,7 @@ from headway.models.lora import (
     base_name,
     merged,
 )
-from headway.models.quantised import Layout, hold, layout_of
+from headway.models.quantised import Layout, hold, layouts_by_size
 from headway.words import Argument
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -199,14 +199,14 @@ def _parts(
 
 def _layouts(model: PreTrainedModel, saved: Mapping[str, torch.Tensor]) -> dict[str, Layout]:
     """How the weights are held that a checkpoint has in 4 or 8 bits; their sizes tell."""
-    layouts = {}
-    for name, parameter in model.named_parameters():
-        stored = saved.get(WEIGHTS + name)
-        if stored is not None and not stored.is_floating_point():
-            layout = layout_of(stored.shape, tuple(parameter.shape))
-            if layout is not None:
-                layouts[name] = layout
-    return layouts
+    stored = {name: saved[WEIGHTS + name] for name, _ in model.named_parameters() if WEIGHTS + name in saved}
+    return layouts_by_size(
+        {
+            name: (tensor.shape, model.get_parameter(name).shape)
+            for name, tensor in stored.items()
+            if not tensor.is_floating_point()
+        }
+    )
 
 
 def _in_float32(part: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:

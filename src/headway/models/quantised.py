@@ -18,7 +18,7 @@ Source: Dettmers et al. 2023, QLoRA (arXiv:2305.14314), section 3 and appendix E
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -72,10 +72,20 @@ class Layout:
         return flat.view(-1, *self.shape[1:]) if len(self.shape) > 2 else flat.view(self.shape)
 
 
-def layout_of(stored: torch.Size, shape: tuple[int, ...]) -> Layout | None:
-    """Find how a tensor of bytes holds a weight of some shape; None for what is none."""
-    layouts = (Layout(cast(Base, base), shape) for base in BASES)
-    return next((layout for layout in layouts if layout.stored_shape == tuple(stored)), None)
+def layouts_by_size(sizes: Mapping[str, tuple[torch.Size, torch.Size]]) -> dict[str, Layout]:
+    """Find how tensors of bytes hold weights, all of them in one way, by what sizes they have.
+
+    Args:
+        sizes: shapes of the bytes and of the weight, by name.
+
+    Returns:
+        Nothing where no way has these sizes.
+    """
+    for base in BASES:
+        layouts = {name: Layout(cast(Base, base), tuple(shape)) for name, (_, shape) in sizes.items()}
+        if all(layouts[name].stored_shape == tuple(stored) for name, (stored, _) in sizes.items()):
+            return layouts
+    return {}
 
 
 def layouts_of(module: nn.Module) -> dict[str, Layout]:
