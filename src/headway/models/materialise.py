@@ -137,9 +137,8 @@ def _sorted_out(
     for key, rows in stored.items():
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
         parameter = names.get(target)
-        if (
-            target in growing or target in quantised
-        ):  # new rows come from all that there are, bytes from the whole weight
+        # rows that the files do not have come from all that they have, bytes of the whole weight
+        if target in growing or target in quantised:
             full_tensors.setdefault(target, {})[key] = rows
         elif pattern is None or not isinstance(parameter, DTensor) or _cuts_alike(by_pattern[pattern], parameter):
             sliced[key] = rows
