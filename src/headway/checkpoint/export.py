@@ -125,7 +125,7 @@ def export(
             Argument("merge_adapters"),
             " out.",
         )
-    alone = adapts and not merge_adapters
+    leaves_base = adapts and not merge_adapters
     hold(model, layouts := _layouts(model, saved))
     check_architecture(checkpoint, {name: tensor.shape for name, tensor in saved.items()}, model)
     # a folder beside it, renamed once it is complete
@@ -133,21 +133,21 @@ def export(
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        kind = dtype or (torch.bfloat16 if layouts and not alone else _dtype_of_learning(saved))
+        kind = dtype or (torch.bfloat16 if layouts and not leaves_base else _dtype_of_learning(saved))
         # without a dtype buffers keep their own; frozen weights may have been held in fewer bits
         names = None if dtype is not None else {base_name(name) for name, _ in model.named_parameters()}
-        files = _WeightFiles(temporary, max_file_bytes, ADAPTERS if alone else WHOLE)
-        _write_described(checkpoint, temporary, plain, kind, adapters=alone)
+        files = _WeightFiles(temporary, max_file_bytes, ADAPTERS if leaves_base else WHOLE)
+        _write_described(checkpoint, temporary, plain, kind, adapters=leaves_base)
         # layer by layer, so that no more than a layer is in memory
         for part in _parts(checkpoint, saved, model, average=average):
             # under the names of transformers: all weights, the adapters added into them, or the adapters alone
-            if alone:
+            if leaves_base:
                 files.add(_cast(adapters_alone(part), kind, None))
                 continue
             weights = merged(model, _in_float32(part, layouts)) if adapts else part
             files.add(revert_weight_conversion(plain, _cast(weights, kind, names)))
         files.close()
-        write_card(checkpoint, temporary, adapters=alone)
+        write_card(checkpoint, temporary, adapters=leaves_base)
         temporary.rename(folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -67,14 +67,14 @@ def quantise_base(model: nn.Module, cost_model: CostModel, base: Base) -> tuple[
 
 def _holdable(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Weights of plain linear layers, and what experts multiply by; those that two modules share are left out."""
-    seen: dict[int, int] = {}
+    uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
-        seen[id(parameter)] = seen.get(id(parameter), 0) + 1
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     experts = experts_of(model)
     holders = {path: module for path, module in model.named_modules() if type(module) is nn.Linear or path in experts}
     return [
         (f"{path}.{name}", parameter)
         for path, module in holders.items()
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim > 1 and seen[id(parameter)] == 1
+        if parameter.ndim > 1 and uses[id(parameter)] == 1
     ]

@@ -159,9 +159,9 @@ def _to_nf4(matrix: torch.Tensor) -> torch.Tensor:
     codes = torch.bucketize(blocks_B64 / _divisor(scales_B)[:, None], (table[1:] + table[:-1]) / 2, out_int32=True)
     # scales once more: their distances from the mean, in whole numbers
     mean = scales_B.mean()
-    rest = F.pad(scales_B - mean, (0, -len(scales_B) % SCALES)).view(-1, SCALES)
-    factors_F = rest.abs().amax(1) / _LARGEST
-    scale_codes = (rest / _divisor(factors_F)[:, None]).round().to(torch.int8).flatten()[: len(scales_B)]
+    distances = F.pad(scales_B - mean, (0, -len(scales_B) % SCALES)).view(-1, SCALES)
+    factors_F = distances.abs().amax(1) / _LARGEST
+    scale_codes = (distances / _divisor(factors_F)[:, None]).round().to(torch.int8).flatten()[: len(scales_B)]
     head = torch.cat([mean[None], factors_F]).view(torch.uint8)
     pairs = codes.to(torch.uint8).view(-1, 2)
     return torch.cat([head, scale_codes.view(torch.uint8), pairs[:, 0] << 4 | pairs[:, 1]])

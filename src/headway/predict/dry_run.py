@@ -24,7 +24,8 @@ from headway.packing.lengths import LengthTable
 from headway.packing.measure import report_on
 from headway.packing.mesh import MeshShape
 from headway.predict.fitting import Way, ways_to_fit
-from headway.predict.memory import MemoryPlan, Sharing, State, plan_memory
+from headway.predict.held import Sharing, State
+from headway.predict.memory import MemoryPlan, plan_memory
 from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.planned_lengths import fullest_pack, lengths_of, most_patches, one_picture, policies_of
 from headway.predict.recompute import least_within

@@ -17,8 +17,7 @@ from headway.count.units import chosen_blocks, head_features, remembered, unit_n
 from headway.packing.mesh import MeshShape
 from headway.predict.attentions import attentions
 from headway.predict.communication import Exchange, Exchanges, Phase
-from headway.predict.held import Holding, weights_by_unit
-from headway.predict.memory import Sharing, State
+from headway.predict.held import Holding, Sharing, State, weights_by_unit
 from headway.predict.slices import SPREAD, rows_of, sliced, spread_over
 
 
@@ -115,10 +114,10 @@ def _of_weights(
         learns[unit, over > 1] += parameter.numel // over if parameter.trainable else 0
     weights = weights_by_unit(cost_model, in_slices, saved, sharing.expert, Holding.of(state, sharing))
     for unit, spread in learns:
-        held, gathered = weights[f"{unit}{SPREAD}" if spread else unit]
+        stored, gathered = weights[f"{unit}{SPREAD}" if spread else unit]
         ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
         # offloaded weights come to the device in their own precision, a slice for each process
-        copied = held // ranks if sharing.offload else 0
+        copied = stored // ranks if sharing.offload else 0
         gather = Exchange("all-gather", unit, "forward", gathered, ranks, stride, host_bytes=copied)
         exchanges.append(gather)
         if unit in again:

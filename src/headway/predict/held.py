@@ -6,7 +6,6 @@ read it or FSDP2 gathers it in that (`headway.models.frozen`), or in 4 or 8 bits
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
@@ -14,14 +13,50 @@ from headway.count.quantised import AT_ONCE, Base, matrix_bytes, quantised_param
 from headway.count.rows import Parameter, hidden_matrices
 from headway.count.units import block_of, head_features, product_weights, remembered, unit_names
 from headway.count.updating import UpdateOf, updating_of
-from headway.predict.moments import FLOAT32
+from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.slices import SPREAD, rows_of, spread_over
-
-if TYPE_CHECKING:
-    from headway.predict.memory import Sharing, State
 
 _WORKING = 6
 """Bytes of each value that is dequantised, beside the result: its code as an index, and its value in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Sharing of a model among processes."""
+
+    shards: int = 1  # processes that hold one copy of the weights between them
+    gathers: bool = False  # whether FSDP2 gathers them block by block; a lone process has a plain model
+    sequence: int = 1  # processes that share each pack
+    expert: int = 1  # processes that the experts of a layer are spread over
+    reshard: bool = True  # whether a block's gathered weights are freed between forward and backward
+    # whether gradients are summed after every pack; otherwise whole ones wait for the last
+    reduce_each_pack: bool = True
+    reduce_bytes: int = FLOAT32  # bytes of a number in which gradients are summed
+    offload: bool = False  # whether weights, gradients and state lie in the host's memory
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Dtypes of weights, gradients and optimizer state, and of forward's products."""
+
+    weight_bytes: int = FLOAT32  # bytes of a weight as the optimizer sees it
+    compute_bytes: int = BFLOAT16  # bytes of a weight as matrix products see it
+    moment_bytes: float = FLOAT32  # bytes of an optimizer moment; 8-bit codes and their scales are 1 + 4 / 256
+    muon: bool = False  # whether matrices of hidden layers have one moment instead of two
+    averaged: bool = False  # whether there is a moving average of the weights that learn, in float32
+    average_every: int = 1  # steps between its updates
+    muon_iterations: int = 5  # of Newton-Schulz
+    float8: bool = False  # whether blocks multiply in float8
+    offload: bool = False  # whether the host updates
+    one_pass: bool = False  # whether AdamW makes one pass over large parameters in bfloat16
+    accumulates: bool = False  # whether a step sums several packs
+    recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
+    fused: bool = False  # whether blocks are compiled or run on fused kernels
+    in_place: bool = False  # whether gradients of a gated product take the places of what it read
+    chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
+    base: Base | None = None  # how frozen matrices are held, where not in the dtype of the products
+    # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not
+    padded: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +69,7 @@ class Holding:
     gathers: bool = False  # whether FSDP2 gathers the weights
 
     @staticmethod
-    def of(state: "State", sharing: "Sharing") -> "Holding":
+    def of(state: State, sharing: Sharing) -> "Holding":
         """Read it off a run's dtypes and sharing."""
         return Holding(state.weight_bytes, state.compute_bytes, state.base, sharing.gathers)
 
@@ -114,24 +149,26 @@ def weights_by_unit(
         holding: in how many bytes each weight is held.
     """
     sizes, names = quantised_sizes(cost_model, holding.base), unit_names(cost_model, saved)
-    held, gathered = Counter[str](), Counter[str]()
+    stored, gathered = Counter[str](), Counter[str]()
     every = zip(cost_model.parameters, in_slices.parameters, names, _number_bytes(cost_model, holding), strict=True)
     for parameter, cut, name, number_bytes in every:
         spread = spread_over(parameter, expert)
         unit = f"{name}{SPREAD}" if spread > 1 else name
         if parameter.name in sizes:
             own = _padded(sizes[parameter.name], parameter, cut) // spread
-            held[unit] += own
+            stored[unit] += own
             gathered[unit] += own
         else:
-            held[unit] += number_bytes * (cut.numel // spread)
+            stored[unit] += number_bytes * (cut.numel // spread)
             gathered[unit] += holding.compute_bytes * (cut.numel // spread)
-    return {unit: (held[unit], gathered[unit]) for unit in held}
+    return {unit: (stored[unit], gathered[unit]) for unit in stored}
 
 
 @remembered
-def dequantised_by_block(cost_model: CostModel, saved: SavedActivations, holding: Holding, expert: int) -> Counter[str]:
-    """Bytes that a block's largest product dequantises its weight into, by block.
+def dequantised_by_block(
+    cost_model: CostModel, saved: SavedActivations, holding: Holding, expert: int
+) -> dict[str, tuple[int, int]]:
+    """Bytes of the largest weight that a block dequantises, by block, and of what that is worked out in.
 
     Args:
         cost_model: of the model.
@@ -140,11 +177,12 @@ def dequantised_by_block(cost_model: CostModel, saved: SavedActivations, holding
         expert: processes that the experts of a layer are spread over.
     """
     sizes = quantised_sizes(cost_model, holding.base)
-    most: Counter[str] = Counter()
+    most: dict[str, tuple[int, int]] = {}
     for parameter in cost_model.parameters:
         if parameter.name in sizes:
             numel, block = parameter.numel // spread_over(parameter, expert), block_of(parameter, saved)
-            most[block] = max(most[block], holding.compute_bytes * numel + _WORKING * min(numel, AT_ONCE))
+            own = (holding.compute_bytes * numel, _WORKING * min(numel, AT_ONCE))
+            most[block] = max(most.get(block, own), own)
     return most
 
 
@@ -161,7 +199,7 @@ class Fixed:
     host: int = 0  # of all but `updating`, in the host's memory instead
 
     @staticmethod
-    def of(cost_model: CostModel, in_slices: CostModel, state: "State", sharing: "Sharing") -> "Fixed":
+    def of(cost_model: CostModel, in_slices: CostModel, state: State, sharing: Sharing) -> "Fixed":
         """Multiply parameters with their bytes, and divide by the processes that share a copy."""
         learning = in_slices.params.trainable
         of_weights, of_base = held_bytes(cost_model, in_slices, Holding.of(state, sharing))
@@ -192,6 +230,6 @@ def num_moments(cost_model: CostModel, *, muon: bool) -> int:
     return sum(p.numel * (1 if p.name in by_muon else 2) for p in cost_model.parameters if p.trainable)
 
 
-def shared(num_bytes: float, sharing: "Sharing") -> int:
+def shared(num_bytes: float, sharing: Sharing) -> int:
     """One process's share of bytes of the model, rounded up."""
     return -int(-num_bytes // sharing.shards)

@@ -21,12 +21,18 @@ from typing import Any
 
 from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
-from headway.count.quantised import Base
 from headway.count.units import chosen_blocks, head_features, head_parameter, is_tied, remembered
 from headway.predict.attentions import padding_of_sums
-from headway.predict.held import Fixed, Holding, dequantised_by_block, shared, weights_by_unit
+from headway.predict.held import (
+    Fixed,
+    Holding,
+    Sharing,
+    State,
+    dequantised_by_block,
+    shared,
+    weights_by_unit,
+)
 from headway.predict.moments import (
-    BFLOAT16,
     FLOAT32,
     NO_UNIT,
     PARTS,
@@ -48,45 +54,6 @@ from headway.predict.slices import (
     trained_of_process,
     values_of_spread,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """Sharing of a model among processes."""
-
-    shards: int = 1  # processes that hold one copy of the weights between them
-    gathers: bool = False  # whether FSDP2 gathers them block by block; a lone process has a plain model
-    sequence: int = 1  # processes that share each pack
-    expert: int = 1  # processes that the experts of a layer are spread over
-    reshard: bool = True  # whether a block's gathered weights are freed between forward and backward
-    # whether gradients are summed after every pack; otherwise whole ones wait for the last
-    reduce_each_pack: bool = True
-    reduce_bytes: int = FLOAT32  # bytes of a number in which gradients are summed
-    offload: bool = False  # whether weights, gradients and state lie in the host's memory
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """Dtypes of weights, gradients and optimizer state, and of forward's products."""
-
-    weight_bytes: int = FLOAT32  # bytes of a weight as the optimizer sees it
-    compute_bytes: int = BFLOAT16  # bytes of a weight as matrix products see it
-    moment_bytes: float = FLOAT32  # bytes of an optimizer moment; 8-bit codes and their scales are 1 + 4 / 256
-    muon: bool = False  # whether matrices of hidden layers have one moment instead of two
-    averaged: bool = False  # whether there is a moving average of the weights that learn, in float32
-    average_every: int = 1  # steps between its updates
-    muon_iterations: int = 5  # of Newton-Schulz
-    float8: bool = False  # whether blocks multiply in float8
-    offload: bool = False  # whether the host updates
-    one_pass: bool = False  # whether AdamW makes one pass over large parameters in bfloat16
-    accumulates: bool = False  # whether a step sums several packs
-    recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
-    fused: bool = False  # whether blocks are compiled or run on fused kernels
-    in_place: bool = False  # whether gradients of a gated product take the places of what it read
-    chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
-    base: Base | None = None  # how frozen matrices are held, where not in the dtype of the products
-    # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not
-    padded: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +273,11 @@ def _backward_blocks(
             sizes[name],
             activations=sizes[name].kept(chosen[name]) if name in chosen else sizes[name].saved,
             casts=state.compute_bytes * casts[name],
-            dequantised=dequantised[name],
+            # while a weight is dequantised, the gradient of what its product reads is not there yet
+            dequantised=sum(
+                size if number == 0 else max(0, size - state.compute_bytes * widest[name] // sharing.sequence)
+                for number, size in enumerate(dequantised.get(name, ()))
+            ),
             is_recomputed=name in chosen,
             gradients=shared(state.weight_bytes * gradients[name], sharing),
             passing=(2 - (state.in_place and name in gated)) * state.compute_bytes * widest[name] // sharing.sequence,

@@ -24,8 +24,7 @@ from headway.count.units import block_of, chosen_blocks, head_features, remember
 from headway.predict.attentions import attentions
 from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges, exposed_s
-from headway.predict.held import num_moments
-from headway.predict.memory import State
+from headway.predict.held import State, num_moments
 from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.slices import muon_matrices, spread_over
 from headway.predict.speeds import HEAD_SIZE, Cases, Shape, Speeds

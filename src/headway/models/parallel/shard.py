@@ -10,7 +10,6 @@ Gradients are summed over the processes, never averaged: the loss is divided by 
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -18,13 +17,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 from transformers import PreTrainedModel
 
+from headway.errors import ConfigError
 from headway.models.blocks import Block, blocks
 from headway.models.parallel.mesh import Mesh
 from headway.models.waits import keep_on_host
+
+_SHARDS_BYTES = (2, 13)
+"""The torch whose FSDP2 was seen to shard and gather parameters that are no floats; 2.11 does not."""
 
 
 def shard_model(
@@ -48,8 +51,11 @@ def shard_model(
         reshard: whether a block's gathered weights are freed after its forward and gathered again for its backward.
         offload: whether weights, gradients and optimizer state stay in the host's memory, for devices other than CPUs.
         vision: the tower that runs on every pack of every process or on none; other towers join the root.
+
+    Raises:
+        ConfigError: weights that are held in 4 or 8 bits, with a torch that cannot shard them.
     """
-    _gather_bytes_as_they_are()
+    _refuse_bytes(model)
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
@@ -121,20 +127,18 @@ def model_name(model: nn.Module) -> str:
         return type(model).__name__
 
 
-@cache
-def _gather_bytes_as_they_are() -> None:
-    """Keep torch 2.11 from casting tensors of bytes, in which weights are held, to the dtype that it gathers in.
+def _refuse_bytes(model: nn.Module) -> None:
+    """Refuse weights that are held in bytes where FSDP2 takes floats alone (torch 2.11).
 
-    Later versions leave what is no float alone (torch 2.13, `FSDPParam.init_dtype_attrs`).
+    Raises:
+        ConfigError: there are such weights.
     """
-    choose: Any = FSDPParam.init_dtype_attrs
-
-    def init_dtype_attrs(self: FSDPParam, mp_policy: MixedPrecisionPolicy) -> None:
-        choose(self, mp_policy)
-        if not self.orig_dtype.is_floating_point:
-            self.param_dtype = None
-
-    FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign]  # no setting does it
+    takes_bytes = TorchVersion(torch.__version__) >= _SHARDS_BYTES
+    if not takes_bytes and not all(parameter.is_floating_point() for parameter in model.parameters()):
+        raise ConfigError(
+            f"model.base among several processes needs torch {'.'.join(map(str, _SHARDS_BYTES))} or later, and this is "
+            f"torch {torch.__version__}, which shards floats alone. Train on one process, or take model.base out."
+        )
 
 
 def _regular_blocks(model: PreTrainedModel, vision: nn.Module | None) -> list[Block]:
