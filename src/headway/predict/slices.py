@@ -203,8 +203,8 @@ def _of_products(cost_model: CostModel) -> set[int]:
         operator.or_, (g.needs for row in cost_model.rows for g in row.gradients if g.phase == "wgrad"), 0
     )
     # a frozen weight that nothing but products reads is held in their dtype, or dequantised to it
-    held = product_weights(cost_model)
-    return {i for i, p in enumerate(cost_model.parameters) if bits >> i & 1 and (p.trainable or p.name not in held)}
+    narrow = product_weights(cost_model)
+    return {i for i, p in enumerate(cost_model.parameters) if bits >> i & 1 and (p.trainable or p.name not in narrow)}
 
 
 def cast_weights(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:
