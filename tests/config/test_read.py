@@ -266,7 +266,7 @@ def test_words_of_other_tools_are_understood_at_every_level(section, minimal):
         ("lora_rank", "`model.lora.rank`"),
         ("freeze_vit", "`model.freeze=[vision]`"),
         ("report_to", "`run.trackers`"),
-        ("load-in-4bit", "nearest: `run.dtype=bfloat16-params`"),
+        ("load-in-4bit", "`model.base`, nf4 for 4 bits"),
         ("gradient_checkpointing", "`speed.recompute=full`"),
         ("sample_packing", "`data.strategy`"),
         ("image_max_pixels", "`data.max_pixels`, or `data.train.N.max_pixels`"),

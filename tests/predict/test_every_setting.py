@@ -34,6 +34,8 @@ MOVES = [
     ("speed.attention=fa3", TIME, ()),
     ("speed.attention=cudnn", BOTH, ("speed.recompute=full,-attention",)),
     ("speed.loss_chunk=null", MEMORY, ()),
+    ("model.base=nf4", BOTH, ("model.lora.rank=16",)),
+    ("model.base=int8", BOTH, ("model.lora.rank=16",)),
     ("optim.name=muon", BOTH, ()),
     ("optim.muon.iterations=10", TIME, ("optim.name=muon",)),
     ("optim.state=bfloat16", BOTH, ()),
@@ -95,7 +97,7 @@ FREE = {
 def names_of_config():
     """Settings of the sections in question, by their dotted names, with their annotations."""
     sections = ("speed.", "optim.", "parallel.")
-    chosen = (*sections, "run.dtype", "data.tokens_per_pack")
+    chosen = (*sections, "run.dtype", "data.tokens_per_pack", "model.base")
     settings = [setting for setting in walk(TrainConfig) if setting.name.startswith(chosen)]
     return {setting.name: setting for setting in settings}
 

@@ -11,6 +11,8 @@ _SAME: dict[str, str] = {
     "lora_dropout": "`model.lora.dropout`",
     "lora_target lora_target_modules target_modules target_linear lora_target_linear": "`model.lora.targets`",
     "finetuning_type tuner_type train_type adapter use_peft use_lora peft_config peft": "`model.lora`",
+    "load_in_4bit load_in_8bit quantization quantization_bit quantization_method quant_method quant_bits "
+    "bnb_4bit_quant_type qlora": "`model.base`, nf4 for 4 bits and int8 for 8, beside `model.lora`",
     "freeze_vision_tower freeze_vision_encoder freeze_vit freeze_vision": "`model.freeze=[vision]`",
     "freeze_language_model freeze_llm freeze_backbone": "`model.freeze=[language]`",
     "freeze_parameters freeze_multi_modal_projector freeze_aligner freeze_projector unfrozen_parameters "
@@ -99,10 +101,6 @@ _SAME: dict[str, str] = {
     "random_seed data_seed": "`run.seed`, and `data.seed` for the order of the samples",
 }
 _ABSENT: dict[str, str] = {
-    "load_in_4bit load_in_8bit quantization quantization_bit quantization_method quant_method quant_bits "
-    "bnb_4bit_quant_type qlora": (
-        "weights are not held in 4 or 8 bits; nearest: `run.dtype=bfloat16-params`, `model.lora` and `optim.state=8bit`"
-    ),
     "task stage rl rlhf_type rlhf dpo kto orpo reward_model": (
         "training is supervised, without DPO, KTO, GRPO or rewards; nearest: leave it out, and name answers to learn "
         "in `data.train`"

@@ -112,6 +112,15 @@ class TrainConfig(Section):
             raise ValueError("parallel.reduce 'step' has no effect with one pack per step; see optim.accumulation")
         return self
 
+    @model_validator(mode="after")
+    def _base_is_dequantised_to_bfloat16(self) -> Self:
+        if self.model.base is not None and self.run.dtype == "float8":
+            raise ValueError(
+                f"model.base {self.model.base!r} is dequantised to bfloat16, in which its layers multiply, and "
+                "run.dtype 'float8' would have them multiply in float8: take one of the two out"
+            )
+        return self
+
     @property
     def recipe(self) -> Recipe:
         """The file that it was read from, and what that says of settings that were given another value."""

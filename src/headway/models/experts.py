@@ -20,6 +20,7 @@ from headway.errors import ConfigError
 from headway.models.grouped import grouped_linear, permute_rows
 from headway.models.parallel import local
 from headway.models.products import product_dtype
+from headway.models.quantised import layouts_of, multiply_rows
 
 NAME = "headway_experts"
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
@@ -94,11 +95,15 @@ def apply_experts(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, expe
     Returns:
         What the experts made of the rows, shape (S, D).
     """
-    dtype = product_dtype(rows_SD, module.down_proj)
+    layouts, first = layouts_of(module), module.down_proj
+    dtype = product_dtype(rows_SD, first if first.is_floating_point() else rows_SD)
 
     def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
-        weight = local(getattr(module, name)).to(dtype)
-        out = grouped_linear(rows.to(dtype), weight, ends_E, is_transposed=module.is_transposed)
+        weight, turned = local(getattr(module, name)), module.is_transposed
+        if not weight.is_floating_point():
+            out = multiply_rows(rows.to(dtype), weight, ends_E, layouts[name], is_transposed=turned)
+        else:
+            out = grouped_linear(rows.to(dtype), weight.to(dtype), ends_E, is_transposed=turned)
         return out + local(getattr(module, name + "_bias")).to(dtype)[expert_S] if module.has_bias else out
 
     if module.has_gate:

@@ -17,8 +17,8 @@ from headway.count.units import chosen_blocks, head_features, remembered, unit_n
 from headway.packing.mesh import MeshShape
 from headway.predict.attentions import attentions
 from headway.predict.communication import Exchange, Exchanges, Phase
-from headway.predict.memory import Sharing, State
-from headway.predict.slices import rows_of, sliced, spread_over
+from headway.predict.held import Holding, Sharing, State, weights_by_unit
+from headway.predict.slices import SPREAD, rows_of, sliced, spread_over
 
 
 def exchanges_of(
@@ -45,7 +45,8 @@ def exchanges_of(
     chosen_blocks(state.recompute, cost_model, saved)  # or an error
     if not sharing.gathers:
         return Exchanges()
-    computing = State(weight_bytes=state.weight_bytes, compute_bytes=state.compute_bytes)  # for weights alone
+    # for weights alone
+    computing = State(weight_bytes=state.weight_bytes, compute_bytes=state.compute_bytes, base=state.base)
     if sharing.sequence > 1 or sharing.expert > 1:
         computing = replace(computing, recompute=state.recompute)
     return _all_of(cost_model, saved, pack, computing, sharing, shape)
@@ -106,17 +107,18 @@ def _of_weights(
     """Gathers of weights and sums of gradients; spread experts have a mesh of their own."""
     units = unit_names(cost_model, saved)
     exchanges: list[Exchange] = []
-    gathered: Counter[tuple[str, bool]] = Counter()
+    in_slices = sliced(cost_model, shape.fsdp, sharing.expert)
     learns: Counter[tuple[str, bool]] = Counter()
-    for parameter, unit in zip(sliced(cost_model, shape.fsdp, sharing.expert).parameters, units, strict=True):
+    for parameter, unit in zip(in_slices.parameters, units, strict=True):
         over = spread_over(parameter, sharing.expert)
-        gathered[unit, over > 1] += parameter.numel // over
         learns[unit, over > 1] += parameter.numel // over if parameter.trainable else 0
-    for (unit, spread), numel in gathered.items():
+    weights = weights_by_unit(cost_model, in_slices, saved, sharing.expert, Holding.of(state, sharing))
+    for unit, spread in learns:
+        stored, gathered = weights[f"{unit}{SPREAD}" if spread else unit]
         ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
         # offloaded weights come to the device in their own precision, a slice for each process
-        copied = numel * state.weight_bytes // ranks if sharing.offload else 0
-        gather = Exchange("all-gather", unit, "forward", numel * state.compute_bytes, ranks, stride, host_bytes=copied)
+        copied = stored // ranks if sharing.offload else 0
+        gather = Exchange("all-gather", unit, "forward", gathered, ranks, stride, host_bytes=copied)
         exchanges.append(gather)
         if unit in again:
             exchanges.append(replace(gather, phase="backward"))

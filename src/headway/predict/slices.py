@@ -9,7 +9,7 @@ from dataclasses import replace
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
 from headway.count.rows import Parameter, hidden_matrices
-from headway.count.units import block_of, head_features, head_parameter, remembered, unit_names
+from headway.count.units import block_of, head_features, head_parameter, product_weights, remembered, unit_names
 
 SPREAD = " (experts)"
 """Follows a block's name in that of the unit of its spread experts."""
@@ -198,10 +198,13 @@ def trained_by_block(cost_model: CostModel, saved: SavedActivations) -> Counter[
 
 
 def _of_products(cost_model: CostModel) -> set[int]:
+    """Numbers of the parameters that are cast for their products."""
     bits = functools.reduce(
         operator.or_, (g.needs for row in cost_model.rows for g in row.gradients if g.phase == "wgrad"), 0
     )
-    return {i for i in range(len(cost_model.parameters)) if bits >> i & 1}
+    # a frozen weight that nothing but products reads is held in their dtype, or dequantised to it
+    narrow = product_weights(cost_model)
+    return {i for i, p in enumerate(cost_model.parameters) if bits >> i & 1 and (p.trainable or p.name not in narrow)}
 
 
 def cast_weights(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:
