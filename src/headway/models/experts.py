@@ -81,7 +81,7 @@ def run_experts(
 
     rows_SD = permute_rows(hidden_TD, order_S, place_S, chosen_TK.shape[1])
     out_SD = apply_experts(module, rows_SD, ends_E, sorted_S)
-    out_TKD = permute_rows(out_SD, place_S, order_S).view(*chosen_TK.shape, -1)
+    out_TKD = permute_rows(out_SD, place_S, order_S).view(*chosen_TK.shape, out_SD.shape[-1])
     out_TD: torch.Tensor = (out_TKD * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
     return out_TD
 

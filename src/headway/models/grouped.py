@@ -161,7 +161,7 @@ class _PermuteRows(torch.autograd.Function):
         (back_S,) = ctx.saved_tensors
         grad = grads[0][back_S]
         if ctx.copies > 1:
-            grad = grad.view(grad.shape[0] // ctx.copies, ctx.copies, -1).sum(1)
+            grad = grad.view(grad.shape[0] // ctx.copies, ctx.copies, grad.shape[-1]).sum(1)
         return grad, None, None, None
 
 
@@ -223,9 +223,7 @@ class _CopyRows(torch.autograd.Function):
 
 class _SumCopies(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x_SD: torch.Tensor, weights_S: torch.Tensor | None, *copies: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x_SD: torch.Tensor, weights_S: torch.Tensor | None, *copies: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(None if weights_S is None else x_SD, weights_S, copies[0])
         return _sums(x_SD, Copies(*copies), weights_S)
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from headway.models.experts import apply_experts
 from headway.models.grouped import Copies, copy_rows, permute_rows, sum_copies
@@ -27,7 +26,7 @@ from headway.models.grouped import Copies, copy_rows, permute_rows, sum_copies
 def run_spread_experts(
     module: Any, hidden_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Have each slot worked on by the processes that keep its experts; stands in for `run_experts` where they are spread.
+    """Have each slot worked on by the processes that keep its experts; `run_experts` where these are spread.
 
     How many rows go where is exchanged first, and the host waits for those numbers: the one wait of a layer.
 
@@ -40,7 +39,7 @@ def run_spread_experts(
     Returns:
         The weighted sums of what each slot's experts made of it, shape (T, D).
     """
-    mesh: DeviceMesh = module.down_proj.device_mesh
+    mesh = module.down_proj.device_mesh
     group, processes, device = mesh.get_group(), mesh.size(), hidden_TD.device
     num_local = module.down_proj.shape[0] // processes
     if module.training and hasattr(module, "router_load"):
@@ -67,6 +66,7 @@ def run_spread_experts(
     # Each item says which of the process' experts it is for, and whether it begins a row.
     code_I = (2 * (chosen_TK.flatten()[order_I] % num_local) + begins_I).int()
     weights_I = permute_rows(weights_TK.reshape(-1, 1), order_I, order_I.argsort())
+    weights_I = weights_I.to(torch.promote_types(weights_I.dtype, torch.float32))
 
     transfer = Transfer(group, (rows_sent, rows_received), (items_sent, items_received), (items_sent, items_received))
     tensors = transfer.start(copy_rows(hidden_TD, rows), weights_I, code_I)
@@ -83,7 +83,8 @@ def run_spread_experts(
     starts_R = torch.searchsorted(row_M, torch.arange(sum(rows_received), device=device))
     items = Copies(row_M[order_M], place_M, starts_R)
     out_MD = apply_experts(module, copy_rows(rows_RD, items), ends_L, expert_M)
-    sums_RD = sum_copies(out_MD, items, permute_rows(weights_M, order_M, place_M).squeeze(1)).to(out_MD.dtype)
+    weights_M = permute_rows(weights_M.to(weights_TK.dtype), order_M, place_M).squeeze(1)
+    sums_RD = sum_copies(out_MD, items, weights_M).to(out_MD.dtype)
 
     # One row for each slot and process goes back.
     way_back = Transfer(group, (rows_received, rows_sent))
@@ -119,7 +120,7 @@ class Transfer:
         return arrived
 
     def send(self, tensors: tuple[torch.Tensor, ...], learns: tuple[bool, ...]) -> tuple[torch.Tensor, ...]:
-        """Begin to send tensors, of which some need gradients; the other processes' parts arrive in what is returned."""
+        """Begin to send tensors, of which some need gradients; other processes' rows arrive in what is returned."""
         self._learns = learns
         return tuple(self._send(rows, *sizes) for rows, sizes in zip(tensors, self._sizes, strict=True))
 

@@ -40,7 +40,7 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         ConfigError: the model has no experts, or experts that transformers does not dispatch; or the number of
             processes does not divide the number of experts; or something else learns inside them.
     """
-    layers = experts_of(model)
+    layers: dict[str, Any] = {**experts_of(model)}  # torch types attributes as modules
     if not layers:
         raise ConfigError(_no_experts(model))
     for name, module in layers.items():
@@ -69,18 +69,23 @@ class SharedPath:
 
     def compute_ahead(self, x_TD: torch.Tensor) -> None:
         """Compute the path of what the experts read."""
-        self._ahead = StorageWeakRef(x_TD.untyped_storage()), self._compute(x_TD)
+        self._ahead = _storage_of(x_TD), self._compute(x_TD)
 
     @torch.compiler.disable(reason="what was computed ahead is taken")  # type: ignore[no-untyped-call, untyped-decorator]
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == StorageWeakRef(x.untyped_storage()):
-            return ahead[1].view(*x.shape[:-1], -1)
+        if ahead is not None and ahead[0] == _storage_of(x):
+            return ahead[1].view_as(x)
         return self._compute(x)
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = type(self._module).forward(self._module, x)
         return out
+
+
+def _storage_of(x: torch.Tensor) -> StorageWeakRef:
+    """Name a tensor's memory, which views share, on the meta device too."""
+    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own
 
 
 def shared_path_of(parent: nn.Module, experts: nn.Module) -> nn.Module | None:
@@ -100,12 +105,12 @@ def shared_path_of(parent: nn.Module, experts: nn.Module) -> nn.Module | None:
     paths: list[nn.Module] = []
 
     def stand_in(_module: nn.Module, hidden_TD: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-        reads.append(StorageWeakRef(hidden_TD.untyped_storage()))
+        reads.append(_storage_of(hidden_TD))
         return torch.empty_like(hidden_TD)
 
     def note(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         is_path = len(args) == 1 and isinstance(out, torch.Tensor) and out.shape == args[0].shape
-        if is_path and reads == [StorageWeakRef(args[0].untyped_storage())]:
+        if is_path and reads == [_storage_of(args[0])]:
             paths.append(module)
 
     config: Any = experts.config
