@@ -41,7 +41,7 @@ def test_activations_are_waited_for():
 
 def test_shared_experts_hide_the_exchanges_that_run_beside_them():
     def rows(seconds, phase="forward", unit="b"):
-        return gather(unit, seconds, phase, waits=True, beside=0.5)  # of 4 FLOPs: 1 s forward, 2 s backward
+        return gather(unit, seconds, phase, waits=True, concurrent_flops=0.5)  # of 4 FLOPs: 1 s forward, 2 s backward
 
     assert exposed(rows(3)) == pytest.approx(2)
     assert exposed(rows(0.5)) == pytest.approx(0)

@@ -82,6 +82,6 @@ def test_slots_go_once_to_each_process_beside_shared_experts_that_are_called_beh
     forward = [each for each in exchanges.all if each.kind == "all-to-all" and each.phase == "forward"]
     layers = len(forward) // 4
     rows, items = round(60 * (1 + 4 / 6)), 60 * 2  # of six pairs of experts, four are on both processes
-    assert [(each.num_bytes, each.beside) for each in forward] == layers * [
+    assert [(each.num_bytes, each.concurrent_flops) for each in forward] == layers * [
         (rows * 32 * 2, 60 * shared), (items * 4, 60 * shared), (items * 4, 60 * shared), (rows * 32 * 2, 0)
     ]  # fmt: skip

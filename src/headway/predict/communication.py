@@ -34,7 +34,7 @@ class Exchange:
         ranks: that take part.
         stride: between neighbours of theirs in the order of ranks.
         waits: whether computing waits for it, wherever it is.
-        beside: FLOPs of forward that, where computing waits, run meanwhile.
+        concurrent_flops: of forward that, where computing waits, run meanwhile.
         once: whether it happens after a step's last pack alone.
         host_bytes: that each process moves from or to its host's memory for it.
     """
@@ -46,7 +46,7 @@ class Exchange:
     ranks: int
     stride: int = 1
     waits: bool = False
-    beside: float = 0.0
+    concurrent_flops: float = 0.0
     once: bool = False
     host_bytes: int = 0
 
@@ -152,8 +152,8 @@ class Timeline:
         parts: dict[Phase, dict[tuple[str, float], Cases]] = {"forward": {}, "backward": {}}
         for exchange in exchanges:
             took = self._seconds(exchange)
-            if exchange.waits and exchange.beside:  # the exchanges of a block that share what they run beside
-                of_part, part = parts[exchange.phase], (exchange.unit, exchange.beside / self._total)
+            if exchange.waits and exchange.concurrent_flops:  # the exchanges of a block that share what they run beside
+                of_part, part = parts[exchange.phase], (exchange.unit, exchange.concurrent_flops / self._total)
                 of_part[part] = of_part.get(part, Cases.exact(0.0)) + took
             elif exchange.waits:
                 waits += took

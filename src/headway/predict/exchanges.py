@@ -143,19 +143,26 @@ def _of_activations(
     again, alive = chosen_blocks(state.recompute, cost_model, saved), _units_with_backward(cost_model, saved)
 
     def through(
-        unit: str, forward: int, backward: int, ranks: int, size: int = state.compute_bytes, beside: float = 0.0
+        unit: str,
+        forward: int,
+        backward: int,
+        ranks: int,
+        size: int = state.compute_bytes,
+        concurrent_flops: float = 0.0,
     ) -> Iterator[Exchange]:
         """List an all-to-all of forward, its repetition in a recomputed block, and its counterpart in backward.
 
-        `forward` and `backward` are the numbers of values of `size` bytes that a process sends in each; `beside` are
-        FLOPs of forward that run meanwhile.
+        `forward` and `backward` are the numbers of values of `size` bytes that a process sends in each;
+        `concurrent_flops` are those of forward that run meanwhile.
         """
         phases: list[tuple[Phase, int]] = [("forward", forward)]
         if unit in alive:
             phases.extend([("backward", backward)] if backward else [])
             phases.extend([("backward", forward)] if unit in again else [])
         for phase, numbers in phases:
-            yield Exchange("all-to-all", unit, phase, numbers * size, ranks, waits=True, beside=beside)
+            yield Exchange(
+                "all-to-all", unit, phase, numbers * size, ranks, waits=True, concurrent_flops=concurrent_flops
+            )
 
     # shared packs (Ulysses): tokens for heads before attention, heads for tokens behind it
     if sharing.sequence > 1:
@@ -174,11 +181,11 @@ def _of_activations(
         slots = -(-pack.slots // sharing.sequence)
         for layer in _expert_layers(cost_model):
             values = round(slots * distinct_ranks(layer.experts, layer.chosen, sharing.expert)) * layer.width
-            items, beside = slots * layer.chosen, float(layer.shared * pack.slots)
-            yield from through(layer.block, values, values, sharing.expert, beside=beside)
+            items, concurrent = slots * layer.chosen, float(layer.shared * pack.slots)
+            yield from through(layer.block, values, values, sharing.expert, concurrent_flops=concurrent)
             # with it go the weights of its experts, in float32, and which of a process' experts they are
-            yield from through(layer.block, items, items, sharing.expert, FLOAT32, beside)
-            yield from through(layer.block, items, 0, sharing.expert, FLOAT32, beside)
+            yield from through(layer.block, items, items, sharing.expert, FLOAT32, concurrent)
+            yield from through(layer.block, items, 0, sharing.expert, FLOAT32, concurrent)
             yield from through(layer.block, values, values, sharing.expert)
 
 
@@ -242,15 +249,15 @@ def _expert_layers(cost_model: CostModel) -> list[_ExpertLayer]:
             continue
         count, parent = rows.count(parameter), module.rpartition(".")[0]
         # what the block calls behind its experts, as long as these rows are of the block's other parts
-        behind: Counter[str] = Counter()
+        flops_of_part: Counter[str] = Counter()
         last: dict[str, int] = {}  # width that each part gives
         for row in cost_model.rows[place + 1 :]:
             if not row.module.startswith(f"{parent}."):
                 break
             part = row.module.removeprefix(f"{parent}.").partition(".")[0]
-            behind[part] += row.forward
+            flops_of_part[part] += row.forward
             last[part] = row.features[1] if row.features else 0
-        shared = [flops for part, flops in behind.items() if last[part] == width]
+        shared = [flops for part, flops in flops_of_part.items() if last[part] == width]
         chosen = count * parameter.active // parameter.numel
         layers.append(_ExpertLayer(block, count, chosen, width, shared[0] if len(shared) == 1 else 0))
     return layers

@@ -73,9 +73,9 @@ class SharedPath:
 
     @torch.compiler.disable(reason="what was computed ahead is taken")  # type: ignore[no-untyped-call, untyped-decorator]
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] == _storage_of(x):
-            return ahead[1].view_as(x)
+        computed, self._ahead = self._ahead, None
+        if computed is not None and computed[0] == _storage_of(x):
+            return computed[1].view_as(x)
         return self._compute(x)
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,8 @@ def shared_path_of(parent: nn.Module, experts: nn.Module) -> nn.Module | None:
         parent: the block.
         experts: its module of experts, switched to "headway_experts".
     """
-    needed = [each for each in inspect.signature(parent.forward).parameters.values() if each.default is each.empty]
+    arguments = inspect.signature(parent.forward).parameters.values()
+    needed = [argument for argument in arguments if argument.default is argument.empty]
     if len(needed) != 1:  # a block that wants more than hidden states
         return None
     reads: list[StorageWeakRef] = []  # of the experts, once they have been called
