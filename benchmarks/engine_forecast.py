@@ -17,6 +17,7 @@ from headway.errors import UnknownDeviceError
 from headway.explain.breakdown import NO_ATTENTION, NO_KERNEL, break_down
 from headway.explain.explanation import StepWaterfall
 from headway.predict.dry_run import recompute_of, state_of
+from headway.predict.kernel_bytes import Kernels
 from headway.predict.memory import MemoryPlan, State
 from headway.predict.speeds import Speeds
 from headway.predict.step_time import StepTimes, StepWork
@@ -111,7 +112,7 @@ class PlannedCase:
         is_one_pass = any(note.startswith(_ONE_PASS) for note in case["notes"])
         return PlannedCase(
             cost_model,
-            StepTimes(cost_model, saved, speeds, update="one pass" if is_one_pass else "separate"),
+            StepTimes(cost_model, saved, speeds, kernels=Kernels(update="one pass" if is_one_pass else "separate")),
             state_of(config, precision, recompute),
             predicted_memory(setup, config, cost_model, layers, packs, is_small=False),
             f"attention at the rates of speed.attention={attention}; {speeds.source}",
@@ -127,9 +128,7 @@ class PlannedCase:
             computed[_tower(name)] += cases.expected
             attention_s += cases.expected if name.endswith(".attention") else 0.0
         of_key = {line.key: line.seconds.expected for line in step.lines}
-        return StepLines(
-            dict(computed), attention_s, of_key["memory"], of_key["optimizer"], step.step_s, self.source
-        )
+        return StepLines(dict(computed), attention_s, of_key["memory"], of_key["optimizer"], step.step_s, self.source)
 
 
 def predicted_lines(case: dict[str, Any], device: str) -> StepLines | None:

@@ -89,13 +89,15 @@ def render(record: dict[str, Any]) -> str:
     """The record as Markdown tables."""
     cells, lines = [], []
     for row in record["rows"]:
-        took, said, held, planned = row["step_s"], row["predicted_s"], row["allocated"], row["predicted_bytes"]
-        cells.append([row["case"], str(row["layers"]), row["recompute"], f"{took:.3f}", f"{said:.3f}",
-                      f"{100 * (said / took - 1):+.1f} %", f"{held / 2**30:.1f}", f"{planned / 2**30:.1f}",
+        step_s, said, held, planned = row["step_s"], row["predicted_s"], row["allocated"], row["predicted_bytes"]
+        cells.append([row["case"], str(row["layers"]), row["recompute"], f"{step_s:.3f}", f"{said:.3f}",
+                      f"{100 * (said / step_s - 1):+.1f} %", f"{held / 2**30:.1f}", f"{planned / 2**30:.1f}",
                       f"{100 * (planned / held - 1):+.1f} %"])  # fmt: skip
         profile = row["profile_s"]
         for name, seconds in row["lines_s"].items():
-            lines.append([row["case"], name, f"{1e3 * profile[name]:,.0f}" if profile else "-", f"{1e3 * seconds:,.0f}"])
+            lines.append(
+                [row["case"], name, f"{1e3 * profile[name]:,.0f}" if profile else "-", f"{1e3 * seconds:,.0f}"]
+            )
     headings = ["case", "layers", "recompute", "step [s]", "predicted [s]", "error", "allocated [GiB]",
                 "predicted [GiB]", "error"]  # fmt: skip
     return (

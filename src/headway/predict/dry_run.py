@@ -323,7 +323,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         accumulates=config.optim.accumulation > 1,
         recompute=recompute,
         fused=config.speed.is_fused(config.run.device),
-        in_place=config.speed.kernels == "liger",
+        liger=config.speed.kernels == "liger",
         chunk=config.speed.loss_chunk,
     )
 

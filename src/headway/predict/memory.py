@@ -82,7 +82,7 @@ class State:
     accumulates: bool = False  # whether a step sums several packs
     recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
     fused: bool = False  # whether blocks are compiled or run on fused kernels
-    in_place: bool = False  # whether gradients of a gated product take the places of what it read
+    liger: bool = False  # whether Liger computes the loss, and gated products, whose gradients it writes over them
     chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
     # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not
     padded: tuple[int, int] | None = None
@@ -350,7 +350,7 @@ def _backward_blocks(
             casts=state.compute_bytes * casts[name],
             is_recomputed=name in chosen,
             gradients=_shared(state.weight_bytes * gradients[name], sharing),
-            passing=(2 - (state.in_place and name in gated)) * state.compute_bytes * widest[name] // sharing.sequence,
+            passing=(2 - (state.liger and name in gated)) * state.compute_bytes * widest[name] // sharing.sequence,
             unit=units.get(name, NO_UNIT),
             spread=units.get(f"{name}{SPREAD}", NO_UNIT),
             by_spread=state.compute_bytes * pack.slots * by_spread[name] // sharing.sequence,
