@@ -318,7 +318,9 @@ class StepTimes:
         if not any(attention.values()):
             return seconds
         size = self._head_sizes.get((row.name, row.driver), HEAD_SIZE)
-        return seconds + self._speeds.attention_s(attention["forward"], attention["backward"], pairs / queries, size)
+        slots = work.pack.patches if row.name.startswith("vision.") else work.pack.slots
+        speeds = self._speeds.of_pack(slots, pairs / queries)
+        return seconds + speeds.attention_s(attention["forward"], attention["backward"], pairs / queries, size)
 
     def _padding(self, work: StepWork, state: State) -> Mapping[str, int]:
         """FLOPs that slots without a token take in a step of all devices, by component."""
