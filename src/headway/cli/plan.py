@@ -150,8 +150,8 @@ def plan(
     making_s = None if measured is None else measured.making_s
     learning = learning_model(config, cost_model)
     time = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict(config, planned.packs)
-    planned = _with_note_on_auto(config, learning, saved, planned, time, (target, count, links, making_s))
     total = ends.total(planned.packs, planned.packs.counts.read)
+    planned = _with_note_on_auto(config, learning, saved, planned, time, (target, count, links, making_s))
     run = None if total is None else WholeRun.of(total, time, count, price, speeds)
     print_result(
         lambda: to_dict(planned, time, speeds, run),
@@ -187,7 +187,7 @@ def _with_note_on_auto(
     packs, (target, count, links, making_s) = planned.packs, where
     if packs is None or config.speed.attention != "auto" or target is None or "cudnn" not in target.attention_shares:
         return planned
-    faster = with_overrides(config.to_dict(), ["speed.attention=cudnn"])
+    faster = with_overrides(config.to_dict(), ("speed.attention=cudnn",))
     memory = memory_plan(faster, learning, saved, count, packs.most_tokens, packs.most_patches, packs.padded)
     speeds = speeds_of(faster, learning, target, count)
     step = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict(faster, packs)

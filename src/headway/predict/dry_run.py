@@ -23,7 +23,7 @@ from headway.packing.budget import segments_within
 from headway.packing.lengths import LengthTable
 from headway.packing.measure import report_on
 from headway.packing.mesh import MeshShape
-from headway.predict.fitting import Way, ways_to_fit
+from headway.predict.fitting import Way, saved_with_adapters, ways_to_fit
 from headway.predict.memory import MemoryPlan, Sharing, State, plan_memory
 from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.planned_lengths import fullest_pack, lengths_of, most_patches, one_picture, policies_of
@@ -255,12 +255,16 @@ def memory_and_ways(
 
     def memory(changed: TrainConfig, devices: int) -> MemoryPlan:
         fill = min(1.0, changed.data.tokens_per_pack / tokens)
-        # adapters that are tried save at most what the model saves that learns whole
-        lora = changed.model.lora if config.model.lora is None else None
-        learning = cost_model if lora is None else cost_model.lora(lora.rank, lora.targets)
+        # of adapters that are tried, what autograd saves is not traced
+        learning, saved_by = cost_model, saved
+        if changed.model.lora is not None and config.model.lora is None:
+            learning = cost_model.lora(changed.model.lora.rank, changed.model.lora.targets)
+            precision = precision_of(changed, devices)
+            bytes_of_result = compute_bytes_of(precision)
+            saved_by = {precision: saved_with_adapters(saved[precision], learning, bytes_of_result)}
         sizes = math.ceil(fill * tokens), math.ceil(fill * patches)
         filled = None if padded is None else (math.ceil(fill * padded[0]), math.ceil(fill * padded[1]))
-        return memory_plan(changed, learning, saved, devices, *sizes, filled)
+        return memory_plan(changed, learning, saved_by, devices, *sizes, filled)
 
     planned, room = memory(config, devices), room_of(device)
     if room is None or planned.peak <= room:

@@ -338,7 +338,7 @@ class StepTimes:
         sizes = _bytes_by_block(self._saved, work.pack, state.fused)
         again = sum(sizes[name] for name in chosen_blocks(state.recompute, self._cost_model, self._saved))
         alive = sum(size for name, size in sizes.items() if name in self._alive)
-        moved = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive
+        moved: float = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive
         fused = state.liger if self._kernels.fuses_loss is None else self._kernels.fuses_loss
         slots = work.pack.slots / work.sequence
         moved += work.sequence * loss_bytes(self._cost_model, slots, state, fused=fused)
