@@ -103,11 +103,11 @@ def loss_bytes(cost_model: CostModel, slots: float, state: State, *, fused: bool
     if features is None:
         return 0.0
     width, vocabulary = features
-    compute, held = state.compute_bytes, state.weight_bytes
+    compute, stored = state.compute_bytes, state.weight_bytes
     casts = compute + FLOAT32 if compute < FLOAT32 else 0
-    weight = FLOAT32 + (FLOAT32 + held) + 2 * held  # zeroed, cast, scaled by the slope of the loss
+    weight = FLOAT32 + (FLOAT32 + stored) + 2 * stored  # zeroed, cast, scaled by the slope of the loss
     if fused:
-        logit, weight = 3 * compute, weight + 2 * held
+        logit, weight = 3 * compute, weight + 2 * stored
     else:
         logit, weight = 2 * casts + (LOG_SOFTMAX_READS + 1 + 2) * FLOAT32, weight + 2 * FLOAT32
     learns = number is not None and cost_model.parameters[number].trainable
