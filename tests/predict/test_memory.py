@@ -239,7 +239,7 @@ def text_of_81920(**state):
 
 
 def test_gradients_of_a_gated_product_in_place_take_half_the_room():
-    usual, in_place = text_of_81920(), text_of_81920(in_place=True)
+    usual, in_place = text_of_81920(), text_of_81920(liger=True)
     assert usual.peak - in_place.peak == 2 * 18944 * 81_920
     assert usual.at("forward") == in_place.at("forward")
     assert in_place.peak == pytest.approx(96_324_063_232, rel=0.01)

@@ -52,7 +52,7 @@ class State:
     accumulates: bool = False  # whether a step sums several packs
     recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
     fused: bool = False  # whether blocks are compiled or run on fused kernels
-    in_place: bool = False  # whether gradients of a gated product take the places of what it read
+    liger: bool = False  # whether Liger computes the loss, and gated products, whose gradients it writes over them
     chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
     base: Base | None = None  # how frozen matrices are held, where not in the dtype of the products
     # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not
