@@ -139,7 +139,9 @@ def test_a_frozen_model_with_adapters_has_gradients_and_moments_of_them_alone():
     adapters = LAYERS * 8 * (2 * (H + H) + 2 * (H + 512) + 3 * (H + 18944))
     assert plan.gradients == 4 * adapters // 4
     assert plan.optimizer == 2 * plan.gradients
-    assert plan.weights == 4 * (PARAMS + adapters) // 4
+    assert (
+        plan.weights == (2 * PARAMS + 4 * adapters) // 4
+    )  # FSDP2 gathers in bfloat16, and so the frozen ones are held
 
 
 def test_experts_over_processes_are_gathered_by_their_share():
