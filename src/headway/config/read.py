@@ -256,27 +256,25 @@ def with_overrides(
     return parse_config(raw, source=source)
 
 
-def check_once(overrides: Iterable[str]) -> None:
-    """Make sure that no override takes back what another one says.
+def without_effect(overrides: Iterable[str]) -> list[str]:
+    """Name the overrides that a later one takes back, a clause each; whoever adds to a command line means the last one.
 
-    Raises:
-        ConfigError: one sets a key, or a section around it, that another set before; or says it in another way.
-
-    >>> check_once(["optim={lr: 1e-3}", "optim.clip=1"])
+    >>> without_effect(["optim.lr=1e-3", "optim.clip=1", "optim.lr=1e-4"])
+    ['optim.lr=1e-3 has no effect, as optim.lr=1e-4 stands behind it']
     """
     before: dict[str, str] = {}
+    clauses = []
     for override in overrides:
         name, _, value = (part.strip() for part in override.partition("="))
         section, dot, key = name.rpartition(".")
         other = f"{section}{dot}{_EITHER[key]}" if key in _EITHER and value != "null" else name
-        lost = next((done for done in before if done in (name, other) or done.startswith(f"{name}.")), None)
-        if lost is not None and before[lost] != "null":
-            raise ConfigError(
-                Argument("overrides"),
-                f" {override!r} takes back {f'{lost}={before[lost]}'!r}, which stands before it. Leave one out.",
-                value=override,
-            )
+        lost = [done for done in before if done in (name, other) or done.startswith(f"{name}.")]
+        for done in lost:
+            old_value = before.pop(done)
+            if old_value not in ("null", value):
+                clauses.append(f"{done}={old_value} has no effect, as {override} stands behind it")
         before[name] = value
+    return clauses
 
 
 def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> TrainConfig:
