@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from headway.config.data import DataConfig
 from headway.config.mistakes import describe_all
 from headway.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.config.optim import OptimConfig
+from headway.config.preference import PreferenceConfig
 from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
 from headway.config.sections import Section
 from headway.errors import ConfigError
@@ -58,6 +59,9 @@ class TrainConfig(Section):
     model: ModelConfig
     data: DataConfig
     optim: OptimConfig
+    preference: PreferenceConfig | None = Field(
+        default=None, description="Train on preferences: answers of which some are better; null for none"
+    )
     parallel: ParallelConfig = ParallelConfig()
     speed: SpeedConfig = SpeedConfig()
     eval: EvalConfig = EvalConfig()
@@ -94,6 +98,22 @@ class TrainConfig(Section):
     def _gradients_are_summed_over_packs(self) -> Self:
         if self.parallel.reduce == "step" and self.optim.accumulation == 1:
             raise ValueError("parallel.reduce 'step' has no effect with one pack per step; see optim.accumulation")
+        return self
+
+    @model_validator(mode="after")
+    def _references_are_there(self) -> Self:
+        preference = self.preference
+        if preference is None:
+            return self
+        if preference.compares_with == "adapters-off" and self.model.lora is None:
+            raise ValueError(
+                "preference.reference 'adapters-off' needs adapters to switch off: set model.lora, or use 'stored'"
+            )
+        if preference.compares_with == "stored" and self.data.stream is not None:
+            raise ValueError(
+                "preference.reference 'stored' is computed for the rows of an index, and data.stream has none: leave "
+                "data.stream out, or use 'adapters-off' with model.lora"
+            )
         return self
 
     @property

@@ -28,7 +28,7 @@ from headway.data.media.processor_images import SMALLEST_TRIED
 from headway.data.media.sizes import MediaSizes
 from headway.data.media.tensors import MediaTensors, joined_media
 from headway.data.pack_times import charged_to
-from headway.data.samples import NOTHING, Chat, Document, Origin, Sample, SampleLengths, unusable
+from headway.data.samples import NOTHING, Chat, Document, Origin, Preference, Sample, SampleLengths, unusable
 from headway.models.foreign import foreign
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
@@ -57,6 +57,7 @@ class EncodedSample:
         processed: tensors of all images, by the model's own names, where they are as its processor gives them.
         media_end: one past the last placeholder of an image, video or sound; 0 without any [tokens].
         segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
+        answers: length of each answer of a preference with the prompt before it, the best first; else empty [tokens].
         parts: of what the sample is made, for a model that draws; empty for others.
         drawn_images: images whose latents are drawn or referred to, -1 to 1, shape (3, height, width) each.
     """
@@ -71,6 +72,7 @@ class EncodedSample:
     processed: dict[str, Joinable] = field(default_factory=dict)
     media_end: int = 0
     segments: tuple[int, ...] = ()
+    answers: tuple[int, ...] = ()
     parts: tuple[SamplePart, ...] = ()
     drawn_images: tuple[torch.Tensor, ...] = ()
 
@@ -232,13 +234,16 @@ class Encoder:
         """Encode a sample for training.
 
         Of a chat every assistant turn is supervised, the token that ends it and tool calls included, each in the view
-        in which the model would have been asked for it (`ChatTemplate.views`); of a document every token.
+        in which the model would have been asked for it (`ChatTemplate.views`); of a document every token; of a
+        preference each answer, all of them end to end.
 
         Raises:
             DataError: nothing to learn, a text that is too long, tokens that the model does not know, damaged media or
                 media the model cannot read, or a chat template that leaves something out; the message names file and
                 place.
         """
+        if isinstance(sample, Preference):
+            return joined_answers([self.encode(chat) for chat in sample.chats])
         views = []
         for view in self._views(sample):
             with self._planned(view, decodes=True) as planned:
@@ -251,6 +256,8 @@ class Encoder:
         Raises:
             DataError: as `encode`, except for damage that shows only when media are decoded.
         """
+        if isinstance(sample, Preference):
+            return SampleLengths.of_answers([self.measure(chat) for chat in sample.chats])
         views = []
         for view in self._views(sample):
             with self._planned(view, decodes=False) as planned:
@@ -441,6 +448,12 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
         media_end=lengths.media_end,
         segments=lengths.segments,
     )
+
+
+def joined_answers(chats: Sequence[EncodedSample]) -> EncodedSample:
+    """The answers of a preference one after the other, each behind the prompt, as one sample that is never cut."""
+    answers = joined_views(chats)
+    return replace(answers, answers=tuple(chat.tokens for chat in chats), media_end=answers.tokens)
 
 
 def _end_to_end(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
-"""Samples as types: chats and documents, their media, where each came from, and how long it is once encoded."""
+"""Samples as types: chats, documents and preferences, their media, where each came from, and how long it is once encoded."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from io import BytesIO
 from itertools import accumulate
@@ -181,6 +181,7 @@ class Chat:
         tools: JSON schemas of the functions that the assistant may call.
         template_kwargs: variables of the chat template that this chat sets, such as enable_thinking.
         sizes: bounds on what is read of its media, of its source; those of the run where there are none.
+        desirable: whether its answer is wished for, of data for KTO; None elsewhere.
     """
 
     messages: tuple[Message, ...]
@@ -188,6 +189,7 @@ class Chat:
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     sizes: MediaSizes = field(default_factory=MediaSizes)
+    desirable: bool | None = None
 
     @property
     def where(self) -> str:
@@ -247,7 +249,42 @@ class Document:
         return str(self.origin)
 
 
-Sample = Chat | Document
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Answers to one prompt, of which some are better than others.
+
+    Attributes:
+        prompt: the turns that all answers follow; none where each answer is a whole chat with media of its own.
+        answers: the turns of each answer, the best first; at least two. `(chosen, rejected)` is the common case.
+        origin: where it came from.
+        tools: JSON schemas of the functions that the assistant may call.
+        template_kwargs: variables of the chat template that this row sets.
+        sizes: bounds on what is read of its media.
+    """
+
+    prompt: tuple[Message, ...]
+    answers: tuple[tuple[Message, ...], ...]
+    origin: Origin
+    tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    sizes: MediaSizes = field(default_factory=MediaSizes)
+
+    @property
+    def where(self) -> str:
+        """File and place, for messages to people."""
+        return str(self.origin)
+
+    @property
+    def chats(self) -> tuple[Chat, ...]:
+        """Each answer behind the prompt, as a chat of which the answer alone is learnt."""
+        shown = tuple(replace(turn, learnt=False) if turn.role == "assistant" else turn for turn in self.prompt)
+        return tuple(
+            Chat((*shown, *answer), self.origin, self.tools, self.template_kwargs, self.sizes)
+            for answer in self.answers
+        )
+
+
+Sample = Chat | Document | Preference
 """One row of a dataset, read and checked."""
 
 
@@ -259,7 +296,8 @@ class SampleLengths:
         tokens: length, placeholders of images, videos and sounds included [tokens].
         supervised: targets that the loss counts [tokens].
         first_target: place of the first supervised token that another one predicts, so at least 1 [tokens].
-        media_end: one past the last placeholder of an image, video or sound; 0 without any [tokens].
+        media_end: one past the last token that is never cut off: a placeholder of an image, video or sound, or the last
+            of a preference's answers; 0 without any [tokens].
         media: sizes of the items of each kind that there is, by the names of `headway.count.modalities`: (t, h, w) of
             each image or video [patches], feature frames of each sound [frames].
         segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
@@ -293,8 +331,7 @@ class SampleLengths:
         """The lengths of a chat that is shown in several views, one after the other; of a single view its own."""
         if len(views) == 1:
             return views[0]
-        segments = tuple(view.tokens for view in views)
-        ends = list(accumulate(segments, initial=0))
+        ends = list(accumulate((view.tokens for view in views), initial=0))
         return cls(
             tokens=ends[-1],
             supervised=sum(view.supervised for view in views),
@@ -306,13 +343,19 @@ class SampleLengths:
                 name: tuple(size for view in views for size in view.media.get(name, ()))
                 for name in dict.fromkeys(name for view in views for name in view.media)
             },
-            segments=segments,
+            segments=tuple(length for view in views for length in view.segments or (view.tokens,)),
             targets=tuple(
                 (end + first, end + last)
                 for end, view in zip(ends, views, strict=False)
                 for first, last in view.targets
             ),
         )
+
+    @classmethod
+    def of_answers(cls, chats: "Sequence[SampleLengths]") -> "SampleLengths":
+        """The lengths of a preference, whose answers stand one after the other and are never cut."""
+        answers = cls.joined(chats)
+        return replace(answers, media_end=answers.tokens)
 
 
 NOTHING = SampleLengths(tokens=0, supervised=0, first_target=0)

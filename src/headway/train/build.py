@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from headway.checkpoint import Checkpoint, refuse_half_written
 from headway.config import TrainConfig
 from headway.count import CostModel
-from headway.count.recompute import choice_in_words
+from headway.count.recompute import HEAD, choice_in_words
 from headway.errors import CheckpointError
 from headway.models.attention.cuda_kernel import choose_kernel
 from headway.models.compiling import CompileWatch, compile_blocks
@@ -41,6 +41,7 @@ class Trained:
     Attributes:
         model: with weights, unless a checkpoint's are still to come.
         cost_model: its ledger, as it trains.
+        plain_cost_model: its ledger without adapters.
         model_with_loss: runs a pack through the model and its loss.
         recompute: which blocks are computed again in backward, as `CostModel.count` takes it.
         compiles: whether its blocks are compiled.
@@ -50,11 +51,18 @@ class Trained:
 
     model: PreTrainedModel
     cost_model: CostModel
+    plain_cost_model: CostModel
     model_with_loss: ModelWithLoss
     recompute: str
     compiles: bool
     compile_watch: CompileWatch
     notes: tuple[str, ...]
+
+    def billed_recompute(self, config: TrainConfig) -> str:
+        """What backward computes again, as the ledger takes it: blocks, and the head where its losses are weighed."""
+        if config.preference is None or config.speed.loss_chunk is None:
+            return self.recompute
+        return HEAD if self.recompute == "none" else f"{self.recompute},{HEAD}"
 
 
 def build_trained(
@@ -80,7 +88,8 @@ def build_trained(
     if device.type == "cuda":  # transformers compares numbers of tokens on the device, and would wait for each
         os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
     model = build_model(config, checkpoint, precision.params, device if mesh is None else torch.device("meta"))
-    cost_model = adapt(model, freeze(model, trace(model), config.model.freeze), config.model)
+    plain_cost_model = freeze(model, trace(model), config.model.freeze)
+    cost_model = adapt(model, plain_cost_model, config.model)
     is_compiled, notes = compiles(config.speed, model, device)
     recompute = chosen_recompute(config, model, cost_model, precision, fused=is_compiled)
     if config.speed.recompute_bytes is not None:
@@ -104,7 +113,7 @@ def build_trained(
     if mesh is not None:
         distribute(model, mesh, config, checkpoint, precision, device)
     initialise_adapters(model, config.run.seed, torch.device("cpu") if config.parallel.offload else device)
-    return Trained(model, cost_model, with_loss, recompute, is_compiled, compile_watch, notes)
+    return Trained(model, cost_model, plain_cost_model, with_loss, recompute, is_compiled, compile_watch, notes)
 
 
 def build_model(

@@ -60,8 +60,11 @@ from headway.packing.mesh import MeshShape
 from headway.report import format_count
 from headway.train.build import Trained, build_trained
 from headway.train.data import budget_of, make_collator, open_dataset, open_feed
+from headway.train.preference import AdaptersOff, PairTraining, pair_training
 from headway.train.record import describe_software
+from headway.train.reference import Scoring, StoredReference
 from headway.train.run_folder import RunFolder, from_weights_of
+from headway.train.step_numbers import PAIR_TERMS
 from headway.train.watch import LoopPhase
 
 
@@ -98,6 +101,7 @@ class Run:
     router_load: RouterLoad
     eval_set: EvalSet | None
     generation_eval: GenerationEval | None
+    pairs: PairTraining | None
     resumes: bool
     damaged: tuple[str, ...]
     checkpoint: Checkpoint | None
@@ -115,7 +119,9 @@ class Run:
 
     @property
     def loss_terms(self) -> tuple[str, ...]:
-        """Names of the losses beside that of tokens; see `step_numbers.TERMS`."""
+        """Names of the losses beside that of tokens; see `step_numbers.TERMS` and `PAIR_TERMS`."""
+        if self.pairs is not None:
+            return PAIR_TERMS
         return ("flow",) if getattr(self.model, "draws", False) else ()
 
     @property
@@ -191,6 +197,10 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     position = checkpoint.position() if checkpoint is not None else {}
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda", position=position)
     eval_set, generation_eval = _held_out(config, encoder, model, ranks, mesh)
+    phase.at("computing the reference's log-probabilities", watched=False)  # as long as the data are large
+    scoring = Scoring(trained.model_with_loss, device, precision.autocast, _sequence_group(mesh))
+    ledgers = {"trained": cost_model, "plain": trained.plain_cost_model}
+    pairs = pair_training(config, feed, encoder, scoring, ranks, ledgers, resumes=checkpoint is not None)
 
     phase.at("restoring the checkpoint")
     if checkpoint is not None:
@@ -205,6 +215,9 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         notes += tuple(f"warning: {note}" for source in feed.sources for note in source.notes())
     feed.needed = steps - (checkpoint.step if checkpoint is not None else 0)
     phase.at("set-up")
+    if pairs is not None and isinstance(pairs.reference, StoredReference) and pairs.reference.note:
+        notes += (pairs.reference.note,)
+    others = (pairs.reference.cost_model,) if pairs is not None and isinstance(pairs.reference, AdaptersOff) else ()
     saving, exports = config.checkpoint, exports_of(config)
     saver = CheckpointSaver(
         config.run.folder / CHECKPOINTS,
@@ -220,7 +233,8 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
             peak=peak_for(device, precision.peak_dtype),
             device=device,
             optimizer=optimizer if math.isfinite(bandwidth_of(device)) else None,
-            recompute=trained.recompute,
+            recompute=trained.billed_recompute(config),
+            others=others,
             packing_length=config.data.tokens_per_pack,
             batch_share=BatchShare(ranks.sequence, is_first=ranks.bills),
             steps_before=checkpoint.step if checkpoint is not None else 0,
@@ -242,6 +256,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         router_load=RouterLoad(model, device),
         eval_set=eval_set,
         generation_eval=generation_eval,
+        pairs=pairs,
         resumes=resumes,
         damaged=damaged,
         checkpoint=checkpoint,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.data.media.sizes import MediaSizes
-from headway.data.samples import Chat, Document, MediaPart, Message, Origin, Part, Sample, TextPart
+from headway.data.samples import Chat, Document, MediaPart, Message, Origin, Part, Preference, Sample, TextPart
 from headway.data.sources.json_rows import shortened, words_of
 from headway.data.sources.marks import check_columns_of, check_words
 from headway.data.sources.messages import json_value, read_tools, read_turns
@@ -16,13 +16,14 @@ from headway.data.sources.references import KINDS, MediaRules, RowMedia, kind_of
 from headway.errors import ConfigError, DataError
 
 COLUMNS = (
-    "messages", "conversations", "system", "tools", "prompt", "completion", "instruction", "input", "output", "history",
+    "messages", "conversations", "system", "tools", "prompt", "completion", "chosen", "rejected", "instruction", "input", "output", "history",
     "question", "answer", "text", "input_ids", "image", "images", "video", "videos", "audio", "audios",
     "chat_template_kwargs",
 )  # fmt: skip
 """Names of columns that the schemas read."""
 
 NEEDS = {
+    "preference": ("prompt", "chosen", "rejected"),
     "messages": ("messages",),
     "llava": ("conversations",),
     "sharegpt": ("conversations",),
@@ -99,12 +100,18 @@ class Normaliser:
         media = RowMedia(row_fields, row.members, self.folder, self.rules)
         schema = self._schema_of(fields, media)
         is_chat = schema not in ("tokens", "text")
-        others = {name: value for name, value in fields.items() if name != self.text_column}
+        read = {self.text_column, *NEEDS.get(schema, ())}
+        others = {name: value for name, value in fields.items() if name not in read}
         check_columns_of(others, is_chat=is_chat, is_mapped=bool(self.columns))
         if schema == "tokens":
             sample: Sample = Document(_token_ids(fields), origin)
         elif schema == "text":
             sample = Document(self._words(fields), origin)
+        elif schema == "preference":
+            prompt, answers = _preference(fields, media)
+            sample = Preference(
+                prompt, answers, origin, read_tools(fields.get("tools")), _template_kwargs(fields), self.sizes
+            )
         else:
             messages = self._messages(schema, fields, media)
             check_words(fields, messages)
@@ -225,6 +232,21 @@ def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[M
         tuple(replace(turn, learnt=False) if turn.role == "assistant" else turn for turn in shown)
         + (messages[len(prompt_turns) :])
     )
+
+
+def _preference(
+    fields: dict[str, Any], media: RowMedia
+) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
+    """The prompt, and the answers, the chosen one first.
+
+    Source: TRL 1.16, docs/source/dataset_formats.md, preference with an explicit prompt.
+    """
+    chosen = _prompt_completion(fields["prompt"], fields["chosen"], media)
+    rejected = fields["rejected"]
+    turns = [{"role": "assistant", "content": rejected}] if words_of(rejected) is not None else rejected
+    length = 1 if words_of(fields["prompt"]) is not None else len(fields["prompt"])
+    prompt = _with_leading_media(chosen[:length], media)
+    return prompt, (chosen[length:], read_turns(turns, "rejected", media))
 
 
 def _alpaca(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
