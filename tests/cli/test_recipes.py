@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from headway.config import load_config
-from headway.count import load_cost_model
+from headway.count import Workload, load_cost_model
 from headway.predict.dry_run import precision_of
 from headway.tracing.build import model_on_shapes, preset_config
 from helpers.processes import ROOT, run_processes
@@ -32,8 +32,18 @@ PAGES = {
 }
 
 
+OTHERS = ("digits", "digits-dpo", "draw", "bagel-7b-mot-10240", "qwen2.5-vl-7b-dpo-32768")
+
+
 def test_every_recipe_is_tested():
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*PAGES, "digits", "draw", "bagel-7b-mot-10240"}
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {
+        *PAGES,
+        "digits",
+        "digits-dpo",
+        "qwen2.5-vl-7b-dpo-32768",
+        "draw",
+        "bagel-7b-mot-10240",
+    }
 
 
 def dry_run(headway, name, *options):
@@ -62,6 +72,18 @@ def test_a_dry_run_says_what_the_page_set_up(name, headway):
     assert flops["total"] == pytest.approx(packs["step_flops"], rel=1e-6)
     assert flops["total"] == sum(flops["components"].values())
     assert 0 < flops["recompute"] < flops["forward"]  # all of these recompute their blocks, and never the head
+
+
+def test_the_recipe_of_preferences_bills_the_second_pass_of_its_head(headway):
+    plan = dry_run(headway, "qwen2.5-vl-7b-dpo-32768")
+    assert (plan["model"], plan["devices"], plan["fits"]) == ("qwen2.5-vl-7b", 8, True)
+    without = dry_run(headway, "qwen2.5-vl-7b-dpo-32768", "--set", "preference=null")
+    head = load_cost_model("qwen2.5-vl-7b")
+    (row,) = (row for row in head.count(Workload([1])).rows if row.name == "language.head")
+    more = plan["flops"]["recompute"] - without["flops"]["recompute"]
+    assert more > 0
+    assert more % row.forward == 0
+    assert plan["flops"]["total"] == without["flops"]["total"]
 
 
 def test_the_recipe_of_a_model_that_draws_says_its_memory_by_part(headway):

@@ -41,8 +41,7 @@ def opened(folder, *, shift=0.0):
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter += shift * parameter.abs().mean() * noise
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.abs().mean(), alpha=shift)
     return model
 
 

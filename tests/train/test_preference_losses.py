@@ -1,5 +1,7 @@
 """Losses of preferences on packs, against TRL's own trainers on the same tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from trl import DPOConfig, DPOTrainer
@@ -7,6 +9,7 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from headway.config.preference import PAIR_LOSSES
+from headway.data.collate import Collator
 from headway.models.load import load_processor
 from headway.models.preferences import LOSSES
 from helpers.preferences import assert_same, ids_of, opened, our_loss, packed, their_loss, trainer_of, write_pairs
@@ -54,11 +57,8 @@ def test_dpo_equals_trl(text, tmp_path, name):
     for model in (theirs, their_reference):
         model.set_attn_implementation("sdpa")
     tokenizer = load_processor(str(folder))
-    trainer = trainer_of(
-        DPOTrainer, DPOConfig, tmp_path, theirs, tokenizer, ref_model=their_reference, options=options
-    )
+    trainer = trainer_of(DPOTrainer, DPOConfig, tmp_path, theirs, tokenizer, ref_model=their_reference, options=options)
     assert_same((loss, grads), their_loss(trainer, theirs, trainer.data_collator(ids_of(samples))))
-    metrics = trainer._metrics["train"]
 
 
 def test_a_whole_pack_of_logits_gives_the_same(text):
@@ -68,3 +68,88 @@ def test_a_whole_pack_of_logits_gives_the_same(text):
     loss, grads, _ = our_loss(policy, batch, {"sft": 0.1}, reference)
     again = our_loss(opened(folder, shift=0.3), batch, {"sft": 0.1}, opened(folder), chunk=None)
     assert_same((loss, grads), again[:2])
+
+
+def without_prompt(samples):
+    """Each answer behind the last token of its prompt alone: TRL's ORPO learns all other tokens of prompts too."""
+    cut = []
+    for sample in samples:
+        parts = zip(sample.input_ids_S.split(sample.answers), sample.labels_S.split(sample.answers), strict=True)
+        pieces = [(ids[start:], labels[start:]) for ids, labels in parts for start in [first_learnt(labels) - 1]]
+        lengths = tuple(len(ids) for ids, _ in pieces)
+        cut.append(
+            replace(
+                sample,
+                input_ids_S=torch.cat([ids for ids, _ in pieces]),
+                labels_S=torch.cat([labels for _, labels in pieces]),
+                position_ids_RS=torch.cat([torch.arange(length) for length in lengths])[None],
+                segments=lengths,
+                answers=lengths,
+            )
+        )
+    return cut
+
+
+def first_learnt(labels):
+    return int((labels != -100).nonzero()[0])
+
+
+def padded(samples, tokenizer):
+    """The pairs as the collators of CPO and ORPO take them."""
+    rows = []
+    for ids in ids_of(samples):
+        row = {"prompt_input_ids": ids["prompt_ids"], "prompt_attention_mask": [1] * len(ids["prompt_ids"])}
+        for name in ("chosen", "rejected"):
+            tokens = ids["prompt_ids"] + ids[f"{name}_ids"]
+            row[f"{name}_input_ids"], row[f"{name}_attention_mask"] = tokens, [1] * len(tokens)
+            row[f"{name}_labels"] = [-100] * len(ids["prompt_ids"]) + ids[f"{name}_ids"]
+        rows.append(row)
+    return rows
+
+
+FREE = {
+    "simpo": ({"loss": "simpo"}, {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "cpo_alpha": 0.0}),
+    "simpo, smoothed, with sft": (
+        {"loss": "simpo", "label_smoothing": 0.1, "gamma": 1.0, "sft": 0.5},
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0.5, "label_smoothing": 0.1},
+    ),
+    # TRL's DPOTrainer leaves label_smoothing out of its sigmoid; its CPOTrainer has it, without a reference
+    "sigmoid, smoothed": (
+        {"loss": "sigmoid", "reference": "none", "label_smoothing": 0.2},
+        {"loss_type": "sigmoid", "beta": 0.1, "cpo_alpha": 0.0, "label_smoothing": 0.2},
+    ),
+    "hinge": (
+        {"loss": "hinge", "reference": "none", "sft": 1.0},
+        {"loss_type": "hinge", "beta": 0.1, "cpo_alpha": 1.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_losses_without_a_reference_equal_trls_cpo(text, tmp_path, name):
+    settings, options = FREE[name]
+    folder, data = text
+    policy, theirs = opened(folder, shift=0.3), opened(folder, shift=0.3)
+    samples, batch = packed(folder, data, policy)
+    loss, grads, numbers = our_loss(policy, batch, settings)
+    theirs.set_attn_implementation("sdpa")
+    tokenizer = load_processor(str(folder))
+    options = options | {"max_completion_length": None}
+    trainer = trainer_of(CPOTrainer, CPOConfig, tmp_path, theirs, tokenizer, options=options)
+    assert_same((loss, grads), their_loss(trainer, theirs, trainer.data_collator(padded(samples, tokenizer))))
+    stored = trainer._stored_metrics["train"]
+    assert numbers.rewards_2P.mean(1).tolist() == pytest.approx(
+        [stored["rewards/chosen"][0], stored["rewards/rejected"][0]], rel=1e-5
+    )
+
+
+def test_orpo_equals_trl(text, tmp_path):
+    folder, data = text
+    policy, theirs = opened(folder, shift=0.3), opened(folder, shift=0.3)
+    samples = without_prompt(packed(folder, data, policy)[0])
+    loss, grads, _ = our_loss(policy, Collator()(samples), {"loss": "orpo"})
+    theirs.set_attn_implementation("sdpa")
+    tokenizer = load_processor(str(folder))
+    options = {"beta": 0.1, "max_completion_length": None}
+    trainer = trainer_of(ORPOTrainer, ORPOConfig, tmp_path, theirs, tokenizer, options=options)
+    assert_same((loss, grads), their_loss(trainer, theirs, trainer.data_collator(padded(samples, tokenizer))))

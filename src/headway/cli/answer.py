@@ -266,7 +266,7 @@ def read_prompts(source: str) -> "list[Asked]":
         DataError: the file is missing or empty, or a row cannot be used.
     """
     from headway.answer.generate import question_of
-    from headway.data import Chat, read_samples
+    from headway.data import Chat, Preference, read_samples
     from headway.errors import DataError
 
     path = Path(source)
@@ -286,6 +286,8 @@ def read_prompts(source: str) -> "list[Asked]":
     samples = read_samples(source)
     if not samples:
         raise DataError(f"{source} holds no rows, so there is nothing to answer.")
+    # of a preference, the best answer is the gold one
+    samples = [sample.chats[0] if isinstance(sample, Preference) else sample for sample in samples]
     return [question_of(sample) if isinstance(sample, Chat) else (sample, None) for sample in samples]
 
 

@@ -109,12 +109,19 @@ class TrainConfig(Section):
             raise ValueError(
                 "preference.reference 'adapters-off' needs adapters to switch off: set model.lora, or use 'stored'"
             )
+        if self.eval.generate is not None:
+            raise ValueError("eval.generate writes answers to chats, and preference trains on pairs: leave it out")
         if preference.compares_with == "stored" and self.data.stream is not None:
             raise ValueError(
                 "preference.reference 'stored' is computed for the rows of an index, and data.stream has none: leave "
                 "data.stream out, or use 'adapters-off' with model.lora"
             )
         return self
+
+    @property
+    def weighs_losses(self) -> bool:
+        """Whether the output layer runs twice: once for the losses of a pack, once more with what these weigh."""
+        return self.preference is not None and self.speed.loss_chunk is not None
 
     @property
     def recipe(self) -> Recipe:

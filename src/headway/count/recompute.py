@@ -99,6 +99,15 @@ def _term(text: str) -> Term:
     return Term(name, text.startswith("-"), every, tower if every and tower in towers() else "")
 
 
+def with_head(choice: str) -> str:
+    """Add the output layer to what runs a second time.
+
+    >>> with_head("full,-attention"), with_head("none")
+    ('full,-attention,language.head', 'language.head')
+    """
+    return HEAD if choice == "none" else f"{choice},{HEAD}"
+
+
 def towers() -> tuple[str, ...]:
     """Return the names of towers that a choice may name: language, vision, audio."""
     return ("language", *media_towers())
@@ -305,9 +314,12 @@ def _matches(rows: Sequence[Row], term: Term, name: str) -> tuple[set[int], bool
         i
         for i, row in enumerate(rows)
         if (term.text == HEAD == row.component)
-        or row.block
-        and (
-            term.text in (row.component, row.component.partition(".")[2]) or fnmatch.fnmatchcase(row.module, term.text)
+        or (
+            row.block
+            and (
+                term.text in (row.component, row.component.partition(".")[2])
+                or fnmatch.fnmatchcase(row.module, term.text)
+            )
         )
     }
     if not hits:

@@ -1,4 +1,4 @@
-"""Samples as types: chats, documents and preferences, their media, where each came from, and how long it is once encoded."""
+"""Samples as types: chats, documents, preferences, their media, origin, and how long they are once encoded."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -78,8 +78,9 @@ class SummedLoss(torch.autograd.Function):
         """Compute losses and gradients.
 
         Returns:
-            The sum of the losses, weighed and divided as the task says; a zero for each slot, shape (T, 1), that hangs on the same graph;
-            the losses, shape (T,), and which slots are right, shape (T,) or None, both without gradient.
+            The sum of the losses, weighed and divided as the task says; a zero for each slot, shape (T, 1), that hangs
+            on the same graph; the losses, shape (T,), and which slots are right, shape (T,) or None, both without
+            gradient.
         """
         needs = ctx.needs_input_grad[2:]
         losses = compute(hidden_TH, needs[0], needs[1:])

@@ -100,34 +100,34 @@ class Pairs(NamedTuple):
     rejected_tokens_P: torch.Tensor
 
     @property
-    def chosen_ratio_P(self) -> torch.Tensor:
-        """log(policy / reference) of the better answer [nats]."""
+    def chosen_ratio(self) -> torch.Tensor:
+        """log(policy / reference) of the better answer [nats], shape (P,)."""
         return self.chosen_P - self.chosen_reference_P
 
     @property
-    def rejected_ratio_P(self) -> torch.Tensor:
-        """log(policy / reference) of the worse answer [nats]."""
+    def rejected_ratio(self) -> torch.Tensor:
+        """log(policy / reference) of the worse answer [nats], shape (P,)."""
         return self.rejected_P - self.rejected_reference_P
 
     @property
-    def margin_P(self) -> torch.Tensor:
-        """Difference of the two [nats]."""
-        return self.chosen_ratio_P - self.rejected_ratio_P
+    def margin(self) -> torch.Tensor:
+        """Difference of the two [nats], shape (P,)."""
+        return self.chosen_ratio - self.rejected_ratio
 
     @property
-    def mean_chosen_P(self) -> torch.Tensor:
-        """Log-probability of the better answer per target [nats per token]."""
+    def mean_chosen(self) -> torch.Tensor:
+        """Log-probability of the better answer per target [nats per token], shape (P,)."""
         return self.chosen_P / self.chosen_tokens_P
 
     @property
-    def mean_rejected_P(self) -> torch.Tensor:
-        """Log-probability of the worse answer per target [nats per token]."""
+    def mean_rejected(self) -> torch.Tensor:
+        """Log-probability of the worse answer per target [nats per token], shape (P,)."""
         return self.rejected_P / self.rejected_tokens_P
 
     @property
-    def mean_margin_P(self) -> torch.Tensor:
-        """Difference of log(policy / reference) per target [nats per token]."""
-        return self.chosen_ratio_P / self.chosen_tokens_P - self.rejected_ratio_P / self.rejected_tokens_P
+    def mean_margin(self) -> torch.Tensor:
+        """Difference of log(policy / reference) per target [nats per token], shape (P,)."""
+        return self.chosen_ratio / self.chosen_tokens_P - self.rejected_ratio / self.rejected_tokens_P
 
 
 class Rule(NamedTuple):
@@ -150,40 +150,40 @@ PairFunction = Callable[[Pairs, Rule], torch.Tensor]
 
 def sigmoid(pairs: Pairs, rule: Rule) -> torch.Tensor:
     """Negative log-likelihood of the order; with smoothing, of both orders in their shares."""
-    return _smoothed(rule.beta * pairs.margin_P, rule.label_smoothing)
+    return _smoothed(rule.beta * pairs.margin, rule.label_smoothing)
 
 
 def robust(pairs: Pairs, rule: Rule) -> torch.Tensor:
     """The loss of true orders, estimated without bias from orders of which a share is wrong."""
-    logit_P, wrong = rule.beta * pairs.margin_P, rule.label_smoothing
+    logit_P, wrong = rule.beta * pairs.margin, rule.label_smoothing
     return -((1 - wrong) * F.logsigmoid(logit_P) - wrong * F.logsigmoid(-logit_P)) / (1 - 2 * wrong)
 
 
 def hinge(pairs: Pairs, rule: Rule) -> torch.Tensor:
     """Distance of the margin below 1 / beta, times beta."""
-    return F.relu(1 - rule.beta * pairs.margin_P)
+    return F.relu(1 - rule.beta * pairs.margin)
 
 
 def ipo(pairs: Pairs, rule: Rule) -> torch.Tensor:
     """Squared distance of the margin per token from 1 / (2 beta)."""
-    return (pairs.mean_margin_P - 1 / (2 * rule.beta)).square()
+    return (pairs.mean_margin - 1 / (2 * rule.beta)).square()
 
 
 def sigmoid_norm(pairs: Pairs, rule: Rule) -> torch.Tensor:
     """`sigmoid` of log-ratios per token."""
-    return _smoothed(rule.beta * pairs.mean_margin_P, rule.label_smoothing)
+    return _smoothed(rule.beta * pairs.mean_margin, rule.label_smoothing)
 
 
 def orpo(pairs: Pairs, rule: Rule) -> torch.Tensor:
     """Negative log-likelihood of the order by the odds of the answers, per token; goes with an SFT term."""
-    chosen_P, rejected_P = pairs.mean_chosen_P, pairs.mean_rejected_P
+    chosen_P, rejected_P = pairs.mean_chosen, pairs.mean_rejected
     log_odds_P = (chosen_P - rejected_P) - (_log1mexp(chosen_P) - _log1mexp(rejected_P))
     return -rule.beta * F.logsigmoid(log_odds_P)
 
 
 def simpo(pairs: Pairs, rule: Rule) -> torch.Tensor:
     """Negative log-likelihood of the order by log-probabilities per token, less a margin."""
-    logit_P = rule.beta * (pairs.mean_chosen_P - pairs.mean_rejected_P) - rule.gamma
+    logit_P = rule.beta * (pairs.mean_chosen - pairs.mean_rejected) - rule.gamma
     return _smoothed(logit_P, rule.label_smoothing)
 
 
@@ -286,7 +286,7 @@ class Preferring:
         return factor_A1.to(loss_L.dtype)[of_L], self._numbers(pairs, loss_P.detach(), nll)
 
     def _numbers(self, pairs: Pairs, loss_P: torch.Tensor, nll: torch.Tensor) -> PairNumbers:
-        rewards_2P = torch.stack([pairs.chosen_ratio_P, pairs.rejected_ratio_P]).detach() * self.rule.beta
+        rewards_2P = torch.stack([pairs.chosen_ratio, pairs.rejected_ratio]).detach() * self.rule.beta
         if self.loss in REWARDED_PER_TOKEN:
             rewards_2P = rewards_2P / torch.stack([pairs.chosen_tokens_P, pairs.rejected_tokens_P])
         return PairNumbers(loss_P, rewards_2P, torch.stack([pairs.chosen_P, pairs.rejected_P]).detach(), nll)

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from headway.data.samples import Chat
+from headway.data.samples import Chat, Preference
 from headway.data.sources import Source
 from headway.data.sources.opening import samples_of
 from headway.errors import ConfigError, DataError
@@ -127,6 +127,9 @@ def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
         left = _MOST_CHARACTERS // len(sources)
         for sample in islice(samples_of(source), _MOST_SAMPLES // len(sources)):
             count += 1
+            if isinstance(sample, Preference):
+                turns = [*sample.prompt, *(turn for answer in sample.answers for turn in answer)]
+                sample = Chat(tuple(turns), sample.origin)  # noqa: PLW2901 - of which the words are wanted
             if isinstance(sample, Chat):
                 own_texts = [message.text for message in sample.messages] + [f"{m.role}\n" for m in sample.messages]
                 has_media = has_media or bool(sample.kinds & {"image", "video"})

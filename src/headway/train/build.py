@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from headway.checkpoint import Checkpoint, refuse_half_written
 from headway.config import TrainConfig
 from headway.count import CostModel
-from headway.count.recompute import HEAD, choice_in_words
+from headway.count.recompute import choice_in_words
 from headway.errors import CheckpointError
 from headway.models.attention.cuda_kernel import choose_kernel
 from headway.models.compiling import CompileWatch, compile_blocks
@@ -57,12 +57,6 @@ class Trained:
     compiles: bool
     compile_watch: CompileWatch
     notes: tuple[str, ...]
-
-    def billed_recompute(self, config: TrainConfig) -> str:
-        """What backward computes again, as the ledger takes it: blocks, and the head where its losses are weighed."""
-        if config.preference is None or config.speed.loss_chunk is None:
-            return self.recompute
-        return HEAD if self.recompute == "none" else f"{self.recompute},{HEAD}"
 
 
 def build_trained(

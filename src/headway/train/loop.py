@@ -5,9 +5,9 @@ update, record; now and then evaluate and save. `run.py` sets it up. T is the sl
 this process computes, S the sources.
 
 The loss of a step is the sum of the cross-entropies of all its supervised tokens, over accumulation and ranks, divided
-by their number; so neither the packing nor the number of ranks changes it. That of preferences is a mean over the
-step's pairs of answers, whose slopes weigh the cross-entropies of their tokens (`headway.models.preferences`). The head runs on every token of a pack,
-supervised or not, because that is what the ledger counts: what is billed is what runs.
+by their number; so neither the packing nor the number of ranks changes it. That of preferences is a mean over the pairs
+of answers of the step, whose slopes weigh the cross-entropies of their tokens (`headway.models.preferences`). The head
+runs on every token of a pack, supervised or not, because that is what the ledger counts: what is billed is what runs.
 """
 
 import math

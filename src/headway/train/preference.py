@@ -3,7 +3,7 @@
 Tensor letters as in `headway.models.preferences`.
 """
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,19 +11,23 @@ import torch
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
 
+from headway.answer.evaluate import EvalSet
 from headway.config import PreferenceConfig, TrainConfig
 from headway.count import CostModel
 from headway.data import Batch, Encoder
 from headway.data.feed import Feed, IndexedFeed
 from headway.data.index.build import index_folder
 from headway.data.samples import Preference, SampleError
-from headway.errors import ConfigError
+from headway.errors import CheckpointError, ConfigError
+from headway.log.run_files import write_json
 from headway.meter.run_meter import RunMeter
 from headway.models.head import ModelWithLoss, model_with_loss
 from headway.models.lora import without_adapters
 from headway.models.parallel.ranks import Ranks
 from headway.models.preferences import PairNumbers, Preferring, Rule
+from headway.train.build import Trained
 from headway.train.reference import (
+    FOLDER,
     Scoring,
     StoredReference,
     model_key,
@@ -84,12 +88,17 @@ class AdaptersOff:
     def __init__(self, scoring: Scoring, cost_model: CostModel, plain: ModelWithLoss) -> None:
         self._scoring, self.cost_model = scoring._replace(model_with_loss=plain), cost_model
 
-    def of(self, batch: Batch, meter: RunMeter) -> torch.Tensor:
+    def of(self, batch: Batch) -> torch.Tensor:
         """Log-probability of each answer of a pack that is on the device [nats], shape (A,)."""
         eager = torch.compiler.set_stance("force_eager")  # compiled blocks would be compiled again without adapters
-        with meter.phase("reference", forward_only=True), without_adapters(self._scoring.model_with_loss.model), eager:
-            meter.count(batch.workload, forward_only=True, cost_model=self.cost_model)
+        with without_adapters(self._scoring.model_with_loss.model), eager:
             return self._scoring.log_probabilities(batch)
+
+    def metered(self, batch: Batch, meter: RunMeter) -> torch.Tensor:
+        """The same as a phase of a step, with its FLOPs counted."""
+        with meter.phase("reference", forward_only=True):
+            meter.count(batch.workload, forward_only=True, cost_model=self.cost_model)
+            return self.of(batch)
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,16 @@ class PairTraining:
 
     preferring: Preferring
     reference: StoredReference | AdaptersOff | None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines on the reference for the start of the run."""
+        return (self.reference.note,) if isinstance(self.reference, StoredReference) and self.reference.note else ()
+
+    @property
+    def ledgers(self) -> tuple[CostModel, ...]:
+        """Ledgers of what steps run beside the trained model."""
+        return (self.reference.cost_model,) if isinstance(self.reference, AdaptersOff) else ()
 
     def ready(self, batch: Batch) -> Batch:
         """A pack that is still on the host, with what a stored reference gives its answers."""
@@ -123,7 +142,7 @@ class PairTraining:
         """
         if isinstance(self.reference, AdaptersOff):
             # Also of padding, as processes that share their weights run equally many forwards.
-            values_A = self.reference.of(batch, meter)
+            values_A = self.reference.metered(batch, meter)
             batch = batch if batch.answers is None else with_reference(batch, values_A)
         if batch.answers is None:
             return None
@@ -132,11 +151,12 @@ class PairTraining:
 
 def pair_training(
     config: TrainConfig,
+    trained: Trained,
     feed: Feed,
     encoder: Encoder,
+    eval_set: EvalSet | None,
     scoring: Scoring,
     ranks: Ranks,
-    ledgers: Mapping[str, CostModel],
     *,
     resumes: bool,
 ) -> PairTraining | None:
@@ -144,11 +164,12 @@ def pair_training(
 
     Args:
         config: everything there is to say.
+        trained: the model and its ledgers.
         feed: of the run.
         encoder: that measured its samples.
+        eval_set: the held-out samples, if there are any, which are then judged by the run's loss and reference.
         scoring: of the model, with its initial weights unless the run resumes.
         ranks: the processes.
-        ledgers: of the model as it trains ("trained") and without adapters ("plain").
         resumes: whether the run goes on from a checkpoint.
 
     Raises:
@@ -158,24 +179,84 @@ def pair_training(
     """
     settings = config.preference
     check_kinds(feed, compares=settings is not None)
-    if settings is None:
+    pairs = None
+    if settings is not None:
+        if getattr(trained.model, "draws", False):
+            raise ConfigError("preference has no effect on a model that draws images. Take it out.")
+        reference = _reference(config, trained, feed, encoder, scoring, ranks, resumes=resumes)
+        pairs = PairTraining(preferring_of(settings), reference)
+    _compare_held_out(pairs, eval_set, scoring, ranks, config.run.folder, resumes=resumes)
+    return pairs
+
+
+def _reference(
+    config: TrainConfig,
+    trained: Trained,
+    feed: Feed,
+    encoder: Encoder,
+    scoring: Scoring,
+    ranks: Ranks,
+    *,
+    resumes: bool,
+) -> StoredReference | AdaptersOff | None:
+    assert config.preference is not None
+    kind, model, folder = config.preference.compares_with, trained.model, config.run.folder
+    if kind == "none":
         return None
-    preferring, model = preferring_of(settings), scoring.model_with_loss.model
-    if settings.compares_with == "none":
-        return PairTraining(preferring, None)
-    if settings.compares_with == "adapters-off":
-        plain = _plain_losses(scoring.model_with_loss, model, config.speed.loss_chunk)
-        return PairTraining(preferring, AdaptersOff(scoring, ledgers["plain"], plain))
-    folder = Path(config.run.folder)
+    if kind == "adapters-off":
+        plain = _plain_losses(trained.model_with_loss, model, config.speed.loss_chunk)
+        return AdaptersOff(scoring, trained.plain_cost_model, plain)
     if resumes:
-        return PairTraining(preferring, saved_reference(folder, feed.sources))
+        return saved_reference(folder, feed.sources)
     assert isinstance(feed, IndexedFeed)  # the configuration has checked that there is an index
     with without_adapters(model):
-        key = model_key(model, model.config.to_dict(), config.run.dtype)
+        key = model_key(model, model.config.to_dict(), f"{config.run.dtype} on {scoring.device.type}")
     folders = {source.name: index_folder(source, encoder) for source in feed.sources}
-    reference = stored_reference(feed, scoring, ranks, ledgers["trained"], folders, key)
+    reference = stored_reference(feed, scoring, ranks, trained.cost_model, folders, key)
     ranks.by_first(lambda: save_reference(folder, reference))
-    return PairTraining(preferring, reference)
+    return reference
+
+
+def _compare_held_out(
+    pairs: PairTraining | None,
+    eval_set: EvalSet | None,
+    scoring: Scoring,
+    ranks: Ranks,
+    folder: Path,
+    *,
+    resumes: bool,
+) -> None:
+    """Have held-out preferences judged by a run's loss and reference; refuse those of another kind."""
+    if eval_set is None:
+        return
+    if any(ranks.gather_all(eval_set.compares)) != (pairs is not None):
+        kinds = ("preferences", "none") if pairs is None else ("none", "preferences")
+        raise ConfigError(
+            f"data.eval holds {kinds[0]}, and the run trains on {kinds[1]}: give held-out samples of the same kind."
+        )
+    if pairs is None:
+        return
+    eval_set.preferring = pairs.preferring
+    if isinstance(pairs.reference, AdaptersOff):
+        eval_set.refer = pairs.reference.of
+    elif pairs.reference is not None:
+        path = folder / FOLDER / "eval.json"
+        if not resumes:
+            scoring.model_with_loss.model.train(False)  # as it is evaluated; the loop puts it into training mode
+            parts = ranks.gather_all(eval_set.keep_reference(scoring.log_probabilities, scoring.device))
+            ranks.by_first(lambda: write_json(path, {place: row for part in parts for place, row in part.items()}))
+        eval_set.use_reference(_kept(path))
+
+
+def _kept(path: Path) -> dict[str, list[float]]:
+    try:
+        kept: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} with the reference's log-probabilities of held-out samples cannot be read: {error}. Put it back, "
+            "or go on without data.eval."
+        ) from error
+    return kept
 
 
 def check_kinds(feed: Feed, *, compares: bool) -> None:

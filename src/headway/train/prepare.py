@@ -33,6 +33,7 @@ from headway.checkpoint.export import Exports
 from headway.config import ParallelConfig, TrainConfig
 from headway.config.advice import warnings
 from headway.config.sections import changed
+from headway.count.recompute import with_head
 from headway.data import Encoder
 from headway.data.chat import stop_ids_of
 from headway.data.chat_settings import ChatSettings
@@ -60,9 +61,9 @@ from headway.packing.mesh import MeshShape
 from headway.report import format_count
 from headway.train.build import Trained, build_trained
 from headway.train.data import budget_of, make_collator, open_dataset, open_feed
-from headway.train.preference import AdaptersOff, PairTraining, pair_training
+from headway.train.preference import PairTraining, pair_training
 from headway.train.record import describe_software
-from headway.train.reference import Scoring, StoredReference
+from headway.train.reference import Scoring
 from headway.train.run_folder import RunFolder, from_weights_of
 from headway.train.step_numbers import PAIR_TERMS
 from headway.train.watch import LoopPhase
@@ -198,9 +199,16 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda", position=position)
     eval_set, generation_eval = _held_out(config, encoder, model, ranks, mesh)
     phase.at("computing the reference's log-probabilities", watched=False)  # as long as the data are large
-    scoring = Scoring(trained.model_with_loss, device, precision.autocast, _sequence_group(mesh))
-    ledgers = {"trained": cost_model, "plain": trained.plain_cost_model}
-    pairs = pair_training(config, feed, encoder, scoring, ranks, ledgers, resumes=checkpoint is not None)
+    pairs = pair_training(
+        config,
+        trained,
+        feed,
+        encoder,
+        eval_set,
+        Scoring(trained.model_with_loss, device, precision.autocast, _sequence_group(mesh)),
+        ranks,
+        resumes=checkpoint is not None,
+    )
 
     phase.at("restoring the checkpoint")
     if checkpoint is not None:
@@ -215,9 +223,6 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         notes += tuple(f"warning: {note}" for source in feed.sources for note in source.notes())
     feed.needed = steps - (checkpoint.step if checkpoint is not None else 0)
     phase.at("set-up")
-    if pairs is not None and isinstance(pairs.reference, StoredReference) and pairs.reference.note:
-        notes += (pairs.reference.note,)
-    others = (pairs.reference.cost_model,) if pairs is not None and isinstance(pairs.reference, AdaptersOff) else ()
     saving, exports = config.checkpoint, exports_of(config)
     saver = CheckpointSaver(
         config.run.folder / CHECKPOINTS,
@@ -225,20 +230,6 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         keep=saving.keep,
         asynchronous=saving.asynchronous,
         export=exports.make if saving.export == "every" else None,
-    )
-    meter = RunMeter(
-        MeteredLoop(
-            model,
-            cost_model=cost_model,
-            peak=peak_for(device, precision.peak_dtype),
-            device=device,
-            optimizer=optimizer if math.isfinite(bandwidth_of(device)) else None,
-            recompute=trained.billed_recompute(config),
-            others=others,
-            packing_length=config.data.tokens_per_pack,
-            batch_share=BatchShare(ranks.sequence, is_first=ranks.bills),
-            steps_before=checkpoint.step if checkpoint is not None else 0,
-        )
     )
     run = Run(
         device=device,
@@ -249,10 +240,10 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         processor=encoder.processor,
         optimizer=optimizer,
         ema=ema,
-        meter=meter,
+        meter=_meter(config, trained, optimizer, device, precision, ranks, pairs, checkpoint),
         feed=feed,
         steps=steps,
-        notes=notes,
+        notes=(*notes, *(pairs.notes if pairs is not None else ())),
         router_load=RouterLoad(model, device),
         eval_set=eval_set,
         generation_eval=generation_eval,
@@ -266,6 +257,32 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run) | {"recipe": config.recipe.to_dict()})
     return run
+
+
+def _meter(
+    config: TrainConfig,
+    trained: Trained,
+    optimizer: Optimizer,
+    device: torch.device,
+    precision: Precision,
+    ranks: Ranks,
+    pairs: PairTraining | None,
+    checkpoint: Checkpoint | None,
+) -> RunMeter:
+    return RunMeter(
+        MeteredLoop(
+            trained.model,
+            cost_model=trained.cost_model,
+            peak=peak_for(device, precision.peak_dtype),
+            device=device,
+            optimizer=optimizer if math.isfinite(bandwidth_of(device)) else None,
+            recompute=with_head(trained.recompute) if config.weighs_losses else trained.recompute,
+            packing_length=config.data.tokens_per_pack,
+            batch_share=BatchShare(ranks.sequence, is_first=ranks.bills),
+            steps_before=checkpoint.step if checkpoint is not None else 0,
+            others=pairs.ledgers if pairs is not None else (),
+        )
+    )
 
 
 def exports_of(config: TrainConfig) -> Exports:

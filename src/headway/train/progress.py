@@ -122,6 +122,11 @@ def epoch_of(done: float, epochs: float | None) -> str:
 
 def evaluation_line(record: dict[str, Any]) -> str:
     """Render an evaluation's record as one line."""
+    if "pairs" in record:
+        return (
+            f"evaluation after step {record['step']}: {format_share(record['accuracy'])} of "
+            f"{format_count(record['pairs'])} pairs right, margin {record['margin']:.4f}, loss {record['loss']:.4f}"
+        )
     return (
         f"evaluation after step {record['step']}: exact match {format_share(record['exact_match'])} "
         f"({record['exact']} of {format_count(record['samples'])}), loss {record['loss']:.4f}"

@@ -16,7 +16,7 @@ from headway.data.feed.make import FinishedPack, PackMaker, Piece
 from headway.data.pool import Job, Pool
 from headway.data.sources import Source
 from headway.data.sources.identity import Identities, Verify
-from headway.packing.bins import pack
+from headway.packing.bins import pack as fit
 from headway.packing.budget import Size
 from headway.packing.items import Items, OverlongCounts
 from headway.packing.plan import Plan
@@ -91,7 +91,7 @@ class IndexedFeed(Feed):
         ids = ids[[bool(wanted[source][row]) for source, row in zip(at.source, at.row, strict=True)]]
         sizes = items.sizes_of(ids)
         lengths = zip(sizes.tokens.tolist(), sizes.patches.tolist(), strict=True)
-        packs = pack([Size(tokens, patches) for tokens, patches in lengths], self.plan.budget)
+        packs = fit([Size(tokens, patches) for tokens, patches in lengths], self.plan.budget)
         # Packs of one round cost about the same, so that ranks wait little for each other.
         packs.sort(key=lambda members: -float(sizes.costs[members].sum()))
         packs += [[]] * (-len(packs) % share.ranks)

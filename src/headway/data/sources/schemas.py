@@ -16,7 +16,8 @@ from headway.data.sources.references import KINDS, MediaRules, RowMedia, kind_of
 from headway.errors import ConfigError, DataError
 
 COLUMNS = (
-    "messages", "conversations", "system", "tools", "prompt", "completion", "chosen", "rejected", "instruction", "input", "output", "history",
+    "messages", "conversations", "system", "tools", "prompt", "completion", "chosen", "rejected",
+    "instruction", "input", "output", "history",
     "question", "answer", "text", "input_ids", "image", "images", "video", "videos", "audio", "audios",
     "chat_template_kwargs",
 )  # fmt: skip
@@ -50,7 +51,7 @@ Source: ms-swift's query and response, and conversation; the_cauldron's and Fine
 SCHEMAS = ("auto", *NEEDS, "caption", "text")
 """Values of `schema`; "auto" takes the one whose columns a row has."""
 
-VERSION = 3
+VERSION = 4
 """Raised when rows come to be other samples, or can be used that could not be, so that no index says otherwise."""
 
 
@@ -234,9 +235,7 @@ def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[M
     )
 
 
-def _preference(
-    fields: dict[str, Any], media: RowMedia
-) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
+def _preference(fields: dict[str, Any], media: RowMedia) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
     """The prompt, and the answers, the chosen one first.
 
     Source: TRL 1.16, docs/source/dataset_formats.md, preference with an explicit prompt.

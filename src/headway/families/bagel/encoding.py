@@ -27,7 +27,18 @@ from headway.data.media.media_reader import MediaReader
 from headway.data.media.placeholders import MAX_CHARACTERS
 from headway.data.media.tensors import MediaTensors, joined_media
 from headway.data.pack_times import charged_to
-from headway.data.samples import NOTHING, Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart, unusable
+from headway.data.samples import (
+    NOTHING,
+    Chat,
+    Document,
+    ImagePart,
+    Media,
+    Preference,
+    Sample,
+    SampleLengths,
+    TextPart,
+    unusable,
+)
 from headway.errors import ConfigError, DataError
 from headway.families.bagel.configuration import BagelConfig
 from headway.families.bagel.layout import lay_out
@@ -163,6 +174,7 @@ class DrawingEncoder(Encoder):
             self._text(planned, sample.content, sample.where, learns=False)
             planned.shorten()
         else:
+            assert isinstance(sample, Chat)
             turns = sample.answers
             shown = replace(sample, messages=sample.messages[: turns[-1]] if turns else sample.messages)
             if not shown.messages:
@@ -205,6 +217,8 @@ class DrawingEncoder(Encoder):
 
     def _plan(self, sample: Sample, *, decodes: bool) -> _Planned:
         planned = _Planned()
+        if isinstance(sample, Preference):
+            raise unusable(sample, "models of the type bagel learn from chats, and the row has answers to compare.")
         if isinstance(sample, Document):
             if not sample.is_blank:
                 self._text(planned, sample.content, sample.where, learns=True)
