@@ -34,6 +34,18 @@ def write_pairs(path, rows=20, row=pair):
     return path
 
 
+def write_pictured_pairs(digits, path, rows=None):
+    """The rows of a folder of digits as pairs: the right reading is better than a wrong one."""
+    lines = []
+    for line in (digits / "data/train.jsonl").read_text().splitlines()[:rows]:
+        question, answer = json.loads(line)["messages"]
+        right = answer["content"]
+        wrong = "".join(str((int(digit) + 3) % 10) for digit in right)
+        lines.append({"prompt": [question], "chosen": turn("assistant", right), "rejected": turn("assistant", wrong)})
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
+
+
 def opened(folder, *, shift=0.0):
     """The model in a folder with attention of packs, and weights moved at random by so much of their size."""
     torch.manual_seed(0)

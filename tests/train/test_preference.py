@@ -19,7 +19,7 @@ from headway.models.parallel.ranks import Ranks
 from headway.tracing import trace
 from headway.train.data import open_feed
 from headway.train.run import train
-from helpers.preferences import ids_of, trainer_of, turn, write_pairs
+from helpers.preferences import ids_of, trainer_of, turn, write_pairs, write_pictured_pairs
 from helpers.processes import TRAIN, run_processes
 from helpers.runs import read_metrics, write_model
 
@@ -50,17 +50,9 @@ def words(raw, text):
 
 
 @pytest.fixture
-def pictures(raw, digits, tmp_path):
+def pictures(raw, digits):
     """A configuration of pictures of digits: the right reading is better than a wrong one."""
-    rows = [json.loads(line) for line in (digits / "data/train.jsonl").read_text().splitlines()]
-    lines = []
-    for row in rows:
-        question, answer = row["messages"]
-        right = answer["content"]
-        wrong = "".join(str((int(digit) + 3) % 10) for digit in right)
-        lines.append({"prompt": [question], "chosen": turn("assistant", right), "rejected": turn("assistant", wrong)})
-    path = digits / "data/preferences.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    path = write_pictured_pairs(digits, digits / "data" / "preferences.jsonl")  # beside the pictures
     raw["data"]["train"] = str(path)
     raw["data"]["tokens_per_pack"] = 400
     raw["preference"] = {"loss": "sigmoid", "sft": 0.1}
@@ -273,7 +265,7 @@ def test_preferences_come_without_an_index_where_nothing_is_stored(words):
 def test_held_out_pairs_are_judged_as_the_next_step_sees_them(words, text, tmp_path, reference):
     """Of a run whose steps and evaluations are of the same few rows, the weights after a step are those of the next."""
     path = write_pairs(tmp_path / "few.jsonl", 4)
-    words["data"] |= {"train": str(path), "eval": str(path), "tokens_per_pack": 600}
+    words["data"] |= {"train": str(path), "eval": str(path), "tokens_per_pack": 600, "samples_per_pack": 4, "window": 4}
     words["optim"] |= {"accumulation": 1, "steps": 3}
     words["eval"] = {"every": 1}
     words["checkpoint"] = {"every": 1, "keep": 3}

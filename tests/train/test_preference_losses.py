@@ -9,10 +9,22 @@ from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from headway.config.preference import PAIR_LOSSES
+from headway.data import Encoder
 from headway.data.collate import Collator
 from headway.models.load import load_processor
+from headway.models.pixel_patches import normalised
 from headway.models.preferences import LOSSES
-from helpers.preferences import assert_same, ids_of, opened, our_loss, packed, their_loss, trainer_of, write_pairs
+from helpers.preferences import (
+    assert_same,
+    ids_of,
+    opened,
+    our_loss,
+    packed,
+    their_loss,
+    trainer_of,
+    write_pairs,
+    write_pictured_pairs,
+)
 from helpers.runs import write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
@@ -59,6 +71,36 @@ def test_dpo_equals_trl(text, tmp_path, name):
     tokenizer = load_processor(str(folder))
     trainer = trainer_of(DPOTrainer, DPOConfig, tmp_path, theirs, tokenizer, ref_model=their_reference, options=options)
     assert_same((loss, grads), their_loss(trainer, theirs, trainer.data_collator(ids_of(samples))))
+
+
+def test_dpo_on_pictures_equals_trl(digits, tmp_path):
+    """The same tokens and pixels, a row for each answer, padded; each prompt's pictures once for each answer."""
+    folder = digits / "model"
+    data = write_pictured_pairs(digits, digits / "data" / "few_preferences.jsonl", 4)
+    policy, reference = opened(folder, shift=0.3), opened(folder)
+    samples, batch = packed(folder, data, policy)
+    loss, grads, _ = our_loss(policy, batch, {"sft": 0.2}, reference)
+
+    theirs, their_reference = opened(folder, shift=0.3), opened(folder)
+    for model in (theirs, their_reference):
+        model.set_attn_implementation("sdpa")
+    processor = load_processor(str(folder))
+    options = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2], "beta": 0.1}
+    tokenizer = processor.tokenizer
+    trainer = trainer_of(DPOTrainer, DPOConfig, tmp_path, theirs, tokenizer, ref_model=their_reference, options=options)
+    inputs = trainer.data_collator(ids_of(samples))
+    # a sample's pictures are those of its first answer and again those of its second
+    scale = Encoder(processor).pixel_scale
+    sizes = [sample.media["images"].sizes for sample in samples]
+    pixels = [normalised(sample.media["images"].features, scale) for sample in samples]
+    halves = [(x[: len(x) // 2], y[: len(y) // 2]) for x, y in zip(sizes, pixels, strict=True)] * 2
+    placeholder = theirs.config.image_token_id
+    inputs |= {
+        "image_grid_thw": torch.cat([grids for grids, _ in halves]),
+        "pixel_values": torch.cat([patches for _, patches in halves]),
+        "mm_token_type_ids": (inputs["input_ids"] == placeholder).int(),
+    }
+    assert_same((loss, grads), their_loss(trainer, theirs, inputs))
 
 
 def test_a_whole_pack_of_logits_gives_the_same(text):

@@ -24,6 +24,7 @@ from headway.meter.run_meter import RunMeter
 from headway.models.head import ModelWithLoss, model_with_loss
 from headway.models.lora import without_adapters
 from headway.models.parallel.ranks import Ranks
+from headway.models.parallel.shard import reshard
 from headway.models.preferences import PairNumbers, Preferring, Rule
 from headway.train.build import Trained
 from headway.train.reference import (
@@ -186,6 +187,7 @@ def pair_training(
         reference = _reference(config, trained, feed, encoder, scoring, ranks, resumes=resumes)
         pairs = PairTraining(preferring_of(settings), reference)
     _compare_held_out(pairs, eval_set, scoring, ranks, config.run.folder, resumes=resumes)
+    reshard(trained.model)  # the loop takes the model's parameters, which are to be slices
     return pairs
 
 
