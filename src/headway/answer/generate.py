@@ -19,7 +19,7 @@ from headway.answer.model_folder import OpenedModel, make_encoder
 from headway.data.chat import ChatTemplate
 from headway.data.collate import Collator
 from headway.data.media.images import Picture
-from headway.data.samples import Chat, Document, Message, Sample, TextPart, unusable
+from headway.data.samples import Chat, Document, Message, Preference, Sample, TextPart, unusable
 from headway.errors import ConfigError
 from headway.plugins import family_hook
 
@@ -178,6 +178,8 @@ class Generator:
     def _text(self, prompt: Sample) -> str:
         if isinstance(prompt, Chat):
             return self._template.prompt(prompt)
+        if isinstance(prompt, Preference):
+            raise unusable(prompt, "a preference holds answers already; give its prompt as a chat.")
         text = prompt.content if isinstance(prompt.content, str) else self.tokenizer.decode(prompt.content)
         return str(text)
 
@@ -225,9 +227,7 @@ def question_of(chat: Chat) -> tuple[Chat, str | None]:
 
 
 def _media_of(prompt: Sample) -> frozenset[str]:
-    if isinstance(prompt, Document):
-        return frozenset()
-    return frozenset(prompt.kinds)
+    return frozenset(prompt.kinds) if isinstance(prompt, Chat) else frozenset()
 
 
 def _sampled(decoding: Decoding) -> dict[str, Any]:

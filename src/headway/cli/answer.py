@@ -318,9 +318,9 @@ def _with_system(sample: "Sample", text: str) -> "Sample":
 
 def _as_document(sample: "Sample", model: str) -> "Sample":
     """The words of a prompt of one turn, to be continued."""
-    from headway.data import Document
+    from headway.data import Chat, Document
 
-    if isinstance(sample, Document):
+    if not isinstance(sample, Chat):
         return sample
     if len(sample.messages) > 1 or sample.kinds:
         raise ConfigError(
@@ -331,11 +331,12 @@ def _as_document(sample: "Sample", model: str) -> "Sample":
 
 
 def _record(sample: "Sample", gold: str | None, answer: "Completion", generator: "AnswerGenerator") -> dict[str, Any]:
-    from headway.data import Chat
+    from headway.data import Chat, Document
 
     if isinstance(sample, Chat):
         words = "\n".join(message.text for message in sample.messages)
     else:
+        assert isinstance(sample, Document)
         words = sample.content if isinstance(sample.content, str) else generator.tokenizer.decode(sample.content)
     judged = {} if gold is None else {"gold": gold.strip(), "exact": answer.is_whole and answer.text == gold.strip()}
     return {

@@ -401,7 +401,8 @@ def answers_of(samples: Sequence[EncodedSample], sources: Sequence[int]) -> Answ
         samples: of the pack, in order.
         sources: number of each one's source.
     """
-    starts, ends, supervised, best, pairs, start = [], [], [], list[int](), list[tuple[int, int, int]](), 0
+    starts, ends, supervised, best = list[int](), list[int](), list[int](), list[int]()
+    pairs, start = list[tuple[int, int, int]](), 0
     for sample, source in zip(samples, sources, strict=True):
         first = start + sample.tokens - sum(sample.answers)
         if sample.answers:

@@ -163,7 +163,7 @@ class _Planned:
 class _View:
     """A document, or a chat as far as one of its views shows it."""
 
-    sample: Sample
+    sample: Chat | Document
     shown: View | None = None
 
 
@@ -327,7 +327,7 @@ class Encoder:
             key["missing_rows"] = self.tokeniser.missing_rows
         return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
 
-    def _views(self, sample: Sample) -> "list[_View]":
+    def _views(self, sample: Chat | Document) -> "list[_View]":
         """The texts that a sample is learnt in: one, but for chats whose template shows earlier turns in other ways."""
         if isinstance(sample, Document):
             return [_View(sample)]

@@ -54,8 +54,9 @@ class Answers:
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Answers":
         """The same with every tensor changed: moved, or pinned."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return replace(self, **{name: change(x) for name, x in values.items() if isinstance(x, torch.Tensor)})
+        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        changed = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{**values, **changed})
 
     def of_slots(self, slots: int) -> torch.Tensor:
         """The answer that each slot of the pack is of, and the number of answers where it is of none, shape (T,)."""

@@ -128,7 +128,7 @@ def stored_reference(
     tables = ranks.by_first(lambda: {name: _read(path) for name, path in paths.items()})
     tables = {source.name: _fitting(tables[source.name], len(source)) for source in feed.sources}
     starts = _starts(feed.sources)
-    missing = [np.isnan(tables[source.name]).all(axis=1) for source in feed.sources]
+    missing = [np.asarray(np.isnan(tables[source.name]).all(axis=1)) for source in feed.sources]
     rows = flops = 0
     began_s = saved_s = time.monotonic()
     model = scoring.model_with_loss.model

@@ -91,9 +91,17 @@ class StepShare(NamedTuple):
             for number in batch.answers.sources_P.tolist() if batch.answers is not None else ():
                 pairs[names[number]] += 1
         workload = Workload.total(batch.workload for batch in batches)
-        counts = (*(tuple(column.values()) for column in (tokens, supervised, pairs)), feed.lost_tokens)
-        best_tokens = sum(batch.answers.best_tokens for batch in batches if batch.answers is not None)
-        return cls(workload, *counts, best_tokens, digest_of(batches), tuple(map(vision_kinds, batches)), flags)
+        return cls(
+            workload,
+            tuple(tokens.values()),
+            tuple(supervised.values()),
+            tuple(pairs.values()),
+            feed.lost_tokens,
+            sum(batch.answers.best_tokens for batch in batches if batch.answers is not None),
+            digest_of(batches),
+            tuple(map(vision_kinds, batches)),
+            flags,
+        )
 
     @classmethod
     def total(cls, shares: Sequence["StepShare"]) -> "StepShare":
