@@ -19,8 +19,8 @@ from headway.models.parallel.ranks import Ranks
 from headway.tracing import trace
 from headway.train.data import open_feed
 from headway.train.run import train
-from helpers.preferences import ids_of, trainer_of, turn, write_pairs, write_pictured_pairs
 from helpers.processes import TRAIN, run_processes
+from helpers.rollouts import ids_of, trainer_of, turn, write_pairs, write_pictured_pairs
 from helpers.runs import read_metrics, write_model
 
 pytestmark = pytest.mark.filterwarnings(

@@ -14,7 +14,7 @@ from headway.data.collate import Collator
 from headway.models.load import load_processor
 from headway.models.pixel_patches import normalised
 from headway.models.preferences import LOSSES
-from helpers.preferences import (
+from helpers.rollouts import (
     assert_same,
     ids_of,
     opened,

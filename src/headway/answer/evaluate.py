@@ -24,7 +24,7 @@ from headway.data.encoders import collator_of
 from headway.errors import DataError
 from headway.models.head import ModelWithLoss
 from headway.models.parallel.ranks import Ranks
-from headway.models.preferences import Preferring, Rule
+from headway.models.preferences import PairSettings, Preferring
 from headway.models.vision import VisionGeometry
 from headway.packing.bins import pack
 from headway.packing.budget import over_budget
@@ -143,7 +143,7 @@ class EvalSet:
             self._packs.append(batch.noised(seed=0, step=0).dealt(group))  # the same at every evaluation
         self._ranks = ranks
         self._group = group
-        self.preferring = Preferring("sigmoid", Rule(beta=1.0))  # rewards are log-probabilities
+        self.preferring = Preferring("sigmoid", PairSettings(beta=1.0))  # rewards are log-probabilities
         self.refer: Refer | None = None
 
     @property
@@ -161,15 +161,15 @@ class EvalSet:
         Returns:
             The log-probabilities of this process's samples by file and place [nats].
         """
-        kept: dict[str, list[float]] = {}
+        values_of: dict[str, list[float]] = {}
         for batch in self._packs:
             values = iter(refer(batch.to(device)).tolist())
             for origin, number in zip(batch.sources, batch.num_answers, strict=True):
-                kept[origin] = [next(values) for _ in range(number)]
-        self.use_reference(kept)
-        return kept
+                values_of[origin] = [next(values) for _ in range(number)]
+        self.use_reference(values_of)
+        return values_of
 
-    def use_reference(self, kept: Mapping[str, list[float]]) -> None:
+    def use_reference(self, values_of: Mapping[str, list[float]]) -> None:
         """Take over what `keep_reference` gave, by whichever process.
 
         Raises:
@@ -178,13 +178,15 @@ class EvalSet:
         for number, batch in enumerate(self._packs):
             if batch.answers is None:
                 continue
-            if lacking := [place for place in batch.sources if place not in kept]:
+            if lacking := [place for place in batch.sources if place not in values_of]:
                 raise DataError(
                     "the run folder holds no reference of this held-out sample, which was not among those that the run "
                     "began with. Put data.eval back as it was.",
                     where=lacking[0],
                 )
-            values_A = torch.tensor([value for place in batch.sources for value in kept[place]], dtype=torch.float64)
+            values_A = torch.tensor(
+                [value for place in batch.sources for value in values_of[place]], dtype=torch.float64
+            )
             self._packs[number] = replace(batch, answers=replace(batch.answers, reference_A=values_A))
 
     @torch.no_grad()

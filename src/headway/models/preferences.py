@@ -131,7 +131,7 @@ class Pairs(NamedTuple):
         return self.chosen_ratio / self.chosen_tokens_P - self.rejected_ratio / self.rejected_tokens_P
 
 
-class Rule(NamedTuple):
+class PairSettings(NamedTuple):
     """Numbers that losses are set by.
 
     Attributes:
@@ -145,47 +145,47 @@ class Rule(NamedTuple):
     gamma: float = 0.0
 
 
-PairFunction = Callable[[Pairs, Rule], torch.Tensor]
+PairFunction = Callable[[Pairs, PairSettings], torch.Tensor]
 """Gives the loss of each pair, shape (P,)."""
 
 
-def sigmoid(pairs: Pairs, rule: Rule) -> torch.Tensor:
+def sigmoid(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
     """Negative log-likelihood of the order; with smoothing, of both orders in their shares."""
-    return _smoothed(rule.beta * pairs.margin, rule.label_smoothing)
+    return _smoothed(settings.beta * pairs.margin, settings.label_smoothing)
 
 
-def robust(pairs: Pairs, rule: Rule) -> torch.Tensor:
+def robust(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
     """The loss of true orders, estimated without bias from orders of which a share is wrong."""
-    logit_P, wrong = rule.beta * pairs.margin, rule.label_smoothing
+    logit_P, wrong = settings.beta * pairs.margin, settings.label_smoothing
     return -((1 - wrong) * F.logsigmoid(logit_P) - wrong * F.logsigmoid(-logit_P)) / (1 - 2 * wrong)
 
 
-def hinge(pairs: Pairs, rule: Rule) -> torch.Tensor:
+def hinge(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
     """Distance of the margin below 1 / beta, times beta."""
-    return F.relu(1 - rule.beta * pairs.margin)
+    return F.relu(1 - settings.beta * pairs.margin)
 
 
-def ipo(pairs: Pairs, rule: Rule) -> torch.Tensor:
+def ipo(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
     """Squared distance of the margin per token from 1 / (2 beta)."""
-    return (pairs.mean_margin - 1 / (2 * rule.beta)).square()
+    return (pairs.mean_margin - 1 / (2 * settings.beta)).square()
 
 
-def sigmoid_norm(pairs: Pairs, rule: Rule) -> torch.Tensor:
+def sigmoid_norm(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
     """`sigmoid` of log-ratios per token."""
-    return _smoothed(rule.beta * pairs.mean_margin, rule.label_smoothing)
+    return _smoothed(settings.beta * pairs.mean_margin, settings.label_smoothing)
 
 
-def orpo(pairs: Pairs, rule: Rule) -> torch.Tensor:
+def orpo(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
     """Negative log-likelihood of the order by the odds of the answers, per token; goes with an SFT term."""
     chosen_P, rejected_P = pairs.mean_chosen, pairs.mean_rejected
     log_odds_P = (chosen_P - rejected_P) - (_log1mexp(chosen_P) - _log1mexp(rejected_P))
-    return -rule.beta * F.logsigmoid(log_odds_P)
+    return -settings.beta * F.logsigmoid(log_odds_P)
 
 
-def simpo(pairs: Pairs, rule: Rule) -> torch.Tensor:
+def simpo(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
     """Negative log-likelihood of the order by log-probabilities per token, less a margin."""
-    logit_P = rule.beta * (pairs.mean_chosen - pairs.mean_rejected) - rule.gamma
-    return _smoothed(logit_P, rule.label_smoothing)
+    logit_P = settings.beta * (pairs.mean_chosen - pairs.mean_rejected) - settings.gamma
+    return _smoothed(logit_P, settings.label_smoothing)
 
 
 def _smoothed(logit_P: torch.Tensor, wrong: float) -> torch.Tensor:
@@ -244,12 +244,12 @@ class Preferring:
 
     Attributes:
         loss: name of the loss of each pair, of `LOSSES`.
-        rule: its numbers.
+        settings: its numbers.
         sft: factor on the mean cross-entropy of the best answers.
     """
 
     loss: str
-    rule: Rule
+    settings: PairSettings
     sft: float = 0.0
 
     def weigh(
@@ -278,7 +278,7 @@ class Preferring:
         log_p_A = answers.log_probabilities(loss_L.detach(), of_L, group).requires_grad_()
         with torch.enable_grad(), torch.autocast(loss_L.device.type, enabled=False):
             pairs = self.pairs(answers, log_p_A)
-            loss_P = LOSSES[self.loss](pairs, self.rule)
+            loss_P = LOSSES[self.loss](pairs, self.settings)
             (slope_A,) = torch.autograd.grad(loss_P.sum() / per_pair, log_p_A)
         # Cross-entropies are negative log-probabilities; those of the best answers also count by themselves.
         factor_A1 = F.pad(-slope_A, (0, 1))
@@ -287,7 +287,7 @@ class Preferring:
         return factor_A1.to(loss_L.dtype)[of_L], self._numbers(pairs, loss_P.detach(), nll)
 
     def _numbers(self, pairs: Pairs, loss_P: torch.Tensor, nll: torch.Tensor) -> PairNumbers:
-        rewards_2P = torch.stack([pairs.chosen_ratio, pairs.rejected_ratio]).detach() * self.rule.beta
+        rewards_2P = torch.stack([pairs.chosen_ratio, pairs.rejected_ratio]).detach() * self.settings.beta
         if self.loss in REWARDED_PER_TOKEN:
             rewards_2P = rewards_2P / torch.stack([pairs.chosen_tokens_P, pairs.rejected_tokens_P])
         return PairNumbers(loss_P, rewards_2P, torch.stack([pairs.chosen_P, pairs.rejected_P]).detach(), nll)

@@ -191,13 +191,17 @@ def _write_samples(path: Path, samples: list[list[_Image]], rng: np.random.Gener
             pictures = [{"type": "image", "image": image.path} for image in images]
             content = pictures + question if rng.random() < 0.5 else question + pictures
             answer = "".join(str(image.digit) for image in images)
-            asked, answered = {"role": "user", "content": content}, {"role": "assistant", "content": answer}
+            question_turn, answer_turn = {"role": "user", "content": content}, {"role": "assistant", "content": answer}
             if not wrong:
-                file.write(json.dumps({"messages": [asked, answered]}) + "\n")
+                file.write(json.dumps({"messages": [question_turn, answer_turn]}) + "\n")
                 continue
             place, added = int(rng.integers(len(answer))), int(rng.integers(1, 10))
             other = answer[:place] + str((int(answer[place]) + added) % 10) + answer[place + 1 :]
-            row = {"prompt": [asked], "chosen": [answered], "rejected": [{"role": "assistant", "content": other}]}
+            row = {
+                "prompt": [question_turn],
+                "chosen": [answer_turn],
+                "rejected": [{"role": "assistant", "content": other}],
+            }
             file.write(json.dumps(row) + "\n")
 
 

@@ -25,7 +25,7 @@ from headway.models.head import ModelWithLoss, model_with_loss
 from headway.models.lora import without_adapters
 from headway.models.parallel.ranks import Ranks
 from headway.models.parallel.shard import reshard
-from headway.models.preferences import PairNumbers, Preferring, Rule
+from headway.models.preferences import PairNumbers, PairSettings, Preferring
 from headway.train.build import Trained
 from headway.train.reference import (
     FOLDER,
@@ -42,8 +42,8 @@ from headway.train.share import StepShare
 
 def preferring_of(settings: PreferenceConfig) -> Preferring:
     """The loss of pairs, as a run's settings have it."""
-    rule = Rule(settings.strength, settings.label_smoothing, settings.gamma)
-    return Preferring(settings.loss, rule, settings.sft_weight)
+    numbers = PairSettings(settings.strength, settings.label_smoothing, settings.gamma)
+    return Preferring(settings.loss, numbers, settings.sft_weight)
 
 
 class PackWeights:
@@ -252,13 +252,13 @@ def _compare_held_out(
 
 def _kept(path: Path) -> dict[str, list[float]]:
     try:
-        kept: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
+        values_of: dict[str, list[float]] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} with the reference's log-probabilities of held-out samples cannot be read: {error}. Put it back, "
             "or go on without data.eval."
         ) from error
-    return kept
+    return values_of
 
 
 def check_kinds(feed: Feed, *, compares: bool) -> None:

@@ -140,12 +140,12 @@ def stored_reference(
             kinds = frozenset[str]().union(*ranks.gather_all(vision_kinds(batch)))
             ready = feed.with_blanks(batch, kinds).dealt(scoring.group).to(scoring.device)
             values = iter(scoring.log_probabilities(ready).tolist())
-            found = [
+            scored = [
                 (origin.source, _row(origin, starts), [next(values) for _ in range(number)])
                 for origin, number in zip(batch.origins, batch.num_answers, strict=True)
             ]
             flops += sum(ranks.gather(cost_model.count(batch.workload, forward_only=True).total))
-            for part in ranks.gather(found):
+            for part in ranks.gather(scored):
                 for name, row, numbers in part:
                     tables[name] = _fitting(tables[name], len(tables[name]), len(numbers))
                     tables[name][row, : len(numbers)] = numbers

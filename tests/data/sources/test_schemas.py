@@ -354,7 +354,6 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
     ("row", "says"),
     [
         ({"question": "?"}, 'got {"question": "?"}, but the row needs the columns of a schema: messages (messages);'),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, 'the row has the column "chosen", "b": the row is of a pref'),
         ({"prompt": "a", "completion": "b", "label": False}, 'the row is graded, with "label" false'),
         ({"question": "a", "answer": ["b"]}, '"answer" is ["b"], but it must be words or a number. Of a column that'),
         (

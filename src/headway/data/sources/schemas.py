@@ -24,7 +24,6 @@ COLUMNS = (
 """Names of columns that the schemas read."""
 
 NEEDS = {
-    "preference": ("prompt", "chosen", "rejected"),
     "messages": ("messages",),
     "llava": ("conversations",),
     "sharegpt": ("conversations",),
@@ -32,6 +31,7 @@ NEEDS = {
     "tokens": ("input_ids",),
     "alpaca": ("instruction", "output"),
     "question_answer": ("question", "answer"),
+    "preference": ("prompt", "chosen", "rejected"),
 }
 """Schemas and the columns that each must have; "caption" and "text" need the text column."""
 
@@ -101,8 +101,8 @@ class Normaliser:
         media = RowMedia(row_fields, row.members, self.folder, self.rules)
         schema = self._schema_of(fields, media)
         is_chat = schema not in ("tokens", "text")
-        read = {self.text_column, *NEEDS.get(schema, ())}
-        others = {name: value for name, value in fields.items() if name not in read}
+        own = {self.text_column, *NEEDS.get(schema, ())}
+        others = {name: value for name, value in fields.items() if name not in own}
         check_columns_of(others, is_chat=is_chat, is_mapped=bool(self.columns))
         if schema == "tokens":
             sample: Sample = Document(_token_ids(fields), origin)
