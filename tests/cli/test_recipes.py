@@ -32,8 +32,18 @@ PAGES = {
 }
 
 
+OTHERS = ("digits", "digits-dpo", "draw", "bagel-7b-mot-10240", "qwen2.5-vl-7b-dpo-32768")
+
+
 def test_every_recipe_is_tested():
-    assert {path.stem for path in RECIPES.glob("*.yaml")} == {*PAGES, "digits", "draw", "bagel-7b-mot-10240"}
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == {
+        *PAGES,
+        "digits",
+        "digits-dpo",
+        "qwen2.5-vl-7b-dpo-32768",
+        "draw",
+        "bagel-7b-mot-10240",
+    }
 
 
 def dry_run(headway, name, *options):
@@ -62,6 +72,16 @@ def test_a_dry_run_says_what_the_page_set_up(name, headway):
     assert flops["total"] == pytest.approx(packs["step_flops"], rel=1e-6)
     assert flops["total"] == sum(flops["components"].values())
     assert 0 < flops["recompute"] < flops["forward"]  # all of these recompute their blocks, and never the head
+
+
+def test_the_recipe_of_preferences_bills_the_second_pass_of_its_head(headway):
+    plan = dry_run(headway, "qwen2.5-vl-7b-dpo-32768")
+    assert (plan["model"], plan["devices"], plan["fits"]) == ("qwen2.5-vl-7b", 8, True)
+    without = dry_run(headway, "qwen2.5-vl-7b-dpo-32768", "--set", "preference=null")
+    more = plan["flops"]["recompute"] - without["flops"]["recompute"]
+    # forward is a third of the head's useful work
+    assert 3 * more == pytest.approx(plan["flops"]["components"]["language.head"], rel=1e-9)
+    assert plan["flops"]["total"] == without["flops"]["total"]
 
 
 def test_the_recipe_of_a_model_that_draws_says_its_memory_by_part(headway):

@@ -304,7 +304,7 @@ def test_settings_of_configurations_that_others_published_are_understood(tool):
     assert [word for word in PUBLISHED[tool].split() if translated(word) is None] == []
 
 
-@pytest.mark.parametrize("key", ["tokens", "grip", "datum", "loss", "callbacks", "mode", "use_kl"])
+@pytest.mark.parametrize("key", ["tokens", "grip", "datum", "callbacks", "mode", "use_kl"])
 def test_a_name_that_is_near_nothing_is_not_guessed(minimal, key):
     with pytest.raises(ConfigError, match=f"unknown key 'optim.{key}', allowed here: name, steps"):
         load_config(minimal, (f"optim.{key}=1",))

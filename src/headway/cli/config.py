@@ -168,7 +168,7 @@ def _page() -> str:
 def _schema(name: str | None) -> dict[str, Any]:
     """JSON Schema of a whole file or one section; `headway train`, which sees `extends`, tells what is missing."""
     from headway.config import TrainConfig
-    from headway.config.tree import walk
+    from headway.config.tree import settings_of, walk
 
     if name is not None:
         _check_name(name)
@@ -179,10 +179,8 @@ def _schema(name: str | None) -> dict[str, Any]:
     schema = _as_written(TrainConfig.model_json_schema())
     extends = {"type": "string", "description": "YAML file that this one changes, a path from this file's folder"}
     schema["properties"] = {"extends": extends, **schema["properties"]}
-    sections = [
-        schema["$defs"][info.annotation.__name__] for info in TrainConfig.model_fields.values() if info.annotation
-    ]
-    for part in (schema, *sections):
+    sections = [part.section for part in settings_of(TrainConfig) if part.section is not None]
+    for part in (schema, *(schema["$defs"][section.__name__] for section in sections)):
         part.pop("required", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "headway train"}
 

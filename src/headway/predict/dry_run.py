@@ -14,7 +14,7 @@ import numpy as np
 from headway.config import TrainConfig
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.activations import SavedActivations
-from headway.count.recompute import choice_in_words
+from headway.count.recompute import choice_in_words, with_head
 from headway.count.rows import ParamCount
 from headway.devices import Device
 from headway.errors import ConfigError
@@ -408,6 +408,7 @@ def plan_packs(
     ]
     # the FLOPs of all these packs, divided by their steps, are those of a mean step
     work = Workload(lengths_N, images=grids, packs=len(full_steps) * ranks * accumulation)
+    recompute = with_head(recompute) if config.weighs_losses else recompute
     count = cost_model.count(work, recompute=recompute).split(len(full_steps))[0]
     num_packs = sum(len(step.packs) for step in full_steps)
     # of the largest packs, tokens and patches need not be of the same one

@@ -105,6 +105,13 @@ def reduce_gradients(model: nn.Module, now: bool) -> None:
         model.set_requires_gradient_sync(now)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free the gathered weights that a forward without a backward has left, so that parameters are slices again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
     """Give sharded modules their original classes while entered: FSDP2 replaces them by classes of its own.
