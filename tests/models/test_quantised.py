@@ -14,7 +14,7 @@ from headway.models.frozen import quantise_base
 from headway.models.init_weights import init_weights
 from headway.models.load import load_model
 from headway.models.lora import adapter_modules, add_adapters, initialise_adapters, without_adapters
-from headway.models.quantised import NF4, Layout, QuantisedLinear, layouts_by_name, layouts_by_size
+from headway.models.quantised import NF4, ByteLayout, QuantisedLinear, layouts_by_name, layouts_by_size
 from headway.models.recompute import _Policy
 from headway.optim.groups import freeze
 from headway.tracing import trace
@@ -39,7 +39,7 @@ def test_codes_are_quantiles_of_a_normal_distribution():
 @pytest.mark.parametrize("shape", [(96, 64), (7, 9), (1, 1), (300, 200), (4, 6, 50)])
 def test_bytes_stand_for_the_nearest_values(base, shape):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    layout = Layout(base, shape)
+    layout = ByteLayout(base, shape)
     stored = layout.quantise(weight)
     assert stored.dtype == torch.uint8
     assert stored.shape == layout.stored_shape
@@ -65,15 +65,15 @@ def test_bytes_stand_for_the_nearest_values(base, shape):
 def test_the_way_that_all_sizes_fit_is_the_one_that_weights_are_held_in():
     sizes = {}
     for name, shape in {"a": (1, 37), "b": (4, 64)}.items():  # 41 bytes of the first could be either
-        sizes[name] = (torch.Size(Layout("int8", shape).stored_shape), torch.Size(shape))
-    assert Layout("nf4", (1, 37)).stored_shape == sizes["a"][0]
+        sizes[name] = (torch.Size(ByteLayout("int8", shape).stored_shape), torch.Size(shape))
+    assert ByteLayout("nf4", (1, 37)).stored_shape == sizes["a"][0]
     assert {layout.base for layout in layouts_by_size(sizes).values()} == {"int8"}
     assert layouts_by_size({"a": (torch.Size([3]), torch.Size([4, 4]))}) == {}
 
 
 def test_a_base_of_zeros_stays_zeros():
     for base in BASES:
-        layout = Layout(base, (4, 64))
+        layout = ByteLayout(base, (4, 64))
         assert not layout.dequantise(layout.quantise(torch.zeros(4, 64)), torch.float32).any()
 
 
@@ -85,7 +85,7 @@ def test_codes_are_those_of_torchao():
     torchao = pytest.importorskip("torchao.quantization")
     weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(1))
     theirs = torchao.NF4Tensor.from_tensor(weight, 64, 8)
-    ours = Layout("nf4", (128, 256)).quantise(weight)[-len(theirs.quantized_data) :]
+    ours = ByteLayout("nf4", (128, 256)).quantise(weight)[-len(theirs.quantized_data) :]
     # its table is rounded, so that what lies half way between two codes may get the other one
     codes = [torch.stack([data >> 4, data & 15]).int() for data in (ours, theirs.quantized_data)]
     assert (codes[0] - codes[1]).abs().max() <= 1
@@ -201,7 +201,7 @@ def test_nothing_to_hold_is_an_error():
 
 @pytest.mark.parametrize(("sizes", "kept"), [({(32, 48)}, True), ({(48, 32)}, False), (set(), False)])
 def test_recomputation_keeps_products_by_the_sizes_that_the_bytes_stand_for(sizes, kept):
-    layout = Layout("nf4", (48, 32))
+    layout = ByteLayout("nf4", (48, 32))
     arguments = (torch.zeros(3, 32), torch.zeros(layout.stored_shape), None, layout.base, list(layout.shape))
     policy = _Policy(attention=False, products=frozenset(sizes))
     decision = policy(None, torch.ops.headway.quantised_linear.default, *arguments)

@@ -19,7 +19,7 @@ from headway.cli.app import app
 from headway.config import load_config, parse_config
 from headway.errors import ConfigError
 from headway.models.load import load_model
-from headway.models.quantised import Layout
+from headway.models.quantised import ByteLayout
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
 from helpers.runs import read_metrics
@@ -84,7 +84,7 @@ def test_a_base_stays_and_its_adapters_are_exported_alone_and_merged(on_base, fo
     plain, dequantised = dict(before), {}
     for name, stored in held.items():
         own = name.replace(".base_layer", "")
-        layout = Layout(base, tuple(before[own].shape))
+        layout = ByteLayout(base, tuple(before[own].shape))
         assert torch.equal(layout.quantise(before[own]), stored)
         dequantised[own] = layout.dequantise(stored, torch.float32)
 

@@ -40,7 +40,7 @@ from headway.models.lora import (
     base_name,
     merged,
 )
-from headway.models.quantised import Layout, hold, layouts_by_size
+from headway.models.quantised import ByteLayout, hold, layouts_by_size
 from headway.words import Argument
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -220,7 +220,7 @@ def _parts(
         yield {name: tensors[source].to(saved[WEIGHTS + name].dtype) for name, source in sources.items()}
 
 
-def _layouts(model: PreTrainedModel, saved: Mapping[str, torch.Tensor]) -> dict[str, Layout]:
+def _layouts(model: PreTrainedModel, saved: Mapping[str, torch.Tensor]) -> dict[str, ByteLayout]:
     """How the weights are held that a checkpoint has in 4 or 8 bits; their sizes tell."""
     stored = {name: saved[WEIGHTS + name] for name, _ in model.named_parameters() if WEIGHTS + name in saved}
     return layouts_by_size(
@@ -232,7 +232,7 @@ def _layouts(model: PreTrainedModel, saved: Mapping[str, torch.Tensor]) -> dict[
     )
 
 
-def _in_float32(part: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+def _in_float32(part: Mapping[str, torch.Tensor], layouts: Mapping[str, ByteLayout]) -> dict[str, torch.Tensor]:
     """Weights in the precision that adapters are added in."""
     return {
         name: layouts[name].dequantise(tensor, torch.float32) if name in layouts else _float32(tensor)

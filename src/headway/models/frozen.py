@@ -17,7 +17,7 @@ from headway.count.units import product_weights
 from headway.errors import ConfigError
 from headway.models.experts import experts_of
 from headway.models.precision import Precision
-from headway.models.quantised import Layout, hold
+from headway.models.quantised import ByteLayout, hold
 
 
 def hold_frozen(model: nn.Module, cost_model: CostModel, precision: Precision, *, gathers: bool) -> None:
@@ -50,7 +50,7 @@ def quantise_base(model: nn.Module, cost_model: CostModel, base: Base) -> tuple[
         ConfigError: there is nothing to hold so.
     """
     names = quantised_parameters(cost_model)
-    layouts = {name: Layout(base, tuple(parameter.shape)) for name, parameter in _holdable(model) if name in names}
+    layouts = {name: ByteLayout(base, tuple(parameter.shape)) for name, parameter in _holdable(model) if name in names}
     if not layouts:
         raise ConfigError(
             f"model.base {base!r} holds frozen linear layers of repeated blocks, and {type(model).__name__} has none "

@@ -41,8 +41,8 @@ _LARGEST = 127  # code of 8 bits
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Layout of the bytes of a weight.
+class ByteLayout:
+    """ByteLayout of the bytes of a weight.
 
     Attributes:
         base: how they are coded.
@@ -72,7 +72,7 @@ class Layout:
         return flat.view(-1, *self.shape[1:]) if len(self.shape) > 2 else flat.view(self.shape)
 
 
-def layouts_by_size(sizes: Mapping[str, tuple[torch.Size, torch.Size]]) -> dict[str, Layout]:
+def layouts_by_size(sizes: Mapping[str, tuple[torch.Size, torch.Size]]) -> dict[str, ByteLayout]:
     """Find how tensors of bytes hold weights, all of them in one way, by what sizes they have.
 
     Args:
@@ -82,19 +82,19 @@ def layouts_by_size(sizes: Mapping[str, tuple[torch.Size, torch.Size]]) -> dict[
         Nothing where no way has these sizes.
     """
     for base in BASES:
-        layouts = {name: Layout(cast(Base, base), tuple(shape)) for name, (_, shape) in sizes.items()}
+        layouts = {name: ByteLayout(cast(Base, base), tuple(shape)) for name, (_, shape) in sizes.items()}
         if all(layouts[name].stored_shape == tuple(stored) for name, (stored, _) in sizes.items()):
             return layouts
     return {}
 
 
-def layouts_of(module: nn.Module) -> dict[str, Layout]:
+def layouts_of(module: nn.Module) -> dict[str, ByteLayout]:
     """Layouts of a module's own weights that are held in bytes, by name."""
-    layouts: dict[str, Layout] = vars(module).get("quantised", {})
+    layouts: dict[str, ByteLayout] = vars(module).get("quantised", {})
     return layouts
 
 
-def layouts_by_name(model: nn.Module) -> dict[str, Layout]:
+def layouts_by_name(model: nn.Module) -> dict[str, ByteLayout]:
     """The same of a whole model, by the full names of its parameters."""
     return {
         f"{path}.{name}": layout
@@ -106,7 +106,7 @@ def layouts_by_name(model: nn.Module) -> dict[str, Layout]:
 class QuantisedLinear(nn.Linear):
     """A linear layer whose frozen weight is held in bytes."""
 
-    quantised: dict[str, Layout]
+    quantised: dict[str, ByteLayout]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  the name that torch gives it
         """Multiply as a plain layer does whose weight is the dequantised one."""
@@ -121,7 +121,7 @@ class QuantisedLinear(nn.Linear):
 
 
 def multiply_rows(
-    rows_SD: torch.Tensor, stored: torch.Tensor, ends_E: torch.Tensor, layout: Layout, *, is_transposed: bool
+    rows_SD: torch.Tensor, stored: torch.Tensor, ends_E: torch.Tensor, layout: ByteLayout, *, is_transposed: bool
 ) -> torch.Tensor:
     """Multiply every row by its expert's matrix, as `grouped_linear` does with the dequantised ones.
 
@@ -137,7 +137,7 @@ def multiply_rows(
     return result
 
 
-def hold(model: nn.Module, layouts: dict[str, Layout]) -> None:
+def hold(model: nn.Module, layouts: dict[str, ByteLayout]) -> None:
     """Give parameters without values memory for bytes, by name."""
     for name, layout in layouts.items():
         path, _, own = name.rpartition(".")
@@ -272,17 +272,17 @@ def _run(name: str, *arguments: Any) -> torch.Tensor:
 
 
 def _linear(x_TI: torch.Tensor, stored: torch.Tensor, bias_O: torch.Tensor | None, base: Base, shape: Any) -> Any:
-    return linear(x_TI, Layout(base, tuple(shape)).dequantise(stored, x_TI.dtype), bias_O)
+    return linear(x_TI, ByteLayout(base, tuple(shape)).dequantise(stored, x_TI.dtype), bias_O)
 
 
 def _product(grad_TO: torch.Tensor, stored: torch.Tensor, base: Base, shape: Any) -> torch.Tensor:
-    return product(grad_TO, Layout(base, tuple(shape)).dequantise(stored, grad_TO.dtype))
+    return product(grad_TO, ByteLayout(base, tuple(shape)).dequantise(stored, grad_TO.dtype))
 
 
 def _grouped(
     rows_SD: torch.Tensor, stored: torch.Tensor, ends_E: torch.Tensor, base: Base, shape: Any, turned: bool
 ) -> torch.Tensor:
-    weight = Layout(base, tuple(shape)).dequantise(stored, rows_SD.dtype)
+    weight = ByteLayout(base, tuple(shape)).dequantise(stored, rows_SD.dtype)
     return grouped_linear(rows_SD.contiguous(), weight, ends_E, is_transposed=turned)
 
 

@@ -33,7 +33,6 @@ NEEDS = {
     "tokens": ("input_ids",),
     "alpaca": ("instruction", "output"),
     "question_answer": ("question", "answer"),
-    "preference": ("prompt", "chosen", "rejected"),
 }
 """Schemas and the columns that each must have; "caption" and "text" need the text column."""
 

@@ -110,8 +110,8 @@ def _waited_for(
         if of_rank[rank] < _MOSTLY * ns:
             return None
         # A rank that is slow is so in most steps: what it cost in a single one counts as the median step has it.
-        late = {step for step, wait in waits.items() if wait.rank == rank}
-        usual_ns = median(costs[step.step] if step.step in late else 0 for step in evidence.steps)
+        steps_late = {step for step, wait in waits.items() if wait.rank == rank}
+        usual_ns = median(costs[step.step] if step.step in steps_late else 0 for step in evidence.steps)
         ns = min(ns, round(usual_ns * len(evidence.steps)))
         if not ns:
             return None
