@@ -30,6 +30,7 @@ MOVES = [
     ("speed.recompute=full,-mlp", BOTH, ("speed.recompute=full",)),
     ("speed.recompute=full,-attention", BOTH, ("speed.recompute=full",)),
     ("speed.recompute=memory:20GiB", BOTH, ()),
+    ("speed.offload=inputs", BOTH, ("speed.recompute=full",)),
     ("speed.kernels=liger", BOTH, ("speed.compile=false",)),
     ("speed.attention=fa3", TIME, ()),
     ("speed.attention=cudnn", BOTH, ("speed.recompute=full,-attention",)),

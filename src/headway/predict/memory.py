@@ -83,6 +83,7 @@ class State:
     recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
     fused: bool = False  # whether blocks are compiled or run on fused kernels
     in_place: bool = False  # whether gradients of a gated product take the places of what it read
+    inputs_on_host: bool = False  # whether what enters recomputed blocks waits there for backward
     chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
     # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not
     padded: tuple[int, int] | None = None
@@ -166,7 +167,7 @@ def plan_memory(
     units = _units(cost_model, in_slices, saved, state, sharing)
     ends = _ends_of(saved, pack, sharing, head, units, new_gradients, sum(block.gradients for block in blocks))
 
-    # Parts at the fullest point of each moment; the optimizer's state is made by the first update.
+    # parts at the fullest point of each moment; the first update makes the optimizer's state
     between = _between(cost_model, saved, pack, state, sharing, blocks, ends) | {"gradients": waiting}
     walk = _walked(cost_model, in_slices, saved, pack, of_blocks, sharing_blocks, ends, bool(new_gradients))
     walk = {**walk, "gradients": walk["gradients"] + waiting, "batch": between["batch"]}
@@ -180,7 +181,7 @@ def plan_memory(
             moment(f"{when}update", **fixed.update()),
         ]
     most = {part: max(walk.get(part, 0), *(m.parts.get(part, 0) for m in moments)) for part in PARTS}
-    return MemoryPlan(**most, host=fixed.host, moments=tuple(moments))
+    return MemoryPlan(**most, host=fixed.host + sum(block.input for block in blocks), moments=tuple(moments))
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,16 +271,15 @@ def _between(
     casts = kept_casts(cost_model, saved, chosen) * state.compute_bytes if _casts(state, sharing) else 0
 
     # processes that share a pack of a model that draws are each given their own patches; others cut all of them
-    batch = _pixels(cost_model, pack, state.compute_bytes)
-    if cost_model.draws:
-        batch = -(-batch // sharing.sequence)
-
+    pixels = _pixels(cost_model, pack, state.compute_bytes)
+    batch = -(-pixels // sharing.sequence) if cost_model.draws else pixels
     # FSDP2 (`Unit`): root and head stay whole, and the buffer of forward's last gathering lies beside its copy
     last_buffer = ends.head_unit.gathered or (blocks[-1].unit.gathered if blocks else 0)
     gathered = ends.root + ends.head_unit.gathered + last_buffer
     if not sharing.reshard:
         gathered += ends.embedding_unit.gathered + sum(block.gathered for block in blocks)
-    activations = ends.outside + sum(block.activations for block in blocks)
+    inputs = [0, *(block.input for block in blocks if block.input)]  # of which the last one is still there
+    activations = ends.outside + sum(block.activations for block in blocks) + inputs[-1]
     return {"activations": activations, "casts": casts, "batch": batch, "gathered": gathered}
 
 
@@ -328,27 +328,27 @@ def _backward_blocks(
     # largest result of a block's products [values], whose gradient exists beside the one that it is made of;
     # a product's FLOPs are 2 for each result and input feature
     widest: Counter[str] = Counter()
-    gated: set[str] = set()  # blocks in which it is of a gated product
-    towers: set[str] = set()
-    amounts: dict[str, int] = {}
+    gated, towers = set[str](), set[str]()  # blocks in which it is of a gated product; those of a vision tower
+    amounts = {driver: drivers.parse(driver)(pack) for driver in {row.driver for row in in_slices.rows}}
     for row in in_slices.rows:
         if row.block in sizes:
             if row.component.startswith("vision."):
                 towers.add(row.block)
             if row.features:
-                if row.driver not in amounts:
-                    amounts[row.driver] = drivers.parse(row.driver)(pack)
                 values = row.forward * amounts[row.driver] // (2 * min(row.features))
                 if values > widest[row.block]:
                     widest[row.block] = values
                     (gated.add if row.component.endswith(".mlp") else gated.discard)(row.block)
     order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model
+    inputs = {name: sizes[name].entry for name in chosen.keys() & sizes.keys() if state.inputs_on_host}
+    sizes = {name: replace(size, entry=0) if name in inputs else size for name, size in sizes.items()}
     return [
         BackwardBlock(
             sizes[name],
             activations=sizes[name].kept(chosen[name]) if name in chosen else sizes[name].saved,
             casts=state.compute_bytes * casts[name],
             is_recomputed=name in chosen,
+            input=inputs.get(name, 0),
             gradients=_shared(state.weight_bytes * gradients[name], sharing),
             passing=(2 - (state.in_place and name in gated)) * state.compute_bytes * widest[name] // sharing.sequence,
             unit=units.get(name, NO_UNIT),

@@ -91,7 +91,7 @@ class BackwardBlock:
     """Backward of one block: what it needs and leaves [bytes]."""
 
     size: BlockBytes
-    activations: int  # from forward
+    activations: int  # from forward, on the device
     casts: int  # copies of its weights, which exist from forward on, or, where it is recomputed, in its backward alone
     is_recomputed: bool
     gradients: int  # of its weights, on this device, once backward has passed it
@@ -99,6 +99,7 @@ class BackwardBlock:
     unit: Unit = NO_UNIT  # without its spread experts
     spread: Unit = NO_UNIT  # its spread experts, which backward passes before the rest
     by_spread: int = 0  # of what it saves, what the products of spread experts read and give
+    input: int = 0  # what enters it, where that waits in the host's memory; none of it in `activations`
 
     @property
     def gathered(self) -> int:
@@ -126,8 +127,10 @@ def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str
     """Find the parts at the fullest point of a backward.
 
     Backward goes from the last block to the first. As it enters a block, the blocks before it hold what they kept, this
-    one all that it saves, and the blocks after it have turned into gradients. Weights are gathered, and gradients
-    summed, as `Unit` says; spread experts of a block are a unit that backward passes before the rest of the block.
+    one all that it saves, and the blocks after it have turned into gradients. Of the inputs that wait in the host's
+    memory, the last is there as backward begins, and each is fetched as backward enters the block behind it. Weights
+    are gathered, and gradients summed, as `Unit` says; spread experts of a block are a unit that backward passes before
+    the rest of the block.
 
     Args:
         blocks: in the order of forward.
@@ -141,8 +144,9 @@ def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str
     casts = sum(block.casts for block in blocks if not block.is_recomputed)
     staying = ends.embedding_unit.gathered + sum(block.gathered for block in blocks)
     gradients, after, head = ends.head, ends.head_unit, ends.head_unit
+    inputs = [0, *(block.input for block in blocks if block.input)]  # of which the last one is there
     point = {
-        "activations": activations, "passing": _NORM * ends.stream, "casts": casts, "gradients": gradients,
+        "activations": activations + inputs[-1], "passing": _NORM * ends.stream, "casts": casts, "gradients": gradients,
         "gathered": ends.root + head.gathered + (staying if ends.stay_gathered else 0),
     }  # fmt: skip
     # behind the head: the last norm's backward, then the head's gradients on their way to their sum
@@ -153,8 +157,10 @@ def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str
         again = block.size.saved - block.activations if block.is_recomputed else 0
         before = blocks[number - 1].unit if number else ends.embedding_unit
         gathered = ends.root + (staying if ends.stay_gathered else block.gathered + before.gathered)
+        if block.input:
+            inputs.pop()
         point = {
-            "activations": activations, "recomputing": again, "passing": block.passing + ends.stream,
+            "activations": activations + inputs[-1], "recomputing": again, "passing": block.passing + ends.stream,
             "casts": casts + (block.casts if block.is_recomputed else 0), "gradients": gradients,
             "gathered": gathered, "reducing": after.summing,
         }  # fmt: skip
@@ -170,7 +176,8 @@ def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str
         activations -= block.activations
         casts -= 0 if block.is_recomputed else block.casts
         gradients += block.gradients
-        point = {**point, "activations": activations, "recomputing": 0, "casts": casts, "gradients": gradients}
+        point = {**point, "activations": activations + inputs[-1], "recomputing": 0}
+        point |= {"casts": casts, "gradients": gradients}
         points += _reduced({**point, "gathered": gathered}, block.unit, after)
         after = block.unit
         staying -= block.gathered

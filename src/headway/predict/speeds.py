@@ -149,6 +149,7 @@ class Speeds:
         product_shares: of the peak that products reach, where none was measured.
         attention_shares: of `products_flops_per_s` that attention of long segments reaches, where none was measured.
         attention_kernel: form of its rate.
+        host_bytes_per_s: of the way to its host's memory, one way, as printed [byte/s].
         products_flops_per_s: peak of products in the precision of the forward; None where it is `peak_flops_per_s`,
             which is that of float8 where blocks multiply in float8 [FLOP/s].
     """
@@ -166,6 +167,7 @@ class Speeds:
     product_shares: Cases = PRODUCTS
     attention_shares: Cases = ATTENTION
     attention_kernel: AttentionKernel = FLASH_2
+    host_bytes_per_s: float = HOST_BYTES_PER_S
     products_flops_per_s: float | None = None
 
     @property
@@ -219,6 +221,7 @@ class Speeds:
             product_shares=products,
             attention_shares=Cases(*(clock * share for share in shares)),
             attention_kernel=ATTENTION_KERNELS[KERNELS[attention]],
+            host_bytes_per_s=device.host_bytes_per_s or HOST_BYTES_PER_S,
             products_flops_per_s=peak,
         )
 
@@ -322,6 +325,10 @@ class Speeds:
     def host_memory_s(self, num_bytes: float) -> Cases:
         """Predict the time in which the host moves so many bytes of its own memory [s]."""
         return Cases(*(num_bytes / rate for rate in HOST_MEMORY))
+
+    def host_copy_s(self, num_bytes: float) -> Cases:
+        """Predict the time in which so many bytes are copied between device and host, one way [s]."""
+        return Cases(*(num_bytes / (share * self.host_bytes_per_s) for share in BANDWIDTH))
 
     def memory_s(self, num_bytes: float) -> Cases:
         """Predict the time in which so many bytes are moved [s]."""

@@ -228,12 +228,13 @@ class StepTimes:
         copied = 0 if work.exchanges is None else work.exchanges.copied_bytes
         lines.append(self._line("memory", speeds.moving_s(work.packs * (self.moved_bytes(work, state) + copied))))
         passes = sum((line.seconds for line in lines), Cases.exact(0.0))
+        forward = sum(row.forward for row in rows) / sum(row.total + row.recompute for row in rows)
+        both = (passes.times(forward), passes.times(1 - forward))
+        lines.append(self._line("copies", self._copies_s(work, state, *both)))
         lines.append(self._line("optimizer", self._optimizer_s(work, state)))
         # what exchanges take longer than forward and backward, and waiting for the rank with the most work
         computed = sum((line.seconds for line in lines), Cases.exact(0.0))
         if work.exchanges is not None and work.links is not None:
-            forward = sum(row.forward for row in rows) / sum(row.total + row.recompute for row in rows)
-            both = (passes.times(forward), passes.times(1 - forward))
             waits = exposed_s(work.exchanges, work.packs, *both, work.links, overlap=speeds.runs_ahead)
             lines.append(self._line("communication.transfer", waits))
         waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
@@ -339,13 +340,27 @@ class StepTimes:
         sizes = _bytes_by_block(self._saved, work.pack, state.fused)
         again = sum(sizes[name] for name in chosen_blocks(state.recompute, self._cost_model, self._saved))
         alive = sum(size for name, size in sizes.items() if name in self._alive)
-        moved = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive
+        moved = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive + 2 * self._inputs(work, state)
         features = head_features(self._cost_model)
         if features is not None:  # logits are read, their log-probabilities written and read, their gradient written
             moved += work.pack.slots * features[1] * 2 * (state.compute_bytes + FLOAT32)
         gradients = self._trained if work.gradients is None else work.gradients
         accumulated = 3 * state.weight_bytes * gradients if work.packs > 1 else 0
         return moved / work.sequence + accumulated
+
+    def _inputs(self, work: StepWork, state: State) -> int:
+        """Bytes of a pack that wait in the host's memory: what enters recomputed blocks, of all that share the pack."""
+        if not state.inputs_on_host:
+            return 0
+        chosen = self._alive & chosen_blocks(state.recompute, self._cost_model, self._saved).keys()
+        return sum(bytes_of(self._saved.blocks[name].entry, work.pack) for name in chosen)
+
+    def _copies_s(self, work: StepWork, state: State, forward: Cases, backward: Cases) -> Cases:
+        """Time of copies to the host's memory that forward does not hide, and of those back beyond backward [s]."""
+        copies = self._speeds.host_copy_s(work.packs * self._inputs(work, state) / work.sequence)
+        return Cases(
+            *(max(0.0, copy - f) + max(0.0, copy - b) for copy, f, b in zip(copies, forward, backward, strict=True))
+        )
 
     @property
     def _trained(self) -> int:

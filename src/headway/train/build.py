@@ -22,6 +22,7 @@ from headway.models.kernels import gated_mlps
 from headway.models.load import load_config, load_model
 from headway.models.lora import initialise_adapters, without_adapters
 from headway.models.materialise import allocate, read_weights
+from headway.models.offload import offload_inputs
 from headway.models.parallel import Mesh, shard_model
 from headway.models.parallel.experts import spread_experts
 from headway.models.parallel.sequence import share_packs
@@ -101,6 +102,9 @@ def build_trained(
     compile_watch = CompileWatch(is_strict=config.speed.recompiles == "error")
     if is_compiled:
         compile_blocks(model, compile_watch)
+    if config.speed.offload == "inputs":
+        memory = "the host's memory" if device.type != "cpu" else "the same memory, as this is a CPU,"
+        notes += (f"what enters {offload_inputs(model)} recomputed blocks waits in {memory} for backward",)
     if mesh is not None:
         distribute(model, mesh, config, checkpoint, precision, device)
     initialise_adapters(model, config.run.seed, torch.device("cpu") if config.parallel.offload else device)
