@@ -2,10 +2,10 @@
 
 Of a block that is recomputed whole, its input is all that stays from forward to backward. A block's input is copied to
 pinned pages while the block computes, and leaves the device as the next block begins; backward of a block fetches the
-input of the block before it, so that copies run beside computing in both directions, on a stream of their own. The host
-never waits: streams wait for each other's events. The last input is still there when backward begins. Weights, views of
-them, and what blocks share (rotary angles, boundaries of segments) are not touched, as only the storage of a block's
-first tensor is.
+input of the block before it, so that copies run beside computing in both directions, on a stream of their own. But for
+its first pages the host never waits: streams wait for each other's events. The last input is still there when backward
+begins. Weights, views of them, and what blocks share (rotary angles, boundaries of segments) are not touched, as only
+the storage of a block's first tensor is.
 
 On a CPU the copies lie in the same memory: a recipe runs there as it does elsewhere, and saves nothing.
 

@@ -17,8 +17,8 @@ from headway.count.units import chosen_blocks, head_features, remembered, unit_n
 from headway.packing.mesh import MeshShape
 from headway.predict.attentions import attentions
 from headway.predict.communication import Exchange, Exchanges, Phase
-from headway.predict.memory import Sharing, State
-from headway.predict.slices import rows_of, sliced, spread_over
+from headway.predict.memory import Sharing, State, gathered_in_float8
+from headway.predict.slices import bytes_to_gather, rows_of, sliced, spread_over
 
 
 def exchanges_of(
@@ -45,7 +45,8 @@ def exchanges_of(
     chosen_blocks(state.recompute, cost_model, saved)  # or an error
     if not sharing.gathers:
         return Exchanges()
-    computing = State(weight_bytes=state.weight_bytes, compute_bytes=state.compute_bytes)  # for weights alone
+    # for weights alone
+    computing = State(weight_bytes=state.weight_bytes, compute_bytes=state.compute_bytes, float8=state.float8)
     if sharing.sequence > 1 or sharing.expert > 1:
         computing = replace(computing, recompute=state.recompute)
     return _all_of(cost_model, saved, pack, computing, sharing, shape)
@@ -107,16 +108,20 @@ def _of_weights(
     units = unit_names(cost_model, saved)
     exchanges: list[Exchange] = []
     gathered: Counter[tuple[str, bool]] = Counter()
+    num_bytes, in_float8 = Counter[tuple[str, bool]](), gathered_in_float8(cost_model, state, sharing)
     learns: Counter[tuple[str, bool]] = Counter()
     for parameter, unit in zip(sliced(cost_model, shape.fsdp, sharing.expert).parameters, units, strict=True):
         over = spread_over(parameter, sharing.expert)
-        gathered[unit, over > 1] += parameter.numel // over
+        numel = parameter.numel // over
+        gathered[unit, over > 1] += numel
+        num_bytes[unit, over > 1] += bytes_to_gather(parameter.name, numel, state.compute_bytes, in_float8)
         learns[unit, over > 1] += parameter.numel // over if parameter.trainable else 0
     for (unit, spread), numel in gathered.items():
         ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
         # offloaded weights come to the device in their own precision, a slice for each process
         copied = numel * state.weight_bytes // ranks if sharing.offload else 0
-        gather = Exchange("all-gather", unit, "forward", numel * state.compute_bytes, ranks, stride, host_bytes=copied)
+        size = num_bytes[unit, spread]
+        gather = Exchange("all-gather", unit, "forward", size, ranks, stride, host_bytes=copied)
         exchanges.append(gather)
         if unit in again:
             exchanges.append(replace(gather, phase="backward"))

@@ -123,6 +123,7 @@ class Forecaster:
             pack.slots,
             state.weight_bytes,
             state.compute_bytes,
+            state.float8,
             state.recompute,
             sharing,
             shape,

@@ -37,10 +37,12 @@ from headway.predict.moments import (
     fullest_of_backward,
     moment,
 )
+from headway.predict.planned_lengths import pixel_bytes
 from headway.predict.recompute import block_bytes
 from headway.predict.slices import (
     SPREAD,
     cast_weights,
+    float8_weights,
     kept_casts,
     numbers_by_unit,
     sliced,
@@ -271,7 +273,7 @@ def _between(
     casts = kept_casts(cost_model, saved, chosen) * state.compute_bytes if _casts(state, sharing) else 0
 
     # processes that share a pack of a model that draws are each given their own patches; others cut all of them
-    pixels = _pixels(cost_model, pack, state.compute_bytes)
+    pixels = pixel_bytes(cost_model, pack, state.compute_bytes)
     batch = -(-pixels // sharing.sequence) if cost_model.draws else pixels
     # FSDP2 (`Unit`): root and head stay whole, and the buffer of forward's last gathering lies beside its copy
     last_buffer = ends.head_unit.gathered or (blocks[-1].unit.gathered if blocks else 0)
@@ -384,28 +386,19 @@ def _units(
     """
     if not sharing.gathers:
         return {}
+    numbers = (state.compute_bytes, gathered_in_float8(cost_model, state, sharing))
     return {
-        name: Unit(state.compute_bytes * gathered, state.compute_bytes * learns, sharing.reduce_bytes * padded)
-        for name, (gathered, learns, padded) in numbers_by_unit(cost_model, in_slices, saved, sharing.expert).items()
+        name: Unit(gathered, state.compute_bytes * learns, sharing.reduce_bytes * padded)
+        for name, (gathered, learns, padded) in numbers_by_unit(
+            cost_model, in_slices, saved, sharing.expert, *numbers
+        ).items()
     }
 
 
-@remembered
-def _pixels(cost_model: CostModel, pack: Workload, compute_bytes: int) -> int:
-    """Bytes of a pack's pixels: as bytes, scaled to float32, and where autocast is, once more for the product.
-
-    A value of a patch is multiplied into each channel of the tower once, which gives how many there are.
-    """
-    row = next((row for row in cost_model.rows if row.component == "vision.embed"), None)
-    width = min(
-        (min(r.features) for r in cost_model.rows if r.features and r.block and r.component.startswith("vision.")),
-        default=0,
-    )
-    if row is None or not width:
-        return 0
-    values = row.forward * drivers.parse(row.driver)(pack) // (2 * width)
-    copies = FLOAT32 + (compute_bytes if compute_bytes < FLOAT32 else 0)
-    return values * (1 + copies)
+def gathered_in_float8(cost_model: CostModel, state: State, sharing: Sharing) -> frozenset[str]:
+    """Names of the weights that are gathered in float8, a byte for a number."""
+    gathers = state.float8 and sharing.shards > 1 and not sharing.offload
+    return float8_weights(cost_model) if gathers else frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges, exposed_s
 from headway.predict.memory import State, num_moments
 from headway.predict.moments import BFLOAT16, FLOAT32
-from headway.predict.slices import muon_matrices
+from headway.predict.slices import is_float8, muon_matrices
 from headway.predict.speeds import HEAD_SIZE, Cases, Shape, Speeds
 from headway.report.step_lines import NAMES, SLOW
 
@@ -53,7 +53,6 @@ Source of the 10: a profile of 16.1 billion numbers on a H200, whose random numb
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
 # "attention", "experts", "float8" or "product"; the features of a linear module
 _Kind = tuple[str, tuple[int, int] | None]
-_FLOAT8_MULTIPLE = 16  # sizes of the linear modules of blocks that `run.dtype=float8` converts
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,10 +430,7 @@ def _kind_of(row: Row) -> str:
     """Whether a row is attention, products of experts, a product that float8 converts, or another one."""
     if row.op in ("attention", "experts"):
         return row.op
-    fits = row.features is not None and not any(size % _FLOAT8_MULTIPLE for size in row.features)
-    return (
-        "float8" if fits and row.op == "linear" and row.block and not row.component.endswith(".router") else "product"
-    )
+    return "float8" if is_float8(row) else "product"
 
 
 @remembered

@@ -15,7 +15,7 @@ from headway.count.recompute import choice_in_words
 from headway.errors import CheckpointError
 from headway.models.attention.cuda_kernel import choose_kernel
 from headway.models.compiling import CompileWatch, compile_blocks
-from headway.models.float8 import use_float8
+from headway.models.float8 import gather_in_float8, use_float8
 from headway.models.head import ModelWithLoss, model_with_loss
 from headway.models.init_weights import init_weights
 from headway.models.kernels import gated_mlps
@@ -107,6 +107,8 @@ def build_trained(
         notes += (f"what enters {offload_inputs(model)} recomputed blocks waits in {memory} for backward",)
     if mesh is not None:
         distribute(model, mesh, config, checkpoint, precision, device)
+        if precision.is_float8 and mesh.shape.fsdp > 1 and not config.parallel.offload:
+            notes += (f"{gather_in_float8(model)} weights are gathered in float8",)
     initialise_adapters(model, config.run.seed, torch.device("cpu") if config.parallel.offload else device)
     return Trained(model, cost_model, with_loss, recompute, is_compiled, compile_watch, notes)
 
