@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from headway.errors import ConfigError
 from headway.models.attention import use_attention
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.lora import adapter_modules, add_adapters, initialise_adapters
@@ -128,3 +129,9 @@ def test_pages_serve_pack_after_pack_and_come_back_when_a_graph_is_dropped(monke
     with torch.no_grad():
         block(x)
     assert not store.free
+
+
+def test_an_input_that_is_hidden_from_the_checkpoint_is_an_error():
+    """As blocks that are called by name have it, transformers binds it before it recomputes."""
+    with pytest.raises(ConfigError, match="gives it by name"):
+        InputStore().around(lambda run: run(), learns=True)(lambda: torch.ones(3))

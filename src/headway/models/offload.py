@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
+from headway.errors import ConfigError
 from headway.models.blocks import blocks
 from headway.models.recompute import is_recomputed
 
@@ -72,10 +73,18 @@ class InputStore:
         Args:
             forward: of a block, or what runs it.
             learns: whether the block has parameters that do, so that it has a backward whatever enters it.
+
+        Raises:
+            ConfigError: by the forward, whose arguments hold no tensor.
         """
 
         def storing(*args: Any, **kwargs: Any) -> Any:
-            hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            hidden = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+            if hidden is None:
+                raise ConfigError(
+                    "speed.offload: inputs needs the input of a recomputed block among its positional arguments, and "
+                    "this model gives it by name, where recomputation itself holds it. Set speed.offload=none."
+                )
             has_backward = torch.is_grad_enabled() and (learns or hidden.requires_grad)
             if not (has_backward and hidden.numel() and _lies_in_order(hidden)):
                 return forward(*args, **kwargs)
