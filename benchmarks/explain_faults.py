@@ -1,18 +1,18 @@
 """What `headway explain` says of faults that are planted in real loops, by a profile and by records alone.
 
-    .venv/bin/python benchmarks/explain_faults.py                       # a quarter of an hour on 2 quiet cores
+    .venv/bin/python benchmarks/explain_faults.py                       # half an hour on 2 quiet cores
     .venv/bin/python benchmarks/explain_faults.py eager_attention healthy_plain --keep /tmp/runs
     .venv/bin/python benchmarks/explain_faults.py --again --keep /tmp/runs   # ask again of runs that were kept
     .venv/bin/python benchmarks/explain_faults.py --of rl               # loops of reinforcement learning, by records
 
 Each case runs in a process of its own (of several ranks, one each), on one thread, under the public meter (`Meter`,
-`HeadwayCallback`, `headway train`): a loop without its fault, then with it and a profile of three steps. The truth is
-the time by which the step grows, measured on the steps outside of the profile, without what the main thread waits for a
-core. Then `headway explain` is asked of the profile, and of `metrics.jsonl` alone. A case is "right" where the first
-finding names the fault with a size within a fifth of the truth, as a share of the step or in milliseconds: where other
-processes stretch what is computed, a wait keeps its length and loses its share. Of a small truth 3 points of the step
-are allowed. What is found of the machine is left out: `shared-cores`, and a changing speed of loops whose steps all do
-the same (`--of rl`).
+`HeadwayCallback`, `headway train`): a loop without its fault and with it in turn, three times, and once with a profile
+of three steps. The truth is the time by which the step grows, of the quickest runs of both, on steps outside of the
+profile and without what the main thread waits for a core. Then `headway explain` is asked of the profile, and of
+`metrics.jsonl` alone. A case is "right" where the first finding names the fault with a size within a fifth of the
+truth, as a share of the step or in milliseconds: where other processes stretch what is computed, a wait keeps its
+length and loses its share. Of a small truth 3 points of the step are allowed. What is found of the machine is left out:
+`shared-cores`, and a changing speed of loops whose steps all do the same (`--of rl`).
 
 Writes benchmarks/results/explain_faults_<hardware>_<yyyymm>.json and the .md table rendered from it, if all cases ran.
 """
@@ -38,6 +38,9 @@ from record import RESULTS, describe_environment, environment, markdown_table, r
 LONGEST_S = 300  # of a case
 NO_CAUSE = {"largest-loss", "first-steps"}  # findings that name no cause, or what passes by itself
 POINTS = 0.03  # of the step
+# Processes of cases keep the memory that they have had once; see `explain_faults_loops`.
+# Source: mallopt(3), M_TRIM_THRESHOLD and M_MMAP_THRESHOLD.
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 SOURCES = ("profile", "records")
 
 
@@ -128,7 +131,8 @@ def start(name: str, folder: Path) -> list[subprocess.Popen[bytes]]:
             command = ["timeout", str(LONGEST_S), sys.executable, __file__, name, "--run", str(folder)]
             command += ["--of", next(key for key, group in GROUPS.items() if name in group.cases)]
             processes.append(subprocess.Popen(
-                command, env={**variables, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+                command,
+                env={**variables, **KEEPS_MEMORY, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
                 stdout=output, stderr=subprocess.STDOUT,
             ))  # fmt: skip
     return processes

@@ -1,7 +1,10 @@
 """Loops for `explain_faults.py`: plain, under Hugging Face's Trainer, DDP over gloo, and `headway train`.
 
-Each runs a case twice under the public meter: without its fault, and with it and a profile of a few steps. A case is a
-function from whether the fault is planted to what its loop needs.
+Each runs a case under the public meter without its fault and with it in turn, so that a machine that becomes faster or
+slower meanwhile does not count as the fault; `headway explain` is shown one of the faulty runs, with a profile of a few
+steps. A first such run is not used: until the heap is as large as a loop and a profile need it, the system gives pages
+of memory one by one, for up to a third of a step. A case is a function from whether the fault is planted to what its
+loop needs.
 """
 
 import os
@@ -12,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -26,12 +29,50 @@ import headway
 from headway.integrations import HeadwayCallback
 
 PEAK = headway.Peak("one CPU thread", flops_per_s=60e9, dtype="fp32", source="assumed")
-NUM_HEALTHY, NUM_STEPS = 9, 16  # steps without the fault, and with it
+NUM_STEPS, NUM_PROFILED = 9, 16  # steps of a run, and of one with a profile
 WINDOW = range(9, 12)  # profiled steps
 NUM_WARM = 3  # first steps, which are not timed
 Batch = dict[str, torch.Tensor]
 Times = tuple[float, float]  # of a healthy step and of a faulty one [s]
 Step = Callable[["Loop", Batch, Callable[[Batch], None]], None]
+
+
+class Turn(NamedTuple):
+    """One of the runs of a case.
+
+    Attributes:
+        is_faulty: whether the fault is planted.
+        is_profiled: whether a few of its steps are.
+        is_shown: whether `headway explain` is asked of its records and its profile.
+        is_timed: whether its steps count.
+    """
+
+    is_faulty: bool
+    is_profiled: bool = False
+    is_shown: bool = False
+    is_timed: bool = True
+
+    @property
+    def num_steps(self) -> int:
+        """Steps to take."""
+        return NUM_PROFILED if self.is_profiled else NUM_STEPS
+
+    @property
+    def records(self) -> str:
+        """Name of the file of records."""
+        return "metrics.jsonl" if self.is_shown else "unshown.jsonl"
+
+    @property
+    def profile(self) -> str:
+        """Name of the profile's folder."""
+        return "profile" if self.is_shown else "unshown"
+
+
+TURNS = (
+    Turn(True, is_profiled=True, is_timed=False),
+    Turn(False), Turn(True, is_profiled=True, is_shown=True),
+    Turn(False), Turn(True), Turn(False), Turn(True),
+)  # fmt: skip
 
 
 class Lengths(Dataset[torch.Tensor]):
@@ -148,19 +189,27 @@ class Loop:
         self.optimizer.zero_grad()
 
 
-def usual_s(ends: Sequence[float], without: range = range(0)) -> float:
-    """Median time of warm steps [s].
+def usual_s(turn: Turn, ends: Sequence[float]) -> float:
+    """Median time of warm steps, without those that were profiled and their neighbours [s].
 
     Args:
-        ends: end of each step by the clock [s].
-        without: numbers of steps that are not to count, with the one before and behind them.
+        turn: the run.
+        ends: end of each of its steps by the clock [s].
     """
+    profiled = range(WINDOW.start - 1, WINDOW.stop + 2) if turn.is_profiled else range(0)
     steps = enumerate(pairwise(ends), start=2)
     return statistics.median(
-        end - begin
-        for number, (begin, end) in steps
-        if number > NUM_WARM and number not in range(without.start - 1, without.stop + 2)
+        end - begin for number, (begin, end) in steps if number > NUM_WARM and number not in profiled
     )
+
+
+def quickest(usual: Sequence[float]) -> Times:
+    """Times of a healthy step and of a faulty one [s], each of the run that other work on the machine slowed least."""
+    by_fault = [
+        [step_s for turn, step_s in zip(TURNS, usual, strict=True) if turn.is_timed and turn.is_faulty == is_faulty]
+        for is_faulty in (False, True)
+    ]
+    return min(by_fault[0]), min(by_fault[1])
 
 
 def run_plain(make: Callable[[bool], Loop], folder: Path, *, ranks: Sequence[int] = (0,)) -> Times:
@@ -170,24 +219,23 @@ def run_plain(make: Callable[[bool], Loop], folder: Path, *, ranks: Sequence[int
         Time of a healthy step and of a faulty one [s].
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    seconds = []
-    for is_faulty in (False, True):
-        loop = make(is_faulty)
+    usual = []
+    for turn in TURNS:
+        loop = make(turn.is_faulty)
         model = loop.model.module if isinstance(loop.model, DistributedDataParallel) else loop.model
-        log_to = [f"jsonl:{folder}/{'metrics' if is_faulty else 'healthy'}.jsonl"] if is_first else []
+        log_to = [f"jsonl:{folder / turn.records}"] if is_first else []
         meter = headway.Meter(model, peak=PEAK, log_every=1, log_to=log_to, **loop.meter)
-        profile = headway.profile(meter, folder / "profile", steps=WINDOW, ranks=ranks) if is_faulty else nullcontext()
+        profiled = headway.profile(meter, folder / turn.profile, steps=WINDOW, ranks=ranks)
         ends = []
-        with profile:
-            steps = range(NUM_STEPS if is_faulty else NUM_HEALTHY)
-            for _, batch in zip(steps, meter.batches(loop.batches), strict=False):
+        with profiled if turn.is_profiled else nullcontext():
+            for _, batch in zip(range(turn.num_steps), meter.batches(loop.batches), strict=False):
                 loop.step(loop, batch, meter.count)
                 meter.step()
                 ends.append(own_s())
         meter.close()
-        seconds.append(usual_s(ends, WINDOW if is_faulty else range(0)) / loop.scale)
+        usual.append(usual_s(turn, ends) / loop.scale)
         torch.autograd.set_detect_anomaly(False)
-    return seconds[0], seconds[1]
+    return quickest(usual)
 
 
 def run_ddp(make: Callable[[bool], Loop], folder: Path) -> Times:
@@ -226,30 +274,29 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 def run_trainer(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
     """Run Hugging Face's Trainer without and with a fault; `make` gives its model, data, callbacks and arguments."""
-    seconds = []
-    for is_faulty in (False, True):
-        options = make(is_faulty)
-        clock, folder_of = Clock(), folder / ("faulty" if is_faulty else "healthy")
+    usual = []
+    for number, turn in enumerate(TURNS):
+        options = make(turn.is_faulty)
+        clock, folder_of = Clock(), folder / f"run-{number}"
         arguments: dict[str, Any] = {
             "logging_steps": 2, "save_strategy": "no", "per_device_train_batch_size": 4,
             **options.get("arguments", {}),
         }  # fmt: skip
-        log_to = [f"jsonl:{folder}/{'metrics' if is_faulty else 'healthy'}.jsonl"]
-        callbacks = [HeadwayCallback(peak=PEAK, log_to=log_to), clock, *options.get("callbacks", ())]
+        meter = HeadwayCallback(peak=PEAK, log_to=[f"jsonl:{folder / turn.records}"])
         trainer = Trainer(
             model=options.get("model") or small_model(),
             args=TrainingArguments(
-                output_dir=str(folder_of), max_steps=NUM_STEPS if is_faulty else NUM_HEALTHY, report_to=[],
-                use_cpu=True, disable_tqdm=True, **arguments,
+                output_dir=str(folder_of), max_steps=turn.num_steps, report_to=[], use_cpu=True, disable_tqdm=True,
+                **arguments,
             ),
             train_dataset=Rows(options.get("samples") or Lengths()), eval_dataset=Rows(Lengths(size=16)),
-            data_collator=options.get("collate", padded), callbacks=callbacks,
+            data_collator=options.get("collate", padded), callbacks=[meter, clock, *options.get("callbacks", ())],
         )  # fmt: skip
-        profile = headway.profile(None, folder / "profile", steps=WINDOW) if is_faulty else nullcontext()
-        with profile:
+        profiled = headway.profile(None, folder / turn.profile, steps=WINDOW)
+        with profiled if turn.is_profiled else nullcontext():
             trainer.train()
-        seconds.append(usual_s(clock.begins[1:], WINDOW if is_faulty else range(0)))
-    return seconds[0], seconds[1]
+        usual.append(usual_s(turn, clock.begins[1:]))
+    return quickest(usual)
 
 
 def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
@@ -263,21 +310,21 @@ def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
     write_digits(data, num_one_digit=4, num_train=400, num_eval=64, renderings=2)
     write_reader(model)
     end_step = RunMeter.step
-    seconds = []
-    for is_faulty in (False, True):
-        options = make(is_faulty)
-        run = folder / "run" if is_faulty else folder / "healthy"
+    usual = []
+    for number, turn in enumerate(TURNS):
+        options = make(turn.is_faulty)
+        run = folder / ("run" if turn.is_shown else f"run-{number}")
         config: dict[str, Any] = {
             "model": {"path": str(model), "random_init": True},
             "data": {
                 "train": [{"path": str(data / "train.jsonl")}], "eval": str(data / "eval.jsonl"),
                 "tokens_per_pack": 512, "workers": 1,
             },
-            "optim": {"steps": NUM_STEPS if is_faulty else NUM_HEALTHY, "lr": 1e-3},
+            "optim": {"steps": turn.num_steps, "lr": 1e-3},
             "speed": {"compile": False},
             "run": {"folder": str(run), "device": "cpu", "threads": 1},
         }  # fmt: skip
-        if is_faulty:
+        if turn.is_profiled:
             config["run"]["profile"] = {"start": WINDOW.start, "steps": len(WINDOW)}
         for key, value in options.get("settings", {}).items():
             section, _, name = key.partition(".")
@@ -290,10 +337,10 @@ def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
 
         with options.get("held_up", nullcontext()), patch.object(RunMeter, "step", noted):
             train(parse_config(config))
-        seconds.append(usual_s(ends, WINDOW if is_faulty else range(0)))
+        usual.append(usual_s(turn, ends))
     (folder / "metrics.jsonl").write_bytes((folder / "run" / "metrics.jsonl").read_bytes())
     (folder / "profile").symlink_to(folder / "run" / "profile")
-    return seconds[0], seconds[1]
+    return quickest(usual)
 
 
 def ranks_of(num_ranks: int) -> Iterator[dict[str, str]]:

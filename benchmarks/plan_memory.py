@@ -41,7 +41,7 @@ TARGET = 0.05  # of the peak
 _FULL, _HALF, _KEPT = "speed.recompute=full", "speed.recompute=every:2", "speed.recompute=full,-attention"
 _CHUNK, _WHOLE, _PARAMS = "speed.loss_chunk=512", "speed.loss_chunk=null", "run.dtype=bfloat16-params"
 _CODES, _MUON, _LORA = "optim.state=8bit", "optim.name=muon", "model.lora={rank: 8}"
-_TWICE = "optim.accumulation=2"
+_TWICE, _NF4, _INT8 = "optim.accumulation=2", "model.base=nf4", "model.base=int8"
 ON_CUDA: tuple[tuple[str, ...], ...] = (
     ("text",), ("text", _WHOLE), ("text", _CHUNK), ("text", _FULL), ("text", _KEPT), ("text", _HALF),
     ("text", _FULL, _CHUNK), ("text", _TWICE), ("text", _TWICE, _FULL), ("text", _PARAMS),
@@ -58,6 +58,9 @@ ON_CUDA: tuple[tuple[str, ...], ...] = (
     # models on which no rule of the plan was mended
     ("llama",), ("llama", _KEPT), ("llama", _PARAMS, _MUON), ("llama", _CODES, _FULL), ("llama", _LORA, _TWICE),
     ("mixtral",), ("mixtral", _FULL), ("mixtral", _PARAMS, _CHUNK),
+    # frozen bases in 4 and 8 bits
+    ("text", _LORA, _NF4), ("text", _LORA, _NF4, _FULL), ("text", _LORA, _NF4, _PARAMS), ("llama", _LORA, _NF4, _FULL),
+    ("experts", _LORA, _NF4, _FULL), ("image", _LORA, _NF4), ("text", _LORA, _INT8, _FULL),
 )  # fmt: skip
 """Kind of model and settings, on one pretended CUDA device."""
 
@@ -69,6 +72,7 @@ AMONG: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("text", 2, ("parallel.reduce_dtype=bfloat16",)), ("text", 2, (_WHOLE,)), ("text", 2, (_SEQUENCE,)),
     ("text", 4, (_SEQUENCE, _FULL)), ("tied", 2, ()), ("image", 2, ()), ("image", 4, (_FULL,)),
     ("image", 2, (_SEQUENCE,)), ("image", 2, ("model.freeze=[vision]",)), ("experts", 2, ()), ("experts", 4, (_FULL,)),
+    ("text", 1, (_LORA, _NF4)), ("text", 2, (_LORA, _NF4, _FULL)), ("experts", 4, (_LORA, _NF4, _FULL)),
     ("text", 2, (_MUON,)), ("text", 2, (_CODES, _FULL)), ("text", 2, (_LORA,)),
     # 8 experts in slices for more processes, and spread over some of them
     ("experts", 32, ()), ("experts", 32, (_FULL,)), ("experts", 8, ("parallel.expert=2",)),
@@ -129,6 +133,11 @@ def measure(kind: str, processes: int, overrides: tuple[str, ...]) -> dict[str, 
     }
 
 
+def _planned(parts: dict[str, Any], part: str) -> int:
+    """Bytes of a part; a base in 4 or 8 bits is among the weights that are measured."""
+    return int(parts[part] + (parts.get("base", 0) if part == "weights" else 0))
+
+
 def render(record: dict[str, Any]) -> str:
     """Render the Markdown page from the record."""
     rows = record["rows"]
@@ -142,7 +151,10 @@ def render(record: dict[str, Any]) -> str:
     seen = [row for row in rows if row["witness"] is not None]
     apart = max((abs(row["witness"] / max(row["measured"][one] for one in MOMENTS[1:]) - 1) for row in seen), default=0)
     parts = [
-        [row["name"], *(f"{row['held'][part] / MIB:.1f} / {row['parts'][part] / MIB:.1f}" for part in row["held"])]
+        [
+            row["name"],
+            *(f"{row['held'][part] / MIB:.1f} / {_planned(row['parts'], part) / MIB:.1f}" for part in row["held"]),
+        ]
         for row in rows
     ]
     worst = sorted(rows, key=lambda row: -abs(row["error"]))[:3]

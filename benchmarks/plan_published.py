@@ -22,11 +22,16 @@ import headway.cli.dry_run
 import headway.cli.plan
 from headway.cli.dry_run import saved_of_recipe
 from headway.cli.plan import named_recipe, speeds_of
+from headway.config import TrainConfig
+from headway.count import Workload
+from headway.count.units import head_features
 from headway.devices import Device, named_device
+from headway.packing.mesh import MeshShape
 from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges
 from headway.predict.dry_run import dry_run, learning_model
 from headway.predict.forecast import Forecaster
+from headway.predict.memory import State
 from headway.predict.speeds import ATTENTION_KERNELS, Speeds
 from headway.predict.step_time import TimeLine
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
@@ -102,9 +107,9 @@ def predicted(row: dict[str, Any], models: dict[str, Any], folder: Path) -> dict
     learning, speeds = learning_model(config, cost_model), speeds_of(config, cost_model, device, devices)
     if "attention" in row:
         speeds = with_kernel(speeds, device, row["attention"])
-    # what other engines do: optimizers update in one pass, dispatchers send a token once to several experts
+    # what other engines do: optimizers update in one pass, and dispatchers send as many rows of a token as a row says
     forecaster = Dispatching(learning, saved, speeds, devices, links, update="one pass")
-    forecaster.sent = row.get("sent", 1.0)
+    forecaster.rows_of_token = row.get("rows_of_token")
     time = forecaster.predict(config, planned.packs)
     biases = BIAS_BYTES.keys() if "biases" in row.get("unfused", ()) else ()
     added = speeds.moving_s(
@@ -128,23 +133,29 @@ def predicted(row: dict[str, Any], models: dict[str, Any], folder: Path) -> dict
 
 
 class Dispatching(Forecaster):
-    """Predicts steps of an engine that sends a token of several experts in fewer copies.
+    """Predicts steps of an engine that sends a token's hidden state so many times, all that belongs to it included.
 
     Attributes:
-        sent: copies of a token over its experts.
+        rows_of_token: how many; None for as many as Headway sends where experts are chosen at random.
     """
 
-    sent = 1.0
+    rows_of_token: int | None = None
 
-    def _exchanges_of(self, *args: Any) -> Exchanges:
-        exchanges = super()._exchanges_of(*args)
-        fewer = tuple(
-            replace(exchange, num_bytes=round(self.sent * exchange.num_bytes))
-            if exchange.kind == "all-to-all"
-            else exchange
-            for exchange in exchanges.all
-        )
-        return replace(exchanges, all=fewer, _timelines={})
+    def _exchanges_of(
+        self, config: TrainConfig, precision: str, pack: Workload, state: State, shape: MeshShape
+    ) -> Exchanges:
+        exchanges = super()._exchanges_of(config, precision, pack, state, shape)
+        features = head_features(self._cost_model)
+        if self.rows_of_token is None or features is None:
+            return exchanges
+        row_bytes = pack.slots * features[0] * state.compute_bytes
+        # smaller ones are weights and numbers of experts, which these engines send with the rows
+        needed = [each for each in exchanges.all if each.kind != "all-to-all" or each.num_bytes >= row_bytes]
+        sent = [
+            replace(each, num_bytes=self.rows_of_token * row_bytes) if each.kind == "all-to-all" else each
+            for each in needed
+        ]
+        return replace(exchanges, all=tuple(sent), _timelines={})
 
 
 def with_kernel(speeds: Speeds, device: Device, name: str) -> Speeds:

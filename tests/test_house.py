@@ -69,7 +69,7 @@ OPAQUE_ON_PURPOSE = {
     "explain.explanation": 1,
     "packing.items": 1,
     "packing.parts": 1,
-    "report.quantity": 3,
+    "report.quantity": 5,
 }
 
 

@@ -60,14 +60,24 @@ def test_a_proxy_is_asked_in_place_of_the_hub(unreachable, monkeypatch):
 @pytest.mark.parametrize(
     ("files", "advice"),
     [
-        (["export/step-000005/config.json", "export/step-000017/config.json"], r"newest model is .*step-000017: give"),
         (["export/step-000017/adapter_config.json"], r"step-000017 holds adapters alone.* --merge-lora`"),
         (["export/README"], r"`headway export .* MODEL` makes"),
+        (
+            ["export/step-000005/config.json", "checkpoints/step-000009/meta"],
+            r"trained on to step-000009 since",
+        ),
     ],
 )
-def test_the_folder_of_a_run_is_refused_and_its_newest_model_named(tmp_path, files, advice):
+def test_the_folder_of_a_run_without_its_newest_model_is_refused_with_the_way_to_one(tmp_path, files, advice):
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True)
         (tmp_path / file).write_text("{}")
     with pytest.raises(UnknownModelError, match=f"is a training run and no model.*{advice}"):
         hub.located(tmp_path)
+
+
+def test_the_folder_of_a_run_stands_for_its_newest_model(tmp_path):
+    for file in ("export/step-999999/config.json", "export/step-1000000/config.json", "checkpoints/step-000900/meta"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text("{}")
+    assert hub.located(tmp_path) == str(tmp_path / "export" / "step-1000000")

@@ -152,12 +152,25 @@ class CheckpointError(HeadwayError):
     """A checkpoint is incomplete, damaged or of another run."""
 
 
+class HubError(HeadwayError):
+    """The Hugging Face Hub cannot be reached, or refuses what is sent to it."""
+
+
 class TrainingError(HeadwayError):
     """Training cannot go on: a loss that is not finite, a missing device."""
 
 
 class NotFiniteError(TrainingError):
     """A loss or gradient is not finite, and the weights are lost with it."""
+
+
+def first_line(error: BaseException) -> str:
+    r"""The first line of an error's text, or its class where it has none.
+
+    >>> first_line(ValueError("no room\nin line 3")), first_line(KeyError())
+    ('no room', 'KeyError')
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

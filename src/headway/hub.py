@@ -39,14 +39,16 @@ def located(name: str | Path) -> str:
         name: a folder, a file, or a model's name on the Hub.
 
     Returns:
-        The path itself; the name of a model if the Hub can be reached; or the folder of its copy in the Hub's cache.
+        The path itself; of a training run's folder its newest model; the name of a model if the Hub can be reached; or
+        the folder of its copy in the Hub's cache.
 
     Raises:
         UnknownModelError: no such path, and no name on the Hub, or one that neither the cache nor the network has; or
-            the folder of a training run, which may come to hold other models later.
+            the folder of a training run whose newest state is no model.
     """
     text = str(name)
-    _refuse_run(Path(text).expanduser())
+    if (model := model_of_run(Path(text).expanduser())) is not None:
+        return str(model)
     if Path(text).expanduser().exists():
         return str(Path(text).expanduser()) if text.startswith("~") else text
     parts = text.split("/")
@@ -68,13 +70,23 @@ def located(name: str | Path) -> str:
     return str(copy)
 
 
-def _refuse_run(folder: Path) -> None:
+def model_of_run(folder: Path) -> Path | None:
+    """The newest model that a training run made; None for a folder that is no run's.
+
+    Raises:
+        UnknownModelError: it has none, adapters alone, or was trained on since.
+    """
     if not (folder / EXPORTS).is_dir() or (folder / CONFIG).exists():
-        return
-    exports = sorted((folder / EXPORTS).glob("step-*"))
+        return None
+    exports, checkpoints = _steps_of(folder / EXPORTS), _steps_of(folder / "checkpoints")
     models = [export for export in exports if (export / CONFIG).is_file()]
+    if models and (not checkpoints or _step(checkpoints[-1]) <= _step(models[-1])):
+        return models[-1]
     if models:
-        advice = f"Its newest model is {models[-1]}: give that folder."
+        advice = (
+            f"It was trained on to {checkpoints[-1].name} since its newest model, {models[-1]}: give that folder, or "
+            f"make one of the newest state with `headway export {folder} MODEL`, and give the folder MODEL."
+        )
     elif exports:
         advice = (
             f"{exports[-1]} holds adapters alone. Add them into the weights with "
@@ -83,6 +95,15 @@ def _refuse_run(folder: Path) -> None:
     else:
         advice = f"It has no model yet: `headway export {folder} MODEL` makes the folder MODEL of its last checkpoint."
     raise UnknownModelError(f"{folder} is a training run and no model. {advice}")
+
+
+def _steps_of(folder: Path) -> list[Path]:
+    """Folders such as step-000500, the newest last."""
+    return sorted((path for path in folder.glob("step-*") if path.name[5:].isdecimal()), key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name[5:])
 
 
 def cached_folder(name: str) -> Path | None:

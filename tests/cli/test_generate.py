@@ -40,6 +40,39 @@ def test_the_answer_to_a_prompt_is_what_transformers_alone_would_say(reader, hea
     assert headway("generate", reader, "--prompt", QUESTIONS[0], "--image", path, *CPU).out == record["answer"] + "\n"
 
 
+def test_of_preferences_the_best_answer_is_gold_and_a_bad_one_is_none(reader, headway, tmp_path):
+    asked = {"role": "user", "content": QUESTIONS[1]}
+    rows = [
+        {"prompt": QUESTIONS[1], "output_1": "two", "output_2": "red", "preference": 2},
+        {"messages": [asked, {"role": "assistant", "content": "two"}], "label": False},
+        {"messages": [asked, {"role": "assistant", "content": "two"}], "label": True},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    result = headway("generate", reader, "--input", tmp_path / "rows.jsonl", *CPU)
+    assert result.code == 0, result.err
+    answers = [json.loads(line) for line in result.out.splitlines()]
+    assert [answer.get("gold") for answer in answers] == ["red", None, "two"]
+    assert len({answer["answer"] for answer in answers}) == 1
+
+
+def test_of_preferences_the_best_answer_is_evaluated(reader, headway, tmp_path):
+    pair = {"prompt": QUESTIONS[1], "chosen": "red", "rejected": "two"}
+    for name, row in (
+        ("pair", pair),
+        ("chosen", {"prompt": QUESTIONS[1], "completion": "red"}),
+        ("bad", {"prompt": QUESTIONS[1], "completion": "red", "label": False}),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    losses = []
+    for name in ("pair", "chosen"):
+        result = headway("evaluate", reader, tmp_path / f"{name}.jsonl", "--device", "cpu", "--json")
+        assert result.code == 0, result.err
+        losses.append(json.loads(result.out)["loss"])
+    assert losses[0] == losses[1]
+    result = headway("evaluate", reader, tmp_path / "bad.jsonl", "--device", "cpu")
+    assert (result.code, "graded as a bad one" in " ".join(result.err.split())) == (1, True)
+
+
 def test_a_file_of_prompts_gives_a_line_for_each_in_its_order(reader, headway, tmp_path):
     picture(tmp_path / "b.png", (32, 64), "blue")
     shown = [{"type": "image", "image": "b.png"}, {"type": "text", "text": QUESTIONS[0]}]

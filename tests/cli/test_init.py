@@ -92,7 +92,7 @@ def test_text_alone_makes_a_text_model_and_several_files_a_mixture(headway, ques
         (("--size", "much"), "--size 'much' is no number of parameters"),
         (("--like", "qwen33"), "--like 'qwen33' is no model type of the installed transformers. Did you mean qwen3"),
         (("--like", "llava"), "A small model like llava cannot be made: how to write its small processor is known of"),
-        (("--like", "llama"), "--like llama reads text alone, and the data hold pictures"),
+        (("--like", "llama"), "--like llama reads no pictures and videos, which the data hold"),
     ],
 )
 def test_a_model_that_cannot_be_made_is_refused(headway, questions, arguments, says):
@@ -154,13 +154,38 @@ def test_tokens_added_to_the_tokenizer_alone_are_added_to_the_model_by_the_confi
     assert load_model(str(export)).get_input_embeddings().weight.shape[0] == rows + 2
 
 
-def test_no_small_model_is_made_of_sounds(headway, questions):
-    with wave.open(str(questions / "tone.wav"), "wb") as file:
-        file.setparams((1, 2, 16_000, 0, "NONE", ""))
-        file.writeframes(b"\0\0" * 1_600)
-    turns = [{"role": "user", "content": "<audio>What is said?"}, {"role": "assistant", "content": "Nothing."}]
-    (questions / "sounds.jsonl").write_text(json.dumps({"messages": turns, "audios": ["tone.wav"]}))
-    result = headway("new-model", "tiny", "--data", "sounds.jsonl")
-    assert result.code == 2
-    assert "sounds.jsonl, line 1 holds a sound, and small models with an audio tower" in " ".join(result.err.split())
-    assert not (questions / "tiny").exists()
+@pytest.fixture
+def sounds(questions):
+    """Twelve tones, a folder as the Hub's audiofolder with what is said in them."""
+    folder = questions / "tones"
+    folder.mkdir()
+    for number in range(12):
+        with wave.open(str(folder / f"{number}.wav"), "wb") as file:
+            file.setparams((1, 2, 16_000, 0, "NONE", ""))
+            file.writeframes((8000 * np.sin(np.arange(1600) * 0.1 * (number + 1))).astype("<i2").tobytes())
+    rows = "".join(f"{number}.wav,tone {number}\n" for number in range(12))
+    (folder / "metadata.csv").write_text(f"file_name,transcription\n{rows}")
+    return folder
+
+
+@pytest.mark.slow
+def test_a_small_model_that_listens_is_made_of_sounds_and_trained(headway, sounds):
+    made = headway("new-model", "tiny", "--data", sounds, "--size", "100k")
+    assert (made.code, "like qwen2_audio" in made.out) == (0, True), made.err
+    assert headway("init", "--model", "tiny", "--data", sounds, "-o", "a.yaml").code == 0
+    few = [word for setting in ("optim.steps=2", "run.device=cpu") for word in ("--set", setting)]
+    assert headway("train", "a.yaml", *few).code == 0
+    answers = headway("generate", "runs/a", "--input", sounds / "metadata.csv", "--max-new-tokens", 4)
+    assert (answers.code, len(answers.out.splitlines())) == (0, 12), answers.err
+
+
+def test_sounds_go_to_models_that_read_them_and_pictures_to_others(headway, sounds):
+    for data, like, says in (
+        ((sounds,), "qwen3", "--like qwen3 reads no sounds, which the data hold. Leave it out for qwen2_audio"),
+        (("questions.jsonl",), "qwen2-audio", "--like qwen2-audio reads no pictures and videos, which the data hold"),
+        ((sounds, "questions.jsonl"), None, "The data hold sounds and pictures or videos, and small models read one"),
+    ):
+        named = [word for path in data for word in ("--data", path)] + (["--like", like] if like else [])
+        result = headway("new-model", "tiny", *named)
+        assert (result.code, says in " ".join(result.err.split())) == (2 if like else 1, True), result.err
+    assert not (sounds.parent / "tiny").exists()

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from headway.data import Encoder, read_samples
+from headway.data.sources import open_source
 from headway.models.load import load_processor
 from headway.synthetic.digits import write_reader
 from helpers.folders import QUESTIONS, picture
@@ -205,3 +206,77 @@ def test_a_typo_in_a_path_is_told_before_slow_libraries_are_imported(words, tmp_
     )
     assert done.stdout.split("\n")[-2] == "1 []", done
     assert "no-such.jsonl cannot be read" in " ".join(done.stderr.split())
+
+
+@pytest.fixture
+def pairs(tmp_path, monkeypatch):
+    """A pair about a picture, a pair of two pictures, three ranked answers, a bad grade, and a row that is wrong."""
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+    for name, size in (("a.png", (64, 32)), ("b.png", (32, 32))):
+        picture(tmp_path / name, size)
+    asked = {"role": "user", "content": "<image>What is this?"}
+    answered = [asked, {"role": "assistant", "content": "red"}]
+    rows = [
+        {"messages": answered, "images": ["a.png"], "rejected_response": "How many?"},
+        {"messages": answered, "images": ["a.png"], "rejected_images": ["b.png"]},
+        {"prompt": EVIL, "answers": [{"answer": word, "rank": 3 - i} for i, word in enumerate(("how", "many", "red"))]},
+        {"prompt": "What?", "completion": "red", "label": False},
+        {"prompt": "What?", "chosen": "red", "rejected": "red"},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    return tmp_path / "pairs.jsonl"
+
+
+def test_answers_of_a_preference_stand_side_by_side(model, pairs, headway, monkeypatch):
+    for columns in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        result = headway("look", pairs, "--model", model, "-n", 5)
+        assert result.code == 0, result.err
+        lines = [line for line in result.out.splitlines() if not line.startswith(("image", str(pairs)))]
+        assert max(map(len, lines)) <= columns
+        beside = [line for line in lines if ">>red" in line and "||" in line]
+        assert bool(beside) == (columns >= 80)
+        if beside:
+            left, right = beside[0].split(" || ")
+            assert left.rstrip() == ">>red|<|im_end|><<\\n"
+            assert right == ">>How| many|?|<|im_end|><<\\n"
+    assert "2 answers to one prompt" in result.out
+    assert "answer 1, the best: " in result.out
+    assert "answer 3, place 3: " in result.out
+    assert "graded as a bad answer" in result.out
+    assert "left out: " in result.out
+    assert "answers 1 and 2 are the same" in " ".join(result.out.split())
+    assert result.out.count("a.png, 64 x 32 pixels") == 2  # of the first row once, of the second beside the other one
+
+
+def test_answers_are_encoded_as_each_chat_of_the_preference(model, pairs, headway):
+    record = json.loads(headway("look", pairs, "--model", model, "-n", 3, "--json").out)
+    encoder, source = Encoder(load_processor(model)), open_source(pairs)
+    for row, shown in enumerate(record["samples"]):
+        sample = source[row]
+        for chat, answer in zip(sample.chats, shown["answers"], strict=True):
+            encoded = encoder.encode(chat)
+            pieces = [piece for piece in answer["pieces"] for _ in range(piece["count"])]
+            assert [piece["token"] for piece in pieces] == encoded.input_ids_S.tolist()
+            assert [piece["is_learnt"] for piece in pieces] == (encoded.labels_S != -100).tolist()
+        measured = encoder.measure(sample)
+        assert shown["lengths"]["tokens"] == measured.tokens == sum(a["lengths"]["tokens"] for a in shown["answers"])
+        assert shown["lengths"]["num_answers"] == measured.num_answers == len(sample.chats)
+
+
+def test_the_page_has_a_column_for_each_answer(model, pairs, headway, tmp_path):
+    page = tmp_path / "pairs.html"
+    assert headway("look", pairs, "--model", model, "-n", 5, "--html", page).code == 0
+    text = page.read_text()
+    assert text.count('<div class="answers">') == 3
+    assert text.count("the best: ") == 3
+    assert text.count('src="data:image/png;base64,') == 3  # one for the first row, two for the second
+    assert EVIL not in text
+
+
+def test_the_index_counts_preferences_and_their_answers(model, pairs, headway):
+    result = headway("index", pairs, "--model", model, "--on-bad", "skip", "--workers", 0)
+    assert result.code == 0, result.err
+    assert re.search(r"preferences\s+3, of 7 answers", result.out)
+    (record,) = json.loads(headway("index", pairs, "--model", model, "--on-bad", "skip", "--json").out)["indices"]
+    assert (record["samples"], record["bad"], record["preferences"], record["answers"]) == (5, 1, 3, 7)

@@ -253,7 +253,8 @@ def test_a_plan_that_does_not_fit_names_settings_with_which_it_does(headway):
 def test_one_device_is_told_several_settings_where_none_is_enough_alone(headway):
     lora = ("plan", "qwen3-8b", "--device", "4090", "--set", "model.lora.rank=16")
     ways = json.loads(headway(*lora, "--json").out)["ways"]
-    assert (ways[0]["devices"], len(ways[0]["settings"])) == (1, 3)
+    assert (ways[0]["devices"], len(ways[0]["settings"])) == (1, 2)
+    assert "model.base=nf4" in ways[0]["settings"]  # adapters are there, and a frozen base in bfloat16 leaves no room
     settings = [word for setting in ways[0]["settings"] for word in ("--set", setting)]
     assert headway(*lora, *settings).code == 0
 
@@ -270,6 +271,15 @@ def test_adapters_are_a_way_to_fit_where_they_are(headway):
     few = ("plan", "qwen3-4b", "--device", "H100", "--devices", 1)
     ways = json.loads(headway(*few, "--json").out)["ways"]
     assert ["model.lora.rank=16"] in [way["settings"] for way in ways]
+
+
+def test_a_base_in_4_bits_is_a_way_to_fit_where_adapters_alone_are_none(headway):
+    few = ("plan", "qwen3-8b", "--device", "4090", "--set", "speed.recompute=full")
+    ways = json.loads(headway(*few, "--json").out)["ways"]
+    assert ["model.lora.rank=16", "model.base=nf4"] in [way["settings"] for way in ways]
+    assert "adapters learn, and the model's own weights stay as they are; the frozen weights are rounded to 4 bits" in (
+        " ".join(headway(*few).out.split())
+    )
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_a_full_fine_tuning_on_one_device_is_told_what_makes_it_fit(headway):
         assert found["memory"]["peak"] <= room
         # packs of two processes are others, so that the largest is; adapters are traced anew where they are set, and
         # only then it is known what they add to the block that is computed again
-        near = {2: 0.03, "model.lora.rank=16": 0.05}.get(settings, 0.0)
+        near = {2: 0.03, "model.lora.rank=16": 0.06}.get(settings, 0.0)
         assert found["memory"]["peak"] == pytest.approx(peak, rel=near, abs=0)
         assert (found["fits"], found["ways"]) == (True, [])
 

@@ -8,13 +8,15 @@ import yaml
 from headway.config import TrainConfig, load_config, parse_config, with_overrides
 from headway.config.advice import warnings
 from headway.config.data import DataConfig, DatasetConfig
+from headway.config.optim import factor_of
 from headway.config.other_tools import ABSENT, SAME, translated
+from headway.config.read import check_once
 from headway.config.sections import Section
 from headway.config.tree import walk
 from headway.data.media.images import MAX_IMAGE_PIXELS
 from headway.data.sources import FORMATS
 from headway.data.sources.documents import DTYPES, SampleBy
-from headway.errors import ConfigError
+from headway.errors import ConfigError, UnknownModelError
 
 MINIMAL = """
 model: {path: some/model}
@@ -48,6 +50,10 @@ def test_the_resolved_configuration_reads_back_as_itself(minimal):
     ("override", "read", "expected"),
     [
         ("optim.lr=3e-4", lambda c: c.optim.lr, 3e-4),
+        ("optim.min_lr_ratio=40%", lambda c: c.optim.min_lr_ratio, 0.4),
+        ("data.tokens_per_pack=32k", lambda c: c.data.tokens_per_pack, 32_000),
+        ("run.watchdog_s=30min", lambda c: c.run.watchdog_s, 1800),
+        ("optim.lr_of={vision: x10%}", lambda c: factor_of(c.optim.lr_of["vision"], 1.0), 0.1),
         ("optim.clip=null", lambda c: c.optim.clip, None),
         ("optim.betas=[0.8, 0.9]", lambda c: c.optim.betas, (0.8, 0.9)),
         ("data.train.0.epochs=3", lambda c: c.data.train[0].epochs, 3),
@@ -74,6 +80,10 @@ def test_set_lays_a_yaml_value_over_the_file(minimal, override, read, expected):
         ("data.train.0.epoch=1", "unknown key 'data.train.0.epoch', did you mean 'epochs'?"),
         ("modle.path=x", "unknown key 'modle', did you mean 'model'?"),
         ("optim.lr=fast", "optim.lr = 'fast': give a number above 0, such as 0.5, 40%, 1e-3"),
+        ("optim.lr=2,5e-4", "the comma of 2,5e-4 may stand before decimals or thousands; write 2.5e-4 or 25e-4"),
+        ("optim.lr=1m", "optim.lr = '1m': 1m may be millions or thousandths; write 1M or 1e-3; give a number above 0"),
+        ("optim.warmup_steps=3%", "3% is a share, and this is a count; give a whole number"),
+        ("run.watchdog_s=2m", "2m may be minutes, milliseconds or months; write 2min or 2ms, and months in days; give"),
         ("parallel.reduce=step", "parallel.reduce 'step' has no effect with one pack per step"),
         ("optim.lr=-1", "optim.lr = -1: must be above 0"),
         ("optim.steps=0", "optim.steps = 0: must be at least 1"),
@@ -207,7 +217,10 @@ def test_a_value_as_people_write_it_is_the_value(override, same, minimal):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.steps=100%", "optim.steps = '100%': give a whole number at least 1 or null, such as 32768, 32k or 2M"),
+        (
+            "optim.steps=100%",
+            "100% is a share, and this is a count; give a whole number at least 1 or null, such as 32768, 32k",
+        ),
         ("data.prefetch_bytes=2G", "such as 2GiB or 2147483648; units are KiB"),
         ("run.watchdog_s=30m", "such as 0.5s, 90min or 2d; without a unit it is in seconds"),
         ("data.bad.fraction=half", "such as 0.5 or 40%"),
@@ -253,7 +266,7 @@ def test_words_of_other_tools_are_understood_at_every_level(section, minimal):
         ("lora_rank", "`model.lora.rank`"),
         ("freeze_vit", "`model.freeze=[vision]`"),
         ("report_to", "`run.trackers`"),
-        ("load-in-4bit", "nearest: `run.dtype=bfloat16-params`"),
+        ("load-in-4bit", "`model.base`, nf4 for 4 bits"),
         ("gradient_checkpointing", "`speed.recompute=full`"),
         ("sample_packing", "`data.strategy`"),
         ("image_max_pixels", "`data.max_pixels`, or `data.train.N.max_pixels`"),
@@ -263,6 +276,8 @@ def test_words_of_other_tools_are_understood_at_every_level(section, minimal):
         ("resize_vocab", "`model.new_tokens`"),
         ("add_special_tokens", "`model.new_special_tokens`"),
         ("stage", "without DPO"),
+        ("pref_loss", "`data.train.N.columns`, which names the chosen answers"),
+        ("rl_beta", "preferences are read, measured and shown by `headway look`"),
     ]:
         with pytest.raises(ConfigError) as caught:
             load_config(minimal, (f"{section}{word}=x",))
@@ -555,3 +570,75 @@ def test_what_the_file_says_of_overridden_settings_is_kept_beside_equal_configur
     assert changed.recipe.overridden == ('optim.lr="1e-3"', "run.seed=")  # steps are those of the file
     assert parse_config(changed.to_dict()) == changed
     assert load_config(minimal).recipe.overridden == ()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["optim.lr=1", "optim.lr=2"], "'optim.lr=2' takes back 'optim.lr=1', which stands before it. Leave one out"),
+        (["optim.lr=1", "optim={lr: 2}"], "'optim={lr: 2}' takes back 'optim.lr=1'"),
+        (["data.train.0.path=a", "data.train=b"], "'data.train=b' takes back 'data.train.0.path=a'"),
+        (["optim.steps=5", "optim.epochs=1"], "'optim.epochs=1' takes back 'optim.steps=5'"),
+        (["data.stages=[a]", "data.train=b"], "'data.train=b' takes back 'data.stages=[a]'"),
+    ],
+)
+def test_a_setting_that_is_set_twice_is_an_error(overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        check_once(overrides)
+    assert says in str(caught.value)
+
+
+def test_what_is_set_beside_and_below_another_setting_stays(minimal):
+    overrides = ("optim={steps: 5, lr: 1e-3}", "optim.clip=1", "optim.steps=null", "optim.epochs=2", "optim.lr_of={}")
+    check_once(overrides[:2] + overrides[4:])
+    check_once(overrides[2:])
+
+
+def test_a_json_file_with_a_key_twice_names_both_lines(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text('{"model": {"path": "a"},\n "optim": {"lr": 1, "lr": 2}}')
+    with pytest.raises(ConfigError, match=r"the key 'lr' stands twice in one mapping, in line 2"):
+        load_config(path)
+
+
+def test_a_run_as_the_model_is_its_newest_export_and_so_recorded(minimal, tmp_path):
+    for step in (5, 17):
+        (tmp_path / f"runs/a/export/step-{step:06}").mkdir(parents=True)
+        (tmp_path / f"runs/a/export/step-{step:06}/config.json").write_text("{}")
+    newest = str(tmp_path / "runs/a/export/step-000017")
+    config = load_config(minimal, (f"model.path={tmp_path}/runs/a",))
+    assert config.model.path == config.to_dict()["model"]["path"] == newest
+    (tmp_path / "runs/a/checkpoints/step-000020").mkdir(parents=True)
+    with pytest.raises(UnknownModelError, match="trained on to step-000020 since its newest model"):
+        load_config(minimal, (f"model.path={tmp_path}/runs/a",))
+    assert load_config(minimal, (f"model.path={newest}",)).model.path == newest
+
+
+@pytest.mark.parametrize(
+    ("word", "setting"),
+    [
+        *(
+            ("learning_rate", "optim.lr"),
+            ("max_length", "data.tokens_per_pack"),
+            ("cutoff_len", "data.tokens_per_pack"),
+        ),
+        *(("max_seq_length", "data.tokens_per_pack"), ("batch_size", "data.tokens_per_pack"), ("lora_r", "lora.rank")),
+        *(("per_device_train_batch_size", "optim.accumulation"), ("gradient_accumulation_steps", "optim.accumulation")),
+        *(("num_train_epochs", "optim.epochs"), ("load_in_4bit", "run.dtype"), ("warmup_ratio", "optim.warmup_steps")),
+        *(
+            ("bf16", "run.dtype"),
+            ("output_dir", "run.folder"),
+            ("save_steps", "checkpoint.every"),
+            ("seed", "run.seed"),
+        ),
+        *(("eval_steps", "eval.every"), ("packing", "data.strategy"), ("deepspeed", "parallel.shard")),
+        *(("report_to", "run.trackers"), ("gradient_checkpointing", "speed.recompute"), ("template", "chat_template")),
+        *(("eval_strategy", "eval.every"), ("save_strategy", "checkpoint.every"), ("assistant_only_loss", "answers")),
+    ],
+)
+def test_twenty_words_of_other_tools_lead_to_ours_in_a_file_and_in_an_override(minimal, tmp_path, word, setting):
+    (tmp_path / "theirs.yaml").write_text(f"extends: c.yaml\n{word}: 1\n")
+    for path, overrides in ((minimal, (f"{word}=1",)), (tmp_path / "theirs.yaml", ())):
+        with pytest.raises(ConfigError) as caught:
+            load_config(path, overrides)
+        assert (f"unknown key {word!r}" in str(caught.value), setting in str(caught.value)) == (True, True), caught

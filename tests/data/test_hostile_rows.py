@@ -162,6 +162,26 @@ def test_a_sample_that_changed_since_it_was_indexed_is_subject_to_the_policy(ski
             make(planned)
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_training_on_answers_takes_neither_rejected_answers_nor_bad_ones(skips, tmp_path, text_encoder):
+    rows = [
+        {"prompt": "Which digits?", "chosen": "Two.", "rejected": "One."},
+        {"prompt": "Which digits?", "completion": "One.", "label": False},
+        {"prompt": "Which digits?", "completion": "Two.", "label": True},
+    ]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = open_source(tmp_path / "data.jsonl")
+    planned = [Piece(0, row, 0, text_encoder.measure(source[row]).tokens) for row in range(3)]
+    make = PackMaker((source,), text_encoder, Collator(geometry=None, pixel_scale=None, position_rows=1), skips)
+    if skips:
+        made = make(planned)
+        assert made.pieces == (planned[2],)
+        assert [each.error.origin.row for each in made.skipped] == [0, 1]
+    for row, reason in ((0, "holds 2 answers of which some are better"), (1, "graded as a bad one")):
+        with pytest.raises(SampleError, match=reason):
+            PackMaker((source,), text_encoder, make.collator, skips=False)([planned[row]])
+
+
 def test_a_file_rewritten_in_place_during_a_run_is_an_error(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "one"}\n{"text": "two"}\n')

@@ -2,13 +2,16 @@
 
 The engine's own code takes a forward and a backward among processes of torch's fake process group, as in
 `fake_cuda.shared`; every collective that PyTorch dispatches meanwhile is written down with the sizes of its tensors.
-Rows for experts stay where they are: as many come back from each process as were sent to it.
+Rows for experts stay where they are: as many come back from each process as were sent to it. Slots choose experts in
+turn, so that each choice of them is as frequent.
 """
 
 import warnings
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
+from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -20,8 +23,9 @@ from fake_cuda import moments, shared, steps
 from headway.config import TrainConfig
 from headway.count.activations import SavedByPrecision
 from headway.models.float8 import use_float8
+from headway.models.parallel import dispatch, reduce_gradients
 from headway.models.parallel import exchange as split_exchange
-from headway.models.parallel import experts, reduce_gradients
+from headway.models.parallel.dispatch import run_spread_experts
 from headway.models.precision import Precision
 from headway.predict.communication import Exchanges
 from headway.predict.dry_run import learning_model, sharing_of, state_of
@@ -87,9 +91,10 @@ def run_exchanged(kind: str, config: TrainConfig, processes: int, packs: int = 1
         stack.enter_context(
             patch.object(split_exchange, "_all_to_all", lambda x, *given: exchange(seen.sent(x), *given))
         )
-        stack.enter_context(patch.object(experts, "_all_to_all", lambda rows, *_: seen.sent(rows).clone()))
-        stack.enter_context(patch.object(experts.dist, "all_to_all_single", _keep))
+        stack.enter_context(patch.object(dispatch, "all_to_all", lambda out, rows, *_: _keep(out, seen.sent(rows))))
+        stack.enter_context(patch.object(dispatch.dist, "all_to_all_single", _keep))
         mesh = stack.enter_context(shared._mesh(config, processes))
+        stack.enter_context(patch("headway.models.parallel.experts.run_spread_experts", _in_turn))
         trained = build_trained(config, mesh, None, precision, shared.CPU)
         group = None if mesh.sequence is None else mesh.sequence.get_group()
         batch = moments.batch_of(kind, trained.model, config).noised(0, 1).dealt(group)
@@ -109,5 +114,12 @@ def run_exchanged(kind: str, config: TrainConfig, processes: int, packs: int = 1
     return seen, exchanges_of(learning, saved, batch.workload, state, sharing_of(config, shape), shape)
 
 
-def _keep(out: torch.Tensor, given: torch.Tensor, *_: Any, **__: Any) -> None:
+def _keep(out: torch.Tensor, given: torch.Tensor, *_: Any, **__: Any) -> Any:
     out.copy_(given)
+    return SimpleNamespace(wait=lambda: None)
+
+
+def _in_turn(module: Any, hidden_TD: torch.Tensor, chosen_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+    slots, per_slot = chosen_TK.shape
+    choices = torch.tensor([*combinations(range(module.down_proj.shape[0]), per_slot)])
+    return run_spread_experts(module, hidden_TD, choices[torch.arange(slots) % len(choices)], weights_TK)

@@ -228,6 +228,7 @@ def run_moments(kind: str, config: TrainConfig, *, detail: bool = False) -> tupl
         steps._environment(ahead=True),
         patch("headway.train.build.initialise_adapters", lambda *_: None),  # there are no numbers to draw
         patch("headway.optim.moments.code_table", lambda **_: torch.empty(256, device=device)),
+        patch("headway.models.quantised._pairs", lambda device: torch.empty(256, 2, device=device)),
         patch.object(Optimizer, "_noise_of", lambda *_, **__: None),  # nor a generator of the device
         patch("headway.optim.optimizer.why_not", lambda *_: None),  # the kernel runs, which makes nothing
         patch("headway.optim.optimizer.update_", lambda *_: None),

@@ -26,11 +26,12 @@ from transformers import PreTrainedModel
 from fake_cuda import moments, steps
 from fake_cuda.watch import ROUND
 from headway.config import TrainConfig
+from headway.models.init_weights import to_memory
 from headway.models.load import load_model
 from headway.models.parallel import Mesh, build_mesh
 from headway.models.precision import Precision
 from headway.predict.memory import MemoryPlan
-from headway.train.build import build_trained
+from headway.train.build import build_trained, give_weights
 
 CPU = torch.device("cpu")
 _FREED: Any = torch.UntypedStorage.resize_  # FSDP2 empties the storage of what it gathered, and fills it again
@@ -146,12 +147,14 @@ def run_shared(
         stack.enter_context(patch("headway.models.losses._add_product", _add_product))
         stack.enter_context(patch.object(torch.UntypedStorage, "resize_", lambda *given: watch.resized(*given)))  # noqa: PLW0108 - bound as a method
         stack.enter_context(patch("headway.train.build.build_model", lambda *_: _on_meta(kind)))
+        give = "headway.train.build.give_weights"
+        stack.enter_context(patch(give, lambda *given: None if processes == 1 else give_weights(*given)))
         mesh = None if processes == 1 else stack.enter_context(_mesh(config, processes))
         stack.enter_context(watch)
         with watch.at("built"):
             trained = build_trained(config, mesh, None, precision, CPU)
             if mesh is None:
-                trained.model.to_empty(device=CPU)
+                to_memory(trained.model, CPU)
             for tensor in (*trained.model.parameters(), *trained.model.buffers()):
                 watch.hold(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
         gc.collect()  # building leaves a cycle behind that holds what was there before sharding

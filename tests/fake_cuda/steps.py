@@ -145,7 +145,10 @@ def _trained(config: TrainConfig, model_config: Any, precision: Any, device: tor
     def build_model(*_: Any) -> nn.Module:
         return load_model(model_config, dtype=precision.params, device="meta", random_init=True)
 
-    with patch("headway.train.build.build_model", build_model):
+    with (
+        patch("headway.train.build.build_model", build_model),
+        patch("headway.train.build.give_weights", lambda *_: None),  # there are no numbers to give
+    ):
         return build_trained(config, None, None, precision, device)
 
 

@@ -1,7 +1,11 @@
-"""A loop of one rank among several, on a clock that it moves itself; the last rank is late for its backward."""
+"""A loop of one rank among several, on a clock that it moves itself; the last rank is late for its backward.
+
+Each exchange of the meter's logs takes an eighth of a second, and a callback behind the update a sixteenth.
+"""
 
 import os
 import sys
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -9,6 +13,7 @@ from torch import nn
 
 from headway import Meter, Workload
 from headway.devices import Peak
+from headway.meter.host_gather import HostAllGather
 from helpers.device import COST_MODEL, Clock
 
 
@@ -20,7 +25,15 @@ def main() -> None:
     clock, model = Clock(), nn.Linear(3, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     peak = Peak("a test", 1e5, "fp32", "made up")
-    with Meter(model, cost_model=COST_MODEL, peak=peak, clock=clock, log_every=1, log_to=[sys.argv[1]]) as meter:
+    exchange = HostAllGather.exchange
+
+    def slow_exchange(ranks, numbers):
+        clock.now_s += 0.125
+        return exchange(ranks, numbers)
+
+    slow = patch.object(HostAllGather, "exchange", slow_exchange)
+    options = {"cost_model": COST_MODEL, "peak": peak, "clock": clock, "log_every": 1, "log_to": [sys.argv[1]]}
+    with slow, Meter(model, **options) as meter:
         for step in range(10):
             for _ in range(1 if step % 2 else 3):  # micro-batches
                 meter.await_data()
@@ -33,6 +46,7 @@ def main() -> None:
                 results.sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            clock.now_s += 0.0625
             meter.step()
     if size > 1:
         dist.destroy_process_group()

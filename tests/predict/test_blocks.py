@@ -8,7 +8,7 @@ import pytest
 from headway.count import Workload, load_cost_model
 from headway.count.activations import shipped_activations
 from headway.predict.blocks import TimedBlocks, with_blocks
-from headway.predict.memory import State
+from headway.predict.held import State
 from headway.predict.speeds import Cases, Speeds
 from headway.predict.step_time import StepTimes, StepWork
 

@@ -39,6 +39,18 @@ def test_activations_are_waited_for():
     assert exposed(gather("b", 2, waits=True)) == pytest.approx(2)
 
 
+def test_shared_experts_hide_the_exchanges_that_run_beside_them():
+    def rows(seconds, phase="forward", unit="b"):
+        return gather(unit, seconds, phase, waits=True, concurrent_flops=0.5)  # of 4 FLOPs: 1 s forward, 2 s backward
+
+    assert exposed(rows(3)) == pytest.approx(2)
+    assert exposed(rows(0.5)) == pytest.approx(0)
+    assert exposed(rows(0.75), rows(0.75)) == pytest.approx(0.5)  # both beside the same
+    assert exposed(rows(3), rows(3, unit="c")) == pytest.approx(4)
+    assert exposed(rows(3, "backward")) == pytest.approx(1)
+    assert exposed(rows(3), forward=0.0) == pytest.approx(3)
+
+
 def test_what_happens_once_a_step_is_not_repeated_for_each_pack():
     assert exposed(gather("a", 5), summed("a", 3, once=True), packs=4, forward=32, backward=64) == pytest.approx(23)
 

@@ -17,7 +17,8 @@ from headway.predict.collectives import Links
 from headway.predict.dry_run import dry_run, learning_model, with_copies
 from headway.predict.exchanges import exchanges_of
 from headway.predict.forecast import Forecaster
-from headway.predict.memory import Sharing, State, plan_memory
+from headway.predict.held import Sharing, State
+from headway.predict.memory import plan_memory
 
 BASE = ("plan.mix=chats", "data.tokens_per_pack=8192", "optim.accumulation=2")
 DENSE, EXPERTS = "llama-3.1-8b", "qwen3-30b-a3b"
@@ -40,6 +41,8 @@ MOVES = [
     ("speed.attention=fa3", TIME, ()),
     ("speed.attention=cudnn", BOTH, ("speed.recompute=full,-attention",)),
     ("speed.loss_chunk=null", MEMORY, ()),
+    ("model.base=nf4", BOTH, ("model.lora.rank=16",)),
+    ("model.base=int8", BOTH, ("model.lora.rank=16",)),
     ("optim.name=muon", BOTH, ()),
     ("optim.muon.iterations=10", TIME, ("optim.name=muon",)),
     ("optim.state=bfloat16", BOTH, ()),
@@ -101,7 +104,7 @@ FREE = {
 def names_of_config():
     """Settings of the sections in question, by their dotted names, with their annotations."""
     sections = ("speed.", "optim.", "parallel.")
-    chosen = (*sections, "run.dtype", "data.tokens_per_pack")
+    chosen = (*sections, "run.dtype", "data.tokens_per_pack", "model.base")
     settings = [setting for setting in walk(TrainConfig) if setting.name.startswith(chosen)]
     return {setting.name: setting for setting in settings}
 

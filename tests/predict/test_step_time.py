@@ -11,7 +11,7 @@ from headway.count import CostModel, Workload, load_cost_model
 from headway.count.activations import SavedActivations, SavedBlock, shipped_activations
 from headway.count.rows import Gradient, Parameter, Row
 from headway.devices import named_device
-from headway.predict.memory import State
+from headway.predict.held import State
 from headway.predict.speeds import HEAD_SIZE, PRODUCTS, Cases, Speeds
 from headway.predict.step_time import StepTimes, StepWork, product_shape, shapes_of, update_bytes
 

@@ -1,13 +1,15 @@
-"""How often `headway init` lets data play."""
+"""How often `headway init` lets data play, and what makes a model fit."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from headway.count import CostModel
+from headway.count import CostModel, load_cost_model
+from headway.count.activations import SavedByPrecision, shipped_activations
 from headway.count.rows import Parameter
-from headway.predict.suggest import MeasuredLengths, _epochs
+from headway.devices import named_device
+from headway.predict.suggest import MeasuredLengths, _epochs, _fitted
 
 CHATS = MeasuredLengths(np.array([100, 200]), bad=0, images=0, are_documents=False)
 CORPUS = replace(CHATS, are_documents=True)
@@ -28,3 +30,21 @@ LARGE, SMALL = (CostModel("m", (), (Parameter("w", n, n, "language.mlp"),)) for 
 )
 def test_data_play_as_often_as_a_model_needs(lengths, model, from_scratch, steps, epochs):
     assert _epochs(steps, model, lengths, from_scratch=from_scratch) == epochs
+
+
+@pytest.mark.parametrize(("device", "base"), [("H100", None), ("4090", None), ("4080", "nf4")])
+def test_a_base_in_4_bits_is_suggested_where_adapters_do_not_fit_without(device, base):
+    name = "qwen3-8b"
+    raw = {
+        "model": {"path": name},
+        "data": {"train": [{"path": "chats.jsonl"}], "tokens_per_pack": 8192},
+        "optim": {"steps": 1, "lr": 1e-5},
+        "run": {"folder": "run"},
+    }
+    saved = SavedByPrecision(lambda precision: shipped_activations(name, precision))
+    fitted, planned = _fitted(raw, load_cost_model(name), saved, named_device(device))
+    assert planned.fits
+    assert fitted["model"].get("base") == base
+    assert "lora" in fitted["model"]
+    # of what changes no result, inputs on the host are enough for 24 GB, and not for 16
+    assert ("offload" in fitted.get("speed", {})) == (device == "4090")

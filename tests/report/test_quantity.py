@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.report.quantity import bytes_in, parse_number
+from headway.report.quantity import bytes_in, doubt, parse_number
 
 NOT_NUMBERS = (
     *("", " ", "k", "%", "-", ".", "1.2.3", "1,23", "1,2345", "1__0", "0x10", "nan", "inf", "1e", "e5", "1e400", "1 2"),
@@ -62,3 +62,23 @@ def test_what_is_counted_takes_no_percentage():
 def test_a_size_has_a_unit():
     assert bytes_in("40GiB") == 40 * 2**30
     assert bytes_in("40") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "whole", "says"),
+    [
+        ("2m", "s", False, "2m may be minutes, milliseconds or months; write 2min or 2ms, and months in days"),
+        ("3M", "days", False, "3M may be minutes, milliseconds or months; write 3min or 3ms"),
+        ("40G", "bytes", False, "40G may be of 1000 or of 1024; write 40GB or 40GiB"),
+        ("40gb", "bytes", False, "40gb may be of 1000 or of 1024; write 40GB or 40GiB"),
+        ("1m", "", False, "1m may be millions or thousandths; write 1M or 1e-3"),
+        ("2,5", "", False, "the comma of 2,5 may stand before decimals or thousands; write 2.5 or 25"),
+        ("1.234,5", "currency", False, "the comma of 1.234,5 may stand before decimals or thousands; write 1234.5 or"),
+        ("3%", "steps", True, "3% is a share, and this is a count"),
+        ("fast", "", False, ""),
+        ("10q", "", False, ""),
+    ],
+)
+def test_a_number_of_two_meanings_is_none_and_both_are_named(text, unit, whole, says):
+    assert parse_number(text, unit, whole=whole) is None
+    assert doubt(text, unit, whole=whole)[: len(says) or None] == says

@@ -306,6 +306,12 @@ def test_all_refusals_are_told_at_once(write):
     [
         ("model: {path: x}", "no configuration of LMMs-Engine"),
         ("[1, 2]", "no configuration of LMMs-Engine"),
+        (
+            "{stage: dpo, pref_beta: 0.1}",
+            "Its stage: dpo has no place in one; there is none in Headway: .* without DPO",
+        ),
+        ("{rlhf_type: kto, beta: 0.1}", "Its rlhf_type: kto has no place in one; .*`data.train`"),
+        ("{rl: orpo, orpo_alpha: 0.1}", "Its rl: orpo has no place in one"),
         ("trainer_args: [1]", r"trainer_args is \[1\], but must be a mapping"),
         ("a: b: c", "is not YAML"),
         ("trainer_args: " + "[" * 5000, "is not YAML"),

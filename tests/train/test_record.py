@@ -6,6 +6,7 @@ import torch
 from headway.errors import TrainingError
 from headway.log.run_files import write_json
 from headway.meter.clock import HostCopy
+from headway.train.best import BestEvaluation
 from headway.train.progress import evaluation_line, step_line
 from headway.train.record import MetricsLog
 from helpers.cases import a_full_disk
@@ -141,7 +142,10 @@ def test_the_line_of_a_step():
 
 def test_the_line_of_an_evaluation():
     record = {"step": 400, "exact_match": 0.914, "exact": 457, "samples": 500, "loss": 0.12}
-    assert evaluation_line(record) == "evaluation after step 400: exact match 91.4 % (457 of 500), loss 0.1200"
+    line = "evaluation after step 400: exact match 91.4 % (457 of 500), loss 0.1200"
+    assert evaluation_line(record, BestEvaluation("loss")) == line  # nothing is best where no loss is a number
+    assert evaluation_line(record, BestEvaluation("loss", 400, 0.12)) == line
+    assert evaluation_line(record, BestEvaluation("loss", 300, 0.1)) == f"{line}; best loss 0.1000 after step 300"
 
 
 def test_a_step_keeps_to_the_width_of_the_terminal():

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from headway.config.other_tools import translated
 from headway.config.read import load_yaml
 from headway.errors import ConfigError
 from headway.files import SETTINGS_BYTES, read_text
@@ -23,6 +24,8 @@ from tools.import_config.outcomes import Context, Outcome
 
 SECTIONS = ("dataset_config", "trainer_args", "model_config")
 _UNREADABLE = (OSError, ValueError, RecursionError, yaml.YAMLError)  # ValueError: no text, or 4,300 digits
+_METHODS = ("stage", "rlhf_type", "rl")
+_PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "cpo", "rm")
 _DATA = ("dataset_config.dataset_path", "dataset_config.datasets")
 
 
@@ -132,13 +135,19 @@ def _sections(path: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(raw, dict) or not any(section in raw for section in SECTIONS):
         raise ConfigError(
             f"{path} is no configuration of LMMs-Engine, which has the sections {', '.join(SECTIONS)}. For one of "
-            "another framework, write a recipe by hand; recipes/ has some to start from."
+            f"another framework, write a recipe by hand; recipes/ has some to start from.{_on_preferences(raw)}"
         )
     sections = {section: raw.pop(section, None) or {} for section in SECTIONS}
     for name, section in sections.items():
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: {name} is {section!r}, but must be a mapping of keys to values.")
     return {**sections, "": raw}
+
+
+def _on_preferences(raw: Any) -> str:
+    """What becomes of training on preferences, of LLaMA-Factory's, ms-swift's and axolotl's configurations of it."""
+    keys = (key for key in _METHODS if isinstance(raw, dict) and raw.get(key) in _PREFERENCES)
+    return "".join(f" Its {key}: {raw[key]} has no place in one; {translated(key)}." for key in keys)
 
 
 def _nested(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:

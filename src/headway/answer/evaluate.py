@@ -21,6 +21,7 @@ from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.blank_media import vision_kinds, with_blanks
 from headway.data.collate import Collator
 from headway.data.encoders import collator_of
+from headway.data.samples import best_answered, supervised
 from headway.errors import DataError
 from headway.models.head import ModelWithLoss
 from headway.models.parallel.ranks import Ranks
@@ -81,7 +82,7 @@ class EvalSet:
         group: the processes that compute each pack together; None where each pack is one process's.
 
     Raises:
-        DataError: there is no sample, or one exceeds a pack or has nothing to answer.
+        DataError: there is no sample, or one exceeds a pack, has nothing to answer or is graded as a bad answer.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class EvalSet:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         # each sample is encoded once; an evaluation must see all of them, so none may exceed a pack
-        encoded = [encoder.encode(sample) for sample in samples]
+        encoded = [encoder.encode(supervised(best_answered(sample))) for sample in samples]
         if not encoded:
             raise DataError("there is no held-out sample to evaluate; data.eval must hold at least one.")
         for sample in encoded:

@@ -19,7 +19,7 @@ from headway.answer.model_folder import OpenedModel, make_encoder
 from headway.data.chat import ChatTemplate
 from headway.data.collate import Collator
 from headway.data.media.images import Picture
-from headway.data.samples import Chat, Document, Message, Sample, TextPart, unusable
+from headway.data.samples import Chat, Document, Message, Prompt, TextPart, unusable
 from headway.errors import ConfigError
 from headway.plugins import family_hook
 
@@ -98,7 +98,7 @@ class Generator:
         self._ends = self._closing_tokens()
 
     def answer(
-        self, prompts: Sequence[Sample], decoding: Decoding, *, batch: int = 1, streamer: Any = None
+        self, prompts: Sequence[Prompt], decoding: Decoding, *, batch: int = 1, streamer: Any = None
     ) -> Iterator[Completion]:
         """Answer prompts, in order.
 
@@ -143,7 +143,7 @@ class Generator:
             completions.append(Completion(text, int(mask.sum()), len(tokens), bool(ends)))
         return completions
 
-    def _processed(self, prompts: Sequence[Sample]) -> dict[str, Any]:
+    def _processed(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Inputs by the model's own processor, prompts filled up on their left to the length of the longest."""
         texts = [self._text(prompt) for prompt in prompts]
         chats = [prompt for prompt in prompts if isinstance(prompt, Chat)]
@@ -166,7 +166,7 @@ class Generator:
         inputs: dict[str, Any] = dict(self._processor(text=texts, **options))
         return inputs
 
-    def _encoded(self, chat: Sample) -> dict[str, Any]:
+    def _encoded(self, chat: Prompt) -> dict[str, Any]:
         """Inputs of one chat with videos or sounds, as in training."""
         encoder = make_encoder(self._opened.processor, self._opened.model)
         answered = with_answer(chat)
@@ -175,7 +175,7 @@ class Generator:
         inputs = Collator(pixel_scale=encoder.pixel_scale)([encoded]).model_inputs()
         return {name: value for name, value in inputs.items() if name not in _OF_PACKS}
 
-    def _text(self, prompt: Sample) -> str:
+    def _text(self, prompt: Prompt) -> str:
         if isinstance(prompt, Chat):
             return self._template.prompt(prompt)
         text = prompt.content if isinstance(prompt.content, str) else self.tokenizer.decode(prompt.content)
@@ -204,7 +204,7 @@ class Generator:
         return {int(token) for token in ends if token is not None} | self._template.stop_ids()
 
 
-def with_answer(prompt: Sample) -> Sample:
+def with_answer(prompt: Prompt) -> Prompt:
     """Give a chat a last answer, which `encode_prompt` cuts off again; a document stays as it is."""
     if not isinstance(prompt, Chat):
         return prompt
@@ -219,12 +219,13 @@ def question_of(chat: Chat) -> tuple[Chat, str | None]:
     """
     if chat.messages[-1].role != "assistant":
         return chat, None
+    gold = None if chat.desirable is False else chat.answer  # an answer that was graded as a bad one is none to reach
     if len(chat.messages) == 1:
         raise unusable(chat, "the chat begins with its only answer, so there is no prompt to answer.")
-    return replace(chat, messages=chat.messages[:-1]), chat.answer
+    return replace(chat, messages=chat.messages[:-1]), gold
 
 
-def _media_of(prompt: Sample) -> frozenset[str]:
+def _media_of(prompt: Prompt) -> frozenset[str]:
     if isinstance(prompt, Document):
         return frozenset()
     return frozenset(prompt.kinds)
@@ -248,7 +249,7 @@ class AnswerGenerator(Protocol):
     has_template: bool
 
     def answer(
-        self, prompts: Sequence[Sample], decoding: Decoding, *, batch: int = 1, streamer: Any = None
+        self, prompts: Sequence[Prompt], decoding: Decoding, *, batch: int = 1, streamer: Any = None
     ) -> Iterator[Completion]:
         """Answer prompts, in order; see `Generator.answer`."""
 

@@ -60,22 +60,27 @@ class OpenedModel:
     processor: Processor
 
 
-def find_model(name: str, base: str | None = None) -> ModelLocation:
+def find_model(name: str, base: str | None = None, *, best: bool = False) -> ModelLocation:
     """Find out what a path or name stands for, without reading weights.
 
     Args:
         name: a model folder, a folder of adapters, a checkpoint, a run folder, for its newest export or checkpoint, or
             a model's name on the Hugging Face Hub.
         base: the model that adapters belong to, where it is elsewhere than their folder says.
+        best: of a run folder, the checkpoint after its best evaluation, or the export of that one.
 
     Raises:
-        UsageError: a run folder with neither.
+        UsageError: a run folder with neither, or one that has kept no best checkpoint.
         ConfigError: a base without adapters that it could belong to.
         CheckpointError: adapters whose base is not there.
     """
     path = Path(name)
     run = path if (path / CONFIG).is_file() and not (path / MANIFEST).is_file() else None
-    if run is not None:
+    if best:
+        path = find_checkpoint_in(path, best=True).folder
+        if run is not None and (run / EXPORTS / path.name).is_dir():
+            path = run / EXPORTS / path.name
+    elif run is not None:
         path = _newest_of(run)
     if (path / MANIFEST).is_file():
         location = ModelLocation(str(path), "checkpoint", run=run)

@@ -26,7 +26,7 @@ from headway.report.markdown import markdown_code, markdown_table, markdown_text
 
 FILE_NAME = "README.md"
 _ON_HUB = "hf://datasets/"  # as fsspec names a dataset of the Hub, with OWNER/NAME[@REVISION]/FILE behind it
-_OF_MODEL = ("freeze", "lora", "new_tokens", "new_special_tokens")
+_OF_MODEL = ("freeze", "lora", "base", "new_tokens", "new_special_tokens")
 _OF_DATA = (
     "tokens_per_pack",
     "patches_per_pack",

@@ -7,7 +7,7 @@ tensors (some models join on loading what their files keep apart, the experts of
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,13 +22,15 @@ from headway.checkpoint.folder import (
     MANIFEST,
     MODEL,
     Checkpoint,
+    best_checkpoint,
     latest_checkpoint,
     open_checkpoint,
     step_folders,
 )
 from headway.checkpoint.restore import check_architecture, read_tensors, saved_tensors
-from headway.checkpoint.state import AVERAGE, WEIGHTS
+from headway.checkpoint.state import AVERAGE, OPTIMIZER, WEIGHTS
 from headway.errors import CheckpointError, UsageError
+from headway.log.run_files import CHECKPOINTS
 from headway.models.load import load_model
 from headway.models.lora import (
     ADAPTER_CONFIG,
@@ -38,6 +40,7 @@ from headway.models.lora import (
     base_name,
     merged,
 )
+from headway.models.quantised import Layout, hold, layouts_by_size
 from headway.words import Argument
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -93,7 +96,8 @@ def export(
     Args:
         checkpoint: of any layout, checked or not; what is read of it is compared with the model's shapes.
         folder: must not exist.
-        dtype: of the floating-point weights; None for that of training.
+        dtype: of the floating-point weights; None for that of what learns, or for bfloat16 where adapters are added
+            into weights of 4 or 8 bits, which are dequantised for it.
         average: whether the weights' moving average is exported in their place.
         merge_adapters: whether adapters are added into the weights and all of the model is written, not they alone.
         max_file_bytes: largest weight file; a single larger tensor has a file of its own [bytes].
@@ -123,27 +127,29 @@ def export(
             Argument("merge_adapters"),
             " out.",
         )
+    leaves_base = adapts and not merge_adapters
+    hold(model, layouts := _layouts(model, saved))
     check_architecture(checkpoint, {name: tensor.shape for name, tensor in saved.items()}, model)
     # a folder beside it, renamed once it is complete
     temporary = folder.with_name(f".{folder.name}.writing")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        kind = dtype or next(t.dtype for name, t in saved.items() if name.startswith(WEIGHTS) and t.is_floating_point())
-        files = _WeightFiles(temporary, max_file_bytes, ADAPTERS if adapts and not merge_adapters else WHOLE)
-        _write_described(checkpoint, temporary, plain, kind, adapters=adapts and not merge_adapters)
+        kind = dtype or (torch.bfloat16 if layouts and not leaves_base else _dtype_of_learning(saved))
+        # without a dtype buffers keep their own; frozen weights may have been held in fewer bits
+        names = None if dtype is not None else {base_name(name) for name, _ in model.named_parameters()}
+        files = _WeightFiles(temporary, max_file_bytes, ADAPTERS if leaves_base else WHOLE)
+        _write_described(checkpoint, temporary, plain, kind, adapters=leaves_base)
         # layer by layer, so that no more than a layer is in memory
         for part in _parts(checkpoint, saved, model, average=average):
-            cast = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in part.items()}
             # under the names of transformers: all weights, the adapters added into them, or the adapters alone
-            if not adapts:
-                files.add(revert_weight_conversion(plain, cast))
-            elif merge_adapters:
-                files.add(revert_weight_conversion(plain, merged(model, cast)))
-            else:
-                files.add(adapters_alone(cast))
+            if leaves_base:
+                files.add(_cast(adapters_alone(part), kind, None))
+                continue
+            weights = merged(model, _in_float32(part, layouts)) if adapts else part
+            files.add(revert_weight_conversion(plain, _cast(weights, kind, names)))
         files.close()
-        write_card(checkpoint, temporary, adapters=adapts and not merge_adapters)
+        write_card(checkpoint, temporary, adapters=leaves_base)
         temporary.rename(folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -157,20 +163,41 @@ def holds_adapters(checkpoint: Checkpoint) -> bool:
     return (checkpoint.model_folder / ADAPTER_CONFIG).is_file()
 
 
-def find_checkpoint_in(path: Path) -> Checkpoint:
+def find_checkpoint_in(path: Path, *, best: bool = False) -> Checkpoint:
     """The checkpoint that a path names, or the newest of the run that it names, every file checked.
+
+    Args:
+        path: of a run or a checkpoint.
+        best: of a run, the one after its best evaluation.
 
     Raises:
         CheckpointError: it is damaged.
         UsageError: there is none.
     """
+    if best:
+        checkpoint = _best_of(path)
+        checkpoint.check()
+        return checkpoint
     if (path / MANIFEST).is_file() or path.name.startswith("step-"):
-        checkpoint: Checkpoint | None = open_checkpoint(path)
+        checkpoint = open_checkpoint(path)
+    elif (newest := latest_checkpoint(path / CHECKPOINTS)) is not None:
+        checkpoint = newest
     else:
-        checkpoint = latest_checkpoint(path / "checkpoints")
-    if checkpoint is None:
         raise UsageError(f"{path} holds no checkpoint; give a run folder, or one of the folders in its checkpoints/.")
     checkpoint.check()
+    return checkpoint
+
+
+def _best_of(run: Path) -> Checkpoint:
+    if not (run / CHECKPOINTS).is_dir():
+        raise UsageError(Argument("best", True), f" takes a run folder, and {run} holds no {CHECKPOINTS}/.")
+    checkpoint = best_checkpoint(run / CHECKPOINTS)
+    if checkpoint is None:
+        raise UsageError(
+            Argument("best", True),
+            f" finds no checkpoint of the best evaluation in {run}: it is kept from the first evaluation on where the "
+            "run has checkpoint.keep_best. Without it, the newest checkpoint is taken.",
+        )
     return checkpoint
 
 
@@ -191,6 +218,46 @@ def _parts(
         tensors = {source: torch.empty_like(saved[source], device="cpu") for source in sources.values()}
         read_tensors(checkpoint.folder, tensors)
         yield {name: tensors[source].to(saved[WEIGHTS + name].dtype) for name, source in sources.items()}
+
+
+def _layouts(model: PreTrainedModel, saved: Mapping[str, torch.Tensor]) -> dict[str, Layout]:
+    """How the weights are held that a checkpoint has in 4 or 8 bits; their sizes tell."""
+    stored = {name: saved[WEIGHTS + name] for name, _ in model.named_parameters() if WEIGHTS + name in saved}
+    return layouts_by_size(
+        {
+            name: (tensor.shape, model.get_parameter(name).shape)
+            for name, tensor in stored.items()
+            if not tensor.is_floating_point()
+        }
+    )
+
+
+def _in_float32(part: Mapping[str, torch.Tensor], layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+    """Weights in the precision that adapters are added in."""
+    return {
+        name: layouts[name].dequantise(tensor, torch.float32) if name in layouts else _float32(tensor)
+        for name, tensor in part.items()
+    }
+
+
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _dtype_of_learning(saved: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """Dtype of the weights that an optimizer updates; of the first weight before its first step."""
+    floats = {name: tensor.dtype for name, tensor in saved.items() if tensor.is_floating_point()}
+    learning = (name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in floats if name.startswith(OPTIMIZER))
+    first = next((WEIGHTS + name for name in learning if WEIGHTS + name in floats), None)
+    return floats[first] if first else next(kind for name, kind in floats.items() if name.startswith(WEIGHTS))
+
+
+def _cast(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, names: set[str] | None) -> dict[str, torch.Tensor]:
+    """Cast floats, of these names alone if any are given."""
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() and (names is None or name in names) else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _write_described(

@@ -22,6 +22,7 @@ from headway.errors import CheckpointError
 MANIFEST, POSITION, MODEL, INDEX = "manifest.json", "position.json", "model", ".metadata"
 # What position.json has besides the place in the data.
 SKIPPED, DIGEST, CHAIN, RESUMES = "skipped_in_a_row", "samples_digest", "samples_chain", "resumes"
+BEST = "best_evaluation"
 SCHEMA_VERSION = 2
 _STEP_FOLDER = re.compile(r"step-(\d{6,18})")
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -160,6 +161,21 @@ def latest_checkpoint(root: Path) -> Checkpoint | None:
         raise with_way_out(error, folders[-1]) from error
 
 
+def best_checkpoint(root: Path) -> Checkpoint | None:
+    """The checkpoint after the best evaluation of a run, as its newest one names it; None where it was not kept.
+
+    Raises:
+        CheckpointError: the newest one or the best one has no readable manifest.
+    """
+    newest = latest_checkpoint(root)
+    best = newest.position().get(BEST) if newest is not None else None
+    step = best.get("step") if isinstance(best, dict) else None
+    if not isinstance(step, int) or not _is_count(step, 0):
+        return None
+    folder = step_folder(root, step)
+    return open_checkpoint(folder) if folder.is_dir() else None
+
+
 def with_way_out(error: CheckpointError, damaged: Path) -> CheckpointError:
     """Explain the fault of the newest checkpoint, and name the newest whole one before it."""
     folders = step_folders(damaged.parent)
@@ -279,10 +295,16 @@ def seal(temporary: Path, facts: dict[str, Any], files: dict[str, Entry]) -> Non
         sync(folder)
 
 
-def publish(temporary: Path, folder: Path, keep: int) -> None:
+def publish(temporary: Path, folder: Path, keep: int, best: int | None = None) -> None:
     """Give a sealed checkpoint its name, then delete the oldest beyond `keep`.
 
     The newest one before a row of left-out updates stays too: a run whose model is lost is to leave one to go back to.
+
+    Args:
+        temporary: where it was written.
+        folder: its name.
+        keep: newest ones that stay [checkpoints].
+        best: step of another one that stays.
     """
     root = folder.parent
     if folder.exists():  # left by a run that was resumed from before it
@@ -291,8 +313,9 @@ def publish(temporary: Path, folder: Path, keep: int) -> None:
     sync(root)
     folders = step_folders(root)
     sound = next((path for path in reversed(folders) if not _skipped_in_a_row(path)), None)
+    spared = (sound, None if best is None else step_folder(root, best))
     for old in folders[:-keep]:
-        if old != sound:
+        if old not in spared:
             remove(old)
 
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from headway.checkpoint.folder import (
+    BEST,
     INDEX,
     MODEL,
     POSITION,
@@ -76,6 +77,7 @@ class CheckpointSaver:
         root: folder of all checkpoints of the run.
         ranks: the processes.
         keep: newest checkpoints that stay [checkpoints].
+        keep_best: whether that of the best evaluation, which the position names, stays besides.
         asynchronous: whether training goes on while the files are written.
         export: what the first process does with each whole checkpoint, in the background too; None for nothing.
     """
@@ -86,10 +88,12 @@ class CheckpointSaver:
         ranks: Ranks,
         *,
         keep: int,
+        keep_best: bool = False,
         asynchronous: bool = True,
         export: Callable[[Checkpoint], None] | None = None,
     ) -> None:
-        self._root, self._ranks, self._keep, self._export = root, ranks, keep, export
+        self._root, self._ranks, self._export = root, ranks, export
+        self._keep, self._keep_best = keep, keep_best
         self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE) if ranks.size > 1 else None
         self._asynchronous = asynchronous
         self._copies = HostCopies()  # the checkpoint before is written when the next one is copied
@@ -185,7 +189,8 @@ class CheckpointSaver:
             described = self._agree(lambda: self._write_the_rest(temporary, contents))
             facts = {"step": step, "world_size": self._ranks.size, "mesh": contents.mesh}
             files = {name: entry for part in described for name, entry in part.items()}
-            self._agree(lambda: self._publish(temporary, folder, facts, files))
+            best = (contents.position.get(BEST) or {}).get("step") if self._keep_best else None
+            self._agree(lambda: self._publish(temporary, folder, facts, files, best))
         except (Exception, CheckpointException) as error:
             if self._ranks.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
@@ -213,10 +218,12 @@ class CheckpointSaver:
             written += [path for path in (temporary / MODEL).rglob("*") if path.is_file()]
         return entries(temporary, written)
 
-    def _publish(self, temporary: Path, folder: Path, facts: dict[str, Any], files: dict[str, Entry]) -> None:
+    def _publish(
+        self, temporary: Path, folder: Path, facts: dict[str, Any], files: dict[str, Entry], best: int | None
+    ) -> None:
         if self._ranks.is_first:
             seal(temporary, facts, files)
-            publish(temporary, folder, self._keep)
+            publish(temporary, folder, self._keep, best)
 
     def _agree(self, stage: Callable[[], T]) -> list[T]:
         """Do a stage on every process, and go on only if all have done it: what each gave, in order."""

@@ -20,7 +20,8 @@ from headway.report import printable
 
 if TYPE_CHECKING:
     from headway.answer.generate import AnswerGenerator, Completion, Decoding
-    from headway.data import Chat, Message, Sample
+    from headway.data import Chat, Message
+    from headway.data.samples import Prompt
 
 
 HELP = (
@@ -146,7 +147,7 @@ class _Talk:
             say(f"(cut after {answer.tokens} tokens; --max-new-tokens allows more)", on_stderr=True)
         self._messages += [question, Message("assistant", (TextPart(answer.text),))]
 
-    def _sample(self, messages: "list[Message]") -> "Sample":
+    def _sample(self, messages: "list[Message]") -> "Prompt":
         """The conversation as the model sees it; without a chat template, the last words alone."""
         from headway.data import Chat, Document, Message, Origin, TextPart
 
@@ -171,7 +172,7 @@ def _streamer(tokenizer: Any) -> Any:
     return _Printed(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-Asked = tuple["Sample", str | None]
+Asked = tuple["Prompt", str | None]
 """A prompt, and the answer that the data give to it, if any."""
 
 
@@ -267,6 +268,7 @@ def read_prompts(source: str) -> "list[Asked]":
     """
     from headway.answer.generate import question_of
     from headway.data import Chat, read_samples
+    from headway.data.samples import best_answered
     from headway.errors import DataError
 
     path = Path(source)
@@ -286,7 +288,8 @@ def read_prompts(source: str) -> "list[Asked]":
     samples = read_samples(source)
     if not samples:
         raise DataError(f"{source} holds no rows, so there is nothing to answer.")
-    return [question_of(sample) if isinstance(sample, Chat) else (sample, None) for sample in samples]
+    texts = map(best_answered, samples)  # of a preference the best answer is gold
+    return [question_of(sample) if isinstance(sample, Chat) else (sample, None) for sample in texts]
 
 
 def chat_of(text: str, *, file: str = "--prompt", place: str = "as given") -> "Chat":
@@ -306,7 +309,7 @@ def _prompt(text: str, images: "tuple[Path, ...] | list[Path]") -> "Chat":
     return Chat((Message("user", (*pictures, TextPart(text))),), chat_of(text).origin)
 
 
-def _with_system(sample: "Sample", text: str) -> "Sample":
+def _with_system(sample: "Prompt", text: str) -> "Prompt":
     from headway.data import Chat, Message, TextPart
 
     if not isinstance(sample, Chat) or sample.messages[0].role == "system":
@@ -314,7 +317,7 @@ def _with_system(sample: "Sample", text: str) -> "Sample":
     return replace(sample, messages=(Message("system", (TextPart(text),)), *sample.messages))
 
 
-def _as_document(sample: "Sample", model: str) -> "Sample":
+def _as_document(sample: "Prompt", model: str) -> "Prompt":
     """The words of a prompt of one turn, to be continued."""
     from headway.data import Document
 
@@ -328,7 +331,7 @@ def _as_document(sample: "Sample", model: str) -> "Sample":
     return Document(sample.messages[0].text, sample.origin)
 
 
-def _record(sample: "Sample", gold: str | None, answer: "Completion", generator: "AnswerGenerator") -> dict[str, Any]:
+def _record(sample: "Prompt", gold: str | None, answer: "Completion", generator: "AnswerGenerator") -> dict[str, Any]:
     from headway.data import Chat
 
     if isinstance(sample, Chat):

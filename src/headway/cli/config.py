@@ -33,8 +33,8 @@ $schema=schema.json` makes editors complete and check the file.
 
 Numbers are read as people write them, also in the options of commands: `32k` (32,000), `1e9`, `100B` (billions),
 `40%`, `2GiB`, `90min`. A value alone stands for a list of it, and in the place of an optional section for its one
-required setting: `model.lora: 16`. A key that stands twice is an error; a setting of LLaMA-Factory, ms-swift, TRL or
-axolotl is answered with Headway's name for it.
+required setting: `model.lora: 16`. A key that stands twice, in a file or in `--set`, is an error; a setting of
+LLaMA-Factory, ms-swift, TRL or axolotl is answered with Headway's name for it.
 """
 
 

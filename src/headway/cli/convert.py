@@ -1,17 +1,22 @@
 """`headway import-model` and `export`: weights of others, and ours for others."""
 
+import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headway.cli.opened import BestOption
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_result, say
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, UsageError
 from headway.log.working import working
 from headway.plugins import families_with
 from headway.report import presentable
+
+if TYPE_CHECKING:
+    from headway.checkpoint.push import HubRepo
 
 _LAYOUTS = ", ".join(family.layout for family in families_with("read_checkpoint"))
 
@@ -55,7 +60,13 @@ SourceArgument = Annotated[
         metavar="RUN_OR_CHECKPOINT", help="A run folder, for its newest checkpoint, or one folder of its checkpoints/."
     ),
 ]
-FolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the model goes; must not exist.")]
+FolderArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[FOLDER]",
+        help="Where the model goes; must not exist. Left out with --push-to-hub of a folder that was exported before.",
+    ),
+]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Floating-point type of the weights; that of training if not given.")
 ]
@@ -63,21 +74,47 @@ EmaOption = Annotated[bool, typer.Option("--ema", help="The weights' moving aver
 MergeOption = Annotated[
     bool, typer.Option("--merge-lora", help="Low-rank adapters added into the weights, instead of a folder of them.")
 ]
+PushOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OWNER/NAME",
+        help="Send the folder to the Hugging Face Hub too, with the token that `hf` uses (HF_TOKEN).",
+    ),
+]
+PrivateOption = Annotated[
+    bool, typer.Option("--private", help="With --push-to-hub: a private repository; else as its owner's settings say.")
+]
+UpdateOption = Annotated[
+    bool, typer.Option("--update", help="With --push-to-hub: one more commit to a repository that is there already.")
+]
 
 
 def export(
     source: SourceArgument,
-    folder: FolderArgument,
+    folder: FolderArgument = None,
     dtype: DtypeOption = None,
     ema: EmaOption = False,
     merge_lora: MergeOption = False,
+    best: BestOption = False,
+    push_to_hub: PushOption = None,
+    private: PrivateOption = False,
+    update: UpdateOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a Hugging Face folder of a checkpoint: weights, config, generation config and processor.
+    """Make a Hugging Face folder of a checkpoint: weights, config, generation config, processor and a model card.
 
     The checkpoint may have been written by any number of processes; one process reads it, layer by layer, so memory for
     one weight file (5 GB) and one layer is enough. Every file of the checkpoint is checked first.
+
+    Example: headway export runs/mine model/ --push-to-hub me/mine --private
     """
+    if push_to_hub is None and (private or update):
+        option = "--private" if private else "--update"
+        raise UsageError(f"{option} is for --push-to-hub OWNER/NAME; give that too, or leave it out.")
+    if folder is None:
+        options = {"--dtype": dtype is not None, "--ema": ema, "--merge-lora": merge_lora, "--best": best}
+        _push_alone(source, push_to_hub, [name for name, is_set in options.items() if is_set], private, update, as_json)
+        return
     with needs_extra("exporting"):
         import torch
 
@@ -86,7 +123,12 @@ def export(
         from headway.checkpoint.export import find_checkpoint_in
         from headway.models.load import processor_note
 
-    checkpoint = find_checkpoint_in(source)
+    repo = None if push_to_hub is None else _repo(push_to_hub, private, update)
+    checkpoint = find_checkpoint_in(source, best=best)
+    if repo is not None and not merge_lora:
+        from headway.checkpoint.push import refuse_local_base
+
+        refuse_local_base(checkpoint.model_folder)
     chosen = None if dtype is None else getattr(torch, dtype.value)
     with working(f"writing the model after step {checkpoint.step:,}"):
         write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
@@ -99,8 +141,56 @@ def export(
     ]
     if (note := processor_note(folder)) is not None:
         lines.append(f"processor: {note}")
+    url = None
+    if repo is not None:
+        url = _pushed(folder, repo, private=private, message=f"Headway: {what} after step {checkpoint.step}")
+        lines.append(f"on the Hub: {url}")
     print_result(
-        lambda: {"folder": str(folder), "step": checkpoint.step},
+        lambda: {"folder": str(folder), "step": checkpoint.step, **({} if url is None else {"url": url})},
         lambda: presentable("\n".join(lines)),
         as_json=as_json,
     )
+
+
+def _push_alone(source: Path, name: str | None, options: list[str], private: bool, update: bool, as_json: bool) -> None:
+    """Send a folder that was exported before.
+
+    Raises:
+        UsageError: there is nowhere to send it, the source is none, or options that change an export are given.
+    """
+    if name is None:
+        raise UsageError("FOLDER is missing: where the model goes, such as headway export runs/mine model/.")
+    if not any((source / file).is_file() for file in ("config.json", "adapter_config.json")):
+        raise UsageError(
+            f"{source} is no model folder, so FOLDER is missing: where its model goes before it is sent, such as "
+            f"headway export {source} model/ --push-to-hub {name}."
+        )
+    if options:
+        raise UsageError(f"{options[0]} cannot take effect: {source} is exported already, and is sent as it is.")
+    repo = _repo(name, private, update)
+    from headway.checkpoint.push import refuse_local_base
+
+    refuse_local_base(source)
+    url = _pushed(source, repo, private=private, message="Headway: a model folder")
+    print_result(
+        lambda: {"folder": str(source), "url": url}, lambda: presentable(f"on the Hub: {url}"), as_json=as_json
+    )
+
+
+def _repo(name: str, private: bool, update: bool) -> "HubRepo":
+    with needs_extra("sending to the Hub"):
+        from headway.checkpoint.push import find_repo
+
+    with working("asking the Hub"):
+        return find_repo(name, private=private, update=update)
+
+
+def _pushed(folder: Path, repo: "HubRepo", *, private: bool, message: str) -> str:
+    """Send a folder, with the client's own bars on a terminal; the page of its repository."""
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # documented, not declared
+
+    from headway.checkpoint.push import push
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    return push(folder, repo, private=private, message=message)

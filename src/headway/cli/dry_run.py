@@ -42,8 +42,9 @@ if TYPE_CHECKING:
 
 
 _NO_ROOM = "DOES NOT FIT"
-LABELS = {"casts": "weights, cast", "gathered": "weights, gathered", "reducing": "gradients, summing", "passing":
-    "gradients, passing", "head": "logits and loss", "updating": "optimizer, working"}  # fmt: skip
+LABELS = {"base": "weights, base", "casts": "weights, cast", "gathered": "weights, gathered",
+    "reducing": "gradients, summing", "passing": "gradients, passing", "head": "logits and loss",
+    "updating": "optimizer, working"}  # fmt: skip
 
 
 def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | None, as_json: bool) -> None:

@@ -72,7 +72,7 @@ def evaluate(
         from headway.models.vision import vision_geometry
 
     chats = opened.read_template(chat_template)
-    location = find_model(model, opening.base)
+    location = find_model(model, opening.base, best=opening.best)
     config = load_config(location.run / CONFIG) if location.run is not None else None
     samples = _samples(data, config, max_samples)  # a typo is told before a model is read
     where, precision = opened.chosen_device(RunConfig(folder=Path(), device=opening.device))

@@ -185,6 +185,9 @@ def _text(path: str, index: "LengthIndex") -> str:
         pairs.append(("bad", f"{format_count(summary.bad)} ({share}), left out of the numbers below"))
     if summary.empty:
         pairs.append(("empty", f"{format_count(summary.empty)} documents without words, left out"))
+    if summary.preferences:
+        count = f"{format_count(summary.preferences)}, of {format_count(summary.answers)} answers"
+        pairs.append(("preferences", count))
     pairs += [
         ("tokens", format_count(summary.tokens)),
         ("supervised", format_count(summary.supervised)),

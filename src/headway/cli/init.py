@@ -10,7 +10,7 @@ import typer
 from headway.cli.dry_run import saved_as_learning
 from headway.cli.index import build_indices
 from headway.cli.opened import read_template
-from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, columns_of
+from headway.cli.options import ChatTemplateOption, ColumnOption, JsonOption, columns_of, devices_from
 from headway.cli.output import needs_extra, print_result, warn
 from headway.cli.resolve import resolve_ledger
 from headway.errors import UsageError
@@ -30,7 +30,11 @@ DataOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Device whose memory it must fit, as `headway devices` names it: H100, 4090."),
+    typer.Option(
+        metavar="NAME",
+        help="Device whose memory it must fit, as `headway devices` names it: H100, 4090.",
+        autocompletion=devices_from,
+    ),
 ]
 OutputOption = Annotated[
     Path, typer.Option("-o", "--output", metavar="FILE", help="The YAML file to write; must not be there yet.")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headway.config import TrainConfig
     from headway.data import Budget, Encoder
     from headway.data.index import LengthIndex
-    from headway.data.look import DataView, ShownSample
+    from headway.data.look import DataView, ShownMedia, ShownRow
     from headway.data.processor_settings import ProcessorSettings
     from headway.data.sources import Source
     from headway.packing import OverlongCounts
@@ -255,7 +255,7 @@ def _planned(
 ) -> "DataView":
     from headway.data.look import DataView, show_packs, used_of
 
-    samples: list[ShownSample | DataError] = []
+    samples: list[ShownRow | DataError] = []
     for number, source in enumerate(sources):
         used = {row: used_of(plan.items, number, row) if plan is not None else [] for row in rows}
         samples += _samples(source, rows, encoder, used)
@@ -266,13 +266,13 @@ def _planned(
 
 def _samples(
     source: "Source", rows: range, encoder: "Encoder", used: "Mapping[int, Sequence[tuple[int, int]]] | None" = None
-) -> "Iterator[ShownSample | DataError]":
+) -> "Iterator[ShownRow | DataError]":
     """Some rows of a dataset; the reason in place of one that cannot be used."""
-    from headway.data.look import show_sample
+    from headway.data.look import show_row
 
     for row in range(rows.start, min(rows.stop, len(source))):
         try:
-            yield show_sample(source[row], encoder, None if used is None else used[row])
+            yield show_row(source[row], encoder, None if used is None else used[row])
         except DataError as error:
             yield error
 
@@ -292,28 +292,28 @@ def _record(shown: "DataView") -> dict[str, Any]:
     # Samples that can be used, with their media and tokens; of others the reason why not.
     samples: list[dict[str, Any]] = []
     for sample in shown.samples:
-        if not isinstance(sample, ShownSample):
+        if isinstance(sample, DataError):
             samples.append({"error": str(sample)})
             continue
-        samples.append(
-            {
-                "where": sample.where,
-                "lengths": asdict(sample.lengths),
-                "media": [
-                    {
-                        "kind": item.kind,
-                        "file": str(item.media),
-                        "size": item.size,
-                        "grid": item.grid,
-                        "frames": item.frames,
-                    }
-                    for item in sample.media
-                ],
-                "used": sample.used,
-                "left_out": why_not_whole(sample, shown.budget) if shown.budget is not None else None,
-                "pieces": [asdict(piece) for piece in sample.pieces],
-            }
-        )
+        record: dict[str, Any] = {
+            "where": sample.where,
+            "lengths": asdict(sample.lengths),
+            "used": sample.used,
+            "left_out": why_not_whole(sample, shown.budget) if shown.budget is not None else None,
+        }
+        if isinstance(sample, ShownSample):
+            record |= {"desirable": sample.desirable} if sample.desirable is not None else {}
+            record |= {"media": _media(sample.media), "pieces": [asdict(piece) for piece in sample.pieces]}
+        else:
+            record["answers"] = [
+                {
+                    "lengths": asdict(answer.lengths),
+                    "media": _media(answer.media),
+                    "pieces": [asdict(piece) for piece in answer.pieces],
+                }
+                for answer in sample.answers
+            ]
+        samples.append(record)
     # Packs in the order of their steps, and what became of the samples of each source.
     packs = [
         {
@@ -328,5 +328,12 @@ def _record(shown: "DataView") -> dict[str, Any]:
     counts = {name: count.to_dict() for name, count in shown.counts.items()}
     bad = [str(error) for error in shown.bad]
     budget = None if shown.budget is None else shown.budget.tokens
-    record = {"model": shown.model, "packing_length": budget, "sources": counts, "bad": bad}
-    return {**record, "samples": samples, "packs": packs}
+    head = {"model": shown.model, "packing_length": budget, "sources": counts, "bad": bad}
+    return {**head, "samples": samples, "packs": packs}
+
+
+def _media(media: "Sequence[ShownMedia]") -> list[dict[str, Any]]:
+    return [
+        {"kind": item.kind, "file": str(item.media), "size": item.size, "grid": item.grid, "frames": item.frames}
+        for item in media
+    ]

@@ -1,19 +1,24 @@
 """What `headway look` prints: tokens with marks or colours, images in words, packs as strips."""
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING
 
-from headway.pages.samples import counts_line, headline, media_line, pack_line
+from headway.errors import DataError
+from headway.pages.samples import answer_line, counts_line, headline, media_line, pack_line
 from headway.report import format_count, presentable, printable
 
 if TYPE_CHECKING:
-    from headway.data.look import DataView, ShownPack, TokenRun
+    from headway.data.look import DataView, ShownMedia, ShownPack, ShownPreference, TokenRun
 
 
 _BEGIN, _END = ">>", "<<"  # around what is learnt, where there is no colour
 _LEARNT, _MEDIA, _FAINT, _OFF = "\033[1;32m", "\033[36m", "\033[2m", "\033[0m"
+_COLOURS = re.compile("\033\\[[0-9;]*m")
+_BETWEEN = " || "  # columns of answers
+_NARROWEST = 30  # column of an answer [characters]
 _NAMED = 24  # samples of a pack that are named
 _SHADES = ("\033[44m", "\033[45m")
 
@@ -31,14 +36,16 @@ def paragraphs(view: "DataView", width: int, most: int, *, coloured: bool) -> It
 
     # Samples: where each is from, its media, and its tokens.
     for sample in view.samples:
-        if not isinstance(sample, ShownSample):
+        if isinstance(sample, DataError):
             yield textwrap.fill(f"left out: {sample}", width)
             continue
-        lines = [presentable(sample.where), headline(sample)]
-        lines += [presentable(media_line(number, media)) for number, media in enumerate(sample.media, start=1)]
+        lines = [presentable(sample.where), textwrap.fill(headline(sample), width), *_media_lines(sample.media)]
         if view.budget is not None and (reason := why_not_whole(sample, view.budget)):
             lines.append(reason)
-        yield "\n".join([*lines, "", *_wrapped(sample.pieces, width, most, coloured=coloured)])
+        if isinstance(sample, ShownSample):
+            yield "\n".join([*lines, "", *_wrapped(sample.pieces, width, most, coloured=coloured)])
+        else:
+            yield "\n".join([*lines, "", *_side_by_side(sample, width, most, coloured=coloured)])
     shown = {str(sample) for sample in view.samples}
     if bad := [textwrap.fill(f"bad: {error}", width) for error in view.bad[:5] if str(error) not in shown]:
         yield "\n".join(bad)
@@ -51,9 +58,34 @@ def paragraphs(view: "DataView", width: int, most: int, *, coloured: bool) -> It
         yield "\n".join(
             textwrap.fill(printable(counts_line(name, count)), width) for name, count in view.counts.items()
         )
-    if not coloured and any(isinstance(sample, ShownSample) for sample in view.samples):
+    if not coloured and any(not isinstance(sample, DataError) for sample in view.samples):
         legend = f"Tokens between {_BEGIN} and {_END} are learnt; | separates tokens."
         yield textwrap.fill(legend + (" A strip is a pack; . is room that is left." if view.packs else ""), width)
+
+
+def _media_lines(media: "Sequence[ShownMedia]") -> list[str]:
+    return [presentable(media_line(number, shown)) for number, shown in enumerate(media, start=1)]
+
+
+def _side_by_side(sample: "ShownPreference", width: int, most: int, *, coloured: bool) -> Iterator[str]:
+    """The prompt's tokens, then the answers in columns, or below each other where the terminal is narrow."""
+    shared = sample.num_shared
+    if shared:
+        yield from _wrapped(sample.answers[0].pieces[:shared], width, most, coloured=coloured)
+        yield ""
+    in_row = min(len(sample.answers), max(1, (width + len(_BETWEEN)) // (_NARROWEST + len(_BETWEEN))))
+    column = (width - (in_row - 1) * len(_BETWEEN)) // in_row
+    for start in range(0, len(sample.answers), in_row):
+        if start:
+            yield ""
+        columns: list[list[str]] = []
+        for number, answer in enumerate(sample.answers[start : start + in_row], start=start):
+            head = [answer_line(number, sample), *(_media_lines(answer.media) if not sample.media else ())]
+            lines = [part for line in head for part in textwrap.wrap(line, column)]
+            columns.append([*lines, *_wrapped(answer.pieces[shared:], column, most, coloured=coloured)])
+        for row in zip_longest(*columns, fillvalue=""):
+            padded = (line + " " * (column - len(_COLOURS.sub("", line))) for line in row)
+            yield _BETWEEN.join(padded).rstrip()
 
 
 def _held(pack: "ShownPack") -> str:

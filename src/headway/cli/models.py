@@ -56,7 +56,7 @@ LikeOption = Annotated[
     typer.Option(
         metavar="TYPE",
         help="Whose structure it has: a model_type of transformers, such as qwen3 or qwen3-vl. If not given, qwen3-vl "
-        "where the data have pictures or videos, else qwen3.",
+        "where the data have pictures or videos, qwen2-audio where they have sounds, else qwen3.",
     ),
 ]
 SizeOption = Annotated[str, typer.Option(metavar="N", help="Parameters, about: 1M, 30M, 0.5B.")]

@@ -51,6 +51,12 @@ TopKOption = Annotated[
 SeedOption = Annotated[int, typer.Option(metavar="S", min=0, help="Of the draws; the same seed, the same answers.")]
 
 
+BestOption = Annotated[
+    bool,
+    typer.Option("--best", help="Of a run: the checkpoint after its best evaluation, kept by checkpoint.keep_best."),
+]
+
+
 @dataclass(frozen=True)
 class OpenOptions:
     """Options that say how a model is opened."""
@@ -61,6 +67,7 @@ class OpenOptions:
             metavar="MODEL", help="The model that adapters belong to, if it is elsewhere than their folder says."
         ),
     ] = None
+    best: BestOption = False
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N; auto is CUDA if any.")] = (
         "auto"
     )
@@ -99,7 +106,7 @@ def open_where(
         from headway.config import RunConfig
 
         chats = read_template(chat_template)
-        location = find_model(model, opening.base)
+        location = find_model(model, opening.base, best=opening.best)
         where, precision = chosen_device(RunConfig(folder=Path(), device=opening.device))
         chosen = precision.compute if opening.dtype is WeightDtype.auto else getattr(torch, opening.dtype.value)
         return open_model(location, dtype=chosen, device=where, for_generation=for_generation, chats=chats), where

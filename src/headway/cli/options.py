@@ -100,11 +100,27 @@ def _object_of(group: Any, values: dict[str, Any]) -> Any:
     return group(**arguments)
 
 
+def models_from(incomplete: str) -> list[str]:
+    """Shipped models whose names begin so, for a shell."""
+    from headway.count import shipped_models
+
+    return [name for name in shipped_models() if name.startswith(incomplete)]
+
+
+def devices_from(incomplete: str) -> list[str]:
+    """Keys and short names of devices that begin so, for a shell."""
+    from headway.devices.table import all_devices
+
+    names = {name for device in all_devices() for name in (device.key, *device.aliases)}
+    return sorted(name for name in names if name.startswith(incomplete) and " " not in name)
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
         help="A shipped name (`headway models` lists them), a config's JSON file or folder, or a Hub id OWNER/MODEL.",
+        autocompletion=models_from,
     ),
 ]
 
@@ -220,7 +236,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 DeviceOption = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="A device that `headway devices` lists, such as H100, or a dense peak [FLOP/s]."),
+    typer.Option(
+        metavar="NAME",
+        help="A device that `headway devices` lists, such as H100, or a dense peak [FLOP/s].",
+        autocompletion=devices_from,
+    ),
 ]
 
 DtypeOption = Annotated[

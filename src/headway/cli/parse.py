@@ -13,13 +13,13 @@ from typer.models import OptionInfo
 
 from headway.count.modalities import GRID, LATENT, LENGTH, MODALITIES
 from headway.errors import UsageError, WorkloadError, errors_in
-from headway.report.quantity import MONEY, examples, parse_number
+from headway.report.quantity import MONEY, advice, parse_number
 from headway.words import RUN_KEYS, Options, Words
 
 _MAX_ITEMS = 10_000_000
 _MAX_DIGITS = 18  # what any number of 64 bits has room for
 _MAX_RANK = 2**16  # as model.lora.rank
-_SEGMENT = re.compile(r"([0-9][^*]*)(?:\*([0-9]+))?")
+_SEGMENT = re.compile(r"([0-9][^*]*)(?:\*([0-9][^*]*))?")
 _EXAMPLES = {
     "--segments": "--segments 4096*3,512",
     "--sources": "--sources 512*3,64",
@@ -27,10 +27,10 @@ _EXAMPLES = {
     "--splits": '--splits "causal:102,noise:4098;full:4902,causal:302"',
     **{f"--{name}": f"--{name} {row.example}" for name, row in MODALITIES.items()},
 }
-_SPLIT = re.compile(r"([a-z]+):([0-9]+)")
-_REPEATED = re.compile(r"\((.*)\)\*([0-9]+)")
-_SHEET = re.compile(r"([0-9]+)x([0-9]+)(?:\*([0-9]+))?")
-_GRID = re.compile(r"([0-9]+)x([0-9]+)x([0-9]+)(?:\*([0-9]+))?")
+_SPLIT = re.compile(r"([a-z]+):([0-9].*)")
+_REPEATED = re.compile(r"\((.*)\)\*([0-9].*)")
+_SHEET = re.compile(r"([0-9]+)x([0-9]+)(?:\*([0-9].*))?")
+_GRID = re.compile(r"([0-9]+)x([0-9]+)x([0-9]+)(?:\*([0-9].*))?")
 
 
 class Lora(NamedTuple):
@@ -199,22 +199,25 @@ def parse_lora(text: str) -> Lora:
     """
     rank_text, colon, targets_text = text.partition(":")
     targets = [target.strip() for target in targets_text.split(",")] if colon else None
-    is_number = rank_text.isascii() and rank_text.isdigit() and len(rank_text) <= _MAX_DIGITS
-    if not is_number or not 1 <= int(rank_text) <= _MAX_RANK or (targets and not all(targets)):
+    rank = parse_number(rank_text, whole=True)
+    if not isinstance(rank, int) or not 1 <= rank <= _MAX_RANK or (targets and not all(targets)):
         raise UsageError(
             f"--lora {text[:80]!r} is not RANK or RANK:TARGETS. The rank is 1 to {_MAX_RANK}, the targets are names of "
             "linear layers separated by commas, for example --lora 16 or --lora 16:q_proj,v_proj."
         )
-    return Lora(int(rank_text), targets)
+    return Lora(rank, targets)
 
 
-def _whole(option: str, digits: str) -> int:
-    if len(digits.lstrip("0")) > _MAX_DIGITS:
+def _whole(option: str, text: str) -> int:
+    if len(text.lstrip("0")) > _MAX_DIGITS:
         raise WorkloadError(
-            f"{option} holds a number of {len(digits)} digits; at most {_MAX_DIGITS} are read, for example "
+            f"{option} holds a number of {len(text)} digits; at most {_MAX_DIGITS} are read, for example "
             f"{_EXAMPLES[option]}."
         )
-    return int(digits.lstrip("0") or "0")
+    number = parse_number(text, whole=True)
+    if not isinstance(number, int):
+        raise WorkloadError(f"{option}: {text!r} is not a whole number; write, for example, {_EXAMPLES[option]}.")
+    return number
 
 
 def _items(option: str, text: str) -> list[str]:
@@ -291,7 +294,21 @@ class HeadwayCommand(TyperCommand):
             return super().parse_args(ctx, args)
         kinds = _numeric(self.callback) if self.callback else {}
         options = {name: kinds[param.name] for param in self.params if param.name in kinds for name in param.opts}
-        return super().parse_args(ctx, _plain(args, options))
+        try:
+            return super().parse_args(ctx, _plain(args, options))
+        except Exception as error:
+            # typer brings a click of its own, or takes the one that is installed: whose error it is, its name tells
+            if type(error).__name__ != "NoSuchOption" or all(param.name != "settings" for param in self.params):
+                raise
+            from headway.config.other_tools import translated
+
+            option = str(getattr(error, "option_name", "")).lstrip("-")
+            if (answer := translated(option)) is None:
+                raise
+            raise UsageError(
+                f"There is no option --{option}; {answer}. Settings of a run are changed by --set, such as --set "
+                "optim.lr=1e-3."
+            ) from error
 
 
 def _words_of(command: TyperCommand) -> tuple[Words, ...]:
@@ -355,5 +372,6 @@ def _number(option: str, text: str, kind: _Kind) -> str:
         return text  # which the commands themselves refuse, each with what it needs
     if number is None or (kind.is_whole and not isinstance(number, int)):
         what = "a whole number" if kind.is_whole else "a number"
-        raise UsageError(f"{option} {text[:40]!r} is not {what}. Write {examples(kind.unit, whole=kind.is_whole)}.")
+        way_out = advice(text[:40], kind.unit, whole=kind.is_whole)
+        raise UsageError(f"{option} {text[:40]!r} is not {what}{':' if way_out[:1] != 'W' else '.'} {way_out}.")
     return repr(number)

@@ -1,9 +1,7 @@
 """`headway plan`: will it fit, how long will a step take, what will the run cost."""
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +9,14 @@ import typer
 
 from headway.cli.devices import local_device, local_rates
 from headway.cli.dry_run import LinkOptions, in_red, lengths_of_data, measured_data, saved_of_recipe
-from headway.cli.options import JsonOption, spread
+from headway.cli.offers import chosen_offers, plan_offers
+from headway.cli.options import JsonOption, devices_from, models_from, spread
 from headway.cli.output import needs_extra, print_result, warn
 from headway.cli.plan_text import WholeRun, as_text, to_dict
 from headway.cli.resolve import resolve_cost_model, resolve_ledger
+from headway.cli.run_length import RunLength, refuse_halves
 from headway.cli.train import SetOption
-from headway.cli.workload import WorkloadOptions, samples_in_turn
+from headway.cli.workload import WorkloadOptions, samples_in_turn, with_text
 from headway.errors import PlanError, UsageError
 from headway.log.working import working
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from headway.count.activations import SavedActivations
     from headway.devices import Device
     from headway.packing.lengths import LengthTable
-    from headway.predict.dry_run import Packs
     from headway.predict.failures import Reliability
     from headway.predict.scale import Scaling, SizedRun
     from headway.predict.speeds import Speeds
@@ -40,9 +39,19 @@ SAVE_S, RESTART_S = 30.0, 300.0
 
 @spread(only=["segments", "images", "videos", "link", "network", "per_node"])
 def plan(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE|MODEL", help="A training configuration, or a model.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|MODEL", help="A training configuration, or a model.", autocompletion=models_from
+        ),
+    ],
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Device that `headway devices` lists; plan.device if not given.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Device that `headway devices` lists; plan.device if not given.",
+            autocompletion=devices_from,
+        ),
     ] = None,
     devices: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Devices, a process each; plan.devices if not given.")
@@ -60,6 +69,24 @@ def plan(
     samples: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Instead: samples to train on, as --segments or plan.mix describe them."),
+    ] = None,
+    within: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TIME", help="Time that the run may take, such as 7d: how many devices is looked for [days]."
+        ),
+    ] = None,
+    price_list: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Prices of device-hours, as H100: 2.5 (YAML, JSON, CSV): devices side by side."
+        ),
+    ] = None,
+    tokens_per_sample: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Instead of --segments: text of each sample, its pictures besides [tokens]."
+        ),
     ] = None,
     *,
     work: WorkloadOptions,
@@ -94,27 +121,26 @@ def plan(
 
     The step's lines are those of `headway explain`. Each has a range, from what devices reach at best to what they
     should reach at least; `headway ceiling --model` measures this machine's own rates. With --scale, the same for
-    several numbers of devices, with the failures that --mtbf implies. With plan.rollout set, a step of reinforcement
-    learning by phase: rollout, scoring, reference, reward, update, sync.
+    several numbers of devices, with the failures that --mtbf implies. With --price-list or --within, which devices and
+    how many of them, ranked by cost. With plan.rollout set, a step of reinforcement learning by phase.
 
     Exit code 1 if the run does not fit the device; settings that make it fit are printed.
 
     Example: headway plan qwen3-8b --device H100 --devices 8 --tokens 1e9
     """
     from headway.devices import named_device
-    from headway.packing.lengths import read_lengths
     from headway.predict.dry_run import dry_run, learning_model, with_copies
     from headway.predict.forecast import Forecaster
     from headway.predict.planned_lengths import lengths_in_turn, no_lengths
 
     ends = RunLength(tokens, epochs, samples)
-    _refuse_halves(ends, price, lengths, data, work.segments)
+    refuse_halves(ends, price, lengths, data, work.segments or tokens_per_sample, within)
     of_lengths = () if lengths is None else ("plan.mix=null", f"plan.lengths={json.dumps(str(lengths))}")
     cost_model, config = named_recipe(recipe, (*of_lengths, *(settings or ())))
     if config.plan.rollout is not None:
         options = {"--scale": scale, "--data": data, "--segments": work.segments, "--samples": samples}
         _refuse_with_rollout({**options, "--epochs": epochs})
-    pattern = _pattern(cost_model, config.model.path, work)
+    pattern = _pattern(cost_model, config.model.path, work, tokens_per_sample)
     name = device or config.plan.device
     target = named_device(name) if name is not None else None
     saved = saved_of_recipe(config)
@@ -124,10 +150,25 @@ def plan(
         raise UsageError(
             f"--epochs {epochs:g} needs data that end: give --data, --lengths or --samples, or --tokens instead."
         )
+    if price_list is not None or within is not None:
+        plan_offers(
+            chosen_offers(
+                price_list,
+                target if price_list is None or device is not None else None,  # a recipe's own bounds no list
+                price,
+                {"scale": scale, "mtbf": mtbf, "data": data, **vars(link_options)},
+            ),
+            (config, cost_model, saved),
+            (ends, pattern or own, lengths),
+            (within, devices),
+            speeds_of,
+            as_json=as_json,
+        )
+        return
     if scale is not None:
         _refuse_with_scale({"--devices": devices, "--data": data})
         sizes = _sizes(scale, config, cost_model, target, saved, link_options, reliability, pattern or own)
-        rows = 0 if epochs is None or samples else len((own[1] if own else read_lengths(lengths or "")).tokens)
+        rows = ends.rows(own, lengths)
         _print_sizes(config, sizes, [ends.total(size.packs, rows) for size in sizes[1]], price, as_json=as_json)
         return
     count = devices or config.plan.devices or 1
@@ -218,58 +259,17 @@ def _plan_rollout(
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class RunLength:
-    """How long a run is, as one of three options says."""
-
-    tokens: float | None
-    epochs: float | None
-    samples: int | None
-
-    @property
-    def is_given(self) -> bool:
-        """Whether any says it."""
-        return any(value is not None for value in (self.tokens, self.epochs, self.samples))
-
-    def total(self, packs: "Packs", rows: int) -> float | None:
-        """Count the tokens to train on; None where nothing says how long the run is.
-
-        Args:
-            packs: planned, whose samples stand for all.
-            rows: samples of the data that --epochs repeats, where --samples does not say it.
-        """
-        if self.tokens is not None or not self.is_given:
-            return self.tokens
-        passes = 1.0 if self.epochs is None else self.epochs
-        return passes * (rows if self.samples is None else self.samples) * packs.tokens_per_sample
-
-
-def _pattern(cost_model: "CostModel", model: str, work: WorkloadOptions) -> "tuple[str, LengthTable] | None":
+def _pattern(
+    cost_model: "CostModel", model: str, work: WorkloadOptions, tokens_per_sample: int | None
+) -> "tuple[str, LengthTable] | None":
     """Name and table of the samples that --segments, --images and --videos describe; None where they are not given."""
-    table = samples_in_turn(cost_model, work.in_patches(model))
+    work = work.in_patches(model)
+    if tokens_per_sample is not None:
+        work = with_text(cost_model, work, tokens_per_sample)
+    table = samples_in_turn(cost_model, work)
     if table is None:
         return None
     return " ".join(f"{option} {text[:60]}" for option, text in work.typed().items()), table
-
-
-def _refuse_halves(
-    ends: RunLength, price: float | None, lengths: Path | None, data: list[str] | None, segments: str | None
-) -> None:
-    """Refuse options that two places would answer, or none."""
-    places = [("--lengths", lengths), ("--data", data), ("--segments", segments)]
-    names = [name for name, value in places if value]
-    if len(names) > 1:
-        raise UsageError(f"{' and '.join(names)} are two places for lengths; give one of them.")
-    for name, value in (("--epochs", ends.epochs), ("--samples", ends.samples)):
-        if ends.tokens is not None and value is not None:
-            raise UsageError(f"--tokens and {name} both say how long the run is; give one of them.")
-    if ends.samples is not None and names and names[0] != "--segments":
-        raise UsageError(f"--samples {ends.samples} says again what {names[0]} holds; give --epochs instead.")
-    for name, length in (("--tokens", ends.tokens), ("--epochs", ends.epochs)):
-        if length is not None and not 0 < length < math.inf:
-            raise UsageError(f"{name} {length:g} is no length of a run; give a positive number.")
-    if price is not None and not ends.is_given:
-        raise UsageError("--price is for a whole run; give its --tokens, --epochs or --samples too.")
 
 
 def _refuse_with_scale(options: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Find the cost model that MODEL names, and the peak that `--device` and `--dtype` name together."""
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from headway.cli.output import needs_extra
 from headway.errors import UnknownModelError, UsageError, WorkloadError
 from headway.files import SETTINGS_BYTES, read_text
-from headway.hub import CONFIG, is_pipeline
+from headway.hub import CONFIG, is_pipeline, model_of_run
 from headway.log.working import working
+from headway.report.quantity import parse_number
 
 if TYPE_CHECKING:
     from headway.config.model import ModelConfig
@@ -196,6 +196,7 @@ def resolve_config(name: str) -> Any:
     from headway.count.models import nearest, shipped_name
 
     path = Path(name).expanduser()
+    path = model_of_run(path) or path
     is_known = shipped_name(name) is not None or path.exists()
     if not is_known and not _is_hub_id(name):
         raise UnknownModelError(
@@ -259,14 +260,11 @@ def _shares(text: str) -> dict[str, float]:
         return {items[0][0]: 1.0}
     shares: dict[str, float] = {}
     for name, _, share in items:
-        try:
-            value = float(share)
-        except ValueError:
-            value = math.nan
-        if not (name and math.isfinite(value) and value > 0) or name in shares:
+        value = parse_number(share)
+        if not (name and value is not None and value > 0) or name in shares:
             raise UsageError(
                 f"--dtype {text!r}: {':'.join((name, share)).strip(':')!r} is not a dtype with its share of the FLOPs. "
                 "Give one dtype, such as fp8, or several with positive shares, such as fp8:0.7,bf16:0.3."
             )
-        shares[name] = value
+        shares[name] = float(value)
     return shares

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli.dry_run import print_dry_run
-from headway.cli.options import JsonOption
+from headway.cli.options import JsonOption, devices_from
 from headway.cli.output import needs_extra, print_result, say
-from headway.errors import RunCompleteError, UsageError
+from headway.errors import RunCompleteError, UsageError, errors_in
+from headway.words import Options
 
 if TYPE_CHECKING:
     from headway.config import TrainConfig
@@ -21,10 +22,34 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; recipes/ has some to start from.")]
+
+
+def _once(context: typer.Context, assignments: list[str] | None) -> list[str] | None:
+    if assignments and not context.resilient_parsing:  # as where a shell asks how half a line goes on
+        from headway.config.read import check_once
+
+        with errors_in(Options({"overrides": "--set"})):
+            check_once(assignments)
+    return assignments
+
+
+def _settings_from(incomplete: str) -> list[str]:
+    """Names of settings that begin so, for a shell."""
+    from headway.config import TrainConfig
+    from headway.config.tree import walk
+
+    names = (setting.name for setting in walk(TrainConfig) if setting.section is None)
+    return [name for name in names if name.startswith(incomplete) and ".N." not in name]
+
+
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="a.b=c", help="Change one setting, such as optim.lr=1e-3. The value is YAML. Repeatable."
+        "--set",
+        metavar="a.b=c",
+        help="Change one setting, such as optim.lr=1e-3. The value is YAML. Repeatable.",
+        callback=_once,
+        autocompletion=_settings_from,
     ),
 ]
 ResumeOption = Annotated[
@@ -56,7 +81,9 @@ DevicesOption = Annotated[
 DeviceOption = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="With --dry-run: a device that `headway devices` lists; plan.device if not given."
+        metavar="NAME",
+        help="With --dry-run: a device that `headway devices` lists; plan.device if not given.",
+        autocompletion=devices_from,
     ),
 ]
 ScaleDownOption = Annotated[
@@ -148,9 +175,11 @@ def train(
 def find_inputs(config: "TrainConfig") -> None:
     """Look for the model and the data before torch is imported, which takes seconds."""
     from headway.data.sources.files import find_files
-    from headway.hub import located
+    from headway.hub import EXPORTS, located
 
     located(config.model.path)
+    if Path(config.model.path).parent.name == EXPORTS:  # of a run, which may have been named by its folder
+        say(f"model {config.model.path}", on_stderr=True)
     datasets = [part for stage in config.data.played for part in stage.parts]
     for part in (*datasets, config.data.eval):
         if part is not None and part.path is not None and "://" not in part.path:  # a store is asked when it is opened

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli.dry_run import LinkOptions, lengths_of_data, measured_data, note_on_links, saved_of_recipe
-from headway.cli.options import JsonOption, spread
+from headway.cli.options import JsonOption, devices_from, models_from, spread
 from headway.cli.output import print_result, say
 from headway.cli.plan import named_recipe, speeds_of
 from headway.cli.resolve import resolve_architecture, resolve_ledger
@@ -15,7 +15,7 @@ from headway.cli.tune_text import TuneReport, as_text, note_on_tokens, to_dict
 from headway.errors import DataError, HeadwayError, PlanError, UsageError
 from headway.files import write_output
 from headway.log.working import working
-from headway.report.quantity import SIZE_UNITS, bytes_in
+from headway.report.quantity import SIZE_UNITS, bytes_in, doubt
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,11 @@ _SHOWN = 5
 def tune(
     recipe: Annotated[
         str,
-        typer.Argument(metavar="RECIPE|MODEL", help="A training configuration, or a model, as `headway plan` takes."),
+        typer.Argument(
+            metavar="RECIPE|MODEL",
+            help="A training configuration, or a model, as `headway plan` takes.",
+            autocompletion=models_from,
+        ),
     ],
     settings: SetOption = None,
     devices: Annotated[
@@ -42,7 +46,11 @@ def tune(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A device that `headway devices` lists; plan.device if not given."),
+        typer.Option(
+            metavar="NAME",
+            help="A device that `headway devices` lists; plan.device if not given.",
+            autocompletion=devices_from,
+        ),
     ] = None,
     lengths: Annotated[
         Path | None,
@@ -259,9 +267,10 @@ def _room(memory: str | None, device: "Device | None") -> int | None:
         return None if limit is None else int(USABLE * limit)
     size = bytes_in(memory.strip())
     if not size:
+        why = doubt(memory[:40], "bytes")
         raise UsageError(
-            f"--memory {memory[:40]!r} is no size. Write a number and a unit, such as 70GiB; units are "
-            f"{', '.join(SIZE_UNITS)}."
+            f"--memory {memory[:40]!r} is no size{f': {why}' * bool(why)}. Write a number and a unit, such as 70GiB; "
+            f"units are {', '.join(SIZE_UNITS)}."
         )
     if limit is not None and size > limit and device is not None:
         raise PlanError(

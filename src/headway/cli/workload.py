@@ -248,6 +248,31 @@ def samples_in_turn(cost_model: "CostModel", work: WorkloadOptions) -> "LengthTa
     return LengthTable(np.array(lengths, dtype=np.int64), patches, all_grids, np.array(rows, dtype=np.int64))
 
 
+def with_text(cost_model: "CostModel", work: WorkloadOptions, tokens: int) -> WorkloadOptions:
+    """Describe a sample by its text: the length of its segment, with the tokens of its pictures and videos.
+
+    Args:
+        cost_model: of the model.
+        work: --images and --videos are all of one sample, in patches.
+        tokens: of its text.
+
+    Raises:
+        WorkloadError: segments are given too, or how many tokens a picture takes is not known.
+    """
+    if work.segments is not None:
+        raise WorkloadError(
+            f"--segments {work.segments[:80]} and --tokens-per-sample {tokens} both say how long a sample is; give one."
+        )
+    kinds = {name: text for name, text in work.media.items() if MODALITIES[name].tower == "vision"}
+    patches = sum(t * h * w for name, text in kinds.items() for t, h, w in parse_grids(text, f"--{name}"))
+    if patches and cost_model.has_vision and cost_model.merge_group == 1:
+        raise WorkloadError(
+            f"How many tokens a picture takes in {cost_model.name} does not follow from its patches. Give --segments, "
+            "the tokens of a sample with its pictures, instead of --tokens-per-sample."
+        )
+    return replace(work, segments=str(tokens + patches // cost_model.merge_group))
+
+
 def prepared(cost_model: "CostModel", workload: "Workload", supervised: int | None) -> "CostModel":
     """Check a model against a workload, and put the workload's splits in place of a causal mask.
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from headway.config.other_tools import translated
 from headway.config.sections import unit_of
 from headway.config.tree import bounds_of, walk, words_of
-from headway.report.quantity import examples
+from headway.report.quantity import doubt, examples
 
 _BOUNDS = {
     "greater_than": "above",
@@ -54,7 +54,12 @@ def describe(error: Mapping[str, Any], root: type[BaseModel]) -> str:
         return f"{name} = {value!r}: {message[:1].lower()}{message[1:]}{meaning}"
     if error["type"] in _BOUNDS:
         return f"{name} = {value!r}: must be {_BOUNDS[error['type']]} {next(iter(error['ctx'].values())):,}{meaning}"
-    return f"{name} = {value!r}: give {_values(annotation, info)}{meaning}"
+    unit = unit_of(info.description or "")[1] if info is not None else ""
+    values = words_of(annotation, bounds_of(info.metadata) if info is not None else "")
+    doubtful = (
+        doubt(value, unit, whole="whole number" in values) if isinstance(value, str) and "number" in values else ""
+    )
+    return f"{name} = {value!r}: {f'{doubtful}; ' * bool(doubtful)}give {_values(annotation, info)}{meaning}"
 
 
 def describe_all(errors: Iterable[Mapping[str, Any]], root: type[BaseModel]) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from headway.config.sections import Fraction, Positive, Section, Share, changed
+from headway.count.quantised import Base
 from headway.count.recompute import KINDS, is_for_training, towers
 from headway.packing.mesh import MeshShape
 from headway.packing.parts import Dropout
@@ -63,7 +64,10 @@ class DrawingConfig(Section):
 class ModelConfig(Section):
     """Which model, and which part of it learns."""
 
-    path: str = Field(description="Folder, Hub id or config.json of a transformers causal or image-text model")
+    path: str = Field(
+        description="Folder, Hub id or config.json of a transformers causal or image-text model; of a run's folder its "
+        "newest export"
+    )
     random_init: bool = Field(default=False, description="Start from random weights drawn with run.seed")
     freeze: tuple[str, ...] = Field(
         default=(),
@@ -94,6 +98,11 @@ class ModelConfig(Section):
         description="Likewise, of tokens that are markup, such as [<|call|>], and are left out of answers in words",
     )
     lora: LoraConfig | None = Field(default=None, description="Train adapters instead of the weights; null for none")
+    base: Base | None = Field(
+        default=None,
+        description="Hold the frozen linear layers and experts beside the adapters in 4 bits (nf4, QLoRA) or 8 (int8); "
+        "null for the dtype of the products",
+    )
     drawing: DrawingConfig = DrawingConfig()
 
     @model_validator(mode="after")
@@ -106,6 +115,15 @@ class ModelConfig(Section):
                 raise ValueError(
                     f"new_tokens names {token!r} {tokens.count(token)} times; take it out where it is too many"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _base_is_frozen(self) -> Self:
+        if self.base is not None and self.lora is None:
+            raise ValueError(
+                f"base {self.base!r} holds weights that do not learn, and without model.lora all do: set "
+                "model.lora.rank=16, or leave base out"
+            )
         return self
 
     @property

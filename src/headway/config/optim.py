@@ -1,7 +1,6 @@
 """The optimizer, its schedule and the size of a step."""
 
 import math
-import re
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -9,7 +8,6 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from headway.config.sections import Fraction, Positive, Section, Share, changed
 from headway.report.quantity import parse_number
 
-_FACTOR = re.compile(r"x(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)")
 _USES = {  # settings of the schedule, and the schedules that read them
     "min_lr_ratio": ("cosine", "linear", "polynomial", "wsd"),
     "power": ("polynomial",),
@@ -26,14 +24,20 @@ def factor_of(value: float | str, lr: float) -> float:
     (0.1, 2.0)
     """
     if isinstance(value, str):
-        match = _FACTOR.fullmatch(value)
-        assert match is not None  # the configuration has checked it
-        return float(match[1])
+        factor = _factor(value)
+        assert factor is not None  # the configuration has checked it
+        return factor
     return value / lr
 
 
+def _factor(text: str) -> float | None:
+    """The number behind an x; None of a text without."""
+    number = parse_number(text[1:]) if text.startswith("x") else None
+    return None if number is None else float(number)
+
+
 def _rate(value: float | str) -> float | str:
-    if isinstance(value, str) and not _FACTOR.fullmatch(value):
+    if isinstance(value, str) and _factor(value) is None:
         number = parse_number(value)  # YAML reads 1e-5 as a text
         if number is None:
             raise ValueError("give a learning rate, such as 2.0e-6, or a factor of optim.lr, such as 'x0.1'")

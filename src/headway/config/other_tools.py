@@ -11,6 +11,8 @@ _SAME: dict[str, str] = {
     "lora_dropout": "`model.lora.dropout`",
     "lora_target lora_target_modules target_modules target_linear lora_target_linear": "`model.lora.targets`",
     "finetuning_type tuner_type train_type adapter use_peft use_lora peft_config peft": "`model.lora`",
+    "load_in_4bit load_in_8bit quantization quantization_bit quantization_method quant_method quant_bits "
+    "bnb_4bit_quant_type qlora": "`model.base`, nf4 for 4 bits and int8 for 8, beside `model.lora`",
     "freeze_vision_tower freeze_vision_encoder freeze_vit freeze_vision": "`model.freeze=[vision]`",
     "freeze_language_model freeze_llm freeze_backbone": "`model.freeze=[language]`",
     "freeze_parameters freeze_multi_modal_projector freeze_aligner freeze_projector unfrozen_parameters "
@@ -20,6 +22,7 @@ _SAME: dict[str, str] = {
     "resize_vocab resize_token_embeddings resize_embeddings resize_token_embeddings_to_32x embedding_resize": (
         "`model.new_tokens`, which get rows in the embedding and the head"
     ),
+    "template": "`model.chat_template`, a file; a model's own template is read by itself",
     "trainable_token_indices lora_modules_to_save modules_to_save additional_target": (
         "`model.new_tokens`, whose rows learn beside adapters; the other rows and whole modules do not"
     ),
@@ -49,6 +52,7 @@ _SAME: dict[str, str] = {
     "dataloader_num_workers num_workers preprocessing_num_workers dataset_num_proc": "`data.workers`",
     "media_dir image_folder image_root": "`data.train.N.root`",
     "column_mapping": "`data.train.N.columns`",
+    "dataset_text_field": "`data.train.N.text_column`",
     "interleave_probs": "`data.train.N.weight`",
     # optimizer
     "learning_rate max_lr peak_lr": "`optim.lr`",
@@ -88,20 +92,30 @@ _SAME: dict[str, str] = {
         "`run.trackers`, as in `run.trackers=[wandb]`"
     ),
     "logging_steps log_interval": "`run.log_every`",
-    "save_steps save_interval saves_per_epoch": "`checkpoint.every`",
+    "ddp_timeout": "`run.watchdog_s`",
+    "logging_dir run_name": "`run.folder`, which holds all that a run writes",
+    "save_steps save_interval saves_per_epoch save_strategy": "`checkpoint.every`",
     "save_total_limit": "`checkpoint.keep`",
-    "eval_steps eval_interval evals_per_epoch": "`eval.every`",
+    "per_device_eval_batch_size": "`data.tokens_per_pack`, also of evaluations",
+    "eval_steps eval_interval evals_per_epoch eval_strategy evaluation_strategy": "`eval.every`",
+    "early_stopping_patience early_stopping_steps": "`eval.stop_after`, in evaluations",
+    "load_best_model_at_end save_best": "`checkpoint.keep_best`",
+    "metric_for_best_model": "`eval.best_by`",
     "random_seed data_seed": "`run.seed`, and `data.seed` for the order of the samples",
 }
 _ABSENT: dict[str, str] = {
-    "load_in_4bit load_in_8bit quantization quantization_bit quantization_method quant_method quant_bits "
-    "bnb_4bit_quant_type qlora": (
-        "weights are not held in 4 or 8 bits; nearest: `run.dtype=bfloat16-params`, `model.lora` and `optim.state=8bit`"
+    "task stage rl rlhf_type rlhf dpo kto orpo reward_model": (
+        "training is supervised, without DPO, KTO, GRPO or rewards; nearest: leave it out, and name answers to learn "
+        "in `data.train`"
     ),
-    "task stage rl rlhf_type rlhf pref_beta pref_loss dpo ref_model reward_model": (
-        "training is supervised, without DPO, GRPO or rewards; nearest: leave it out, and name answers to learn in "
-        "`data.train`"
+    "use_dora use_rslora neftune_noise_alpha label_smoothing_factor": (
+        "adapters and the loss are the plain ones; nearest: `model.lora.alpha` and `model.lora.dropout`"
     ),
+    "assistant_only_loss completion_only_loss do_train do_eval overwrite_output_dir remove_unused_columns tf32": (
+        "only answers are learnt, `eval.every` evaluates, and what is in `run.folder` is never written over; nearest: "
+        "leave it out"
+    ),
+    "trust_remote_code": "no code of a model's folder is run; nearest: a `model.path` of transformers' own",
     "train_on_prompt train_on_inputs": (
         "prompts of chats are never learnt; nearest: documents in `data.train`, which are learnt from end to end"
     ),
@@ -117,11 +131,29 @@ _ABSENT: dict[str, str] = {
     "resume_from_checkpoint resume auto_resume": (
         "a run goes on by `headway train --resume`; nearest: `checkpoint.every`, which keeps states to go on from"
     ),
-    "push_to_hub hub_model_id": "nothing is uploaded; nearest: `checkpoint.export`, whose folder any client uploads",
-    "early_stopping_patience load_best_model_at_end": (
-        "no run ends early; nearest: `eval.every`, beside `checkpoint.every` and `checkpoint.keep`"
+    "push_to_hub hub_model_id": (
+        "a run uploads nothing; nearest: `checkpoint.export`, whose folder `headway export --push-to-hub` sends"
     ),
 }
+
+PREFERENCE: dict[str, str] = {
+    "loss": "pref_loss dpo_loss_type loss_type",
+    "beta": "pref_beta rl_beta dpo_beta orpo_alpha",
+    "label_smoothing": "dpo_label_smoothing",
+    "gamma": "simpo_gamma",
+    "sft": "pref_ftx rpo_alpha cpo_alpha",
+    "reference": "ref_model ref_adapters ref_model_adapters reference_free precompute_ref_log_probs",
+}
+"""Settings of training on preferences, for a section `preference`, and what other tools call them.
+
+Source: LLaMA-Factory at ff6d4d12e, finetuning_args.py; ms-swift at 3602360a5, rlhf_args.py; axolotl at 067b021c8,
+utils/schemas; TRL 1.16, DPOConfig.
+"""
+# Without that section the answer is one for all of them; with it, each is `preference.NAME` in `SAME`.
+_ABSENT[" ".join(PREFERENCE.values())] = (
+    "training is on answers, without DPO, KTO or rewards; preferences are read, measured and shown by `headway look`, "
+    "and nearest: `data.train.N.columns`, which names the chosen answers to learn those"
+)
 
 
 def _by_word(table: dict[str, str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConf
 from headway.config.sections import Section
 from headway.errors import ConfigError
 from headway.files import SETTINGS_BYTES, read_text
+from headway.hub import model_of_run
 from headway.words import Argument
 
 EXTENDS = "extends"
@@ -76,6 +77,21 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _best_is_of_several(self) -> Self:
+        judged = self.eval
+        uses = {"eval.stop_after": judged.stop_after is not None, "checkpoint.keep_best": self.checkpoint.keep_best}
+        in_use = [name for name, is_set in uses.items() if is_set]
+        if in_use and judged.every is None:
+            raise ValueError(
+                f"{' and '.join(in_use)} compare evaluations during the run; set eval.every, the steps between them"
+            )
+        if not in_use and judged.best_by != EvalConfig().best_by:
+            raise ValueError(
+                f"eval.best_by {judged.best_by} has no effect without checkpoint.keep_best or eval.stop_after"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _epochs_are_counted_beforehand(self) -> Self:
         epochs = self.optim.epochs
         if epochs is not None and self.data.stream is not None:
@@ -94,6 +110,15 @@ class TrainConfig(Section):
     def _gradients_are_summed_over_packs(self) -> Self:
         if self.parallel.reduce == "step" and self.optim.accumulation == 1:
             raise ValueError("parallel.reduce 'step' has no effect with one pack per step; see optim.accumulation")
+        return self
+
+    @model_validator(mode="after")
+    def _base_is_dequantised_to_bfloat16(self) -> Self:
+        if self.model.base is not None and self.run.dtype == "float8":
+            raise ValueError(
+                f"model.base {self.model.base!r} is dequantised to bfloat16, in which its layers multiply, and "
+                "run.dtype 'float8' would have them multiply in float8: take one of the two out"
+            )
         return self
 
     @property
@@ -119,12 +144,17 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
     Raises:
         ConfigError: no such file, no YAML, an unknown key, a value that is not allowed, or files that extend each
             other in a circle.
+        UnknownModelError: `model.path` is the folder of a training run without a model of its newest state.
     """
     raw = _read(path, ())
     content = copy.deepcopy(raw)
     config = with_overrides(raw, overrides, source=str(path))
     names = dict.fromkeys(override.partition("=")[0].strip() for override in overrides)
     changed = [name for name in names if _json_at(content, name) != _json_at(raw, name)]
+    # a run's folder may come to hold other models: what is trained and recorded is the one that it holds now
+    if (model := model_of_run(Path(config.model.path).expanduser())) is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(model)})})
+        changed += ["model.path"] * ("model.path" not in changed)
     config._recipe = Recipe.of(str(path), content, changed)
     return config
 
@@ -224,6 +254,29 @@ def with_overrides(
     for override in overrides:
         _assign(raw, override)
     return parse_config(raw, source=source)
+
+
+def check_once(overrides: Iterable[str]) -> None:
+    """Make sure that no override takes back what another one says.
+
+    Raises:
+        ConfigError: one sets a key, or a section around it, that another set before; or says it in another way.
+
+    >>> check_once(["optim={lr: 1e-3}", "optim.clip=1"])
+    """
+    before: dict[str, str] = {}
+    for override in overrides:
+        name, _, value = (part.strip() for part in override.partition("="))
+        section, dot, key = name.rpartition(".")
+        other = f"{section}{dot}{_EITHER[key]}" if key in _EITHER and value != "null" else name
+        lost = next((done for done in before if done in (name, other) or done.startswith(f"{name}.")), None)
+        if lost is not None and before[lost] != "null":
+            raise ConfigError(
+                Argument("overrides"),
+                f" {override!r} takes back {f'{lost}={before[lost]}'!r}, which stands before it. Leave one out.",
+                value=override,
+            )
+        before[name] = value
 
 
 def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> TrainConfig:

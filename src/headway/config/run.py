@@ -83,6 +83,11 @@ class CheckpointConfig(Section):
         default=None, description="Optimizer steps between checkpoints; the end of the run always has one [steps]"
     )
     keep: Positive = Field(default=2, description="Newest checkpoints that stay; older ones are deleted [checkpoints]")
+    keep_best: bool = Field(
+        default=False,
+        description="Save a checkpoint after each evaluation that is the best so far, by eval.best_by, and keep that "
+        "one besides, for `headway chat RUN --best`, generate, evaluate and export",
+    )
     asynchronous: bool = Field(
         default=True, description="Write while training goes on, from a copy of the state in the host's memory"
     )
@@ -97,6 +102,16 @@ class EvalConfig(Section):
 
     every: Positive | None = Field(default=None, description="Steps between evaluations; null for none [steps]")
     at_end: bool = Field(default=False, description="Evaluate once more after the last step")
+    best_by: Literal["loss", "exact_match"] = Field(
+        default="loss",
+        description="Which evaluation is the best, for checkpoint.keep_best and eval.stop_after: the lowest loss, or "
+        "the most samples answered exactly",
+    )
+    stop_after: Positive | None = Field(
+        default=None,
+        description="End the run after so many evaluations in a row that did not better the best one; null for never "
+        "[evaluations]",
+    )
     max_samples: Positive | None = Field(default=None, description="Only the first so many [samples]")
     generate: Positive | None = Field(
         default=None,

@@ -127,3 +127,24 @@ def head_features(cost_model: CostModel) -> tuple[int, int] | None:
     """Width of the hidden states and size of the vocabulary; None without a language head."""
     rows = (row for row in cost_model.rows if row.component == "language.head")
     return next((row.features for row in rows if row.features), None)
+
+
+@remembered
+def product_weights(cost_model: CostModel) -> frozenset[str]:
+    """Name the weights of linear layers and experts that nothing but products reads; a tied head's is an embedding too.
+
+    Args:
+        cost_model: of the model.
+    """
+    multiplied = 0  # bit i set for parameter i
+    for row in cost_model.rows:
+        if row.op in ("linear", "experts"):
+            for gradient in row.gradients:
+                multiplied |= gradient.needs if gradient.phase == "wgrad" else 0
+    head = head_parameter(cost_model)
+    tied = head if head is not None and is_tied(cost_model, head) else None
+    return frozenset(
+        parameter.name
+        for number, parameter in enumerate(cost_model.parameters)
+        if multiplied >> number & 1 and number != tied
+    )

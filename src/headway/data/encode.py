@@ -28,7 +28,7 @@ from headway.data.media.processor_images import SMALLEST_TRIED
 from headway.data.media.sizes import MediaSizes
 from headway.data.media.tensors import MediaTensors, joined_media
 from headway.data.pack_times import charged_to
-from headway.data.samples import NOTHING, Chat, Document, Origin, Sample, SampleLengths, unusable
+from headway.data.samples import NOTHING, Chat, Document, Origin, Preference, Sample, SampleLengths, unusable
 from headway.models.foreign import foreign
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
@@ -161,7 +161,7 @@ class _Planned:
 class _View:
     """A document, or a chat as far as one of its views shows it."""
 
-    sample: Sample
+    sample: Chat | Document
     shown: View | None = None
 
 
@@ -232,13 +232,16 @@ class Encoder:
         """Encode a sample for training.
 
         Of a chat every assistant turn is supervised, the token that ends it and tool calls included, each in the view
-        in which the model would have been asked for it (`ChatTemplate.views`); of a document every token.
+        in which the model would have been asked for it (`ChatTemplate.views`); of a document every token; of a
+        preference each answer, all of them end to end.
 
         Raises:
             DataError: nothing to learn, a text that is too long, tokens that the model does not know, damaged media or
                 media the model cannot read, or a chat template that leaves something out; the message names file and
                 place.
         """
+        if isinstance(sample, Preference):
+            return joined_views([self.encode(chat) for chat in sample.chats])
         views = []
         for view in self._views(sample):
             with self._planned(view, decodes=True) as planned:
@@ -251,6 +254,8 @@ class Encoder:
         Raises:
             DataError: as `encode`, except for damage that shows only when media are decoded.
         """
+        if isinstance(sample, Preference):
+            return SampleLengths.of_answers([self.measure(chat) for chat in sample.chats])
         views = []
         for view in self._views(sample):
             with self._planned(view, decodes=False) as planned:
@@ -320,7 +325,7 @@ class Encoder:
             key["missing_rows"] = self.tokeniser.missing_rows
         return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
 
-    def _views(self, sample: Sample) -> "list[_View]":
+    def _views(self, sample: Chat | Document) -> "list[_View]":
         """The texts that a sample is learnt in: one, but for chats whose template shows earlier turns in other ways."""
         if isinstance(sample, Document):
             return [_View(sample)]

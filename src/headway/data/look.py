@@ -5,7 +5,7 @@ Everything is taken from what training uses: the encoder's tensors, the length i
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import groupby, islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from headway.count.modalities import MODALITIES
 from headway.data.encode import EncodedSample, Encoder
 from headway.data.media.images import Picture
-from headway.data.samples import Chat, Media, Sample, SampleLengths
+from headway.data.samples import Chat, Media, Preference, Prompt, Sample, SampleLengths
 from headway.errors import DataError
 from headway.models.losses import IGNORED
 from headway.packing.budget import Budget
@@ -75,6 +75,7 @@ class ShownSample:
         lengths: as the length index has them.
         used: (first token, one past the last) of each item that a plan makes of it; one whole item without a plan, and
             none where the sample is left out.
+        desirable: whether its answer is graded as a good one; None without a grade.
     """
 
     where: str
@@ -82,6 +83,40 @@ class ShownSample:
     media: tuple[ShownMedia, ...]
     lengths: SampleLengths
     used: tuple[tuple[int, int], ...]
+    desirable: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPreference:
+    """A preference as the model is shown each of its answers.
+
+    Attributes:
+        where: file and place.
+        answers: each behind the prompt, the best first.
+        lengths: of all of them, as the length index has them.
+        used: as of a sample.
+    """
+
+    where: str
+    answers: tuple[ShownSample, ...]
+    lengths: SampleLengths
+    used: tuple[tuple[int, int], ...]
+
+    @property
+    def num_shared(self) -> int:
+        """How many pieces all answers begin with, which are not learnt: those of the prompt."""
+        together = zip(*(answer.pieces for answer in self.answers), strict=False)
+        return sum(1 for _ in takewhile(lambda same: len({*same}) == 1 and not same[0].is_learnt, together))
+
+    @property
+    def media(self) -> tuple[ShownMedia, ...]:
+        """The media of the prompt, where all answers were shown the same; else none."""
+        first = self.answers[0].media
+        return first if all(answer.media == first for answer in self.answers) else ()
+
+
+ShownRow = ShownSample | ShownPreference
+"""A row of a dataset as the model is shown it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +177,23 @@ class DataView:
     """
 
     model: str
-    samples: Sequence[ShownSample | DataError]
+    samples: Sequence[ShownRow | DataError]
     bad: Sequence[DataError]
     packs: Sequence[ShownPack]
     budget: Budget | None
     counts: Mapping[str, OverlongCounts]
 
 
-def show_sample(sample: Sample, encoder: Encoder, used: Sequence[tuple[int, int]] | None = None) -> ShownSample:
+def show_row(sample: Sample, encoder: Encoder, used: Sequence[tuple[int, int]] | None = None) -> ShownRow:
+    """Encode a row as for training, and describe what came of it; arguments and errors as of `show_sample`."""
+    if not isinstance(sample, Preference):
+        return show_sample(sample, encoder, used)
+    answers = tuple(show_sample(chat, encoder) for chat in sample.chats)
+    lengths = SampleLengths.of_answers([answer.lengths for answer in answers])
+    return ShownPreference(sample.where, answers, lengths, ((0, lengths.tokens),) if used is None else tuple(used))
+
+
+def show_sample(sample: Prompt, encoder: Encoder, used: Sequence[tuple[int, int]] | None = None) -> ShownSample:
     """Encode a sample as for training, and describe what came of it.
 
     Args:
@@ -163,7 +207,9 @@ def show_sample(sample: Sample, encoder: Encoder, used: Sequence[tuple[int, int]
     encoded = encoder.encode(sample)
     items = ((0, encoded.tokens),) if used is None else tuple(used)
     media = tuple(_media(sample, encoded)) if isinstance(sample, Chat) else ()
-    return ShownSample(sample.where, tuple(_pieces(encoded, encoder.tokenizer)), media, encoded.lengths, items)
+    desirable = sample.desirable if isinstance(sample, Chat) else None
+    pieces = tuple(_pieces(encoded, encoder.tokenizer))
+    return ShownSample(sample.where, pieces, media, encoded.lengths, items, desirable)
 
 
 def used_of(items: Items, source: int, row: int) -> list[tuple[int, int]]:
@@ -180,7 +226,7 @@ def used_of(items: Items, source: int, row: int) -> list[tuple[int, int]]:
     return list(zip(origins.start[matches].tolist(), origins.stop[matches].tolist(), strict=True))
 
 
-def why_not_whole(sample: ShownSample, budget: Budget) -> str | None:
+def why_not_whole(sample: ShownRow, budget: Budget) -> str | None:
     """Say why a plan drops or cuts a sample; None where it uses all of it."""
     tokens, patches = sample.lengths.tokens, sample.lengths.patches
     over = [f"{tokens:,} tokens are more than a pack's {budget.tokens:,}"] if tokens > budget.tokens else []

@@ -1,7 +1,7 @@
-"""Samples as types: chats and documents, their media, where each came from, and how long it is once encoded."""
+"""Samples as types: chats, documents and preferences, their media, where each is from, and its length once encoded."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from io import BytesIO
 from itertools import accumulate
@@ -181,6 +181,7 @@ class Chat:
         tools: JSON schemas of the functions that the assistant may call.
         template_kwargs: variables of the chat template that this chat sets, such as enable_thinking.
         sizes: bounds on what is read of its media, of its source; those of the run where there are none.
+        desirable: whether its answer is wished for, of data for KTO; None elsewhere.
     """
 
     messages: tuple[Message, ...]
@@ -188,6 +189,7 @@ class Chat:
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     sizes: MediaSizes = field(default_factory=MediaSizes)
+    desirable: bool | None = None
 
     @property
     def where(self) -> str:
@@ -247,8 +249,78 @@ class Document:
         return str(self.origin)
 
 
-Sample = Chat | Document
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Answers to one prompt, of which some are better than others.
+
+    Attributes:
+        prompt: the turns that all answers follow; none where the answers differ in what they were shown, and each is a
+            whole chat that begins with its own user turn.
+        answers: the turns of each answer, the best first; at least two. `(chosen, rejected)` is the common case.
+        origin: where it came from.
+        tools: JSON schemas of the functions that the assistant may call.
+        template_kwargs: variables of the chat template that this row sets.
+        sizes: bounds on what is read of its media.
+    """
+
+    prompt: tuple[Message, ...]
+    answers: tuple[tuple[Message, ...], ...]
+    origin: Origin
+    tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    sizes: MediaSizes = field(default_factory=MediaSizes)
+
+    @property
+    def where(self) -> str:
+        """File and place, for messages to people."""
+        return str(self.origin)
+
+    @property
+    def chats(self) -> tuple[Chat, ...]:
+        """Each answer behind the prompt, as a chat of which the answer alone is learnt."""
+        shown = unlearnt(self.prompt)
+        settings = (self.origin, self.tools, self.template_kwargs, self.sizes)
+        return tuple(Chat(shown + answer, *settings) for answer in self.answers)
+
+
+Prompt = Chat | Document
+"""A text that a model answers or continues."""
+
+Sample = Chat | Document | Preference
 """One row of a dataset, read and checked."""
+
+
+def unlearnt(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Turns of which the assistant's are shown to the model and not learnt."""
+    return tuple(replace(turn, learnt=False) if turn.role == "assistant" else turn for turn in messages)
+
+
+def best_answered(sample: Sample) -> Prompt:
+    """A sample as one text: of a preference the chat with the best answer."""
+    return sample.chats[0] if isinstance(sample, Preference) else sample
+
+
+def supervised(sample: Sample) -> Prompt:
+    """A sample whose every answer is to be learnt.
+
+    Raises:
+        DataError: it is of a set of preferences, whose answers are not all good ones.
+    """
+    if isinstance(sample, Preference):
+        raise unusable(
+            sample,
+            f"the row holds {len(sample.answers)} answers of which some are better than others, and training on "
+            "answers would take each of them for right. Learn the best alone by naming its columns, such as "
+            "{messages: chosen} where chosen answers are lists of messages, {prompt: prompt, completion: chosen} where "
+            "they are strings, or {messages: messages} where they stand in the messages.",
+        )
+    if isinstance(sample, Chat) and sample.desirable is False:
+        raise unusable(
+            sample,
+            "the row's answer is graded as a bad one (label or kto_tag is false), which KTO learns to avoid, and "
+            "training on answers would take it for right. Leave such rows out, or remove the column.",
+        )
+    return sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,13 +331,15 @@ class SampleLengths:
         tokens: length, placeholders of images, videos and sounds included [tokens].
         supervised: targets that the loss counts [tokens].
         first_target: place of the first supervised token that another one predicts, so at least 1 [tokens].
-        media_end: one past the last placeholder of an image, video or sound; 0 without any [tokens].
+        media_end: one past the last token that is never cut off: a placeholder of an image, video or sound, or the last
+            of a preference's answers; 0 without any [tokens].
         media: sizes of the items of each kind that there is, by the names of `headway.count.modalities`: (t, h, w) of
             each image or video [patches], feature frames of each sound [frames].
         segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
         parts: of what the sample is made, by the columns of `headway.packing.parts`, for a model that draws.
         key: `Origin.key`, for a model that draws; 0 for others.
         targets: runs of the targets, each from its first place to one past its last [tokens].
+        num_answers: how many answers of a preference there are; 0 of other samples.
     """
 
     tokens: int
@@ -277,6 +351,7 @@ class SampleLengths:
     parts: tuple[tuple[int, ...], ...] = ()
     key: int = 0
     targets: tuple[Run, ...] = ()
+    num_answers: int = 0
 
     @property
     def patches(self) -> int:
@@ -293,8 +368,7 @@ class SampleLengths:
         """The lengths of a chat that is shown in several views, one after the other; of a single view its own."""
         if len(views) == 1:
             return views[0]
-        segments = tuple(view.tokens for view in views)
-        ends = list(accumulate(segments, initial=0))
+        ends = list(accumulate((view.tokens for view in views), initial=0))
         return cls(
             tokens=ends[-1],
             supervised=sum(view.supervised for view in views),
@@ -306,13 +380,19 @@ class SampleLengths:
                 name: tuple(size for view in views for size in view.media.get(name, ()))
                 for name in dict.fromkeys(name for view in views for name in view.media)
             },
-            segments=segments,
+            segments=tuple(length for view in views for length in view.segments or (view.tokens,)),
             targets=tuple(
                 (end + first, end + last)
                 for end, view in zip(ends, views, strict=False)
                 for first, last in view.targets
             ),
         )
+
+    @classmethod
+    def of_answers(cls, chats: "Sequence[SampleLengths]") -> "SampleLengths":
+        """The lengths of a preference, whose answers stand one after the other and are never cut."""
+        answers = cls.joined(chats)
+        return replace(answers, media_end=answers.tokens, num_answers=len(chats))
 
 
 NOTHING = SampleLengths(tokens=0, supervised=0, first_target=0)

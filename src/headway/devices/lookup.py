@@ -10,6 +10,7 @@ from headway.devices.names import OVERRIDE_VARIABLE, ambiguous, matches, named_d
 from headway.devices.probe import ReportedDevice, report
 from headway.devices.table import DTYPES, Device, Peak, all_devices
 from headway.errors import UnknownDeviceError, UsageError
+from headway.report.quantity import parse_number
 from headway.words import Argument
 
 if TYPE_CHECKING:
@@ -268,7 +269,5 @@ def _parse_override(text: str) -> float:
 
 
 def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+    number = parse_number(text, "FLOP/s")
+    return math.nan if number is None else float(number)

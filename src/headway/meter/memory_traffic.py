@@ -141,7 +141,7 @@ class ForwardTraffic:
         return self.of_forwards(forwards, with_towers)
 
 
-def forward_traffic_of(cost_model: CostModel, itemsizes: Sequence[int], cached_itemsize: int) -> ForwardTraffic:
+def forward_traffic_of(cost_model: CostModel, itemsizes: Sequence[float], cached_itemsize: int) -> ForwardTraffic:
     """Find what a forward without a backward moves, from a ledger and the types of its weights.
 
     Args:
@@ -151,7 +151,7 @@ def forward_traffic_of(cost_model: CostModel, itemsizes: Sequence[int], cached_i
     """
     phases = weights_read(cost_model, 0, "none")
     towers = of_towers(cost_model, phases)
-    sizes = [elements_met(p) * itemsize for p, itemsize in zip(cost_model.parameters, itemsizes, strict=True)]
+    sizes = [round(elements_met(p) * itemsize) for p, itemsize in zip(cost_model.parameters, itemsizes, strict=True)]
     of_text, of_media = (
         sum(n for i, n in enumerate(sizes) if (phases[0] & group) >> i & 1) for group in (~towers, towers)
     )

@@ -177,9 +177,10 @@ class Meter(StepMeter):
     def _of_all(self, all_ranks: HostAllGather) -> Window | None:
         mine: list[int] = []
         try:
-            self._pending.leave_out(all_ranks.all_steps(self._left_out))
-            mine = self._take()
-            every = all_ranks.exchange_uneven(mine)
+            with self.exchanging():
+                self._pending.leave_out(all_ranks.all_steps(self._left_out))
+                mine = self._take()
+                every = all_ranks.exchange_uneven(mine)
         except RankLostError as error:
             warnings.warn(str(error), stacklevel=3)
             every = [mine or self._take()]

@@ -3,6 +3,7 @@
 Bytes of optimizer state per parameter: read off the state that is there, or off a first step on shapes.
 """
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from headway.meter.memory_traffic import (
 from headway.tracing import trace, unwrap
 from headway.tracing.activations import saved_activations
 from headway.tracing.phantom import phantom
+from headway.tracing.quantised import shapes_of
 from headway.tracing.unwrap import is_sharded, local
 
 
@@ -37,6 +39,12 @@ class _RankParameter:
     parameter: torch.Tensor  # tensor that the optimizer updates; one rank's shard where it is sharded
     dtype: torch.dtype  # in which forward sees it
     sharded: bool  # whether it is gathered for forward and backward
+    numel: int  # numbers that it holds, or stands for where it is bytes
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of a number as forward reads it."""
+        return self.dtype.itemsize * self.parameter.numel() / max(1, self.numel)
 
     @property
     def whole_bytes(self) -> int:
@@ -82,7 +90,7 @@ def traffic_of(
     plain = unwrap.unwrapped(model)
     cost = trace(model, inputs=inputs, results=results) if cost_model is None else cost_model
     parameters = _parameters_of_rank(plain)
-    if [h.parameter.numel() for h in parameters] != [p.numel for p in cost.parameters]:
+    if [h.numel for h in parameters] != [p.numel for p in cost.parameters]:
         raise UsageError(
             f"the cost model {cost.name} has other parameters than the {type(plain).__name__} at hand: trace the model "
             "as it is trained, adapters included, or leave cost_model out."
@@ -114,11 +122,12 @@ def forward_traffic(model: nn.Module, cost_model: CostModel) -> ForwardTraffic |
         parameters = _parameters_of_rank(unwrap.unwrapped(model))
     except UsageError:
         return None
-    if [h.parameter.numel() for h in parameters] != [p.numel for p in cost_model.parameters]:
+    if [h.numel for h in parameters] != [p.numel for p in cost_model.parameters]:
         return None
     # keys and values have the type of most weights
-    itemsize = max((h.parameter.numel(), h.dtype.itemsize) for h in parameters)[1] if parameters else 0
-    return forward_traffic_of(cost_model, [h.dtype.itemsize for h in parameters], itemsize)
+    floats = [h for h in parameters if h.dtype.is_floating_point]
+    itemsize = max((h.parameter.numel(), h.dtype.itemsize) for h in floats)[1] if floats else 0
+    return forward_traffic_of(cost_model, [h.itemsize for h in parameters], itemsize)
 
 
 def _parts(
@@ -135,7 +144,8 @@ def _parts(
     phases = weights_read(cost, trained, recompute)
     gated = of_towers(cost, phases)
     cast = autocast.itemsize if autocast else sys.maxsize
-    sizes = [elements_met(p) * min(h.dtype.itemsize, cast) for h, p in zip(parameters, cost.parameters, strict=True)]
+    pairs = zip(parameters, cost.parameters, strict=True)
+    sizes = [round(elements_met(p) * min(h.itemsize, cast)) for h, p in pairs]
     parts = []
     # what every micro-batch uses, then what needs pictures or sound
     for group in (~gated, gated):
@@ -164,14 +174,21 @@ def _parameters_of_rank(model: nn.Module) -> list[_RankParameter]:
             for shard in group.fsdp_params:
                 for parameter in (shard.sharded_param, getattr(shard, "_unsharded_param", None)):
                     gathered[id(parameter)] = shard
+    stands_for = {
+        f"{path}.{name}": math.prod(shape)
+        for path, module in model.named_modules()
+        for name, shape in shapes_of(module).items()
+    }
     parameters = []
     for name, parameter in model.named_parameters():
+        numel = stands_for.get(name, parameter.numel())
         shard = gathered.get(id(parameter))
         if shard is None and not is_sharded(parameter):
-            parameters.append(_RankParameter(parameter, parameter.dtype, sharded=False))
+            parameters.append(_RankParameter(parameter, parameter.dtype, sharded=False, numel=numel))
         elif shard is not None and not shard.is_dtensor:
             sharded = shard.sharded_param
-            parameters.append(_RankParameter(sharded, shard.mp_policy.param_dtype or sharded.dtype, sharded=True))
+            dtype = shard.mp_policy.param_dtype if sharded.is_floating_point() else None
+            parameters.append(_RankParameter(sharded, dtype or sharded.dtype, sharded=True, numel=numel))
         else:
             raise UsageError(
                 f"{name} is split over ranks that share one product (tensor or expert parallelism): which activations "

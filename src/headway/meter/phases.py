@@ -2,7 +2,7 @@
 
     data      the loop waits for a batch
     input     from there to the forward: copies to the device, and what the loop does with a batch
-    exchange  within it: ranks wait for each other (`headway train`'s messages, DDP's buffers)
+    exchange  ranks wait for each other, within any gap: `headway train`'s messages, DDP's buffers, a log of the meter
     inference what the loop names as a phase without a backward: generation, scoring
     forward   of the model
     loss      from the forward's end to the backward's begin
@@ -19,7 +19,8 @@ are long, and every few of short ones.
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.log.boundary import ErrorBoundary
@@ -207,6 +208,16 @@ class PhaseTimer:
         if self._since is not None:
             self._spans.append((name, Span(self._since, mark)))
         self._since = mark
+
+    @contextmanager
+    def within_gap(self, phase: str) -> Iterator[None]:
+        """Note a block as a phase, behind which the gap that it lies in goes on; nothing where a phase lasts."""
+        if self._lasts or self._is_away:
+            yield
+            return
+        self._note("", None)  # the gap has its name from what ends it
+        yield
+        self._note(phase, None)
 
     def listen_to(self, wrapper: "nn.Module") -> None:
         """Note where a wrapper of data parallelism begins: ranks wait for each other there before the forward."""

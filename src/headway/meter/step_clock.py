@@ -156,11 +156,8 @@ class StepClock:
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Note that ranks wait for each other within a block, so that it is no rank's own time."""
-        if self._phases is not None:
-            self._phases.begin("exchange")
-        yield
-        if self._phases is not None:
-            self._phases.end("exchange")
+        with nullcontext() if self._phases is None else self._phases.within_gap("exchange"):
+            yield
 
     def leave(self, bucket: Bucket = "evaluation") -> None:
         """Leave the time from now until `back` out of the steps' time, as no training. Waits for the device.

@@ -5,8 +5,8 @@ Tensor letters: T slots, K experts a slot, S = T x K rows, E experts, D hidden s
 transformers' models look their experts up in its `ExpertsInterface`, as they do attention. What distinguishes one
 model's experts from another's (a gate, biases, the layout of the weights) they declare there, and it is honoured here.
 Rows are sorted by expert and put back by index look-ups in both directions, so that no gradient is scattered: the
-result is the same on every run. `headway.models.parallel.experts` spreads experts over processes and carries the rows
-there and back in between.
+result is the same on every run. `headway.models.parallel.experts` spreads experts over processes, and
+`headway.models.parallel.dispatch` carries slots there and back.
 """
 
 from typing import Any
@@ -20,6 +20,7 @@ from headway.errors import ConfigError
 from headway.models.grouped import grouped_linear, permute_rows
 from headway.models.parallel import local
 from headway.models.products import product_dtype
+from headway.models.quantised import layouts_of, multiply_rows
 
 NAME = "headway_experts"
 _DECLARED = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
@@ -60,7 +61,7 @@ def run_experts(
     """Run a layer's experts; the function that transformers' models call.
 
     Args:
-        module: the layer's experts. Where they are spread, its attribute `apply_rows` stands in for `apply_experts`.
+        module: the layer's experts. Where they are spread, its attribute `run_spread` stands in for this function.
         hidden_TD: what the experts see, shape (T, D).
         chosen_TK: the experts of each slot, shape (T, K), each below E.
         weights_TK: their weights, shape (T, K).
@@ -68,6 +69,10 @@ def run_experts(
     Returns:
         The weighted sums of what each slot's experts made of it, shape (T, D).
     """
+    run_spread = getattr(module, "run_spread", None)
+    if run_spread is not None:
+        spread_TD: torch.Tensor = run_spread(module, hidden_TD, chosen_TK, weights_TK)
+        return spread_TD
     sorted_S, order_S = chosen_TK.flatten().sort(stable=True)
     place_S = order_S.argsort()
     experts = torch.arange(module.down_proj.shape[0], device=sorted_S.device, dtype=sorted_S.dtype)
@@ -76,8 +81,8 @@ def run_experts(
         module.router_load.add_(sizes_of(ends_E))
 
     rows_SD = permute_rows(hidden_TD, order_S, place_S, chosen_TK.shape[1])
-    out_SD = getattr(module, "apply_rows", apply_experts)(module, rows_SD, ends_E, sorted_S)
-    out_TKD = permute_rows(out_SD, place_S, order_S).view(*chosen_TK.shape, -1)
+    out_SD = apply_experts(module, rows_SD, ends_E, sorted_S)
+    out_TKD = permute_rows(out_SD, place_S, order_S).view(*chosen_TK.shape, out_SD.shape[-1])
     out_TD: torch.Tensor = (out_TKD * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
     return out_TD
 
@@ -94,11 +99,15 @@ def apply_experts(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, expe
     Returns:
         What the experts made of the rows, shape (S, D).
     """
-    dtype = product_dtype(rows_SD, module.down_proj)
+    layouts, first = layouts_of(module), module.down_proj
+    dtype = product_dtype(rows_SD, first if first.is_floating_point() else rows_SD)
 
     def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
-        weight = local(getattr(module, name)).to(dtype)
-        out = grouped_linear(rows.to(dtype), weight, ends_E, is_transposed=module.is_transposed)
+        weight, turned = local(getattr(module, name)), module.is_transposed
+        if not weight.is_floating_point():
+            out = multiply_rows(rows.to(dtype), weight, ends_E, layouts[name], is_transposed=turned)
+        else:
+            out = grouped_linear(rows.to(dtype), weight.to(dtype), ends_E, is_transposed=turned)
         return out + local(getattr(module, name + "_bias")).to(dtype)[expert_S] if module.has_bias else out
 
     if module.has_gate:

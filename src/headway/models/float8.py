@@ -1,8 +1,8 @@
 """Linear layers that multiply in float8, by torchao: e4m3 forward, e5m2 gradients, one scale for each tensor.
 
 Weights, their gradients and the optimizer stay as they are; only the operands of a converted layer's three matrix
-products are cast. Every linear layer of the repeated blocks whose sizes are multiples of 16 is converted, routers
-apart; the output layer, the embeddings, the mergers, attention and grouped experts compute as before.
+products are cast. Every linear layer of the repeated blocks whose sizes are multiples of 16 is converted, routers and
+adapters apart; the output layer, the embeddings, the mergers, attention and grouped experts compute as before.
 
 Where FSDP2 shards them, converted weights are cast by each process before they are gathered, a byte for a number, with
 scales over all processes that one all-reduce a forward finds. torchao keeps such weights in a subclass of tensors from
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from headway.count import CostModel
+from headway.count.adapters import is_adapter
 from headway.errors import ConfigError
 from headway.models.blocks import blocks
 
@@ -77,7 +78,7 @@ def use_float8(model: PreTrainedModel, cost_model: CostModel, *, emulate: bool =
 
         def is_wanted(module: nn.Module, name: str, at: str = block.name) -> bool:
             sizes_fit = isinstance(module, nn.Linear) and not any(size % MULTIPLE for size in module.weight.shape)
-            return sizes_fit and f"{at}.{name}" not in routers
+            return sizes_fit and f"{at}.{name}" not in routers and not is_adapter(name)
 
         names += [f"{block.name}.{name}" for name, module in block.module.named_modules() if is_wanted(module, name)]
         convert_to_float8_training(block.module, module_filter_fn=is_wanted, config=config)

@@ -1,13 +1,14 @@
 """The product of a mixture-of-experts layer, one matrix per expert for the rows sent to it; and rows sorted for it.
 
-Tensor letters: S rows sorted by expert, E experts, D input size, F output size. Rows of expert e end at `ends_E[e]`.
+Tensor letters: S rows sorted by expert, E experts, D input size, F output size, R rows that are taken once or more
+often. Rows of expert e end at `ends_E[e]`.
 
 bfloat16 on CUDA is one operator of torch. From compute capability 9.0 (H100) on it is one kernel that reads the
 boundaries on the device; before (A100) the operator itself reads them on the host and loops in C++, which waits for
 the device once a product. Anything else is a loop here over the experts that have rows, with the same wait.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -160,5 +161,87 @@ class _PermuteRows(torch.autograd.Function):
         (back_S,) = ctx.saved_tensors
         grad = grads[0][back_S]
         if ctx.copies > 1:
-            grad = grad.view(grad.shape[0] // ctx.copies, ctx.copies, -1).sum(1)
+            grad = grad.view(grad.shape[0] // ctx.copies, ctx.copies, grad.shape[-1]).sum(1)
         return grad, None, None, None
+
+
+class Copies(NamedTuple):
+    """Copies of rows, each row taken once or more often; how often differs from row to row.
+
+    Attributes:
+        row_S: the row that each copy is of.
+        copy_S: the copies in the order of their rows.
+        start_R: where in `copy_S` the copies of each row start.
+    """
+
+    row_S: torch.Tensor
+    copy_S: torch.Tensor
+    start_R: torch.Tensor
+
+
+def copy_rows(x_RD: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """Take copies of rows; the gradient of a row is the sum of those of its copies, in their order.
+
+    >>> copies = Copies(torch.tensor([1, 0, 1]), torch.tensor([1, 0, 2]), torch.tensor([0, 1]))
+    >>> copy_rows(torch.tensor([[1.0], [2.0]]), copies).tolist()
+    [[2.0], [1.0], [2.0]]
+    """
+    rows_SD: torch.Tensor = _CopyRows.apply(x_RD, *copies)  # type: ignore[no-untyped-call]  # torch's own
+    return rows_SD
+
+
+def sum_copies(x_SD: torch.Tensor, copies: Copies, weights_S: torch.Tensor | None = None) -> torch.Tensor:
+    """Add up what became of the copies of each row, in the order of `copies.copy_S`: the same on every run.
+
+    Args:
+        x_SD: of the copies, shape (S, D).
+        copies: of R rows.
+        weights_S: factors of the copies, shape (S,); None for ones.
+
+    Returns:
+        The sums, shape (R, D), of the type that the products with the weights have.
+
+    >>> copies = Copies(torch.tensor([1, 0, 1]), torch.tensor([1, 0, 2]), torch.tensor([0, 1]))
+    >>> sum_copies(torch.tensor([[1.0], [2.0], [3.0]]), copies, torch.tensor([1.0, 1.0, 10.0])).tolist()
+    [[2.0], [31.0]]
+    """
+    sums_RD: torch.Tensor = _SumCopies.apply(x_SD, weights_S, *copies)  # type: ignore[no-untyped-call]
+    return sums_RD
+
+
+class _CopyRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RD: torch.Tensor, *copies: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*copies)
+        return x_RD[copies[0]]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_SD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _sums(grad_SD, Copies(*ctx.saved_tensors)), None, None, None
+
+
+class _SumCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_SD: torch.Tensor, weights_S: torch.Tensor | None, *copies: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(None if weights_S is None else x_SD, weights_S, copies[0])
+        return _sums(x_SD, Copies(*copies), weights_S)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x_SD, weights_S, row_S = ctx.saved_tensors
+        grad_SD, grad_weights_S = grad_RD[row_S], None
+        if weights_S is not None:
+            if ctx.needs_input_grad[1]:
+                grad_weights_S = (grad_SD * x_SD).sum(1).to(weights_S.dtype)
+            grad_SD = (grad_SD * weights_S.unsqueeze(1)).to(x_SD.dtype)
+        return grad_SD, grad_weights_S, None, None, None
+
+
+def _sums(x_SD: torch.Tensor, copies: Copies, weights_S: torch.Tensor | None = None) -> torch.Tensor:
+    """One kernel reads the copies of each row where they are and adds them up in float32 or better."""
+    if weights_S is not None:
+        dtype = torch.promote_types(x_SD.dtype, weights_S.dtype)
+        x_SD, weights_S = x_SD.to(dtype), weights_S.to(dtype)[copies.copy_S]
+    return F.embedding_bag(copies.copy_S, x_SD, copies.start_R, mode="sum", per_sample_weights=weights_S)

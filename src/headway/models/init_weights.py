@@ -19,6 +19,7 @@ from transformers import initialization as init
 
 from headway.errors import ConfigError
 from headway.models.parallel import fill
+from headway.models.quantised import layouts_of
 
 Home = tuple[nn.Module, str]
 """A module and the name of one of its own parameters."""
@@ -26,7 +27,11 @@ Home = tuple[nn.Module, str]
 
 @torch.no_grad()
 def init_weights(
-    model: PreTrainedModel, device: torch.device | str, *, keep_on: torch.device | str | None = None
+    model: PreTrainedModel,
+    device: torch.device | str,
+    *,
+    keep_on: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Give a model that was built on the meta device random weights.
 
@@ -34,13 +39,14 @@ def init_weights(
         model: sharded or not; changed in place.
         device: where weights are drawn, from torch's global generator there, and where buffers stay.
         keep_on: where parameters stay, for those that are offloaded; `device` if not given.
+        dtype: that floats are drawn in, whatever they are held in; each parameter's own if not given.
 
     Raises:
         ConfigError: transformers has no rule for a parameter of this model.
     """
     to_memory(model, device, keep_on)
     with init.guard_torch_init_functions():
-        _walk(model, model, torch.device(device), "", set())
+        _walk(model, model, torch.device(device), dtype, "", set())
 
 
 def to_memory(model: PreTrainedModel, device: torch.device | str, keep_on: torch.device | str | None = None) -> None:
@@ -52,28 +58,46 @@ def to_memory(model: PreTrainedModel, device: torch.device | str, keep_on: torch
     model.tie_weights(recompute_mapping=False)  # `to_empty` makes two of a tied one
 
 
-def _walk(module: nn.Module, owner: Any, device: torch.device, path: str, done: set[nn.Parameter]) -> None:
+def _walk(
+    module: nn.Module,
+    owner: Any,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    path: str,
+    done: set[nn.Parameter],
+) -> None:
     """Fill children before their parent, each by the rule of the innermost model around it, as transformers does."""
     for name, child in module.named_children():
-        _walk(child, child if isinstance(child, PreTrainedModel) else owner, device, f"{path}{name}.", done)
+        _walk(child, child if isinstance(child, PreTrainedModel) else owner, device, dtype, f"{path}{name}.", done)
     own = dict(module.named_parameters(recurse=False))
     tied = [parameter for parameter in own.values() if parameter in done]
     for parameter in tied:
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' rules leave it alone then
     fresh = [(module, name) for name, parameter in own.items() if parameter not in done]
-    _fill(module, owner, device, path, fresh)
+    _fill(module, owner, device, dtype, path, fresh)
     for parameter in tied:
         del parameter._is_hf_initialized  # type: ignore[attr-defined]
     done.update(own.values())
 
 
-def _fill(module: nn.Module, owner: Any, device: torch.device, path: str, fresh: Sequence[Home]) -> None:
+def _fill(
+    module: nn.Module,
+    owner: Any,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    path: str,
+    fresh: Sequence[Home],
+) -> None:
     """Run a model's initialisation rule on a module, with whole tensors in place of sharded parameters meanwhile."""
     full_tensors: dict[Home, torch.Tensor] = {}
     for home, name in fresh:
         parameter: Any = home._parameters[name]
-        if isinstance(parameter, DTensor):
-            full_tensors[home, name] = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        shape, held_in = (None, None) if parameter is None else (parameter.shape, parameter.dtype)
+        drawn_in = dtype if dtype is not None and held_in is not None and held_in.is_floating_point else held_in
+        if name in layouts_of(home):  # bytes, of a weight that is drawn whole
+            shape, drawn_in = layouts_of(home)[name].shape, dtype or torch.float32
+        if shape is not None and (isinstance(parameter, DTensor) or drawn_in != held_in):
+            full_tensors[home, name] = torch.empty(shape, dtype=drawn_in, device=device)
         value = full_tensors.get((home, name), parameter)
         if value is not None and value.is_floating_point():
             value.fill_(torch.nan)
@@ -110,8 +134,9 @@ def _standing_in(full_tensors: Mapping[Home, torch.Tensor]) -> Iterator[None]:
         for (module, name), values in full_tensors.items():
             module._parameters[name] = nn.Parameter(values, requires_grad=False)
         yield
-        for home, values in full_tensors.items():
-            fill(slices[home], values)
+        for (module, name), values in full_tensors.items():
+            layout = layouts_of(module).get(name)
+            fill(slices[module, name], values if layout is None else layout.quantise(values))
     finally:
         for (module, name), parameter in slices.items():
             module._parameters[name] = parameter

@@ -34,6 +34,7 @@ from headway.models.init_weights import to_memory
 from headway.models.load import check_weights, load_config, load_model, weights_of
 from headway.models.new_rows import embedding_rows, grown, vocabulary_names
 from headway.models.parallel import fill, local, own_classes
+from headway.models.quantised import layouts_by_name
 
 
 def read_weights(
@@ -42,6 +43,7 @@ def read_weights(
     device: torch.device | str,
     *,
     keep_on: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> None:
     """Give a model that was built on the meta device its saved weights, in slices where it is sharded.
@@ -51,6 +53,7 @@ def read_weights(
         name: a model folder or Hub name.
         device: where buffers live.
         keep_on: where parameters live, for those that are offloaded; `device` if not given.
+        dtype: that values are read in, whatever they are held in; the model's own if not given.
         seed: of the first values of rows that the model's vocabulary has beyond the saved ones.
 
     Raises:
@@ -72,8 +75,9 @@ def read_weights(
         with own_classes(model):
             rules = cast(Any, get_model_conversion_mapping(model))
         # transformers' own rules of renaming and merging, so that any of its checkpoints opens.
+        read_in = model.dtype if dtype is None else dtype
         plan = LoadStateDictConfig(
-            pretrained_model_name_or_path=str(name), device_map={"": place}, dtype=model.dtype, weight_mapping=rules
+            pretrained_model_name_or_path=str(name), device_map={"": place}, dtype=read_in, weight_mapping=rules
         )
         # A vocabulary that grew: its rows beyond the saved ones get first values from the saved ones.
         config = load_config(name)
@@ -127,12 +131,14 @@ def _sorted_out(
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     names: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    quantised = layouts_by_name(model)
     sliced: dict[str, Any] = {}
     full_tensors: dict[str, dict[str, Any]] = {}
     for key, rows in stored.items():
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
         parameter = names.get(target)
-        if target in growing:  # rows that the files do not have come from all that they have
+        # rows that the files do not have come from all that they have, bytes of the whole weight
+        if target in growing or target in quantised:
             full_tensors.setdefault(target, {})[key] = rows
         elif pattern is None or not isinstance(parameter, DTensor) or _cuts_alike(by_pattern[pattern], parameter):
             sliced[key] = rows
@@ -191,8 +197,8 @@ def _read_whole(
     """
     if not full_tensors:
         return set()
-    twin = load_model(copy.deepcopy(config), dtype=model.dtype, device="meta", random_init=True)
-    names: set[str] = set()
+    twin = load_model(copy.deepcopy(config), dtype=plan.dtype or model.dtype, device="meta", random_init=True)
+    names, layouts = set[str](), layouts_by_name(model)
     for rows in full_tensors.values():
         convert_and_load_state_dict_in_model(twin, rows, plan)
         loaded = {name: value for name, value in twin.named_parameters() if not value.is_meta}
@@ -201,6 +207,8 @@ def _read_whole(
             value: torch.Tensor = stored
             if name in growing:
                 value = grown(growing[name], stored, len(parameter), seed).to(stored.device)
+            if name in layouts:
+                value = layouts[name].quantise(value)
             if value.shape != parameter.shape:
                 raise RuntimeError(f"{name} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}.")
             fill(parameter, value)

@@ -59,6 +59,9 @@ _WEIGHTS = {
 }
 """Products that a linear layer runs: the weight's place among their arguments, and whether it is transposed there."""
 
+_QUANTISED = "headway::quantised_linear"
+"""Product by a weight that is held in bytes, as the compiler sees it: its fifth argument is the weight's shape."""
+
 Sizes = frozenset[tuple[int, int]]
 """Features in and out of linear layers."""
 
@@ -144,7 +147,9 @@ class _Policy:
 
     def __call__(self, _context: Any, operator: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
         name = _name_of(operator)
-        if name in _WEIGHTS:
+        if name == _QUANTISED:
+            is_kept = tuple(reversed(args[4])) in self.products
+        elif name in _WEIGHTS:
             place, is_transposed = _WEIGHTS[name]
             sizes = tuple(args[place].shape if is_transposed else args[place].T.shape)
             # a size that is traced as any number is no weight's

@@ -13,6 +13,7 @@ import yaml
 from headway.config import TrainConfig
 from headway.config.tree import ITEM, Setting, walk
 from headway.files import open_plain
+from headway.log.held_out import HeldOutTally
 from headway.log.jsonl import as_object
 from headway.log.run_files import METRICS
 from headway.report import format_bytes, format_flops, format_rate, format_share
@@ -25,7 +26,6 @@ from headway.report.section import ReportSection
 SUMMARY, RESUMES = "summary.json", "resumes.jsonl"
 EXPLANATION = "explain.json"
 _PROFILE = re.compile(r"steps-(\d+)-\d+-rank-")
-_RISEN = 1.05  # times its least, from which on the loss on held-out samples is said to have risen
 _BASE64 = re.compile(r"[A-Za-z0-9+/=]{100,40000}")
 _SEEN = 0.01  # of the time or the FLOPs; less stands in the table alone
 _UNPROFILED = "Records tell no time of components; a profile does."
@@ -51,7 +51,7 @@ def folder_sections(
     if folder is None:
         return {"Speed and memory": ranks, "Data": sources}
     return {
-        "Learning": [_evaluations(folder), _answers(folder), _drawn(folder)],
+        "Learning": [_evaluations(folder, records), _answers(folder), _drawn(folder)],
         "Speed and memory": [_times(folder, records), *ranks, _memory(folder)],
         "Data": sources,
         "The run": [_restarts(folder), _conventions(folder)],
@@ -245,28 +245,27 @@ def held_out(folder: Path) -> list[Mapping[str, Any]]:
     return [record for record in _lines(folder / METRICS, b'"evaluation"') if record.get("kind") == "evaluation"]
 
 
-def _evaluations(folder: Path) -> ReportSection:
+def _evaluations(folder: Path, records: Sequence[Mapping[str, Any]]) -> ReportSection:
     evaluations = held_out(folder)
     rows = [
         [str(record.get("step")), f"{loss:.4f}" if (loss := number(record.get("loss"))) is not None else "",
          format_share(exact) if (exact := number(record.get("exact_match"))) is not None else ""]
         for record in evaluations
     ]  # fmt: skip
-    losses = [(record.get("step"), loss) for record in evaluations if (loss := number(record.get("loss"))) is not None]
-    return ReportSection("Evaluations", ["after step", "loss", "exact match"], rows, _overfitting(losses))
+    return ReportSection("Evaluations", ["after step", "loss", "exact match"], rows, _overfitting(records, evaluations))
 
 
-def _overfitting(losses: Sequence[tuple[object, float]]) -> str:
-    """A sentence where the loss on held-out samples has risen since its least; "" where it has not."""
-    if not losses:
-        return ""
-    (least_step, least), (last_step, last) = min(losses, key=lambda pair: pair[1]), losses[-1]
-    if last <= _RISEN * least:
+def _overfitting(records: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence where held-out loss has parted from training loss; "" where it has not."""
+    tally = HeldOutTally()
+    steps = [{**record, "kind": "step"} for record in records]  # an evaluation comes after the step of its number
+    for record in sorted([*steps, *evaluations], key=lambda record: number(record.get("step")) or 0.0):
+        tally.add(record)
+    if tally.parting is None:
         return ""
     return (
-        f"The held-out loss was least after step {least_step}, {least:.4f}, and is {last:.4f} after step {last_step}: "
-        "since then the model has learnt its training samples by heart rather than what they have in common. The "
-        "checkpoint of that time, fewer epochs or more data are what helps."
+        f"Overfitting: {tally.parting}. Since then the model has learnt its training samples by heart rather than what "
+        "they have in common. The checkpoint of that time (`checkpoint.keep_best`), fewer epochs or more data help."
     )
 
 

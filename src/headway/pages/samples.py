@@ -9,8 +9,10 @@ from headway.report import format_count, format_flops, format_share
 from headway.report.page import render
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from headway.data import Budget
-    from headway.data.look import DataView, ShownMedia, ShownPack, ShownSample
+    from headway.data.look import DataView, ShownMedia, ShownPack, ShownPreference, ShownRow
     from headway.packing import OverlongCounts
 
 _LONGEST_SIDE = 320  # of a picture on the page [pixels]
@@ -35,20 +37,35 @@ def samples_page(view: "DataView") -> str:
     )
 
 
-def _sample(sample: "ShownSample | DataError", budget: "Budget | None") -> dict[str, Any]:
-    from headway.data.look import why_not_whole
+def _sample(sample: "ShownRow | DataError", budget: "Budget | None") -> dict[str, Any]:
+    from headway.data.look import ShownPreference, why_not_whole
 
     if isinstance(sample, DataError):
         return {"error": str(sample)}
-    media = enumerate(sample.media, start=1)
-    return {
+    page: dict[str, Any] = {
         "error": "",
         "where": sample.where,
         "lengths": headline(sample),
         "left_out": why_not_whole(sample, budget) if budget is not None else None,
-        "media": [(media_line(number, shown), _thumbnail(shown, sample.where)) for number, shown in media],
-        "pieces": sample.pieces,
+        "media": _pictured(sample.media, sample.where),
     }
+    if not isinstance(sample, ShownPreference):
+        return page | {"pieces": sample.pieces, "answers": []}
+    # The prompt once, and behind it each answer, with the pictures that it alone was shown.
+    shared = sample.num_shared
+    answers = [
+        {
+            "lengths": answer_line(number, sample),
+            "media": _pictured(answer.media, sample.where) if not sample.media else [],
+            "pieces": answer.pieces[shared:],
+        }
+        for number, answer in enumerate(sample.answers)
+    ]
+    return page | {"pieces": sample.answers[0].pieces[:shared], "answers": answers}
+
+
+def _pictured(media: "Sequence[ShownMedia]", where: str) -> list[tuple[str, str]]:
+    return [(media_line(number, shown), _thumbnail(shown, where)) for number, shown in enumerate(media, start=1)]
 
 
 def _thumbnail(shown: "ShownMedia", where: str) -> str:
@@ -65,14 +82,23 @@ def _thumbnail(shown: "ShownMedia", where: str) -> str:
     return base64.b64encode(png.getvalue()).decode()
 
 
-def headline(sample: "ShownSample") -> str:
-    """Lengths of a sample in words."""
+def headline(sample: "ShownRow") -> str:
+    """Lengths of a sample in words, and its grade if it has one."""
     lengths = sample.lengths
-    parts = [f"{format_count(lengths.tokens)} tokens"]
+    grade = getattr(sample, "desirable", None)
+    parts = [] if grade is None else [f"graded as a {'good' if grade else 'bad'} answer"]
+    parts += [f"{lengths.num_answers} answers to one prompt"] if lengths.num_answers else []
+    parts.append(f"{format_count(lengths.tokens)} tokens")
     parts.append(f"{format_count(lengths.supervised)} learnt ({format_share(lengths.supervised / lengths.tokens)})")
     if lengths.patches:
         parts.append(f"{format_count(lengths.patches)} patches")
     return ", ".join(parts)
+
+
+def answer_line(number: int, sample: "ShownPreference") -> str:
+    """Place and lengths of one of the answers, counted from 0, in words."""
+    place = "the best" if not number else "worse" if len(sample.answers) == 2 else f"place {number + 1}"
+    return f"answer {number + 1}, {place}: {headline(sample.answers[number])}"
 
 
 def media_line(number: int, shown: "ShownMedia") -> str:

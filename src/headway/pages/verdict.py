@@ -64,6 +64,8 @@ def _state(summary: Mapping[str, Any], *, is_unfinished: bool) -> str:
     if is_unfinished:
         return "Unfinished run"
     done, planned = number(summary.get("steps")), number(summary.get("planned_steps"))
+    if summary.get("ended_early") is True and done is not None and planned is not None:
+        return f"Ended early after step {done:,.0f} of {planned:,.0f}, as evaluations no longer got better"
     if summary.get("complete") is False and done is not None and planned is not None:
         return f"Stopped after step {done:,.0f} of {planned:,.0f}"
     return ""

@@ -9,7 +9,7 @@ import numpy as np
 
 from headway.count import CostModel, Workload
 from headway.count.activations import SavedActivations
-from headway.predict.memory import State
+from headway.predict.held import State
 from headway.predict.speeds import Speeds
 from headway.predict.step_time import StepTimes, StepWork
 

@@ -3,7 +3,8 @@
 FSDP2 gathers the weights of each unit before its forward and, where they were freed, before its backward, and sums its
 gradients after it: a reduce-scatter among the processes that share a copy, then an all-reduce among copies. A gather
 runs while the unit before computes, a sum while the next does. Inside a block, attention over a shared pack and spread
-experts exchange activations, for which everything waits. `headway.predict.exchanges` lists all of it.
+experts exchange activations, for which everything waits but shared experts. `headway.predict.exchanges` lists all of
+it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +18,8 @@ from headway.predict.collectives import Kind, Links, RankGroup, collective_s, ho
 from headway.predict.speeds import Cases
 
 Phase = Literal["forward", "backward"]
-_Overlap = tuple[
-    NDArray[np.float64], NDArray[np.float64]
-]  # seconds by case: beside no unit, (3,), and each, (units, 3)
+# seconds by case: beside no unit, (3,), each, (units, 3), and parts of blocks, (parts, 3); shares of parts, (parts, 1)
+_Overlap = tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class Exchange:
         ranks: that take part.
         stride: between neighbours of theirs in the order of ranks.
         waits: whether computing waits for it, wherever it is.
+        concurrent_flops: of forward that, where computing waits, run meanwhile.
         once: whether it happens after a step's last pack alone.
         host_bytes: that each process moves from or to its host's memory for it.
     """
@@ -45,6 +46,7 @@ class Exchange:
     ranks: int
     stride: int = 1
     waits: bool = False
+    concurrent_flops: float = 0.0
     once: bool = False
     host_bytes: int = 0
 
@@ -117,8 +119,8 @@ class Timeline:
 
     def __init__(self, exchanges: Exchanges, links: Links) -> None:
         self._order, self._links = exchanges.order, links
-        total = sum(exchanges.compute.values()) or 1.0
-        self._shares = np.array([[exchanges.compute.get(unit, 0.0) / total] for unit in exchanges.order])
+        self._total = sum(exchanges.compute.values()) or 1.0
+        self._shares = np.array([[exchanges.compute.get(unit, 0.0) / self._total] for unit in exchanges.order])
         self._times: dict[tuple[Kind, int, int, int, int], Cases] = {}  # blocks are alike
         of_last = self._overlaps_of(exchanges.all)
         repeated = [exchange for exchange in exchanges.all if not exchange.once]
@@ -134,11 +136,12 @@ class Timeline:
             last: whether it is a step's last pack.
         """
         waits_s, *phases = self._overlaps[last]
-        for seconds, shares, (unhidden, overlapped) in zip(
+        for seconds, shares, (unhidden, overlapped, parts, part_shares) in zip(
             (forward, backward), (self._shares, self._shares[::-1]), phases, strict=True
         ):
             left = np.maximum(0.0, overlapped - shares * np.array(seconds))
-            waits_s += Cases(*np.cumsum(np.concatenate([unhidden[None], left]), axis=0)[-1].tolist())
+            of_parts = np.maximum(0.0, parts - part_shares * np.array(seconds))
+            waits_s += Cases(*np.cumsum(np.concatenate([unhidden[None], left, of_parts]), axis=0)[-1].tolist())
         return waits_s
 
     def _overlaps_of(self, exchanges: Iterable[Exchange]) -> tuple[Cases, _Overlap, _Overlap]:
@@ -146,17 +149,21 @@ class Timeline:
         waits = Cases.exact(0.0)
         gathers: dict[Phase, dict[str, Cases]] = {"forward": {}, "backward": {}}
         sums: dict[str, Cases] = {}
+        parts: dict[Phase, dict[tuple[str, float], Cases]] = {"forward": {}, "backward": {}}
         for exchange in exchanges:
             took = self._seconds(exchange)
-            if exchange.waits:
+            if exchange.waits and exchange.concurrent_flops:  # the exchanges of a block that share what they run beside
+                of_part, part = parts[exchange.phase], (exchange.unit, exchange.concurrent_flops / self._total)
+                of_part[part] = of_part.get(part, Cases.exact(0.0)) + took
+            elif exchange.waits:
                 waits += took
             elif exchange.kind == "all-gather":
                 of_phase = gathers[exchange.phase]
                 of_phase[exchange.unit] = of_phase.get(exchange.unit, Cases.exact(0.0)) + took
             else:
                 sums[exchange.unit] = sums.get(exchange.unit, Cases.exact(0.0)) + took
-        backward = _overlap_of(self._order[::-1], gathers["backward"], sums)
-        return waits, _overlap_of(self._order, gathers["forward"], {}), backward
+        backward = _overlap_of(self._order[::-1], gathers["backward"], sums, parts["backward"])
+        return waits, _overlap_of(self._order, gathers["forward"], {}, parts["forward"]), backward
 
     def _seconds(self, exchange: Exchange) -> Cases:
         key = (exchange.kind, exchange.num_bytes, exchange.ranks, exchange.stride, exchange.host_bytes)
@@ -167,12 +174,23 @@ class Timeline:
         return self._times[key]
 
 
-def _overlap_of(order: Sequence[str], gathers: Mapping[str, Cases], sums: Mapping[str, Cases]) -> _Overlap:
-    """Exchanges that nothing overlaps, before the first unit and after the last, and those beside each unit [s]."""
+def _overlap_of(
+    order: Sequence[str],
+    gathers: Mapping[str, Cases],
+    sums: Mapping[str, Cases],
+    parts: Mapping[tuple[str, float], Cases],
+) -> _Overlap:
+    """Exchanges that nothing overlaps, before the first unit and after the last, and those beside units and parts."""
     none = Cases.exact(0.0)
     unhidden = gathers.get(order[0], none) + sums.get(order[-1], none)
     overlapped = [
         gathers.get(following, none) + sums.get(before, none)
         for before, following in zip(("", *order[:-1]), (*order[1:], ""), strict=True)
     ]
-    return np.array(unhidden), np.array(overlapped)
+    part_shares = [[share] for _, share in parts]
+    return (
+        np.array(unhidden),
+        np.array(overlapped),
+        np.array([*parts.values()]).reshape(-1, 3),
+        np.array(part_shares).reshape(-1, 1),
+    )

@@ -24,7 +24,8 @@ from headway.packing.lengths import LengthTable
 from headway.packing.measure import report_on
 from headway.packing.mesh import MeshShape
 from headway.predict.fitting import Way, ways_to_fit
-from headway.predict.memory import MemoryPlan, Sharing, State, plan_memory
+from headway.predict.held import Sharing, State
+from headway.predict.memory import MemoryPlan, plan_memory
 from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.planned_lengths import fullest_pack, lengths_of, most_patches, one_picture, policies_of
 from headway.predict.recompute import least_within
@@ -319,6 +320,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         weight_bytes=weight,
         compute_bytes=compute_bytes_of(precision),
         moment_bytes=moments[config.optim.state],
+        base=config.model.base,
         muon=config.optim.name == "muon",
         averaged=config.optim.ema is not None,
         average_every=1 if config.optim.ema is None else config.optim.ema.every,

@@ -1,14 +1,17 @@
 """Exchanges of a step between processes: weights, gradients, and activations of shared packs and spread experts.
 
 Bytes are exact, padding of uneven slices included: `tests/predict/test_exchanges.py` holds them against what PyTorch
-runs. Left out, as they are small: the counts of rows that experts exchange first, numbers for the loss and the norm,
-and what ranks tell each other of their packs, which goes between hosts.
+runs. Those of spread experts are expected of tokens that choose at random. Left out, as they are small: the counts of
+rows that experts exchange first, numbers for the loss and the norm, and what ranks tell each other of their packs,
+which goes between hosts.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import comb
+from typing import NamedTuple
 
 from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations
@@ -17,8 +20,9 @@ from headway.count.units import chosen_blocks, head_features, remembered, unit_n
 from headway.packing.mesh import MeshShape
 from headway.predict.attentions import attentions
 from headway.predict.communication import Exchange, Exchanges, Phase
-from headway.predict.memory import Sharing, State, gathered_in_float8
-from headway.predict.slices import bytes_to_gather, rows_of, sliced, spread_over
+from headway.predict.held import Holding, Sharing, State, weights_by_unit
+from headway.predict.moments import FLOAT32
+from headway.predict.slices import SPREAD, rows_of, sliced, spread_over
 
 
 def exchanges_of(
@@ -46,7 +50,7 @@ def exchanges_of(
     if not sharing.gathers:
         return Exchanges()
     # for weights alone
-    computing = State(weight_bytes=state.weight_bytes, compute_bytes=state.compute_bytes, float8=state.float8)
+    computing = State(state.weight_bytes, state.compute_bytes, float8=state.float8, base=state.base)
     if sharing.sequence > 1 or sharing.expert > 1:
         computing = replace(computing, recompute=state.recompute)
     return _all_of(cost_model, saved, pack, computing, sharing, shape)
@@ -107,21 +111,18 @@ def _of_weights(
     """Gathers of weights and sums of gradients; spread experts have a mesh of their own."""
     units = unit_names(cost_model, saved)
     exchanges: list[Exchange] = []
-    gathered: Counter[tuple[str, bool]] = Counter()
-    num_bytes, in_float8 = Counter[tuple[str, bool]](), gathered_in_float8(cost_model, state, sharing)
+    in_slices = sliced(cost_model, shape.fsdp, sharing.expert)
     learns: Counter[tuple[str, bool]] = Counter()
-    for parameter, unit in zip(sliced(cost_model, shape.fsdp, sharing.expert).parameters, units, strict=True):
+    for parameter, unit in zip(in_slices.parameters, units, strict=True):
         over = spread_over(parameter, sharing.expert)
-        numel = parameter.numel // over
-        gathered[unit, over > 1] += numel
-        num_bytes[unit, over > 1] += bytes_to_gather(parameter.name, numel, state.compute_bytes, in_float8)
         learns[unit, over > 1] += parameter.numel // over if parameter.trainable else 0
-    for (unit, spread), numel in gathered.items():
+    weights = weights_by_unit(cost_model, in_slices, saved, sharing.expert, Holding.of(state, sharing))
+    for unit, spread in learns:
+        stored, gathered = weights[f"{unit}{SPREAD}" if spread else unit]
         ranks, stride = (shape.fsdp // shape.expert, shape.expert) if spread else (shape.fsdp, 1)
         # offloaded weights come to the device in their own precision, a slice for each process
-        copied = numel * state.weight_bytes // ranks if sharing.offload else 0
-        size = num_bytes[unit, spread]
-        gather = Exchange("all-gather", unit, "forward", size, ranks, stride, host_bytes=copied)
+        copied = stored // ranks if sharing.offload else 0
+        gather = Exchange("all-gather", unit, "forward", gathered, ranks, stride, host_bytes=copied)
         exchanges.append(gather)
         if unit in again:
             exchanges.append(replace(gather, phase="backward"))
@@ -143,17 +144,27 @@ def _of_activations(
     """List all-to-alls of shared packs and spread experts: forward, again where recomputed, and backward."""
     again, alive = chosen_blocks(state.recompute, cost_model, saved), _units_with_backward(cost_model, saved)
 
-    def through(unit: str, forward: int, backward: int, ranks: int) -> Iterator[Exchange]:
+    def through(
+        unit: str,
+        forward: int,
+        backward: int,
+        ranks: int,
+        size: int = state.compute_bytes,
+        concurrent_flops: float = 0.0,
+    ) -> Iterator[Exchange]:
         """List an all-to-all of forward, its repetition in a recomputed block, and its counterpart in backward.
 
-        `forward` and `backward` are the numbers of values that a process sends in each.
+        `forward` and `backward` are the numbers of values of `size` bytes that a process sends in each;
+        `concurrent_flops` are those of forward that run meanwhile.
         """
         phases: list[tuple[Phase, int]] = [("forward", forward)]
         if unit in alive:
-            phases.append(("backward", backward))
+            phases.extend([("backward", backward)] if backward else [])
             phases.extend([("backward", forward)] if unit in again else [])
         for phase, numbers in phases:
-            yield Exchange("all-to-all", unit, phase, numbers * state.compute_bytes, ranks, waits=True)
+            yield Exchange(
+                "all-to-all", unit, phase, numbers * size, ranks, waits=True, concurrent_flops=concurrent_flops
+            )
 
     # shared packs (Ulysses): tokens for heads before attention, heads for tokens behind it
     if sharing.sequence > 1:
@@ -167,12 +178,17 @@ def _of_activations(
             tokens = pack.patches // cost_model.merge_group
             local = -(-tokens // sharing.sequence)
             yield from through("(vision)", local * merged * sharing.sequence, tokens * merged, sharing.sequence)
-    # spread experts: each token's hidden state to its experts, and their results back
+    # spread experts: a token's hidden state to each process that keeps any of its experts, and their sums back
     if sharing.expert > 1:
         slots = -(-pack.slots // sharing.sequence)
-        for block, width in _expert_rows(cost_model):
-            for _ in range(2):  # to the experts and back
-                yield from through(block, slots * width, slots * width, sharing.expert)
+        for layer in _expert_layers(cost_model):
+            values = round(slots * distinct_ranks(layer.experts, layer.chosen, sharing.expert)) * layer.width
+            items, concurrent = slots * layer.chosen, float(layer.shared * pack.slots)
+            yield from through(layer.block, values, values, sharing.expert, concurrent_flops=concurrent)
+            # with it go the weights of its experts, in float32, and which of a process' experts they are
+            yield from through(layer.block, items, items, sharing.expert, FLOAT32, concurrent)
+            yield from through(layer.block, items, 0, sharing.expert, FLOAT32, concurrent)
+            yield from through(layer.block, values, values, sharing.expert)
 
 
 def _merged_width(cost_model: CostModel) -> int:
@@ -184,18 +200,69 @@ def _merged_width(cost_model: CostModel) -> int:
     return sum(row.features[1] for row in modules.values() if row.features)
 
 
+def distinct_ranks(experts: int, chosen: int, ranks: int) -> float:
+    """Expect the number of ranks that keep any of a token's experts, where each choice of experts is as likely.
+
+    A rank keeps L = E / P of E experts. Of the C(E, K) choices of K experts, C(E - L, K) leave it out (hypergeometric
+    distribution), so P (1 - C(E - L, K) / C(E, K)) of P ranks are expected. Routers that prefer experts, or choose
+    among groups of them, send less.
+
+    Args:
+        experts: of a layer; `ranks` divides them.
+        chosen: by a token.
+        ranks: that the experts are spread over.
+
+    >>> round(distinct_ranks(128, 8, 8), 2)
+    5.35
+    >>> distinct_ranks(128, 8, 1), distinct_ranks(8, 8, 4)
+    (1.0, 4.0)
+    """
+    return ranks * (1 - comb(experts - experts // ranks, chosen) / comb(experts, chosen))
+
+
+class _ExpertLayer(NamedTuple):
+    """A layer of experts.
+
+    Attributes:
+        block: that holds it.
+        experts: of the layer.
+        chosen: by a token.
+        width: values of a hidden state.
+        shared: FLOPs a token of shared experts that are called behind the others, whose exchange they hide.
+    """
+
+    block: str
+    experts: int
+    chosen: int
+    width: int
+    shared: int
+
+
 @remembered
-def _expert_rows(cost_model: CostModel) -> list[tuple[str, int]]:
-    """List each block with experts and the values that a token sends: a hidden state to each of its experts."""
+def _expert_layers(cost_model: CostModel) -> list[_ExpertLayer]:
+    """List a model's layers of experts; rows of a cost model are in the order in which they run."""
     features = head_features(cost_model)
     width, rows = features[0] if features else 0, rows_of(cost_model)
-    blocks = {row.module: row.block for row in cost_model.rows if row.op == "experts"}
-    widths = []
-    for module, block in blocks.items():
+    places = {row.module: (number, row.block) for number, row in enumerate(cost_model.rows) if row.op == "experts"}
+    layers = []
+    for module, (place, block) in places.items():
         parameter = next((p for p in cost_model.parameters if p.name.startswith(f"{module}.")), None)
-        if parameter is not None:
-            widths.append((block, rows.count(parameter) * parameter.active // parameter.numel * width))
-    return widths
+        if parameter is None:
+            continue
+        count, parent = rows.count(parameter), module.rpartition(".")[0]
+        # what the block calls behind its experts, as long as these rows are of the block's other parts
+        flops_of_part: Counter[str] = Counter()
+        last: dict[str, int] = {}  # width that each part gives
+        for row in cost_model.rows[place + 1 :]:
+            if not row.module.startswith(f"{parent}."):
+                break
+            part = row.module.removeprefix(f"{parent}.").partition(".")[0]
+            flops_of_part[part] += row.forward
+            last[part] = row.features[1] if row.features else 0
+        shared = [flops for part, flops in flops_of_part.items() if last[part] == width]
+        chosen = count * parameter.active // parameter.numel
+        layers.append(_ExpertLayer(block, count, chosen, width, shared[0] if len(shared) == 1 else 0))
+    return layers
 
 
 @remembered

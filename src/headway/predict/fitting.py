@@ -23,6 +23,7 @@ PRICES = {
     "optim.state": "moments are rounded, stochastically",
     "run.dtype": "weights and gradients are rounded to bfloat16",
     "model.lora.rank": "adapters learn, and the model's own weights stay as they are",
+    "model.base": "the frozen weights are rounded to 4 bits",
     "data.tokens_per_pack": "longer samples are cut or dropped, and a step has fewer tokens",
     "parallel.offload": "a step waits for the host's memory",
 }
@@ -30,6 +31,7 @@ PRICES = {
 
 LORA_RANK = 16
 """Rank of the adapters that are proposed: PEFT's tutorials and LLaMA-Factory's examples use 8 to 64."""
+_IN_4_BITS = "model.base=nf4"
 _FEWEST_TOKENS = 1024  # of a pack that is still worth a step
 _MOST_DOUBLED = 10  # how often devices are doubled
 _WORTH = 0.99  # of the peak as it is; what saves less is not named
@@ -133,8 +135,7 @@ def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
         yield ("run.dtype=bfloat16-params",)
     if not parallel.offload:
         yield ("parallel.offload=true",)
-    if config.model.lora is None:
-        yield (f"model.lora.rank={LORA_RANK}",)
+    yield from _of_adapters(config)
     tokens = config.data.tokens_per_pack // 2
     while tokens >= _FEWEST_TOKENS:
         yield (f"data.tokens_per_pack={tokens}",)
@@ -144,6 +145,15 @@ def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
 def _those(settings: Mapping[str, bool]) -> Iterator[tuple[str, ...]]:
     """Settings that differ from the present ones, one by one."""
     return ((setting,) for setting, differs in settings.items() if differs)
+
+
+def _of_adapters(config: TrainConfig) -> Iterator[tuple[str, ...]]:
+    """Adapters, where all weights learn, and beside adapters a base in 4 bits."""
+    adapters = () if config.model.lora is not None else (f"model.lora.rank={LORA_RANK}",)
+    if adapters:
+        yield adapters
+    if config.model.base != "nf4":
+        yield (*adapters, _IN_4_BITS)
 
 
 def _tried(config: TrainConfig, settings: tuple[str, ...], devices: int, peak: Peak) -> Way | None:

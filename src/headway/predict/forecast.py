@@ -12,7 +12,7 @@ from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges
 from headway.predict.dry_run import Packs, Precision, precision_of, recompute_of, sharing_of, state_of
 from headway.predict.exchanges import exchanges_of
-from headway.predict.memory import State
+from headway.predict.held import State
 from headway.predict.planned_lengths import one_picture
 from headway.predict.slices import trained_of_process
 from headway.predict.speeds import Speeds
@@ -124,6 +124,7 @@ class Forecaster:
             state.weight_bytes,
             state.compute_bytes,
             state.float8,
+            state.base,
             state.recompute,
             sharing,
             shape,

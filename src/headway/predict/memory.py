@@ -21,12 +21,18 @@ from typing import Any
 
 from headway.count import CostModel, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
-from headway.count.rows import hidden_matrices
 from headway.count.units import chosen_blocks, head_features, head_parameter, is_tied, remembered
-from headway.count.updating import UpdateOf, updating_of
 from headway.predict.attentions import padding_of_sums
+from headway.predict.held import (
+    Fixed,
+    Holding,
+    Sharing,
+    State,
+    dequantised_by_block,
+    shared,
+    weights_by_unit,
+)
 from headway.predict.moments import (
-    BFLOAT16,
     FLOAT32,
     NO_UNIT,
     PARTS,
@@ -42,7 +48,6 @@ from headway.predict.recompute import block_bytes
 from headway.predict.slices import (
     SPREAD,
     cast_weights,
-    float8_weights,
     kept_casts,
     numbers_by_unit,
     sliced,
@@ -53,49 +58,11 @@ from headway.predict.slices import (
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
-    """Sharing of a model among processes."""
-
-    shards: int = 1  # processes that hold one copy of the weights between them
-    gathers: bool = False  # whether FSDP2 gathers them block by block; a lone process has a plain model
-    sequence: int = 1  # processes that share each pack
-    expert: int = 1  # processes that the experts of a layer are spread over
-    reshard: bool = True  # whether a block's gathered weights are freed between forward and backward
-    # whether gradients are summed after every pack; otherwise whole ones wait for the last
-    reduce_each_pack: bool = True
-    reduce_bytes: int = FLOAT32  # bytes of a number in which gradients are summed
-    offload: bool = False  # whether weights, gradients and state lie in the host's memory
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """Dtypes of weights, gradients and optimizer state, and of forward's products."""
-
-    weight_bytes: int = FLOAT32  # bytes of a weight as the optimizer sees it
-    compute_bytes: int = BFLOAT16  # bytes of a weight as matrix products see it
-    moment_bytes: float = FLOAT32  # bytes of an optimizer moment; 8-bit codes and their scales are 1 + 4 / 256
-    muon: bool = False  # whether matrices of hidden layers have one moment instead of two
-    averaged: bool = False  # whether there is a moving average of the weights that learn, in float32
-    average_every: int = 1  # steps between its updates
-    muon_iterations: int = 5  # of Newton-Schulz
-    float8: bool = False  # whether blocks multiply in float8
-    offload: bool = False  # whether the host updates
-    one_pass: bool = False  # whether AdamW makes one pass over large parameters in bfloat16
-    accumulates: bool = False  # whether a step sums several packs
-    recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
-    fused: bool = False  # whether blocks are compiled or run on fused kernels
-    in_place: bool = False  # whether gradients of a gated product take the places of what it read
-    inputs_on_host: bool = False  # whether what enters recomputed blocks waits there for backward
-    chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
-    # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not
-    padded: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes that one device holds: the most of each part, and what is held at each moment."""
 
     weights: int  # this device's share, as the optimizer sees them
+    base: int  # this device's share of the frozen ones that are held in 4 or 8 bits
     gradients: int  # this device's share, or whole ones that wait for a step's last pack
     optimizer: int  # moments
     average: int  # the moving average of the weights
@@ -114,7 +81,7 @@ class MemoryPlan:
     @property
     def always(self) -> int:
         """Bytes that are held from step to step."""
-        return self.weights + self.optimizer + self.average
+        return self.weights + self.base + self.optimizer + self.average
 
     @property
     def fullest(self) -> Moment:
@@ -153,7 +120,7 @@ def plan_memory(
         UsageError: `state.recompute` chooses no block.
     """
     in_slices = sliced(cost_model, sharing.shards, sharing.expert) if sharing.gathers else cost_model
-    fixed = _Fixed.of(cost_model, in_slices, state, sharing)
+    fixed = Fixed.of(cost_model, in_slices, state, sharing)
     head = _Head.of(cost_model, pack, state, sharing)
 
     # Gradients of the step's earlier packs lie ready to be added to, so that this pack's backward makes no more.
@@ -186,40 +153,6 @@ def plan_memory(
     return MemoryPlan(**most, host=fixed.host + sum(block.input for block in blocks), moments=tuple(moments))
 
 
-@dataclass(frozen=True, slots=True)
-class _Fixed:
-    """Bytes that no pack changes: this device's share of the model, and what an update adds to it."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    average: int
-    updating: int
-    host: int = 0  # of all but `updating`, in the host's memory instead
-
-    @staticmethod
-    def of(cost_model: CostModel, in_slices: CostModel, state: State, sharing: Sharing) -> "_Fixed":
-        """Multiply parameters with their bytes, and divide by the processes that share a copy."""
-        learning = in_slices.params.trainable
-        weights = _shared(state.weight_bytes * in_slices.params.total, sharing)
-        gradients = _shared(state.weight_bytes * learning, sharing)
-        optimizer = _shared(state.moment_bytes * num_moments(in_slices, muon=state.muon), sharing)
-        average = _shared(FLOAT32 * learning if state.averaged else 0, sharing)
-        if sharing.offload:  # the host updates too
-            return _Fixed(0, 0, 0, 0, 0, host=weights + gradients + optimizer + average)
-        storage = UpdateOf(state.weight_bytes, state.moment_bytes, sharing.shards, state.one_pass)
-        return _Fixed(weights, gradients, optimizer, average, updating_of(cost_model, in_slices, state.muon, storage))
-
-    def built(self) -> dict[str, int]:
-        """Parts of a model just built, which are there at every moment."""
-        return {"weights": self.weights, "average": self.average}
-
-    def update(self) -> dict[str, int]:
-        """Parts at an update: all gradients, the state that it makes or changes, and copies that it works on."""
-        work = {"gradients": self.gradients, "optimizer": self.optimizer, "updating": self.updating}
-        return {**self.built(), **work}
-
-
 def _forward(between: Mapping[str, int], head: "_Head") -> dict[str, int]:
     """Parts at the end of forward, where the head's logits are."""
     return {**between, "head": head.forward}
@@ -240,7 +173,7 @@ def _ends_of(
     of_blocks: int,
 ) -> Ends:
     """List what stands around the blocks in backward; of the new gradients, `of_blocks` come in the blocks."""
-    head_gradient = _shared(head.weight, sharing)
+    head_gradient = shared(head.weight, sharing)
     rows = saved.blocks[""].plain
     # of several processes it stayed until the end of backward, on pretended ones
     last_norm = {driver: size for driver, size in rows.items() if driver == "tokens" and not sharing.gathers}
@@ -285,20 +218,9 @@ def _between(
     return {"activations": activations, "casts": casts, "batch": batch, "gathered": gathered}
 
 
-@remembered
-def num_moments(cost_model: CostModel, *, muon: bool) -> int:
-    """Numbers that the optimizer keeps of the weights that learn: two each, one of a matrix that Muon updates."""
-    by_muon = hidden_matrices(cost_model.rows, cost_model.parameters) if muon else frozenset()
-    return sum(p.numel * (1 if p.name in by_muon else 2) for p in cost_model.parameters if p.trainable)
-
-
 def _casts(state: State, sharing: Sharing) -> bool:
     """Whether autocast makes copies of weights in the dtype of the products."""
     return not sharing.gathers and state.compute_bytes < state.weight_bytes
-
-
-def _shared(num_bytes: float, sharing: Sharing) -> int:
-    return -int(-num_bytes // sharing.shards)
 
 
 @remembered
@@ -326,6 +248,7 @@ def _backward_blocks(
         sizes = {**sizes, name: replace(size, saved=size.saved + own, attention=size.attention + own)}
     gradients = trained_by_block(in_slices, saved)
     casts = cast_weights(in_slices, saved) if _casts(state, sharing) else Counter[str]()
+    dequantised = dequantised_by_block(cost_model, saved, Holding.of(state, sharing), sharing.expert)
     by_spread = values_of_spread(in_slices, saved, sharing.expert)
     # largest result of a block's products [values], whose gradient exists beside the one that it is made of;
     # a product's FLOPs are 2 for each result and input feature
@@ -349,9 +272,14 @@ def _backward_blocks(
             sizes[name],
             activations=sizes[name].kept(chosen[name]) if name in chosen else sizes[name].saved,
             casts=state.compute_bytes * casts[name],
+            # while a weight is dequantised, the gradient of what its product reads is not there yet
+            dequantised=sum(
+                size if number == 0 else max(0, size - state.compute_bytes * widest[name] // sharing.sequence)
+                for number, size in enumerate(dequantised.get(name, ()))
+            ),
             is_recomputed=name in chosen,
             input=inputs.get(name, 0),
-            gradients=_shared(state.weight_bytes * gradients[name], sharing),
+            gradients=shared(state.weight_bytes * gradients[name], sharing),
             passing=(2 - (state.in_place and name in gated)) * state.compute_bytes * widest[name] // sharing.sequence,
             unit=units.get(name, NO_UNIT),
             spread=units.get(f"{name}{SPREAD}", NO_UNIT),
@@ -386,19 +314,11 @@ def _units(
     """
     if not sharing.gathers:
         return {}
-    numbers = (state.compute_bytes, gathered_in_float8(cost_model, state, sharing))
+    of_weights = weights_by_unit(cost_model, in_slices, saved, sharing.expert, Holding.of(state, sharing))
     return {
-        name: Unit(gathered, state.compute_bytes * learns, sharing.reduce_bytes * padded)
-        for name, (gathered, learns, padded) in numbers_by_unit(
-            cost_model, in_slices, saved, sharing.expert, *numbers
-        ).items()
+        name: Unit(of_weights[name][1], state.compute_bytes * learns, sharing.reduce_bytes * padded)
+        for name, (learns, padded) in numbers_by_unit(cost_model, in_slices, saved, sharing.expert).items()
     }
-
-
-def gathered_in_float8(cost_model: CostModel, state: State, sharing: Sharing) -> frozenset[str]:
-    """Names of the weights that are gathered in float8, a byte for a number."""
-    gathers = state.float8 and sharing.shards > 1 and not sharing.offload
-    return float8_weights(cost_model) if gathers else frozenset()
 
 
 @dataclass(frozen=True, slots=True)

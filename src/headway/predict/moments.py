@@ -18,10 +18,11 @@ MOMENTS = ("built", "first forward", "first backward", "first update", "forward"
 
 PARTS = {
     "weights": "this device's share, as the optimizer sees them",
+    "base": "this device's share of the frozen weights in 4 or 8 bits",
     "gradients": "this device's share, of what backward has passed",
     "optimizer": "moments",
     "average": "moving average of the weights",
-    "casts": "copies of weights in the dtype of the products",
+    "casts": "copies of weights in the dtype of the products, of a base as it is dequantised",
     "gathered": "weights that are whole for a while",
     "reducing": "gradients of a unit on their way to the other devices",
     "batch": "pixels, as they came and as the tower reads them",
@@ -98,6 +99,7 @@ class BackwardBlock:
     passing: int  # gradients of activations at its fullest point
     unit: Unit = NO_UNIT  # without its spread experts
     spread: Unit = NO_UNIT  # its spread experts, which backward passes before the rest
+    dequantised: int = 0  # what its largest product makes of a weight in 4 or 8 bits, for as long as it takes
     by_spread: int = 0  # of what it saves, what the products of spread experts read and give
     input: int = 0  # what enters it, where that waits in the host's memory; none of it in `activations`
 
@@ -161,7 +163,7 @@ def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str
             inputs.pop()
         point = {
             "activations": activations + inputs[-1], "recomputing": again, "passing": block.passing + ends.stream,
-            "casts": casts + (block.casts if block.is_recomputed else 0), "gradients": gradients,
+            "casts": casts + (block.casts if block.is_recomputed else 0) + block.dequantised, "gradients": gradients,
             "gathered": gathered, "reducing": after.summing,
         }  # fmt: skip
         points.append(point)

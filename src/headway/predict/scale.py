@@ -37,6 +37,7 @@ from headway.predict.planned_lengths import (
 from headway.predict.slices import padding_of
 from headway.predict.speeds import Cases, Speeds
 from headway.predict.step_time import StepForecast
+from headway.report.quantity import parse_number
 from headway.words import Argument
 
 MOST_DEVICES = 2**20
@@ -180,14 +181,14 @@ def sizes_of(text: str) -> tuple[int, ...]:
     """
     sizes = []
     for part in text.split(","):
-        word = part.strip().replace("_", "")
-        if not word.isdecimal() or not 1 <= int(word) <= MOST_DEVICES:
+        size = parse_number(part, "devices", whole=True)
+        if not isinstance(size, int) or not 1 <= size <= MOST_DEVICES:
             raise PlanError(
                 Argument("scale", text),
                 f": {part.strip()!r} is no number of devices. Write numbers from 1 to {MOST_DEVICES:,} "
                 "joined by commas, such as 8,64,512.",
             )
-        sizes.append(int(word))
+        sizes.append(size)
     return tuple(dict.fromkeys(sizes))
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
 from headway.count.rows import Parameter, Row, hidden_matrices
-from headway.count.units import block_of, head_features, head_parameter, remembered, unit_names
+from headway.count.units import block_of, head_features, head_parameter, product_weights, remembered, unit_names
 
 SPREAD = " (experts)"
 """Follows a block's name in that of the unit of its spread experts."""
@@ -75,40 +75,26 @@ def float8_weights(cost_model: CostModel) -> frozenset[str]:
     return frozenset(f"{row.module}.weight" for row in cost_model.rows if is_float8(row))
 
 
-def bytes_to_gather(name: str, numel: int, number_bytes: int, in_float8: Collection[str]) -> int:
-    """Bytes of a weight as it is gathered, in the dtype of the products or in float8."""
-    return numel * (1 if name in in_float8 else number_bytes)
-
-
 @remembered
 def numbers_by_unit(
-    cost_model: CostModel,
-    in_slices: CostModel,
-    saved: SavedActivations,
-    expert: int,
-    number_bytes: int,
-    in_float8: frozenset[str] = frozenset(),
-) -> dict[str, tuple[int, int, int]]:
-    """Units that FSDP2 gathers: bytes gathered, and of what learns the numbers of the whole gradient and its slices.
+    cost_model: CostModel, in_slices: CostModel, saved: SavedActivations, expert: int
+) -> dict[str, tuple[int, int]]:
+    """Numbers of what learns in each unit that FSDP2 gathers: of the whole gradient, and of its slices.
 
     Args:
         cost_model: of the model.
         in_slices: the same, `sliced`.
         saved: names its blocks.
         expert: processes that the experts of a layer are spread over.
-        number_bytes: bytes of a number that is gathered.
-        in_float8: weights of which it is one byte.
     """
-    gathered, learns, padded = Counter[str](), Counter[str](), Counter[str]()
+    learns, padded = Counter[str](), Counter[str]()
     names = unit_names(cost_model, saved)
     for parameter, in_slices_of, name in zip(cost_model.parameters, in_slices.parameters, names, strict=True):
         spread = spread_over(parameter, expert)
         unit = f"{name}{SPREAD}" if spread > 1 else name
-        gathered[unit] += bytes_to_gather(parameter.name, in_slices_of.numel // spread, number_bytes, in_float8)
-        if parameter.trainable:
-            learns[unit] += parameter.numel // spread
-            padded[unit] += in_slices_of.numel // spread
-    return {unit: (size, learns[unit], padded[unit]) for unit, size in gathered.items()}
+        learns[unit] += parameter.numel // spread if parameter.trainable else 0
+        padded[unit] += in_slices_of.numel // spread if parameter.trainable else 0
+    return {unit: (whole, padded[unit]) for unit, whole in learns.items()}
 
 
 @remembered
@@ -225,10 +211,13 @@ def trained_by_block(cost_model: CostModel, saved: SavedActivations) -> Counter[
 
 
 def _of_products(cost_model: CostModel) -> set[int]:
+    """Numbers of the parameters that are cast for their products."""
     bits = functools.reduce(
         operator.or_, (g.needs for row in cost_model.rows for g in row.gradients if g.phase == "wgrad"), 0
     )
-    return {i for i in range(len(cost_model.parameters)) if bits >> i & 1}
+    # a frozen weight that nothing but products reads is held in their dtype, or dequantised to it
+    narrow = product_weights(cost_model)
+    return {i for i, p in enumerate(cost_model.parameters) if bits >> i & 1 and (p.trainable or p.name not in narrow)}
 
 
 def cast_weights(cost_model: CostModel, saved: SavedActivations) -> Counter[str]:

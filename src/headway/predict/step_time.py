@@ -16,16 +16,17 @@ from typing import Any, Literal
 from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.flop_count import FlopRow
+from headway.count.quantised import quantised_parameters
 from headway.count.recompute import kind_of
 from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
-from headway.count.units import chosen_blocks, head_features, remembered
+from headway.count.units import block_of, chosen_blocks, head_features, remembered
 from headway.predict.attentions import attentions
 from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges, exposed_s
-from headway.predict.memory import State, num_moments
+from headway.predict.held import State, num_moments
 from headway.predict.moments import BFLOAT16, FLOAT32
-from headway.predict.slices import is_float8, muon_matrices
+from headway.predict.slices import is_float8, muon_matrices, spread_over
 from headway.predict.speeds import HEAD_SIZE, Cases, Shape, Speeds
 from headway.report.step_lines import NAMES, SLOW
 
@@ -49,6 +50,10 @@ bytes, added, and bits cut off: 4 bytes for each operand and result); codes of 8
 
 Source of the 10: a profile of 16.1 billion numbers on a H200, whose random numbers took 126 ms; 2026-11-26.
 """
+
+DEQUANTISED = 22
+"""Bytes that dequantising a value moves: its code as an index (2 written, 2 read), its value in float32 (written, then
+read and written with its scale, then read: 16), and rounded (2). Not measured on a device yet."""
 
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
 # "attention", "experts", "float8" or "product"; the features of a linear module
@@ -345,7 +350,20 @@ class StepTimes:
             moved += work.pack.slots * features[1] * 2 * (state.compute_bytes + FLOAT32)
         gradients = self._trained if work.gradients is None else work.gradients
         accumulated = 3 * state.weight_bytes * gradients if work.packs > 1 else 0
-        return moved / work.sequence + accumulated
+        return moved / work.sequence + accumulated + self._dequantising_bytes(work, state)
+
+    def _dequantising_bytes(self, work: StepWork, state: State) -> float:
+        """Bytes that making the weights of a base for their products moves, in each pass that multiplies by them."""
+        if state.base is None:
+            return 0
+        chosen = chosen_blocks(state.recompute, self._cost_model, self._saved)
+        names, values = quantised_parameters(self._cost_model), 0
+        for parameter in self._cost_model.parameters:
+            if parameter.name in names:
+                block = block_of(parameter, self._saved)
+                passes = 1 + (block in self._alive) + (block in chosen)
+                values += passes * parameter.numel // spread_over(parameter, work.expert)
+        return DEQUANTISED * values
 
     def _inputs(self, work: StepWork, state: State) -> int:
         """Bytes of a pack that wait in the host's memory: what enters recomputed blocks, of all that share the pack."""

@@ -317,6 +317,7 @@ def _comments(
         "model.new_tokens": "the tokenizer has these, and the model gets rows for them",
         "model.new_special_tokens": "the tokenizer has these, and the model gets rows for them",
         "model.lora": f"all weights would not fit {planned.device.title}" if planned and planned.device else "adapters",
+        "model.base": "frozen weights in 4 bits, as in bfloat16 they would not fit (QLoRA)",
         "data": f"{lengths}.",
         "data.train": "each row becomes a sample; docs/data.md has the forms",
         "data.tokens_per_pack": f"one micro-batch: about {samples_per_pack:,.0f} samples without padding [tokens]",

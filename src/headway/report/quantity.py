@@ -70,7 +70,66 @@ def _factor(suffix: str, unit: str, whole: bool) -> Fraction | int | None:
         return SIZE_UNITS.get(suffix)
     if suffix == "%":
         return None if whole or unit == MONEY else Fraction(1, 100)
+    if suffix == "m" and not whole and not unit:
+        return None  # thousandths by the SI, or millions
     return PREFIXES.get(suffix.lower())
+
+
+_BARE = re.compile(r"[+-]?[\d.,_]+(?:[eE][+-]?\d+)?")
+_DECIMAL_COMMA = re.compile(r"[+-]?(?:\d{1,3}(?:\.\d{3})+|\d+),\d+(?:[eE][+-]?\d+)?\s*[a-zA-Z%]*")
+
+
+def doubt(text: str, unit: str = "", *, whole: bool = False) -> str:
+    """Say why a text that looks like a number is not taken for one, as the end of a sentence.
+
+    Args:
+        text: as typed; `parse_number` took it for no number.
+        unit: as for `parse_number`.
+        whole: as for `parse_number`.
+
+    Returns:
+        What it may mean, and how to write each; "" for a text without two meanings.
+
+    >>> doubt("2m", "s")
+    '2m may be minutes, milliseconds or months; write 2min or 2ms, and months in days'
+    >>> doubt("40G", "bytes")
+    '40G may be of 1000 or of 1024; write 40GB or 40GiB'
+    """
+    text = text.strip()
+    bare = _BARE.match(text) if len(text) <= _MOST_CHARACTERS and text.isascii() else None
+    if bare is None:
+        return ""
+    number, suffix = bare[0], text[bare.end() :].strip()
+    letter = suffix[:1].upper()
+    point = text.replace(".", "").replace(",", ".")
+    doubts = {
+        f"the comma of {text} may stand before decimals or thousands; write {point} or {text.replace(',', '')}": (
+            _DECIMAL_COMMA.fullmatch(text) is not None
+        ),
+        f"{text} has no unit": unit == "bytes" and not suffix,
+        f"{text} may be minutes, milliseconds or months; write {number}min or {number}ms, and months in days": (
+            unit in _UNIT_OF_TIME and letter == suffix.upper() == "M"
+        ),
+        f"{text} may be of 1000 or of 1024; write {number}{letter}B or {number}{letter}iB": (
+            unit == "bytes" and letter != "" and letter in "KMGT" and suffix.upper() in (letter, f"{letter}B")
+        ),
+        f"{text} may be millions or thousandths; write {number}M or {number}e-3": (
+            suffix == "m" and not unit and not whole
+        ),
+        f"{text} is a share, and this is a count": whole and suffix == "%",
+    }
+    return next((clause for clause, applies in doubts.items() if applies), "")
+
+
+def advice(text: str, unit: str = "", *, whole: bool = False) -> str:
+    """Numbers that can be written in place of a text that is none, behind what is doubtful about it.
+
+    >>> advice("2m", "s")
+    '2m may be minutes, milliseconds or months; write 2min or 2ms, and months in days'
+    >>> advice("fast")
+    'Write 0.5, 40%, 1e-3, 32k or 100B'
+    """
+    return doubt(text, unit, whole=whole) or f"Write {examples(unit, whole=whole)}"
 
 
 def examples(unit: str = "", *, whole: bool = False) -> str:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-from headway.data.samples import Chat
+from headway.data.samples import Chat, best_answered
 from headway.data.sources import Source
 from headway.data.sources.opening import samples_of
 from headway.errors import ConfigError, DataError
@@ -21,8 +21,11 @@ from headway.synthetic.small_model import Shape, processor_class, small_config, 
 from headway.tracing.build import subconfigs
 from headway.words import Argument
 
-TEXT, IMAGES = "qwen3", "qwen3_vl"
-"""What a new model is like if nothing is said, without and with pictures or videos in the data."""
+TEXT, IMAGES, SOUNDS = "qwen3", "qwen3_vl", "qwen2_audio"
+"""What a new model is like if nothing is said: by data of text alone, with pictures or videos, with sounds."""
+
+_TOWERS = {"image": ("vision", IMAGES), "video": ("vision", IMAGES), "audio": ("audio", SOUNDS)}
+"""The tower that each kind of media needs, and a model that has it."""
 
 IMAGE_TOKENS = 256
 """Larger pictures are shrunk to so many tokens."""
@@ -71,25 +74,34 @@ def write_new_model(
     Args:
         folder: to write; must not hold a model yet.
         sources: what the tokenizer learns from.
-        like: a model type of transformers, such as "qwen3" or "qwen3_vl"; by whether the data have pictures if None.
+        like: a model type of transformers, such as "qwen3" or "qwen3_vl"; by the media of the data if None.
         size: parameters wanted; the nearest of a row of shapes is taken.
         vocab_size: most entries of the vocabulary [tokens].
         seed: of the weights.
 
     Raises:
-        ConfigError: a folder that holds a model, a type that is not known or cannot be made small, or data with sounds.
-        DataError: the data hold no words.
+        ConfigError: a folder that holds a model, a type that is not known, cannot be made small or does not read what
+            the data hold.
+        DataError: the data hold no words, or both sounds and pictures.
     """
     if (folder / "config.json").exists():
         raise ConfigError(f"The folder {folder} holds a model already. Give another folder, or delete it.")
-    texts, samples, has_media = _texts(sources)
-    config = _config_like(like or (IMAGES if has_media else TEXT))
-    if has_media and getattr(config, "vision_config", None) is None:
-        raise ConfigError(
-            Argument("like", like),
-            f" reads text alone, and the data hold pictures or videos. Leave it out for {IMAGES}, or name "
-            "a type with a vision tower.",
+    texts, samples, kinds = _texts(sources)
+    towers = {_TOWERS[kind] for kind in sorted(kinds)}
+    if len(towers) > 1:
+        raise DataError(
+            "The data hold sounds and pictures or videos, and small models read one or the other. Give them to models "
+            "of their own, or start from a checkpoint that reads both, such as one of Qwen2.5-Omni."
         )
+    config = _config_like(like or next((usual for _, usual in towers), TEXT))
+    for tower, usual in towers:
+        if getattr(config, f"{tower}_config", None) is None:
+            media = "sounds" if tower == "audio" else "pictures or videos"
+            raise ConfigError(
+                Argument("like", like),
+                f" reads no {media.replace('or', 'and')}, which the data hold. Leave it out for {usual}, or name a "
+                "type with a tower for them.",
+            )
     if any(hasattr(config, f"{part}_config") for part in ("vision", "audio")):
         processor_class(config)
     # the shape whose parameters are nearest to those wanted
@@ -119,22 +131,17 @@ def _spread(width: int) -> float:
     return math.sqrt(2 / (5 * width))
 
 
-def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
-    """Words of the first samples of every source, how many samples, and whether any has pictures or videos."""
+def _texts(sources: Sequence[Source]) -> tuple[list[str], int, set[str]]:
+    """Words of the first samples of every source, how many samples, and the kinds of media in them."""
     texts: list[str] = []
-    count, has_media = 0, False
+    count, kinds = 0, set[str]()
     for source in sources:
         left = _MOST_CHARACTERS // len(sources)
-        for sample in islice(samples_of(source), _MOST_SAMPLES // len(sources)):
+        for sample in map(best_answered, islice(samples_of(source), _MOST_SAMPLES // len(sources))):
             count += 1
             if isinstance(sample, Chat):
                 own_texts = [message.text for message in sample.messages] + [f"{m.role}\n" for m in sample.messages]
-                has_media = has_media or bool(sample.kinds & {"image", "video"})
-                if "audio" in sample.kinds:
-                    raise ConfigError(
-                        f"{sample.where} holds a sound, and small models with an audio tower are not made. Train from "
-                        "a checkpoint that listens, such as one of Qwen2-Audio, or leave the rows with sounds out."
-                    )
+                kinds |= sample.kinds & _TOWERS.keys()
             else:
                 own_texts = [sample.content] if isinstance(sample.content, str) else []
             for text in own_texts:  # cut: one text may be longer than the memory that learning from it takes
@@ -144,7 +151,7 @@ def _texts(sources: Sequence[Source]) -> tuple[list[str], int, bool]:
                 break
     if not any(text.strip() for text in texts):
         raise DataError("The data hold no words that a tokenizer could learn from. Give chats or documents of text.")
-    return texts, count, has_media
+    return texts, count, kinds
 
 
 def _config_like(like: str) -> PreTrainedConfig:

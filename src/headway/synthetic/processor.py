@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2AudioProcessor, WhisperFeatureExtractor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from headway.models.video import VIDEO_PROCESSORS
@@ -26,7 +26,10 @@ SPECIAL_TOKENS = (
     "<|video_pad|>",
 )
 
-# Turns in ChatML form; an image or video part stands for one placeholder that the processor
+AUDIO_TOKENS = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
+"""Likewise, of models that listen."""
+
+# Turns in ChatML form; an image, video or audio part stands for one placeholder that the processor
 # expands. The generation block marks what an assistant writes itself, its closing token included.
 CHAT_TEMPLATE = """\
 {%- macro body(content) -%}
@@ -38,6 +41,8 @@ CHAT_TEMPLATE = """\
                 {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
             {%- elif part.type == 'video' -%}
                 {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+            {%- elif part.type == 'audio' -%}
+                {{- '<|audio_bos|><|AUDIO|><|audio_eos|>' -}}
             {%- else -%}
                 {{- part.text -}}
             {%- endif -%}
@@ -127,13 +132,37 @@ def write_tokenizer(folder: str | Path, texts: Iterable[str], *, vocab_size: int
     return target
 
 
-def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
+def write_sound_processor(
+    folder: str | Path, texts: Iterable[str], *, num_mel_bins: int, vocab_size: int = 512
+) -> Path:
+    """Train a small byte-level tokenizer on texts and save it with Qwen2-Audio's rules and Whisper's features of 30 s.
+
+    Args:
+        folder: where to write; made if missing.
+        texts: texts that the vocabulary is learned from; any other text still encodes, byte by byte.
+        num_mel_bins: bands of a feature frame.
+        vocab_size: upper bound on vocabulary entries, the special tokens and the 256 bytes included.
+
+    Returns:
+        The folder.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    tokenizer = _train_tokenizer(texts, vocab_size, AUDIO_TOKENS)
+    make_features: Any = WhisperFeatureExtractor  # transformers leaves these constructors untyped
+    make: Any = Qwen2AudioProcessor
+    make(make_features(feature_size=num_mel_bins), tokenizer, chat_template=CHAT_TEMPLATE).save_pretrained(target)
+    return target
+
+
+def _train_tokenizer(texts: Iterable[str], vocab_size: int, more_special_tokens: tuple[str, ...] = ()) -> Any:
+    special_tokens = [*SPECIAL_TOKENS, *more_special_tokens]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=special_tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -143,7 +172,7 @@ def _train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
-        additional_special_tokens=[t for t in SPECIAL_TOKENS if t not in ("<|im_end|>", "<|endoftext|>")],
+        additional_special_tokens=[t for t in special_tokens if t not in ("<|im_end|>", "<|endoftext|>")],
         model_max_length=1_000_000,
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,

@@ -16,7 +16,7 @@ from headway.data.chat import stop_ids_of
 from headway.data.stops import with_stops
 from headway.errors import ConfigError
 from headway.models.load import load_processor
-from headway.synthetic.processor import write_processor, write_tokenizer
+from headway.synthetic.processor import write_processor, write_sound_processor, write_tokenizer
 from headway.tracing.build import with_layers
 
 EXPERTS, EXPERTS_PER_TOKEN = 8, 2
@@ -28,6 +28,7 @@ _PROCESSORS = {
     "qwen3_vl_moe": "Qwen3VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_audio": "Qwen2AudioProcessor",
 }
 # M-RoPE's sections where a configuration has none: the defaults of transformers' code, for heads of 128.
 _SECTIONS = {"qwen2_vl_text": [16, 24, 24], "qwen2_5_vl_text": [16, 24, 24]}
@@ -40,10 +41,10 @@ class Shape:
     """Sizes of a small model: how small.
 
     Attributes:
-        layers: of the text model, and of the vision tower, at most.
+        layers: of the text model, and of the vision or audio tower, at most.
         head_dim: of an attention head.
         key_value_heads: where the model has so many: two processes of sequence parallelism then hold one each.
-        vision_heads: of the vision tower, at most.
+        vision_heads: of the vision or audio tower, at most.
     """
 
     layers: int = 4
@@ -78,8 +79,11 @@ def write_small_model(
         ConfigError: a model whose configuration does not name its widths, heads and depth as transformers' do.
     """
     vision = getattr(config, "vision_config", None)
-    # a tokenizer alone, or a processor with the model's own patches and merging
-    if vision is None or getattr(config, "draws", False):
+    audio = getattr(config, "audio_config", None)
+    # a tokenizer alone, or a processor with the model's own patches and merging, or bands of sound
+    if vision is None and audio is not None and processor_class(config):
+        write_sound_processor(folder, texts, num_mel_bins=audio.num_mel_bins, vocab_size=vocab_size)
+    elif vision is None or getattr(config, "draws", False):
         write_tokenizer(folder, texts, vocab_size=vocab_size)
     else:
         write_processor(
@@ -97,9 +101,10 @@ def write_small_model(
     # special tokens have other ids in the small vocabulary
     small = small_config(config, len(tokenizer), shape)
     names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
+    names |= {"audio_token_index": "<|AUDIO|>", "audio_token_id": "<|AUDIO|>"}
     names |= {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
     for name, token in names.items():
-        if getattr(small, name, None) is not None:
+        if vars(small).get(name) is not None:
             setattr(small, name, tokenizer.convert_tokens_to_ids(token))
     small.save_pretrained(folder)
     write_generation_config(folder, opened)
@@ -113,7 +118,7 @@ def write_generation_config(folder: Path, processor: Any) -> None:
 
 
 def processor_class(config: PreTrainedConfig) -> str:
-    """Name the class of a vision-language model's processor.
+    """Name the class of the processor of a model that sees or listens.
 
     Raises:
         ConfigError: how to write a small one is not known.
@@ -130,7 +135,7 @@ def small_config(config: PreTrainedConfig, vocabulary: int, shape: Shape = SMALL
     """Shrink a configuration.
 
     Args:
-        config: configuration of a causal or image-text model.
+        config: configuration of a causal, image-text or audio-text model.
         vocabulary: entries of the small tokenizer [tokens].
         shape: how small.
 
@@ -147,6 +152,8 @@ def small_config(config: PreTrainedConfig, vocabulary: int, shape: Shape = SMALL
     old_vision = getattr(config, "vision_config", None)
     if old_vision is not None:
         _shrink_vision(small.vision_config, old_vision, text.hidden_size, shape)
+    if getattr(config, "audio_config", None) is not None:
+        _shrink_audio(small.audio_config, shape)
     if getattr(small, "vae_config", None):
         small.vae_config = _small_vae(small.vae_config)
     shrunk: PreTrainedConfig = small
@@ -212,6 +219,13 @@ def _shrink_vision(small: Any, old: Any, width_of_text: int, shape: Shape) -> No
         small.deepstack_visual_indexes = _places(min(len(deep), small.depth), small.depth)
     if full := getattr(old, "fullatt_block_indexes", None):  # the others see windows
         small.fullatt_block_indexes = _places(max(1, len(full) * small.depth // old.depth), small.depth)
+
+
+def _shrink_audio(small: Any, shape: Shape) -> None:
+    """Shrink a tower of Whisper's kind; its clips and bands stay."""
+    old_width, small.encoder_attention_heads = small.d_model, min(shape.vision_heads, small.encoder_attention_heads)
+    small.d_model = small.encoder_attention_heads * shape.head_dim
+    small.encoder_ffn_dim = _width(small.encoder_ffn_dim * small.d_model / old_width)
 
 
 def _small_vae(config: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from headway.errors import CheckpointError
 from headway.models.attention.cuda_kernel import choose_kernel
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.float8 import gather_in_float8, use_float8
+from headway.models.frozen import hold_frozen, quantise_base
 from headway.models.head import ModelWithLoss, model_with_loss
 from headway.models.init_weights import init_weights
 from headway.models.kernels import gated_mlps
@@ -80,12 +81,18 @@ def build_trained(
     """
     if device.type == "cuda":  # transformers compares numbers of tokens on the device, and would wait for each
         os.environ.setdefault("TRANSFORMERS_DISABLE_TORCH_CHECK", "1")
-    model = build_model(config, checkpoint, precision.params, device if mesh is None else torch.device("meta"))
+    # where frozen weights are held in fewer bits than those that learn, values come once it is known which these are
+    later = mesh is not None or config.model.base is not None or _holds_frozen(config, precision)
+    model = build_model(config, checkpoint, precision.params, torch.device("meta") if later else device)
     cost_model = adapt(model, freeze(model, trace(model), config.model.freeze), config.model)
     is_compiled, notes = compiles(config.speed, model, device)
     recompute = chosen_recompute(config, model, cost_model, precision, fused=is_compiled)
     if config.speed.recompute_bytes is not None:
         notes += (f"{config.speed.recompute} {choice_in_words(recompute, cost_model.block_towers)}",)
+    if later:
+        hold_frozen(model, cost_model, precision, gathers=mesh is not None)
+    if config.model.base is not None:
+        notes += quantise_base(model, cost_model, config.model.base)
     notes += choose_kernel(config.speed.attention, device)
     if device.type == "cuda":
         notes += align_widths(gated_mlps(model), precision.compute)
@@ -106,10 +113,12 @@ def build_trained(
         memory = "the host's memory" if device.type != "cpu" else "the same memory, as this is a CPU,"
         notes += (f"what enters {offload_inputs(model)} recomputed blocks waits in {memory} for backward",)
     if mesh is not None:
-        distribute(model, mesh, config, checkpoint, precision, device)
-        if precision.is_float8 and mesh.shape.fsdp > 1 and not config.parallel.offload:
-            notes += (f"{gather_in_float8(model)} weights are gathered in float8",)
+        distribute(model, mesh, config, precision)
+    if later:
+        give_weights(model, config, checkpoint, device, precision.params)
     initialise_adapters(model, config.run.seed, torch.device("cpu") if config.parallel.offload else device)
+    if mesh is not None and precision.is_float8 and mesh.shape.fsdp > 1 and not config.parallel.offload:
+        notes += (f"{gather_in_float8(model)} weights are gathered in float8",)
     return Trained(model, cost_model, with_loss, recompute, is_compiled, compile_watch, notes)
 
 
@@ -122,7 +131,7 @@ def build_model(
         config: everything there is to say.
         checkpoint: where the run left off.
         dtype: the parameters' floating-point type.
-        device: where the model lives; on the meta device it has no weights yet, see `distribute`.
+        device: where the model lives; on the meta device it has no weights yet, see `give_weights`.
 
     Raises:
         CheckpointError: the checkpoint holds another model, or `model.path` is a half-written checkpoint.
@@ -136,19 +145,14 @@ def build_model(
     return load_model(config.model.path, dtype=dtype, device=device, random_init=random_init, rows=rows, seed=seed)
 
 
-def distribute(
-    model: PreTrainedModel,
-    mesh: Mesh,
-    config: TrainConfig,
-    checkpoint: Checkpoint | None,
-    precision: Precision,
-    device: torch.device,
-) -> None:
-    """Shard a model that has no weights yet, and give every process its slices, or memory for a checkpoint's.
+def _holds_frozen(config: TrainConfig, precision: Precision) -> bool:
+    """Whether some weights do not learn and are held in the dtype of the products for it."""
+    partly = config.model.lora is not None or bool(config.model.freeze)
+    return partly and precision.params != precision.compute
 
-    Raises:
-        CheckpointError: the weights are not whole, or of another model.
-    """
+
+def distribute(model: PreTrainedModel, mesh: Mesh, config: TrainConfig, precision: Precision) -> None:
+    """Shard a model that has no weights yet."""
     parallel = config.parallel
     if mesh.expert is not None:
         spread_experts(model, mesh.expert)
@@ -163,14 +167,36 @@ def distribute(
         offload=parallel.offload,
         vision=tower_of_all(model),
     )
-    keep_on = torch.device("cpu") if parallel.offload else device
+
+
+def give_weights(
+    model: PreTrainedModel,
+    config: TrainConfig,
+    checkpoint: Checkpoint | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Give a model that was built on the meta device, sharded or not, its weights, or memory for a checkpoint's.
+
+    Args:
+        model: changed in place.
+        config: everything there is to say.
+        checkpoint: where the run left off.
+        device: where it computes.
+        dtype: that weights are drawn or read in, whatever they are held in.
+
+    Raises:
+        CheckpointError: the weights are not whole, or of another model.
+    """
+    keep_on = torch.device("cpu") if config.parallel.offload else device
     with without_adapters(model):  # which have weights of their own later
         if checkpoint is not None:
             allocate(model, device, keep_on=keep_on)
         elif config.model.random_init:
-            init_weights(model, device, keep_on=keep_on)
+            init_weights(model, device, keep_on=keep_on, dtype=dtype)
         else:
-            read_weights(model, config.model.path, device, keep_on=keep_on, seed=config.run.seed)
+            seed = config.run.seed
+            read_weights(model, config.model.path, device, keep_on=keep_on, dtype=dtype, seed=seed)
 
 
 def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:

@@ -20,7 +20,7 @@ from headway.answer.evaluate import EvalSet, Evaluation
 from headway.config import TrainConfig
 from headway.data import Batch
 from headway.data.feed import on_device
-from headway.errors import RunCompleteError, TrainingError
+from headway.errors import RunCompleteError, TrainingError, first_line
 from headway.log.run_files import SAMPLES
 from headway.meter import Goodput
 from headway.meter.goodput_report import Bucket
@@ -56,6 +56,7 @@ class LoopEnd(NamedTuple):
         step: number of the last step taken.
         stopped_by: number of the signal that stopped the run; 0 for none.
         data_ended: whether a stream ended before the steps did.
+        ended_early: whether evaluations stopped the run, none of which bettered the best one.
         evaluation: the last one; None if there was none.
         batches: packs of the last step, of this process; none if no step was taken.
     """
@@ -63,6 +64,7 @@ class LoopEnd(NamedTuple):
     step: int
     stopped_by: int
     data_ended: bool
+    ended_early: bool
     evaluation: Evaluation | None
     batches: Sequence[Batch]
 
@@ -95,7 +97,7 @@ class Loop:
         self._parameters = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
 
     def take_steps(self, packs: Iterator[list[Batch]]) -> LoopEnd:
-        """Take steps until there are enough, the data end, or a signal stops the run.
+        """Take steps until there are enough, the data end, or a signal or evaluations stop the run.
 
         Args:
             packs: of each step, of this process; nothing more where the data have ended.
@@ -104,10 +106,10 @@ class Loop:
             TrainingError: this process or another one cannot go on.
         """
         config, run, out, last = self._config, self._run, self._out, self._last
-        stopped_by, data_ended = 0, False
+        stopped_by, data_ended, ended_early = 0, False, False
         batches: list[Batch] = []
         run.model.train()
-        while self._step < run.steps and not stopped_by:
+        while self._step < run.steps and not stopped_by and not ended_early:
             self._step += 1
             lr = learning_rate(self._step, config.optim, run.steps)
             set_learning_rate(run.optimizer, lr)
@@ -125,16 +127,19 @@ class Loop:
 
             # Now and then, and at the end.
             is_last = self._step == run.steps
+            is_best = False
             if _is_due(self._step, config.eval.every) or (is_last and config.eval.at_end):
-                self._evaluate()
-            if _is_due(self._step, config.checkpoint.every) or is_last or stopped_by:
+                is_best = self._evaluate()
+                ended_early = not is_last and run.best.has_ended(config.eval.stop_after)
+            is_to_keep = is_best and config.checkpoint.keep_best
+            if _is_due(self._step, config.checkpoint.every) or is_last or stopped_by or ended_early or is_to_keep:
                 last.save()
         if data_ended:  # what the last step does, now that it is known which one it was
             out.progress.note(_data_ended(run, self._step))
             if config.eval.at_end:
                 self._evaluate()
             last.save()
-        return LoopEnd(self._step, stopped_by, data_ended, self._evaluation, batches)
+        return LoopEnd(self._step, stopped_by, data_ended, ended_early, self._evaluation, batches)
 
     def leave(self, bucket: Bucket) -> None:
         """Stop training for a while: the device is waited for, and the steps that it has taken are recorded."""
@@ -155,7 +160,7 @@ class Loop:
         batches, failure = _next_packs(packs)
         run.meter.got_data()
         is_at_end = not batches and failure is None  # a stream's lanes need not end together
-        reason = "" if failure is None else _reason(failure)
+        reason = "" if failure is None else first_line(failure)  # for the other processes
         flags = Flags(is_at_end, self._stop_signal(), run.saver.has_failed, reason)
         batches = batches or [run.feed.padding() for _ in range(self._config.optim.accumulation)]
         phase.at("exchange of what each rank computes")
@@ -215,12 +220,14 @@ class Loop:
         run.meter.step()
         self._out.progress.recompiled(self._step, compilations.news)
 
-    def _evaluate(self) -> None:
-        """Judge the model after a step, outside of the time of training, where there is anything held out."""
-        if self._run.eval_set is not None:
-            self.leave("evaluation")
-            self._evaluation = _judge(self._run, self._run.eval_set, self._step, self._out)
-            self._last.complete(self._step)
+    def _evaluate(self) -> bool:
+        """Judge the model after a step, outside of the time of training; whether it is the best so far."""
+        if self._run.eval_set is None:
+            return False
+        self.leave("evaluation")
+        self._evaluation, is_best = _judge(self._run, self._run.eval_set, self._step, self._out)
+        self._last.complete(self._step)
+        return is_best
 
 
 def _next_packs(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | None]:
@@ -231,20 +238,22 @@ def _next_packs(steps: Iterator[list[Batch]]) -> tuple[list[Batch], Exception | 
         return [], error
 
 
-def _reason(error: Exception) -> str:
-    """An error in one line, for the other processes."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _judge(run: Run, eval_set: EvalSet, step: int, out: Outputs) -> tuple[Evaluation, bool]:
+    """Judge the model on the held-out samples and write down what was found, with some answers in words.
 
-
-def _judge(run: Run, eval_set: EvalSet, step: int, out: Outputs) -> Evaluation:
-    """Judge the model on the held-out samples and write down what was found, with some answers in words."""
+    Returns:
+        The evaluation, and whether it is the best so far; the same on all processes.
+    """
     device, autocast = run.device, run.precision.autocast
     with run.weights_to_judge():
         evaluation = eval_set.evaluate(run.trained.model_with_loss, device, autocast)
+        evaluation = run.ranks.gather_all(evaluation)[0]  # to the last bit, as they stop by it together
         answers = [] if run.generation_eval is None else run.generation_eval.answer(run.model, device, autocast)
     record = {"schema_version": SCHEMA_VERSION, "kind": "evaluation", "step": step, **evaluation.to_dict()}
+    is_best = run.best.add(step, evaluation)
     out.metrics.write(record)
-    out.progress.note(evaluation_line(record))
+    out.progress.note(evaluation_line(record, run.best))
+    out.progress.parted(out.metrics.held_out.parting)
     for number, answer in enumerate(answers):
         out.samples.write(answer.to_dict(step))
         if number < _SHOWN_ANSWERS:
@@ -253,7 +262,7 @@ def _judge(run: Run, eval_set: EvalSet, step: int, out: Outputs) -> Evaluation:
         out.progress.note(f"  and {len(answers) - _SHOWN_ANSWERS} more answers, in {SAMPLES}")
     if answers:
         out.metrics.write(answers_record(step, answers))
-    return evaluation
+    return evaluation, is_best
 
 
 def _is_due(step: int, every: int | None) -> bool:

@@ -30,6 +30,7 @@ from headway.checkpoint import (
     training_tensors,
 )
 from headway.checkpoint.export import Exports
+from headway.checkpoint.folder import BEST
 from headway.config import ParallelConfig, TrainConfig
 from headway.config.advice import warnings
 from headway.config.sections import changed
@@ -58,6 +59,7 @@ from headway.models.vision import vision_geometry
 from headway.optim import Optimizer, WeightAverage, make_optimizer
 from headway.packing.mesh import MeshShape
 from headway.report import format_count
+from headway.train.best import BestEvaluation
 from headway.train.build import Trained, build_trained
 from headway.train.data import budget_of, make_collator, open_dataset, open_feed
 from headway.train.record import describe_software
@@ -97,6 +99,7 @@ class Run:
     notes: tuple[str, ...]
     router_load: RouterLoad
     eval_set: EvalSet | None
+    best: BestEvaluation
     generation_eval: GenerationEval | None
     resumes: bool
     damaged: tuple[str, ...]
@@ -177,6 +180,8 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         checkpoint = find_checkpoint(root, ranks)
     if checkpoint is not None and config.optim.steps is not None and checkpoint.step >= config.optim.steps:
         raise _nothing_left(config, checkpoint)
+    position = checkpoint.position() if checkpoint is not None else {}
+    best = _best_so_far(config, position)
 
     phase.at("building the model")
     _seed_everything(config.run.seed)  # the same on every rank, which gives the same random weights
@@ -188,7 +193,6 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
-    position = checkpoint.position() if checkpoint is not None else {}
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda", position=position)
     eval_set, generation_eval = _held_out(config, encoder, model, ranks, mesh)
 
@@ -210,6 +214,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         config.run.folder / CHECKPOINTS,
         ranks,
         keep=saving.keep,
+        keep_best=saving.keep_best,
         asynchronous=saving.asynchronous,
         export=exports.make if saving.export == "every" else None,
     )
@@ -241,6 +246,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         notes=notes,
         router_load=RouterLoad(model, device),
         eval_set=eval_set,
+        best=best,
         generation_eval=generation_eval,
         resumes=resumes,
         damaged=damaged,
@@ -312,6 +318,17 @@ def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> RunCompleteErr
     )
 
 
+def _best_so_far(config: TrainConfig, position: Mapping[str, Any]) -> BestEvaluation:
+    """The best evaluation before a checkpoint; an error where as many as ended the run have not bettered it."""
+    best = BestEvaluation.of(config.eval.best_by, position.get(BEST))
+    if best.has_ended(config.eval.stop_after):
+        raise RunCompleteError(
+            f"the run in {config.run.folder} ended early: {best.since} evaluations have not bettered {best.text}, as "
+            f"eval.stop_after {config.eval.stop_after} asks for. Raise it to go on, or set it to null."
+        )
+    return best
+
+
 def _check_drawing(config: TrainConfig, model: PreTrainedModel) -> None:
     """Refuse `model.drawing` for a model that draws no images."""
     idle = sorted(changed(config.model.drawing))
@@ -354,6 +371,8 @@ def save(run: Run, place: Place, history: Mapping[str, Any], *, goes_on: bool = 
         CheckpointError: the checkpoint before could not be written, or this one.
     """
     position = {**run.feed.merged(run.ranks.gather(place.feed)), **history}
+    if run.eval_set is not None:
+        position[BEST] = run.best.to_dict()
     tensors = training_tensors(run.model, run.optimizer, run.ema)
     shape = MeshShape() if run.mesh is None else run.mesh.shape
     contents = Contents(tensors, place.random, position, asdict(shape), run.write_model)

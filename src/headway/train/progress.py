@@ -8,8 +8,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from headway.log.boundary import ErrorBoundary
+from headway.log.held_out import Parting
 from headway.log.live import TimeLeft, fitted, shared_console, shown_fields
 from headway.report import format_count, format_share, presentable
+from headway.train.best import BestEvaluation
 from headway.train.warnings import RunWarnings
 
 _LINES = "Lines on the screen"
@@ -40,6 +42,7 @@ class Progress:
         boundary: ErrorBoundary | None = None,
     ) -> None:
         self._boundary = boundary or ErrorBoundary()
+        self._parted_since: int | None = None
         self._steps, self._left = steps, TimeLeft(steps)
         self._warnings = None if quiet else RunWarnings(self.note)
         self._log_every, self._epochs = log_every, epochs
@@ -86,6 +89,15 @@ class Progress:
         for guard in guards:
             self.note(f"warning: compiled again in step {step}, as a guard failed: {guard}")
 
+    def parted(self, parting: Parting | None) -> None:
+        """Warn where held-out loss has parted from training loss, once until the model betters itself."""
+        if parting is not None and parting.least.step != self._parted_since:
+            self._parted_since = parting.least.step
+            self.note(
+                f"warning: {parting}: the model learns its training samples by heart. checkpoint.keep_best keeps the "
+                "best checkpoint, eval.stop_after ends a run by itself; more data or fewer epochs help."
+            )
+
     def __enter__(self) -> Self:
         with self._boundary.guard(_LINES):
             self._bar.start()
@@ -120,9 +132,15 @@ def epoch_of(done: float, epochs: float | None) -> str:
     return f"{done:.2f}" if epochs is None else f"{done:.2f}/{epochs:g}"
 
 
-def evaluation_line(record: dict[str, Any]) -> str:
-    """Render an evaluation's record as one line."""
-    return (
+def evaluation_line(record: dict[str, Any], best: BestEvaluation) -> str:
+    """Render an evaluation's record as one line, with the best one where that was another.
+
+    Args:
+        record: of the evaluation.
+        best: of all so far.
+    """
+    line = (
         f"evaluation after step {record['step']}: exact match {format_share(record['exact_match'])} "
         f"({record['exact']} of {format_count(record['samples'])}), loss {record['loss']:.4f}"
     )
+    return f"{line}; best {best.text}" if best.text and best.step != record["step"] else line

@@ -16,6 +16,7 @@ import torch
 
 from headway.errors import TrainingError
 from headway.log.boundary import ErrorBoundary
+from headway.log.held_out import HeldOutTally
 from headway.log.jsonl import LineFile, append_whole
 from headway.log.run_files import LossTally
 from headway.log.sinks import Sinks
@@ -58,6 +59,7 @@ class MetricsLog:
 
     Attributes:
         losses: of the steps in the file.
+        held_out: losses of its evaluations beside those.
         resumes: continuations that `lost` tells of, this one included.
         num_missing: records that the file does not have.
 
@@ -76,7 +78,7 @@ class MetricsLog:
         damaged: Sequence[str] = (),
         boundary: ErrorBoundary | None = None,
     ) -> None:
-        self._path, self.losses, self.resumes = path, LossTally(), 0
+        self._path, self.losses, self.held_out, self.resumes = path, LossTally(), HeldOutTally(), 0
         self._boundary = boundary or ErrorBoundary()
         self._waiting: deque[bytes] = deque()
         self.num_missing = 0
@@ -92,6 +94,7 @@ class MetricsLog:
     def write(self, record: dict[str, Any]) -> None:
         """Append a record, and hand it to the trackers."""
         self.losses.add(record)
+        self.held_out.add(record)
         if self._path is None:
             return
         self.num_missing += 1
@@ -140,6 +143,7 @@ class MetricsLog:
                     kept_bytes += len(line)
                     ended = line[-1:]
                     self.losses.add(record)
+                    self.held_out.add(record)
         if lost is not None:
             steps = [record for record in redone if record.pop("kind") == "step"]
             resumes = LineFile(lost)

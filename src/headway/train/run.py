@@ -100,6 +100,11 @@ def _run(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunS
         if end.stopped_by and end.step < run.steps:
             signal, resume = STOPPING[end.stopped_by], Argument("resume", True)
             out.progress.note(f"stopped by {signal} after step {end.step}; continue with {resume}")
+        elif end.ended_early:
+            out.progress.note(
+                f"ended early after step {end.step} of {run.steps}: {run.best.since} evaluations have not bettered "
+                f"{run.best.text}"
+            )
         for warning in utilisation.warnings:
             out.progress.note(f"warning: {warning}")
 
@@ -112,6 +117,9 @@ def _run(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunS
         stopped_by=end.stopped_by,
         steps=end.step,
         planned_steps=end.step if end.data_ended else run.steps,
+        ended_early=end.ended_early,
+        best=run.best if config.checkpoint.keep_best or config.eval.stop_after is not None else None,
+        keeps_best=config.checkpoint.keep_best,
         skipped=losses.skipped,
         empty=losses.empty,
         missing_records=out.metrics.num_missing,

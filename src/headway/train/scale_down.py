@@ -101,7 +101,7 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
     if config.optim.ema is not None:
         raw["optim"]["ema"]["every"] = min(config.optim.ema.every, STEPS)
     raw["eval"], raw["plan"] = {}, {}
-    raw["checkpoint"] |= {"every": None}
+    raw["checkpoint"] |= {"every": None, "keep_best": False}
     raw["parallel"] |= _mesh(config, world_size)
     raw["run"] |= {"folder": str(folder / "run"), "trackers": [], "profile": None}
     if not cuda:

@@ -24,6 +24,7 @@ from headway.report import (
     format_share,
     render_pairs,
 )
+from headway.train.best import BestEvaluation
 
 SCHEMA_VERSION = 1
 
@@ -48,6 +49,9 @@ class RunSummary:
         report: samples and packs read, those before a resume included.
         evaluation: the last evaluation, if there was one.
         stopped_by: number of the signal that ended the run early; 0 for none.
+        ended_early: whether evaluations did, none of which bettered the best one.
+        best: the best evaluation, where the run ends by it or keeps its checkpoint; None else.
+        keeps_best: whether its checkpoint is there.
         missing_records: records of steps and evaluations that metrics.jsonl does not have.
         lost: what else could not be recorded, each with its first error.
         total_s: wall time of this process's run, everything included [s].
@@ -71,11 +75,14 @@ class RunSummary:
     empty: int = 0
     missing_records: int = 0
     lost: Mapping[str, str] = field(default_factory=dict)
+    ended_early: bool = False
+    best: BestEvaluation | None = None
+    keeps_best: bool = False
 
     @property
     def is_complete(self) -> bool:
-        """Whether every step that was asked for has been taken."""
-        return self.steps == self.planned_steps
+        """Whether every step that was asked for has been taken, or evaluations ended the run as was asked for."""
+        return self.steps == self.planned_steps or self.ended_early
 
     def to_dict(self) -> dict[str, Any]:
         """One JSON-ready object; seconds, counts and fractions."""
@@ -89,6 +96,7 @@ class RunSummary:
             "complete": self.is_complete,
             "steps": self.steps,
             "planned_steps": self.planned_steps,
+            "ended_early": self.ended_early,
             "measured_steps": self.utilisation.num_steps,
             "skipped_updates": self.skipped,
             "empty_steps": self.empty,
@@ -98,6 +106,7 @@ class RunSummary:
             "last_loss": self.last_loss,
             **({} if self.last_flow_loss is None else {"last_flow_loss": self.last_flow_loss}),
             "evaluation": self.evaluation.to_dict() if self.evaluation else None,
+            "best_evaluation": self.best.to_dict() if self.best else None,
             "vision_share": self.utilisation.flops.share("vision"),
             "conventions": [*self.conventions],
             "fill": self.report.fill,
@@ -111,6 +120,8 @@ class RunSummary:
         measured = "" if use.num_steps == self.steps else f", the last {use.num_steps} measured here"
         skipped = f", {format_count(self.skipped)} updates left out" if self.skipped else ""
         skipped += f", {format_count(self.empty)} with nothing to learn from" if self.empty else ""
+        if self.ended_early and self.best is not None:
+            skipped += f", ended early: {self.best.since} evaluations without a better one"
         # Lines that depend on how the run went.
         loss = "none: every update was left out"
         if self.first_loss is not None:
@@ -128,6 +139,7 @@ class RunSummary:
                 ("steps", f"{format_count(self.steps)} of {format_count(self.planned_steps)}{measured}{skipped}"),
                 ("loss", loss),
                 ("exact match", exact),
+                *self._best(),
                 ("tokens", f"{format_count(use.tokens)} real, {format_rounded(use.tokens_per_s)} per second"),
                 ("time in steps", f"{format_duration(use.wall_s)} of {format_duration(self.total_s)} in all"),
                 ("data wait", f"{format_share(use.data_wait_share)} of the time in steps"),
@@ -146,6 +158,13 @@ class RunSummary:
                 *self.not_recorded(),
             ]
         )
+
+    def _best(self) -> list[tuple[str, str]]:
+        """The best evaluation, and how to use its checkpoint."""
+        if self.best is None or not self.best.text:
+            return []
+        use = f"; `headway export {self.folder} MODEL --best` makes its folder" if self.keeps_best else ""
+        return [("best evaluation", f"{self.best.text}{use}")]
 
     def not_recorded(self) -> list[tuple[str, str]]:
         """Name and value of what the run could not write down, if anything."""

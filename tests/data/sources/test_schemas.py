@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headway.data import AudioPart, Chat, Document, ImagePart, Media, Message, TextPart, VideoPart
+from headway.data import AudioPart, Chat, Document, ImagePart, Media, Message, Preference, TextPart, VideoPart
 from headway.data.samples import Origin
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import MediaRules
@@ -354,8 +354,7 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
     ("row", "says"),
     [
         ({"question": "?"}, 'got {"question": "?"}, but the row needs the columns of a schema: messages (messages);'),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, 'the row has the column "chosen", "b": the row is of a pref'),
-        ({"prompt": "a", "completion": "b", "label": False}, 'the row is graded, with "label" false'),
+        ({"prompt": "a", "chosen": "b"}, 'the row has the column "chosen", "b": it is of a preference'),
         ({"question": "a", "answer": ["b"]}, '"answer" is ["b"], but it must be words or a number. Of a column that'),
         (
             {"instruction": "a", "output": "b", "history": [["c"]]},
@@ -459,4 +458,4 @@ VALUES = st.recursive(
 def test_any_row_is_a_sample_or_a_data_error(read, row, schema, has_member):
     members = {"x_png": b"a"} if has_member else {}
     with contextlib.suppress(DataError):
-        assert isinstance(read(row, schema, **members), Chat | Document)
+        assert isinstance(read(row, schema, **members), Chat | Document | Preference)

@@ -157,7 +157,8 @@ def main(degree: int, folder: Path) -> None:
         check_model(family, mesh)
     for family in ("qwen3_moe", "qwen3_vl_moe", "gpt_oss_sinks"):
         check_model(family, mesh, folder=folder / family)
-    check_model("qwen3_moe", mesh, compiled=True)
+    for family in ("qwen3_moe", "deepseek_v3"):
+        check_model(family, mesh, compiled=True)
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ from headway.data.collate import Batch, Collator
 from headway.data.conditions import sample_without
 from headway.data.encode import EncodedSample, Encoder
 from headway.data.pack_times import charged_to, take_charges
-from headway.data.samples import Origin, Sample, SampleError
+from headway.data.samples import Origin, Sample, SampleError, supervised
 from headway.data.sources import Source
 from headway.errors import DataError
 from headway.packing.parts import Dropout
@@ -120,7 +120,7 @@ class PackMaker:
                 with charged_to("read"):
                     sample = read_sample()
                 try:
-                    full_sample = sample_without(self.encoder.encode(sample), self.dropout, piece.epoch)
+                    full_sample = sample_without(self.encoder.encode(supervised(sample)), self.dropout, piece.epoch)
                     part = part_of(full_sample, piece.start, piece.stop)
                 except DataError as error:
                     raise sample_error(error, sample.origin) from error

@@ -85,6 +85,7 @@ class LengthIndex:
         segments: lengths of each row's views [tokens], of chats that have several; nothing for other rows.
         targets: runs of each row's targets, from the first place to one past the last [tokens].
         part_lists: of what each row is made, by the columns of `headway.packing.parts`, for a model that draws.
+        num_answers: how many answers each preference has, int32, shape (N,); 0 in other rows.
         keys: a number for where each row is from, int64, shape (N,); 0 but for a model that draws.
         bad: why rows cannot be used, by row.
         description: source, fingerprints and versions that the index was made from.
@@ -100,6 +101,7 @@ class LengthIndex:
     segments: RaggedArray = field(default_factory=lambda: RaggedArray.empty(0))
     targets: RaggedArray = field(default_factory=lambda: RaggedArray.empty(0, 2))
     part_lists: RaggedArray = field(default_factory=lambda: RaggedArray.empty(0, len(COLUMNS)))
+    num_answers: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     keys: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     bad: dict[int, SampleError] = field(default_factory=dict)
     description: dict[str, Any] = field(default_factory=dict)
@@ -188,6 +190,8 @@ class LengthIndex:
             samples=len(self),
             bad=len(self.bad),
             empty=int(self.empty.sum()),
+            preferences=int((self.num_answers > 0).sum()),
+            answers=int(self.num_answers.sum(dtype=np.int64)),
             tokens=int(tokens.sum(dtype=np.int64)),
             supervised=int(self.supervised.sum(dtype=np.int64)),
             patches=int(self.patches.sum(dtype=np.int64)),
@@ -204,6 +208,8 @@ class IndexSummary:
         samples: rows of the source.
         bad: rows that cannot be used.
         empty: documents without words, which are left out.
+        preferences: rows with several answers of which some are better than others.
+        answers: answers of all of them.
         tokens: tokens of all usable rows [tokens].
         supervised: targets that the loss counts [tokens].
         patches: vision patches [patches].
@@ -214,6 +220,8 @@ class IndexSummary:
     samples: int
     bad: int
     empty: int
+    preferences: int
+    answers: int
     tokens: int
     supervised: int
     patches: int

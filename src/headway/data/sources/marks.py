@@ -19,8 +19,8 @@ Source: ms-swift's `loss`, axolotl's `train` and `training`, OpenAI's `weight`, 
 """
 
 _PAIR = (
-    "the row is of a preference pair, as DPO, ORPO and reward models learn from, and Headway trains on one answer, "
-    "which it would take for the right one"
+    "it is of a preference, as DPO and ORPO learn from, and the row lacks what else it takes for one (docs/data.md has "
+    "the layouts), so that training would take a single answer for the right one"
 )
 _CUT_TURN_MESSAGE = "parts of a turn cannot be left unlearnt; a turn is learnt whole or, with loss: false, not at all"
 REFUSED_COLUMNS = {
@@ -29,14 +29,15 @@ REFUSED_COLUMNS = {
     "rejected_response": _PAIR,
     "rejected_messages": _PAIR,
     "rejected_images": _PAIR,
-    "margin": _PAIR,
-    "label": "it is a class to tell, or KTO's mark of good and bad answers, and Headway learns words",
-    "kto_tag": "it is KTO's mark of good and bad answers, and Headway learns every answer as a good one",
+    "margin": "how much better an answer is has no part in any loss here, which is told which is better alone",
+    "label": "it is KTO's mark of good and bad answers, or the class of what the row holds, and Headway learns words",
+    "kto_tag": "it is KTO's mark of an answer, which is true or false, and stands beside a chat",
     "weight": "every row counts by its tokens; how much of a dataset is trained on is said by data.train's weight",
 }
-"""Columns of a row that are refused, and why; a weight of 1 and the mark of a good answer say what is done anyhow."""
+"""Columns of a row that are refused, and why; a weight of 1 says what is done anyhow, and `grade_of` reads grades."""
 
-_GRADES = ("label", "kto_tag")
+GRADES = ("label", "kto_tag")
+"""Columns that say whether a chat's answer is wished for. Source: TRL's and ms-swift's `label`, LLaMA-Factory's."""
 
 REFUSED_KEYS = {
     "train_detail": _CUT_TURN_MESSAGE,
@@ -49,7 +50,8 @@ HARMLESS_COLUMNS = (
     "id", "idx", "index", "file_name", "key", "uid", "uuid", "__key__", "__url__", "url", "source", "dataset", "origin",
     "license", "lang", "language", "title", "author", "date", "time", "timestamp", "created_at", "meta", "metadata",
     "info", "split", "subset", "category", "topic", "domain", "tags", "channel", "score", "model", "num_turns",
-    "num_tokens", "length", "attention_mask", "token_type_ids", "labels", "objects",
+    "num_tokens", "length", "attention_mask", "token_type_ids", "labels", "objects", "prompt_id", "models",
+    "image_path", "ds_name", "origin_dataset", "origin_split",
 )  # fmt: skip
 """Columns that say nothing about what is learnt, or are read elsewhere."""
 
@@ -81,19 +83,39 @@ def check_columns_of(fields: Mapping[str, Any], *, is_chat: bool, is_mapped: boo
         value = fields[name]
         if value in ([], "", {}) or (name == "weight" and value == 1):
             continue
-        if is_chat and name in _GRADES and type(value) is bool:
-            if value:
-                continue
-            raise DataError(
-                f'the row is graded, with "{name}" false: an answer that KTO learns to avoid, and Headway learns every '
-                f"answer. Leave such rows out, or remove the column {name}."
-            )
+        if is_chat and name in GRADES and type(value) is bool:
+            continue
         if not is_mapped:
+            meant = (
+                "{text: sentence, label: label} to learn classes, or {messages: messages} to leave them out"
+                if name == "label"
+                else "{messages: messages}, {messages: chosen} where chosen answers are lists of messages, or {prompt: "
+                "prompt, completion: chosen} where they are strings"
+            )
             raise DataError(
                 f'the row has the column "{name}", {shortened(value)}: {REFUSED_COLUMNS[name]}. Remove the column, or '
-                "say which columns are meant with columns, such as {messages: messages}, {messages: chosen} where "
-                "chosen answers are lists of messages, or {prompt: prompt, completion: chosen} where they are strings."
+                f"say which columns are meant with columns, such as {meant}."
             )
+
+
+def grade_of(fields: Mapping[str, Any]) -> bool | None:
+    """Whether a chat's answer is wished for, of data for KTO; None of a chat that is not graded.
+
+    Args:
+        fields: the row's columns, null ones too.
+
+    Raises:
+        DataError: two grades differ, or LLaMA-Factory's column of grades has none for this row.
+    """
+    grades = {fields[name] for name in GRADES if type(fields.get(name)) is bool}
+    if len(grades) > 1:
+        raise DataError('"label" and "kto_tag" differ, so whether the answer is a good one cannot be told.')
+    if "kto_tag" in fields and not grades:
+        raise DataError(
+            f'"kto_tag" is {shortened(fields["kto_tag"])}, but it says whether the answer is a good one: true or '
+            "false. Grade the row, or leave it out."
+        )
+    return next(iter(grades), None)
 
 
 def is_learnt(turn: Mapping[str, Any], role: str, where: str) -> bool:

@@ -1,7 +1,7 @@
 """Turns of a chat, in the forms that datasets write them: OpenAI's messages, ShareGPT's conversations, and rounds."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headway.data.samples import Message
@@ -53,7 +53,7 @@ def read_turns(value: Any, column: str, media: RowMedia, has_markers: bool = Tru
     Raises:
         DataError: it is something else; the message names the turn.
     """
-    turns = [turn for entry in turns_of(value, column) for turn in _turns_of_round(entry)]
+    turns = rounds_as_turns(turns_of(value, column))
     first = turns[0].keys() if isinstance(turns[0], dict) else set[str]()
     has_speakers = "from" in first or (column == "conversations" and "role" not in first)
     typed = {kind_of_part(part) for turn in turns if isinstance(turn, dict) for part in parts_of(turn.get("content"))}
@@ -136,6 +136,23 @@ def _with_role(turn: Any, where: str) -> Any:
     if speaker is None or (words_of(words) is None and not isinstance(words, list)):
         raise DataError(f'{where}: got {shortened(turn)}, but a turn needs the strings "from" and "value".')
     return {**turn, "role": speaker, "content": words}
+
+
+def rounds_as_turns(entries: Iterable[Any]) -> list[Any]:
+    """Turns, of which some may be written as rounds of two."""
+    return [turn for entry in entries for turn in _turns_of_round(entry)]
+
+
+def speaks_as(turn: Any) -> str | None:
+    """The role of a turn as it was written; None of anything else.
+
+    >>> speaks_as({"from": "gpt", "value": "Ho"}), speaks_as({"user": "Hi", "assistant": "Ho"}), speaks_as("Hi")
+    ('assistant', 'user', None)
+    """
+    if not isinstance(turn, dict):
+        return None
+    speaker = turn.get("role", turn.get("from", "user" if None not in round_keys(turn) else None))
+    return SPEAKERS.get(speaker.lower()) if isinstance(speaker, str) else None
 
 
 def _turns_of_round(turn: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Document, Sample
+from headway.data.sources.classes import ClassFolder, class_folder
 from headway.data.sources.csv_rows import DelimitedReader
 from headway.data.sources.documents import SampleBy, Text, TokenFile
 from headway.data.sources.files import COMPRESSIONS, File, find_files, without_query
@@ -98,13 +99,20 @@ def open_source(
         raise ConfigError(f"Unknown format {format!r}. Allowed: auto, {', '.join(FORMATS)}.")
     rules = MediaRules(None if root is None else str(root), allow_remote)
     called = name or _short_name(location)
-    files = _with_formats(*find_files(location, storage_options or {}), format)
+    all_files, folder = find_files(location, storage_options or {})
+    classes = _class_folder(all_files, folder, format)
+    files = [] if classes else _with_formats(all_files, folder, format)
     settings = {"sample_by": sample_by, "token_dtype": token_dtype, "end_token": end_token}
     settings = {setting: value for setting, value in settings.items() if value is not None}
     for setting in settings:
         if not any(setting in _SETTINGS.get(file_format, ()) for _, file_format in files):
             raise ConfigError(f"{setting} is {settings[setting]!r}, but no file of {location} takes it. Leave it out.")
     shards = []
+    if classes is not None:
+        normaliser = Normaliser(
+            schema, text_column, classes.folder, rules, dict(columns or {}), sizes=sizes or MediaSizes()
+        )
+        shards.append(Shard(called, classes, normaliser))
     for file, file_format in files:
         options = {setting: settings[setting] for setting in _SETTINGS.get(file_format, ()) if setting in settings}
         column = "text" if file_format == "text" else text_column
@@ -165,7 +173,7 @@ def _with_formats(files: list[File], folder: str | None, format: str) -> list[tu
     if format != "auto":
         return [(file, format) for file in files]
     if folder is not None:
-        data_files = [file for file in files if file.extension in EXTENSIONS]
+        data_files = _data_files(files)
         formats = {EXTENSIONS[file.extension] for file in data_files}
         if len(formats) > 1:
             raise DataError(
@@ -176,10 +184,25 @@ def _with_formats(files: list[File], folder: str | None, format: str) -> list[tu
             raise DataError(
                 f"The folder {folder} holds pictures, videos or sounds and no file that says what is to be learnt of "
                 "them. Put a file metadata.csv beside them with the columns file_name and text, or file_name, question "
-                "and answer, a row for each."
+                "and answer, a row for each; or sort them into a folder for each class."
+            )
+        if formats == {"text"} and (media := next((file for file in files if kind_of(file.url)), None)):
+            raise DataError(
+                f"The folder {folder} holds texts, such as {data_files[0].name}, beside pictures, videos or sounds, "
+                f"such as {media.name}, and nothing says how they belong together. Give {folder}/*.txt for the texts "
+                "alone, or put a file metadata.csv there with the columns file_name and text."
             )
         files = data_files or files
     return [(file, _format_of(file)) for file in files]
+
+
+def _class_folder(files: list[File], folder: str | None, format: str) -> ClassFolder | None:  # noqa: A002
+    """The reader of a folder that holds nothing but media in folders for their classes; None for anything else."""
+    return None if folder is None or format != "auto" or _data_files(files) else class_folder(files, folder)
+
+
+def _data_files(files: list[File]) -> list[File]:
+    return [file for file in files if file.extension in EXTENSIONS]
 
 
 def _format_of(file: File) -> str:

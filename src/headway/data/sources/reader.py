@@ -53,6 +53,11 @@ class Reader(ABC):
     def __init__(self, file: File) -> None:
         self.file = file
 
+    @property
+    def name(self) -> str:
+        """What messages call the file: its path or URL."""
+        return self.file.url
+
     def stream(self, start: int = 0) -> Iterator[Raw]:
         """Rows in order, from `start` on; a file that is damaged or empty ends with a row that says so."""
         last: Raw | None = None

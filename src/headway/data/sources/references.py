@@ -7,7 +7,7 @@ import os
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -74,13 +74,22 @@ class RowMedia:
         members: media stored with the row; they wait too, unless the row names them.
         folder: folder of the row's file.
         rules: which media may be named.
+        decoded: media that were decoded before, by their words; shared where a row is read several times.
 
     Raises:
         DataError: a column holds something else.
     """
 
-    def __init__(self, fields: Mapping[str, Any], members: Mapping[str, bytes], folder: str, rules: MediaRules) -> None:
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        members: Mapping[str, bytes],
+        folder: str,
+        rules: MediaRules,
+        decoded: dict[tuple[bool, str], Media] | None = None,
+    ) -> None:
         self._root, self._rules = rules.root or folder, rules
+        self._decoded = {} if decoded is None else decoded
         self._members = {name: Media(data=data) for name, data in members.items()}
         self._num_placed = dict.fromkeys(KINDS, 0)
         self._columns = {kind for kind in KINDS if any(name in fields for name in _COLUMNS[kind])}
@@ -161,8 +170,7 @@ class RowMedia:
             return Media(frames=tuple(self._media("image", frame) for frame in value), frames_per_s=frames_per_s)
         if not isinstance(value, str):
             raise DataError(f'a part of type "{kind}" needs a string "{kind}", got {shortened(value)}.')
-        data = inline_bytes(kind, value) if value.startswith("data:") else pasted_bytes(kind, value)
-        return Media(data=data) if data is not None else self._elsewhere(kind, value)
+        return self._decode(kind, value, is_base64=False) or self._elsewhere(kind, value)
 
     def _described(self, kind: str, value: Mapping[str, Any], frames_per_s: float) -> Media:
         """Media of an object that holds or names them."""
@@ -174,8 +182,22 @@ class RowMedia:
             )
         content = value[key]
         if key in _ENCODED and isinstance(content, str) and not content.startswith("data:"):
-            return Media(data=base64_bytes(kind, content))
+            media = self._decode(kind, content, is_base64=True)
+            assert media is not None
+            return media
         return self._media(kind, content, frames_per_s)
+
+    def _decode(self, kind: str, words: str, *, is_base64: bool) -> Media | None:
+        """Media within the row's words, decoded once however often it is read; None where the words name them."""
+        if (is_base64, words) not in self._decoded:
+            if is_base64:
+                data: bytes | None = base64_bytes(kind, words)
+            else:
+                data = inline_bytes(kind, words) if words.startswith("data:") else pasted_bytes(kind, words)
+            if data is None:
+                return None
+            self._decoded[is_base64, words] = Media(data=data)
+        return replace(self._decoded[is_base64, words])  # every place of a row has an item of its own
 
     def _elsewhere(self, kind: str, name: str) -> Media:
         """Media that stand outside the row's words: a member of the sample, a path or an address."""

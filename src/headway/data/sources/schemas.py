@@ -6,11 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headway.data.media.sizes import MediaSizes
-from headway.data.samples import Chat, Document, MediaPart, Message, Origin, Part, Sample, TextPart
+from headway.data.samples import Chat, Document, Media, MediaPart, Message, Origin, Part, Sample, TextPart, unlearnt
+from headway.data.sources import preferences
+from headway.data.sources.classes import LABEL, with_class
 from headway.data.sources.json_rows import shortened, words_of
-from headway.data.sources.marks import check_columns_of, check_words
+from headway.data.sources.marks import GRADES, check_columns_of, check_words, grade_of
 from headway.data.sources.messages import json_value, read_tools, read_turns
 from headway.data.sources.parts import split_markers
+from headway.data.sources.preferences import LAYOUTS, Layout
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import KINDS, MediaRules, RowMedia, kind_of
 from headway.errors import ConfigError, DataError
@@ -18,7 +21,7 @@ from headway.errors import ConfigError, DataError
 COLUMNS = (
     "messages", "conversations", "system", "tools", "prompt", "completion", "instruction", "input", "output", "history",
     "question", "answer", "text", "input_ids", "image", "images", "video", "videos", "audio", "audios",
-    "chat_template_kwargs",
+    "chat_template_kwargs", *GRADES, *preferences.COLUMNS,
 )  # fmt: skip
 """Names of columns that the schemas read."""
 
@@ -38,18 +41,20 @@ ALIASES = (
     {"input": "question", "output": "answer"},
     {"prompt": "prompt", "response": "completion"},
     {"instruction": "instruction", "response": "output"},
+    {"instruction": "instruction", "completion": "output"},
+    {"question": "question", "completion": "answer"},
     {"conversation": "conversations"},
     {"texts": "conversations"},
 )
 """Columns of other tools and what they are here, where a row has none of a schema's own; the first that fits is taken.
 
-Source: ms-swift's query and response, and conversation; the_cauldron's and FineVision's texts.
+Source: ms-swift's query and response, and conversation; the_cauldron's and FineVision's texts; axolotl's completion.
 """
 
-SCHEMAS = ("auto", *NEEDS, "caption", "text")
+SCHEMAS = ("auto", *NEEDS, "caption", "text", *preferences.SCHEMAS)
 """Values of `schema`; "auto" takes the one whose columns a row has."""
 
-VERSION = 3
+VERSION = 4
 """Raised when rows come to be other samples, or can be used that could not be, so that no index says otherwise."""
 
 
@@ -93,45 +98,91 @@ class Normaliser:
         row_fields = with_own_names(renamed(row.fields, self.columns) if self.columns else row.fields)
         if self.names_files and (kind := kind_of(str(row_fields.get("file_name")))) is not None:
             row_fields = {kind: row_fields["file_name"], **row_fields}
+        layout = self._layout_of({name: value for name, value in row_fields.items() if value is not None})
+        if layout is None:
+            return self._read(self.schema, row_fields, row.members, origin, {})
+        # A row of preferences is a row of a chat for each answer, with the same null columns.
+        empty = {name: None for name, value in row_fields.items() if value is None}
+        rows = layout.rows({name: value for name, value in row_fields.items() if value is not None}, layout.columns)
+        decoded: dict[tuple[bool, str], Media] = {}
+        chats: list[Chat] = []
+        for chat_row in rows:
+            chat = self._read("auto", empty | chat_row, row.members, origin, decoded)
+            if not isinstance(chat, Chat):
+                raise DataError(
+                    f"the row has {' and '.join(layout.columns)}, of a preference, beside a document, which answers "
+                    "nothing. Remove it, or give a chat."
+                )
+            chats.append(preferences.beginning_as(chat, chats))
+        return preferences.preference_of(chats, is_explicit=all("completion" in chat_row for chat_row in rows))
+
+    def _layout_of(self, fields: Mapping[str, Any]) -> Layout | None:
+        """The layout of a row of preferences; None of any other row."""
+        if self.schema not in ("auto", *preferences.SCHEMAS):
+            return None
+        layouts = [layout for layout in LAYOUTS if layout.is_of(fields)]
+        if self.schema != "auto":
+            layout = next((layout for layout in layouts if layout.schema == self.schema), None)
+            if layout is None:
+                raise _lacks_columns(fields, {self.schema: preferences.SCHEMAS[self.schema]})
+            return layout
+        mapped = self.columns.keys()
+        if mapped and layouts:  # what is mapped is meant
+            of_mapped = [layout for layout in layouts if mapped & {*layout.columns}]
+            others = any(mapped & {*names} and all(name in fields for name in names) for names in NEEDS.values())
+            layouts = of_mapped or ([] if others or self.text_column in mapped else layouts)
+        return next(iter(layouts), None)
+
+    def _read(
+        self,
+        schema: str,
+        row_fields: Mapping[str, Any],
+        members: Mapping[str, bytes],
+        origin: Origin,
+        decoded: dict[tuple[bool, str], Media],
+    ) -> Chat | Document:
+        """A row of a chat or of a document; `decoded` as `RowMedia` takes it."""
         fields = {name: value for name, value in row_fields.items() if value is not None}
-        if self.text_column in row_fields and not _has_schema(fields):
-            fields.setdefault(self.text_column, "")  # of a corpus, which has rows without words
-        media = RowMedia(row_fields, row.members, self.folder, self.rules)
-        schema = self._schema_of(fields, media)
+        media = RowMedia(row_fields, members, self.folder, self.rules, decoded)
+        if not has_schema(fields):
+            if schema == "auto" and (not self.columns or LABEL in self.columns):
+                row_fields = with_class(row_fields, self.text_column, has_media=any(map(media.waits, KINDS)))
+                fields = {name: value for name, value in row_fields.items() if value is not None}
+            if self.text_column in row_fields:
+                fields.setdefault(self.text_column, "")  # of a corpus, which has rows without words
+        schema = self._schema_of(schema, fields, media)
         is_chat = schema not in ("tokens", "text")
         others = {name: value for name, value in fields.items() if name != self.text_column}
         check_columns_of(others, is_chat=is_chat, is_mapped=bool(self.columns))
         if schema == "tokens":
-            sample: Sample = Document(_token_ids(fields), origin)
+            sample: Chat | Document = Document(_token_ids(fields), origin)
         elif schema == "text":
             sample = Document(self._words(fields), origin)
         else:
-            messages = self._messages(schema, fields, media)
+            messages, grade = self._messages(schema, fields, media), grade_of(row_fields)
+            if grade is not None:
+                messages = preferences.only_answer(messages)
             check_words(fields, messages)
-            sample = Chat(messages, origin, read_tools(fields.get("tools")), _template_kwargs(fields), self.sizes)
+            sample = Chat(
+                messages, origin, read_tools(fields.get("tools")), _template_kwargs(fields), self.sizes, grade
+            )
         media.finish()
         return sample
 
-    def _schema_of(self, fields: dict[str, Any], media: RowMedia) -> str:
+    def _schema_of(self, schema: str, fields: dict[str, Any], media: RowMedia) -> str:
         has_media = any(media.waits(kind) for kind in KINDS)
         needs = NEEDS | {"caption": (self.text_column,), "text": (self.text_column,)}
-        if self.schema == "auto":
+        if schema == "auto":
             schemas = [name for name, columns in needs.items() if all(column in fields for column in columns)]
             schemas = [
                 name for name in schemas if self.columns.keys() & {*needs[name]}
             ] or schemas  # what is mapped is meant
             if schemas:
                 return "text" if schemas[0] == "caption" and not has_media else schemas[0]
-        elif all(column in fields for column in needs[self.schema]):
-            return self.schema
+        elif all(column in fields for column in needs[schema]):
+            return schema
         check_columns_of(fields, is_chat=True, is_mapped=False)
-        wanted = needs if self.schema == "auto" else {self.schema: needs[self.schema]}
-        allowed = "; ".join(f"{' and '.join(columns)} ({name})" for name, columns in wanted.items())
-        raise DataError(
-            f"got {shortened(fields)}, but the row needs the columns of a schema: {allowed}. The row has "
-            f"{', '.join(fields) or 'no columns'}; say which of them is which with columns, such as "
-            "{question: Frage, answer: Antwort}, or name the schema and its text column."
-        )
+        raise _lacks_columns(fields, needs | preferences.SCHEMAS if schema == "auto" else {schema: needs[schema]})
 
     def _messages(self, schema: str, fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
         # A caption is an answer to the media alone.
@@ -173,6 +224,16 @@ class Normaliser:
         if not isinstance(words, str):
             raise DataError(f'"{self.text_column}" is {shortened(words)}, but a document must be a string of words.')
         return words
+
+
+def _lacks_columns(fields: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> DataError:
+    """The error of a row that has the columns of none of some schemas."""
+    allowed = "; ".join(f"{' and '.join(columns)} ({name})" for name, columns in needs.items())
+    return DataError(
+        f"got {shortened(dict(fields))}, but the row needs the columns of a schema: {allowed}. The row has "
+        f"{', '.join(fields) or 'no columns'}; say which of them is which with columns, such as "
+        "{question: Frage, answer: Antwort}, or name the schema and its text column."
+    )
 
 
 def _template_kwargs(fields: dict[str, Any]) -> dict[str, Any]:
@@ -221,10 +282,7 @@ def _prompt_completion(prompt: Any, completion: Any, media: RowMedia) -> tuple[M
         )
     messages = read_turns([*prompt_turns, *completion_turns], "messages", media)
     shown = messages[: len(prompt_turns)]  # of which TRL learns nothing either
-    return (
-        tuple(replace(turn, learnt=False) if turn.role == "assistant" else turn for turn in shown)
-        + (messages[len(prompt_turns) :])
-    )
+    return unlearnt(shown) + messages[len(prompt_turns) :]
 
 
 def _alpaca(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
@@ -300,7 +358,7 @@ def check_columns(columns: Mapping[str, str]) -> None:
             )
 
 
-def _has_schema(fields: Mapping[str, Any]) -> bool:
+def has_schema(fields: Mapping[str, Any]) -> bool:
     """Whether a row has the columns of a schema of more than a text."""
     return any(all(name in fields for name in columns) for columns in NEEDS.values())
 
@@ -312,8 +370,13 @@ def with_own_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     {'id': 1, 'question': '1 + 1?', 'answer': '2'}
     """
     present = {name: value for name, value in fields.items() if value is not None}
-    if _has_schema(present):
+    if has_schema(present):
         return fields
+    if isinstance(present.get("completion"), list) and "prompt" not in present:  # axolotl's KTO: a whole chat
+        return {
+            **{name: value for name, value in fields.items() if name != "completion"},
+            "messages": fields["completion"],
+        }
     for alias in ALIASES:
         if alias.keys() <= present.keys():
             others = {name: value for name, value in fields.items() if name not in alias}

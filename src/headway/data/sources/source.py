@@ -2,16 +2,19 @@
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
+from typing import Any
 
 from headway.data.media.images import Picture
 from headway.data.media.sizes import MediaSizes
-from headway.data.samples import Chat, Origin, Sample, SampleError
+from headway.data.samples import Chat, Origin, Sample, SampleError, best_answered
+from headway.data.sources.classes import CAPTIONS
 from headway.data.sources.marks import unread_keys
+from headway.data.sources.preferences import num_ties, read_columns
 from headway.data.sources.reader import Raw, Reader
-from headway.data.sources.schemas import COLUMNS, Normaliser, renamed, with_own_names
+from headway.data.sources.schemas import COLUMNS, Normaliser, has_schema, renamed, with_own_names
 from headway.errors import DataError
 
 _DIM = 65536 // 8  # of 16 bits
@@ -37,7 +40,7 @@ class Shard:
     @property
     def name(self) -> str:
         """Path or URL of the file."""
-        return self.reader.file.url
+        return self.reader.name
 
     def rows(self, start: int = 0) -> Iterator[tuple[int, Sample | SampleError]]:
         """Rows from `start` on with their places in the file; one that cannot be used is its error.
@@ -60,15 +63,31 @@ class Shard:
         Args:
             most: how many rows are looked at.
         """
-        columns, unread = self.normaliser.columns, set[str]()
+        unread = set[str]()
+        for fields in self._first(most):
+            columns_read = {*COLUMNS, *read_columns(fields), self.normaliser.text_column}
+            if not has_schema(fields) and self.normaliser.text_column not in fields:
+                columns_read |= {*CAPTIONS}
+            unread |= unread_keys(fields, columns_read)
+        return unread
+
+    def num_ties(self, most: int) -> int:
+        """Answers of ranked lists in the file's first rows that are left out, as they are no worse than the best.
+
+        Args:
+            most: how many rows are looked at.
+        """
+        return sum(map(num_ties, self._first(most)))
+
+    def _first(self, most: int) -> Iterator[Mapping[str, Any]]:
+        """The columns of the first rows that can be read."""
+        columns = self.normaliser.columns
         for raw in islice(self.reader.stream(), most):
             try:
                 row = {} if isinstance(raw.content, DataError) else self.reader.parse(raw.content).fields
-                fields = with_own_names(renamed(row, columns) if columns else row)
+                yield with_own_names(renamed(row, columns) if columns else row)
             except DataError:
                 continue  # told when the row is used
-            unread |= unread_keys(fields, {*COLUMNS, self.normaliser.text_column})
-        return unread
 
     def dim_picture(self, most: int) -> str | None:
         """Note on 16-bit grey of which only the lowest values are used, as of X-rays of 12 bits.
@@ -77,7 +96,8 @@ class Shard:
             most: how many rows are looked at.
         """
         for _, sample in islice(self.rows(), most):
-            for media in sample.images if isinstance(sample, Chat) else ():
+            text = None if isinstance(sample, SampleError) else best_answered(sample)
+            for media in text.images if isinstance(text, Chat) else ():
                 if media.path is not None and "://" in media.path:
                     continue  # nothing is fetched for a note
                 try:
@@ -176,7 +196,7 @@ class Source:
         return self.shards[number], int(row) - self.starts[number]
 
     def notes(self, rows: int = 20, files: int = 16) -> list[str]:
-        """Notes on the first files: keys that nobody looks at, images that come out nearly black.
+        """Notes on the first files: keys that nobody looks at, ties that are left out, images nearly black.
 
         Args:
             rows: how many of each file are looked at.
@@ -187,11 +207,20 @@ class Source:
             if unread := shard.unread_keys(rows):
                 by_keys.setdefault(tuple(sorted(unread)), []).append(shard.name)
         dim = [note for shard in self.shards[:files] if (note := shard.dim_picture(_PICTURED_ROWS)) is not None]
-        return dim[:1] + [
-            f"{names[0]}{f' and {len(names) - 1} more files' * (len(names) > 1)}: {', '.join(keys)} "
-            f"{'are' if len(keys) > 1 else 'is'} not looked at (docs/data.md has the keys that are)"
-            for keys, names in by_keys.items()
-        ]
+        ties = sum(shard.num_ties(rows) for shard in self.shards[:files])
+        tied = (
+            f"{self.name}: {ties} answers of its first rows are left out, as good as the best, unrated or the same as "
+            "another (docs/data.md)"
+        )
+        return (
+            dim[:1]
+            + [tied] * (ties > 0)
+            + [
+                f"{names[0]}{f' and {len(names) - 1} more files' * (len(names) > 1)}: {', '.join(keys)} "
+                f"{'are' if len(keys) > 1 else 'is'} not looked at (docs/data.md has the keys that are)"
+                for keys, names in by_keys.items()
+            ]
+        )
 
     def fingerprint(self) -> str:
         """A digest of every file's name, size and time of change, and of how rows become samples.

@@ -64,7 +64,7 @@ def heavy_pack(evidence: StepEvidence) -> Observation | None:
 
 
 def slow_rank(evidence: StepEvidence) -> Observation | None:
-    """Ranks that wait for one, always the same, that takes longer for the same work."""
+    """Ranks that wait for one, always the same and in most steps, that takes longer for the same work."""
     return _waited_for(
         evidence,
         _SLOW_CAUSES,
@@ -108,6 +108,12 @@ def _waited_for(
     rank = max(of_rank, key=of_rank.__getitem__)
     if is_one_rank:
         if of_rank[rank] < _MOSTLY * ns:
+            return None
+        # A rank that is slow is so in most steps: what it cost in a single one counts as the median step has it.
+        late = {step for step, wait in waits.items() if wait.rank == rank}
+        usual_ns = median(costs[step.step] if step.step in late else 0 for step in evidence.steps)
+        ns = min(ns, round(usual_ns * len(evidence.steps)))
+        if not ns:
             return None
         # Where ranks take cores from each other, one is late by chance for a part of what each of them waits for cores.
         if evidence.is_cpu and ns < _BY_CHANCE * evidence.core_wait_ns:

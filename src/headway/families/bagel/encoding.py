@@ -27,7 +27,19 @@ from headway.data.media.media_reader import MediaReader
 from headway.data.media.placeholders import MAX_CHARACTERS
 from headway.data.media.tensors import MediaTensors, joined_media
 from headway.data.pack_times import charged_to
-from headway.data.samples import NOTHING, Chat, Document, ImagePart, Media, Sample, SampleLengths, TextPart, unusable
+from headway.data.samples import (
+    NOTHING,
+    Chat,
+    Document,
+    ImagePart,
+    Media,
+    Prompt,
+    Sample,
+    SampleLengths,
+    TextPart,
+    supervised,
+    unusable,
+)
 from headway.errors import ConfigError, DataError
 from headway.families.bagel.configuration import BagelConfig
 from headway.families.bagel.layout import lay_out
@@ -152,7 +164,7 @@ class DrawingEncoder(Encoder):
             key=sample.origin.key,
         )
 
-    def encode_prompt(self, sample: Sample) -> EncodedSample:
+    def encode_prompt(self, sample: Prompt) -> EncodedSample:
         """Encode a chat up to its last assistant turn, or a document to be continued, opened for words to follow.
 
         Raises:
@@ -204,7 +216,7 @@ class DrawingEncoder(Encoder):
         return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
 
     def _plan(self, sample: Sample, *, decodes: bool) -> _Planned:
-        planned = _Planned()
+        planned, sample = _Planned(), supervised(sample)
         if isinstance(sample, Document):
             if not sample.is_blank:
                 self._text(planned, sample.content, sample.where, learns=True)

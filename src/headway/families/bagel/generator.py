@@ -14,7 +14,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from headway.answer.generate import Completion, Decoding, with_answer
 from headway.answer.model_folder import OpenedModel
-from headway.data.samples import Sample
+from headway.data.samples import Prompt
 from headway.families.bagel.encoding import DrawingEncoder
 
 
@@ -42,7 +42,7 @@ class PackedGenerator:
         self._ends = {self._encoder.text_ids("")[-1], self.tokenizer.eos_token_id}
 
     def answer(
-        self, prompts: Sequence[Sample], decoding: Decoding, *, batch: int = 1, streamer: Any = None
+        self, prompts: Sequence[Prompt], decoding: Decoding, *, batch: int = 1, streamer: Any = None
     ) -> Iterator[Completion]:
         """Answer prompts, in order; arguments as `Generator.answer`.
 
@@ -55,7 +55,7 @@ class PackedGenerator:
 
     @torch.no_grad()
     def _generated(
-        self, prompts: Sequence[Sample], decoding: Decoding, drawn: torch.Generator, streamer: Any
+        self, prompts: Sequence[Prompt], decoding: Decoding, drawn: torch.Generator, streamer: Any
     ) -> list[Completion]:
         # all prompts in one pack; its keys and values stay in the cache, with the prompt that each belongs to
         encoded = [self._encoder.encode_prompt(with_answer(prompt)) for prompt in prompts]

@@ -1,26 +1,28 @@
-"""Spread the experts of a mixture over processes, and carry every row to its expert and back.
+"""Spread the experts of a mixture over processes; `headway.models.parallel.dispatch` carries slots there and back.
 
-Tensor letters: S rows of this process, R rows that it receives, E experts of a layer, L experts of this process,
-P processes of the expert group, D hidden size.
+Tensor letters: T slots of this process, D hidden size.
 
 Each process keeps an equal share of a layer's experts. Their parameters become DTensors of the whole tensor's shape,
-cut along the experts, so that checkpoints, exports and norms see one tensor. A process' rows go to the processes that
-keep their experts in one all-to-all and come back in another; nothing is dropped, whatever the router chose. The
-gradients of a process' experts are then those of the whole group's rows.
+cut along the experts, so that checkpoints, exports and norms see one tensor. Slots go to the processes that keep their
+experts, and sums of what these made of them come back; nothing is dropped, whatever the router chose. The gradients of
+a process' experts are then those of the whole group's slots. Where a block has shared experts behind the others, they
+compute while slots travel.
 """
 
+import inspect
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.func import functional_call
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from headway.errors import ConfigError
-from headway.models.experts import apply_experts, experts_of, sizes_of, use_experts
-from headway.models.grouped import permute_rows
+from headway.models.experts import experts_of, use_experts
+from headway.models.parallel.dispatch import run_spread_experts
 
 
 def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -38,73 +40,96 @@ def spread_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         ConfigError: the model has no experts, or experts that transformers does not dispatch; or the number of
             processes does not divide the number of experts; or something else learns inside them.
     """
-    layers = experts_of(model)
+    layers: dict[str, Any] = {**experts_of(model)}  # torch types attributes as modules
     if not layers:
         raise ConfigError(_no_experts(model))
     for name, module in layers.items():
         _check(name, module, mesh.size())
-    for module in layers.values():
+    use_experts(model)
+    for path, module in layers.items():
+        shared = shared_path_of(model.get_submodule(path.rpartition(".")[0]), module)
+        module.shared_path = None if shared is None else SharedPath(shared)
         for name, parameter in list(module.named_parameters(recurse=False)):
             spread = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
-        module.apply_rows = _exchange
-    use_experts(model)
+        module.run_spread = run_spread_experts
 
 
-@torch.compiler.disable(reason="how many rows arrive is known when they do")  # type: ignore[no-untyped-call, untyped-decorator]
-def _exchange(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """Have each row worked on by the process that keeps its expert.
-
-    How many rows go where is exchanged first, and the host waits for those numbers: the one wait of a layer.
+class SharedPath:
+    """A module beside the experts that reads what they read: it computes while rows are on their way.
 
     Args:
-        module: the layer's experts.
-        rows_SD: sorted by expert, shape (S, D); process p of the group keeps the p-th share of the experts.
-        ends_E: where the rows of each expert end [rows], int32, shape (E,).
-
-    Returns:
-        What the experts made of this process' rows, in their order, shape (S, D).
+        module: called behind the experts; its `forward` then hands over what was computed ahead.
     """
-    mesh: DeviceMesh = module.down_proj.device_mesh
-    group = mesh.get_group()
-    # How many rows go to each process, and come from each, for each of its experts.
-    sent_PL = sizes_of(ends_E).view(mesh.size(), -1)
-    received_PL = torch.empty_like(sent_PL)
-    dist.all_to_all_single(received_PL, sent_PL, group=group)
-    sent_P, received_P = torch.stack((sent_PL.sum(1), received_PL.sum(1))).tolist()
 
-    arrived_RD = _Send.apply(rows_SD, received_P, sent_P, group)  # type: ignore[no-untyped-call]  # torch's own
-    # They come sorted by sender, then by expert; the grouped product wants them by expert alone.
-    local_L = torch.arange(sent_PL.shape[1], device=rows_SD.device)
-    expert_R = local_L.repeat(mesh.size()).repeat_interleave(received_PL.flatten(), output_size=sum(received_P))
-    sorted_R, order_R = expert_R.sort(stable=True)
-    place_R = order_R.argsort()
-    ends_L = received_PL.sum(0).cumsum(0, dtype=torch.int32)
-    out_RD = apply_experts(module, permute_rows(arrived_RD, order_R, place_R), ends_L, sorted_R)
-    # Back into the order of arrival, and each to its sender.
-    out_SD: torch.Tensor = _Send.apply(permute_rows(out_RD, place_R, order_R), sent_P, received_P, group)  # type: ignore[no-untyped-call]
-    return out_SD
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._ahead: tuple[StorageWeakRef, torch.Tensor] | None = None
+        module.forward = self._forward
 
+    def compute_ahead(self, x_TD: torch.Tensor) -> None:
+        """Compute the path of what the experts read."""
+        self._ahead = _storage_of(x_TD), self._compute(x_TD)
 
-class _Send(torch.autograd.Function):
-    """Send consecutive rows to the processes of a group; gradients are sent back the same way."""
+    @torch.compiler.disable(reason="what was computed ahead is taken")  # type: ignore[no-untyped-call, untyped-decorator]
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        computed, self._ahead = self._ahead, None
+        if computed is not None and computed[0] == _storage_of(x):
+            return computed[1].view_as(x)
+        return self._compute(x)
 
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, received_P: list[int], sent_P: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.way_back = sent_P, received_P, group
-        return _all_to_all(rows, received_P, sent_P, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _all_to_all(grads[0], *ctx.way_back), None, None, None
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = type(self._module).forward(self._module, x)
+        return out
 
 
-def _all_to_all(rows: torch.Tensor, received_P: list[int], sent_P: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    arrived = rows.new_empty(sum(received_P), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), received_P, sent_P, group=group)
-    return arrived
+def _storage_of(x: torch.Tensor) -> StorageWeakRef:
+    """Name a tensor's memory, which views share, on the meta device too."""
+    return StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own
+
+
+def shared_path_of(parent: nn.Module, experts: nn.Module) -> nn.Module | None:
+    """Find the module that a block calls behind its experts with what these are given, as shared experts are.
+
+    The block is tried on the meta device, so no rule goes by names. A path that is called before the router leaves
+    nothing to compute while rows travel, and is not found.
+
+    Args:
+        parent: the block.
+        experts: its module of experts, switched to "headway_experts".
+    """
+    arguments = inspect.signature(parent.forward).parameters.values()
+    needed = [argument for argument in arguments if argument.default is argument.empty]
+    if len(needed) != 1:  # a block that wants more than hidden states
+        return None
+    reads: list[StorageWeakRef] = []  # of the experts, once they have been called
+    paths: list[nn.Module] = []
+
+    def stand_in(_module: nn.Module, hidden_TD: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        reads.append(_storage_of(hidden_TD))
+        return torch.empty_like(hidden_TD)
+
+    def note(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        is_path = len(args) == 1 and isinstance(out, torch.Tensor) and out.shape == args[0].shape
+        if is_path and reads == [_storage_of(args[0])]:
+            paths.append(module)
+
+    config: Any = experts.config
+    weight = experts.get_parameter("down_proj")
+    hidden = torch.empty(1, 2, config.hidden_size, dtype=weight.dtype, device="meta")
+    on_meta = {name: x.to("meta") for name, x in (*parent.named_parameters(), *parent.named_buffers())}
+    hooks = [child.register_forward_hook(note) for child in parent.children() if child is not experts]
+    experts.run_spread = stand_in  # type: ignore[assignment]  # torch types attributes as modules
+    try:
+        with torch.no_grad():
+            functional_call(parent, on_meta, hidden)
+    except (RuntimeError, ValueError):  # a block that reads values, or takes another shape
+        return None
+    finally:
+        del experts.run_spread
+        for hook in hooks:
+            hook.remove()
+    return paths[0] if len(paths) == 1 else None
 
 
 def _check(name: str, module: nn.Module, processes: int) -> None:

@@ -18,11 +18,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 from transformers import PreTrainedModel
 
+from headway.errors import ConfigError
 from headway.models.blocks import Block, blocks
 from headway.models.parallel.mesh import Mesh
 from headway.models.waits import keep_on_host
+
+_SHARDS_BYTES = (2, 13)
+"""The torch whose FSDP2 was seen to shard and gather parameters that are no floats; 2.11 does not."""
 
 
 def shard_model(
@@ -46,7 +51,11 @@ def shard_model(
         reshard: whether a block's gathered weights are freed after its forward and gathered again for its backward.
         offload: whether weights, gradients and optimizer state stay in the host's memory, for devices other than CPUs.
         vision: the tower that runs on every pack of every process or on none; other towers join the root.
+
+    Raises:
+        ConfigError: weights that are held in 4 or 8 bits, with a torch that cannot shard them.
     """
+    _refuse_bytes(model)
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
@@ -116,6 +125,20 @@ def model_name(model: nn.Module) -> str:
     """The name of a model's own class."""
     with own_classes(model):
         return type(model).__name__
+
+
+def _refuse_bytes(model: nn.Module) -> None:
+    """Refuse weights that are held in bytes where FSDP2 takes floats alone (torch 2.11).
+
+    Raises:
+        ConfigError: there are such weights.
+    """
+    takes_bytes = TorchVersion(torch.__version__) >= _SHARDS_BYTES
+    if not takes_bytes and not all(parameter.is_floating_point() for parameter in model.parameters()):
+        raise ConfigError(
+            f"model.base among several processes needs torch {'.'.join(map(str, _SHARDS_BYTES))} or later, and this is "
+            f"torch {torch.__version__}, which shards floats alone. Train on one process, or take model.base out."
+        )
 
 
 def _regular_blocks(model: PreTrainedModel, vision: nn.Module | None) -> list[Block]:

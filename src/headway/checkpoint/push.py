@@ -1,0 +1,178 @@
+"""Send a model folder to the Hugging Face Hub, by huggingface_hub's own client, its token and its settings.
+
+What can be refused is refused before a model is exported, and what is exported stays where it is, whatever the Hub
+says.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, if not declared
+
+from headway import hub
+from headway.errors import HubError, UsageError, first_line
+from headway.models.lora import ADAPTER_CONFIG
+from headway.words import Argument
+
+_HttpError: type[Exception] = HfHubHTTPError.__bases__[0]  # of httpx or httpx2, whichever the client is built on
+_TOKEN = "HF_TOKEN names one in the environment, `hf auth login` stores one; huggingface.co/settings/tokens makes it"
+
+
+@dataclass(frozen=True)
+class HubRepo:
+    """A repository for a model, which may be there already.
+
+    Attributes:
+        repo_id: OWNER/NAME.
+        is_there: whether it is.
+    """
+
+    repo_id: str
+    is_there: bool
+
+
+def find_repo(name: str, *, private: bool, update: bool) -> HubRepo:
+    """Find out whether a model may be sent to a name, before anything is made or sent.
+
+    Args:
+        name: OWNER/NAME, or NAME for the token's own user.
+        private: whether a new repository is to be private.
+        update: whether one that is there gets another commit.
+
+    Raises:
+        UsageError: no such name can be, it is taken, there is none to update, or there is no token.
+        HubError: the Hub cannot be reached, or refuses the token.
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UsageError(
+            Argument("push_to_hub", name), f" is no name on the Hub: {error} Write OWNER/NAME, such as me/digits."
+        ) from error
+    if (obstacle := hub.obstacle_to_hub()) is not None:
+        raise HubError(f"the Hub is out of reach: {obstacle}. Nothing was made or sent.")
+    if get_token() is None:
+        raise UsageError(Argument("push_to_hub", name), f" needs a token that may write, and there is none: {_TOKEN}.")
+    api = HfApi()
+    with _hub_errors(name, "Nothing was made or sent."):
+        user = api.whoami()
+        if _role(user) == "read":
+            raise HubError(f"the token of {user['name']} may only read. Take one that may write: {_TOKEN}.")
+        repo_id = name if "/" in name else f"{user['name']}/{name}"
+        is_there = api.repo_exists(repo_id)
+    if is_there and not update:
+        raise UsageError(
+            Argument("push_to_hub", name),
+            f" is taken: {hub.endpoint()}/{repo_id} is there already. Give another name, or ",
+            Argument("update", True),
+            ", which adds a commit to it.",
+        )
+    if not is_there and update:
+        raise UsageError(f"there is no repository {repo_id} to update. Leave ", Argument("update", True), " out.")
+    if is_there and private:
+        raise UsageError(
+            Argument("private", True),
+            f" has no effect on {repo_id}, which is there already. Leave it out, or change it in the settings of "
+            f"{hub.endpoint()}/{repo_id}.",
+        )
+    return HubRepo(repo_id, is_there)
+
+
+def refuse_local_base(folder: Path) -> None:
+    """Refuse adapters whose base model is a folder of this machine, which nobody else has.
+
+    Args:
+        folder: of a model or of adapters.
+
+    Raises:
+        UsageError: they are such adapters.
+    """
+    path = folder / ADAPTER_CONFIG
+    base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path") if path.is_file() else None
+    if base is not None and (Path(base).exists() or Path(base).is_absolute() or base.count("/") != 1):
+        raise UsageError(
+            f"the adapters belong to the model {base}, a folder of this machine that nobody else has. Add them into "
+            "its weights with ",
+            Argument("merge_adapters", True),
+            ", or train with the base model's name on the Hub as model.path.",
+        )
+
+
+def push(folder: Path, repo: HubRepo, *, private: bool, message: str) -> str:
+    """Send a model folder, to a repository that is made if it is not there.
+
+    Args:
+        folder: of a model or of adapters; it stays.
+        repo: from `find_repo`.
+        private: whether a new repository is private; else as the Hub's settings of its owner say.
+        message: of the commit, or of each where the client sends it in several.
+
+    Returns:
+        The page of the repository.
+
+    Raises:
+        HubError: the Hub refuses it, or cannot be reached; the message says how to go on.
+    """
+    api = HfApi()
+    with _hub_errors(repo.repo_id, _again(folder, repo)):
+        if not repo.is_there:
+            api.create_repo(repo.repo_id, private=True if private else None)
+    with _hub_errors(repo.repo_id, _again(folder, HubRepo(repo.repo_id, is_there=True))):
+        api.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message=message)
+    return f"{hub.endpoint()}/{repo.repo_id}"
+
+
+def _again(folder: Path, repo: HubRepo) -> str:
+    command = f"`headway export {folder} --push-to-hub {repo.repo_id}`"
+    if repo.is_there:
+        command = f"`headway export {folder} --push-to-hub {repo.repo_id} --update`"
+    return f"The model in {folder} is complete and stays there; {command} sends it again."
+
+
+def _role(user: dict[str, Any]) -> str:
+    token = (user.get("auth") or {}).get("accessToken") or {}
+    return str(token.get("role", ""))
+
+
+@contextmanager
+def _hub_errors(name: str, way_on: str) -> Iterator[None]:
+    """Put what the client raises into words.
+
+    Args:
+        name: of the repository.
+        way_on: what is there, and what to do.
+
+    Raises:
+        HubError: the Hub refused something, or did not answer.
+    """
+    try:
+        yield
+    except (HfHubHTTPError, _HttpError, OSError, RuntimeError, ValueError) as error:
+        cause: BaseException = error  # where the client sends files side by side, the error of one is behind its own
+        while not isinstance(cause, _HttpError) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise HubError(f"{_reason(cause, name)} {way_on}") from error
+
+
+def _reason(error: BaseException, name: str) -> str:
+    response = getattr(error, "response", None)
+    if not isinstance(error, _HttpError):
+        return f"the Hub's client could not send {name}: {first_line(error).rstrip('.')}."
+    if response is None:
+        return f"the connection to {hub.endpoint()} broke: {first_line(error).rstrip('.')}."
+    message = (getattr(error, "server_message", None) or "").strip().rstrip(".")
+    message = f" ({message})" if message else ""
+    reasons = {
+        401: f"the Hub does not know the token{message}. {_TOKEN}.",
+        403: f"the token may not write to {name}{message}. Take a name of your own or of your organisation, or another "
+        f"token: {_TOKEN}.",
+        404: f"the Hub has no {name} that this token may see{message}.",
+        409: f"{name} is taken by now{message}.",
+    }
+    return reasons.get(response.status_code, f"the Hub answered {response.status_code} to {name}{message}.")

@@ -1,0 +1,181 @@
+"""The part of `headway plan` that compares offers: which devices, how many of them, what they cost."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway.cli.output import print_result
+from headway.cli.plan_text import SCHEMA_VERSION
+from headway.errors import UsageError
+from headway.log.working import working
+from headway.report import (
+    Column,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_share,
+    render_lines,
+    render_pairs,
+    render_table,
+)
+
+if TYPE_CHECKING:
+    from headway.cli.run_length import RunLength
+    from headway.config import TrainConfig
+    from headway.count import CostModel
+    from headway.count.activations import SavedActivations
+    from headway.devices import Device
+    from headway.packing.lengths import LengthTable
+    from headway.predict.offers import Offer, OfferResult, OfferSearch
+    from headway.predict.speeds import Speeds
+
+
+def chosen_offers(
+    price_list: Path | None, device: "Device | None", price: float | None, others: Mapping[str, Any]
+) -> "tuple[Offer, ...]":
+    """The offers to compare: those of a price list, or the one device that has a price.
+
+    Args:
+        price_list: its file.
+        device: the only one to look at.
+        price: of a device-hour, where there is no list.
+        others: options that cannot take effect beside, by name.
+
+    Raises:
+        UsageError: two prices or none, or an option that cannot take effect.
+    """
+    from headway.predict.offers import Offer, of_device, read_offers
+
+    for key, value in others.items():
+        if value:
+            name, text = f"--{key}".replace("_", "-"), value[0] if isinstance(value, list) else value
+            raise UsageError(
+                f"{name} {text} cannot take effect beside --price-list or --within, which plan devices of several "
+                "kinds and numbers from the table alone. Leave it out."
+            )
+    if price_list is not None and price is not None:
+        raise UsageError(f"--price {price:g} and --price-list {price_list} both say what devices cost; give one.")
+    if price_list is not None:
+        offers = read_offers(price_list)
+        return offers if device is None else of_device(offers, device)
+    if device is None or price is None:
+        raise UsageError("--within needs prices: give --price-list FILE, or --device and --price.")
+    return (Offer(device, price),)
+
+
+def print_offers(search: "OfferSearch", offers: "Sequence[Offer]", *, as_json: bool) -> None:
+    """Plan each offer and print them, the cheapest first, then why others are not among them."""
+    with working(f"planning {len(offers)} offers"):
+        results = search.run(offers)
+    print_result(lambda: _record(search, results), lambda: _text(search, results), as_json=as_json)
+
+
+def _record(search: "OfferSearch", results: "Sequence[OfferResult]") -> dict[str, Any]:
+    runs = sorted((run for result in results for run in result.runs), key=lambda run: run.cost.expected)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": search.cost_model.name,
+        "within_s": search.within_s,
+        "lengths": runs[0].size.packs.lengths,
+        "runs": [run.to_dict() for run in runs],
+        "others": [
+            {
+                "device": result.offer.device.title,
+                "offer": result.offer.name or None,
+                "why": result.why,
+                "fastest": result.fastest and result.fastest.to_dict(),
+            }
+            for result in results
+            if not result.runs
+        ],
+    }
+
+
+def _text(search: "OfferSearch", results: "Sequence[OfferResult]") -> str:
+    """The runs as a table, the cheapest first; then a line for each offer that has none."""
+    runs = sorted((run for result in results for run in result.runs), key=lambda run: run.cost.expected)
+    first = runs[0]
+    pairs = [
+        ("model", search.cost_model.name),
+        ("train on", f"{format_count(round(first.tokens))} tokens"),
+        ("within", "any time" if search.within_s is None else format_duration(search.within_s)),
+        ("packs", f"{format_count(search.config.data.tokens_per_pack)} tokens"),
+        ("lengths", first.size.packs.lengths.partition(":")[0]),
+    ]
+    columns = [Column("cost"), Column("devices", "left"), *map(Column, ("time", "at worst", "MFU", "memory"))]
+    columns += [Column("tokens a step"), Column("settings that make it fit", "left")]
+    rows = [
+        [
+            f"{run.cost.expected:,.4g}",
+            f"{run.size.devices:,} x {run.offer.title}",
+            format_duration(run.seconds.expected),
+            format_duration(run.seconds.worst),
+            format_share(run.size.time.mfu.expected),
+            format_bytes(run.size.memory.peak),
+            format_count(round(run.size.time.tokens)),
+            " ".join(run.settings) or "-",
+        ]
+        for run in runs
+    ]
+    parts = [render_pairs(pairs), render_table(columns, rows)]
+    if missing := [f"{result.offer.title}: {result.why}." for result in results if not result.runs]:
+        when = "Not in time" if search.within_s is not None else "Not possible"
+        parts.append(f"{when}\n{render_lines(missing)}")
+    parts.append(
+        render_lines(
+            [
+                "Cost and time are expected ones; --json has the best and the worst case too. A step's tokens grow "
+                "with the devices; learning rate and batch are yours to judge.",
+                "Of each offer: the fewest devices that are in time, and the next more. Failures, evaluations, "
+                "checkpoints and loading data take time besides.",
+            ]
+        )
+    )
+    return "\n\n".join(parts)
+
+
+def plan_offers(
+    offers: "Sequence[Offer]",
+    recipe: "tuple[TrainConfig, CostModel, Mapping[str, SavedActivations]]",
+    samples: "tuple[RunLength, tuple[str, LengthTable] | None, Path | None]",
+    bounds: tuple[float | None, int | None],
+    speeds_of: "Callable[[TrainConfig, CostModel, Device, int], Speeds]",
+    *,
+    as_json: bool,
+) -> None:
+    """Look for the devices that train a run in time, and print them.
+
+    Args:
+        offers: devices and prices.
+        recipe: configuration, cost model and what autograd saves of the model.
+        samples: how long the run is, its samples where the plan section has none, and the file of their lengths, if
+            there is one.
+        bounds: time that the run may take [days], and number of devices; None for any.
+        speeds_of: gives the rates of a device, or of so many of them.
+        as_json: one JSON object instead of tables.
+
+    Raises:
+        UsageError: a run without an end, or of reinforcement learning.
+        PlanError: no device is in time.
+    """
+    from headway.predict.offers import MOST_DEVICES, OfferSearch
+
+    (config, cost_model, saved), (ends, table, lengths), (within, devices) = recipe, samples, bounds
+    if config.plan.rollout is not None:
+        raise UsageError(
+            "--price-list and --within plan no rollouts: plan.rollout is set. Plan one --device at a time."
+        )
+    if not ends.is_given:
+        raise UsageError("--price-list and --within are for a whole run; give its --samples, --tokens or --epochs.")
+    rows = ends.rows(table, lengths)
+    search = OfferSearch(
+        config,
+        cost_model,
+        saved,
+        table,
+        lambda packs: ends.total(packs, rows) or 0.0,
+        lambda kind: speeds_of(config, cost_model, kind, devices or MOST_DEVICES),
+        None if within is None else 86400 * within,
+        devices,
+    )
+    print_offers(search, offers, as_json=as_json)

@@ -1,0 +1,315 @@
+"""Frozen weights held in 4 or 8 bits, beside which adapters learn (QLoRA): `model.base`.
+
+A weight becomes one tensor of bytes under its own name: codes, their scales, and the scales' factors. Products read the
+weight that the bytes stand for, in their own dtype; it is made for the product and let go of, and made again in
+backward, which needs it once more. So outputs and gradients are those of a model whose weights are the dequantised
+ones, bit for bit, and between products only the bytes are held.
+
+Why not a library's tensor: torchao's NF4 (0.18, a prototype whose place moves) takes matrices alone, no stack of
+experts, shards only rows that divide evenly, and is closed to torch.compile; bitsandbytes' cannot be sharded by FSDP2,
+which gathers its bytes without what describes them. Plain bytes need nothing of FSDP2, checkpoints or the compiler.
+The codes are bitsandbytes' to the bit.
+
+Tensor letters: O rows of a weight, I columns, E experts, B blocks of 64 values, F factors, S rows sorted by expert.
+
+Source: Dettmers et al. 2023, QLoRA (arXiv:2305.14314), section 3 and appendix E. The scales' codes are whole numbers,
+127 for the largest of 256 scales less the mean, where the paper takes floats of 8 bits.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from headway.count.quantised import AT_ONCE, BASES, BLOCK, SCALES, Base, matrix_bytes
+from headway.devices.cpu_products import linear, product
+from headway.models.grouped import grouped_linear
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Values of the 16 codes: quantiles of a normal distribution, scaled to -1 and 1. Source: QLoRA, appendix E."""
+
+_LARGEST = 127  # code of 8 bits
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of the bytes of a weight.
+
+    Attributes:
+        base: how they are coded.
+        shape: of the weight: (O, I), or (E, ...) of experts, whose bytes are a row for each.
+    """
+
+    base: Base
+    shape: tuple[int, ...]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor of bytes."""
+        *stack, rows, columns = self.shape
+        return (*stack, matrix_bytes(self.base, rows, columns))
+
+    def quantise(self, weight: torch.Tensor) -> torch.Tensor:
+        """Make the bytes of a weight; shapes as `shape` and `stored_shape` say."""
+        matrices = weight.detach().reshape(-1, *self.shape[-2:])
+        code = _to_int8 if self.base == "int8" else _to_nf4
+        return torch.stack([code(matrix.float()) for matrix in matrices]).view(self.stored_shape)
+
+    def dequantise(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Make the weight that bytes stand for; worked out in float32 and rounded once."""
+        num_bytes, values = stored.shape[-1], math.prod(self.shape[-2:])
+        rows = stored.reshape(-1, num_bytes)
+        flat = _from_int8(rows, self.shape[-2], dtype) if self.base == "int8" else _from_nf4(rows, values, dtype)
+        return flat.view(-1, *self.shape[1:]) if len(self.shape) > 2 else flat.view(self.shape)
+
+
+def layouts_by_size(sizes: Mapping[str, tuple[torch.Size, torch.Size]]) -> dict[str, Layout]:
+    """Find how tensors of bytes hold weights, all of them in one way, by what sizes they have.
+
+    Args:
+        sizes: shapes of the bytes and of the weight, by name.
+
+    Returns:
+        Nothing where no way has these sizes.
+    """
+    for base in BASES:
+        layouts = {name: Layout(cast(Base, base), tuple(shape)) for name, (_, shape) in sizes.items()}
+        if all(layouts[name].stored_shape == tuple(stored) for name, (stored, _) in sizes.items()):
+            return layouts
+    return {}
+
+
+def layouts_of(module: nn.Module) -> dict[str, Layout]:
+    """Layouts of a module's own weights that are held in bytes, by name."""
+    layouts: dict[str, Layout] = vars(module).get("quantised", {})
+    return layouts
+
+
+def layouts_by_name(model: nn.Module) -> dict[str, Layout]:
+    """The same of a whole model, by the full names of its parameters."""
+    return {
+        f"{path}.{name}": layout
+        for path, module in model.named_modules()
+        for name, layout in layouts_of(module).items()
+    }
+
+
+class QuantisedLinear(nn.Linear):
+    """A linear layer whose frozen weight is held in bytes."""
+
+    quantised: dict[str, Layout]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  the name that torch gives it
+        """Multiply as a plain layer does whose weight is the dequantised one."""
+        device = input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        bias: nn.Parameter | None = self.bias  # torch's annotation leaves None out
+        layout = self.quantised["weight"]
+        multiply: Any = _Linear.apply  # torch leaves it untyped
+        x_TI = input.to(dtype).flatten(0, -2)
+        out_TO = multiply(x_TI, self.weight, None if bias is None else bias.to(dtype), layout.base, layout.shape)
+        return cast(torch.Tensor, out_TO.view(*input.shape[:-1], self.out_features))
+
+
+def multiply_rows(
+    rows_SD: torch.Tensor, stored: torch.Tensor, ends_E: torch.Tensor, layout: Layout, *, is_transposed: bool
+) -> torch.Tensor:
+    """Multiply every row by its expert's matrix, as `grouped_linear` does with the dequantised ones.
+
+    Args:
+        rows_SD: sorted by expert, in the dtype of the product.
+        stored: bytes of the experts' matrices, a row for each expert of this process.
+        ends_E: where the rows of each expert end [rows].
+        layout: of the bytes.
+        is_transposed: as for `grouped_linear`.
+    """
+    multiply: Any = _Grouped.apply  # torch leaves it untyped
+    result: torch.Tensor = multiply(rows_SD, stored, ends_E, layout.base, layout.shape, is_transposed)
+    return result
+
+
+def hold(model: nn.Module, layouts: dict[str, Layout]) -> None:
+    """Give parameters without values memory for bytes, by name."""
+    for name, layout in layouts.items():
+        path, _, own = name.rpartition(".")
+        module: Any = model.get_submodule(path)
+        stored = torch.empty(layout.stored_shape, dtype=torch.uint8, device="meta")
+        module.register_parameter(own, nn.Parameter(stored, requires_grad=False))
+        module.quantised = layouts_of(module) | {own: layout}
+        if type(module) is nn.Linear:
+            module.__class__ = QuantisedLinear
+
+
+def _to_nf4(matrix: torch.Tensor) -> torch.Tensor:
+    """Code a matrix: the mean of its scales and the factors of their codes, the scales' codes, two codes to a byte."""
+    values = matrix.flatten()
+    blocks_B64 = F.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+    scales_B = blocks_B64.abs().amax(1)
+    # the nearest of the 16 values, by what lies half way between them
+    table = torch.tensor(NF4, device=matrix.device)
+    codes = torch.bucketize(blocks_B64 / _divisor(scales_B)[:, None], (table[1:] + table[:-1]) / 2, out_int32=True)
+    # scales once more: their distances from the mean, in whole numbers
+    mean = scales_B.mean()
+    distances = F.pad(scales_B - mean, (0, -len(scales_B) % SCALES)).view(-1, SCALES)
+    factors_F = distances.abs().amax(1) / _LARGEST
+    scale_codes = (distances / _divisor(factors_F)[:, None]).round().to(torch.int8).flatten()[: len(scales_B)]
+    head = torch.cat([mean[None], factors_F]).view(torch.uint8)
+    pairs = codes.to(torch.uint8).view(-1, 2)
+    return torch.cat([head, scale_codes.view(torch.uint8), pairs[:, 0] << 4 | pairs[:, 1]])
+
+
+def _from_nf4(stored: torch.Tensor, values: int, dtype: torch.dtype) -> torch.Tensor:
+    """Decode matrices of so many values each, a row of bytes for each; shape (E, values)."""
+    stack, blocks = len(stored), -(-values // BLOCK)
+    factors = -(-blocks // SCALES)
+    head = (
+        stored[:, : 4 * (1 + factors)].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    )  # where it lies, floats may not begin
+    scale_codes = stored[:, 4 * (1 + factors) :][:, :blocks].contiguous().view(torch.int8)
+    factors_B = head[:, 1:].repeat_interleave(SCALES, 1)[:, :blocks]
+    scales = (scale_codes * factors_B).add_(head[:, :1]).flatten()
+    codes = stored[:, 4 * (1 + factors) + blocks :].reshape(stack * blocks, BLOCK // 2)
+    # so many at a time that what they are worked out in stays small
+    table, step = _pairs(codes.device), max(1, AT_ONCE // BLOCK)
+    out = torch.empty(stack * blocks, BLOCK, dtype=dtype, device=stored.device)
+    for start in range(0, len(codes), step):
+        part = slice(start, start + step)
+        decoded = F.embedding(codes[part].int(), table).flatten(1)
+        out[part] = decoded.mul_(scales[part, None])
+    return out.view(stack, -1)[:, :values].reshape(stack, values)
+
+
+@functools.cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    """Values of both codes of each byte, shape (256, 2)."""
+    table = torch.tensor(NF4, device=device)
+    return torch.stack([table.repeat_interleave(16), table.repeat(16)], 1)
+
+
+def _to_int8(matrix: torch.Tensor) -> torch.Tensor:
+    """Code a matrix: a scale for each row, then a code for each value."""
+    scales_O = matrix.abs().amax(1) / _LARGEST
+    codes = (matrix / _divisor(scales_O)[:, None]).round().to(torch.int8)
+    return torch.cat([scales_O.view(torch.uint8), codes.view(torch.uint8).flatten()])
+
+
+def _from_int8(stored: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Decode matrices of so many rows each; shape (E, values)."""
+    scales = stored[:, : 4 * rows].clone(memory_format=torch.contiguous_format).view(torch.float32).flatten()
+    codes = stored[:, 4 * rows :].view(torch.int8).reshape(len(scales), -1)
+    out = torch.empty(codes.shape, dtype=dtype, device=stored.device)
+    step = max(1, AT_ONCE // codes.shape[1])
+    for start in range(0, len(codes), step):
+        part = slice(start, start + step)
+        out[part] = codes[part].float().mul_(scales[part, None])
+    return out.view(len(stored), -1)
+
+
+def _divisor(scales: torch.Tensor) -> torch.Tensor:
+    """Scales to divide by; that of values that are all zero is 1."""
+    return torch.where(scales == 0, 1.0, scales)
+
+
+class _Linear(torch.autograd.Function):
+    """Rows times a weight that is held in bytes; only the bytes are kept for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TI: torch.Tensor, stored: torch.Tensor, bias_O: torch.Tensor | None, base: Base, shape: Any
+    ) -> torch.Tensor:
+        ctx.save_for_backward(stored)
+        ctx.layout = base, shape
+        return _run("linear", x_TI, stored, bias_O, base, shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (stored,) = ctx.saved_tensors
+        grad = _run("product", grad_TO, stored, *ctx.layout) if ctx.needs_input_grad[0] else None
+        return grad, None, None, None, None
+
+
+class _Grouped(torch.autograd.Function):
+    """Rows times their experts' matrices, which are held in bytes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_SD: torch.Tensor,
+        stored: torch.Tensor,
+        ends_E: torch.Tensor,
+        base: Base,
+        shape: Any,
+        turned: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(stored, ends_E)
+        ctx.layout = base, shape, turned
+        return _run("grouped", rows_SD, stored, ends_E, base, shape, turned)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_SF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        stored, ends_E = ctx.saved_tensors
+        base, shape, turned = ctx.layout
+        grad = _run("grouped", grad_SF, stored, ends_E, base, shape, not turned) if ctx.needs_input_grad[0] else None
+        return grad, None, None, None, None, None
+
+
+def _run(name: str, *arguments: Any) -> torch.Tensor:
+    """Multiply; for the compiler in one operation, which it cannot take apart to keep dequantised weights."""
+    run: Any = getattr(torch.ops.headway, f"quantised_{name}") if torch.compiler.is_compiling() else _PRODUCTS[name]
+    result: torch.Tensor = run(*arguments)
+    return result
+
+
+def _linear(x_TI: torch.Tensor, stored: torch.Tensor, bias_O: torch.Tensor | None, base: Base, shape: Any) -> Any:
+    return linear(x_TI, Layout(base, tuple(shape)).dequantise(stored, x_TI.dtype), bias_O)
+
+
+def _product(grad_TO: torch.Tensor, stored: torch.Tensor, base: Base, shape: Any) -> torch.Tensor:
+    return product(grad_TO, Layout(base, tuple(shape)).dequantise(stored, grad_TO.dtype))
+
+
+def _grouped(
+    rows_SD: torch.Tensor, stored: torch.Tensor, ends_E: torch.Tensor, base: Base, shape: Any, turned: bool
+) -> torch.Tensor:
+    weight = Layout(base, tuple(shape)).dequantise(stored, rows_SD.dtype)
+    return grouped_linear(rows_SD.contiguous(), weight, ends_E, is_transposed=turned)
+
+
+_PRODUCTS: dict[str, Callable[..., Any]] = {"linear": _linear, "product": _product, "grouped": _grouped}
+for _name, _signature in {
+    "linear": "(Tensor x, Tensor stored, Tensor? bias, str base, int[] shape) -> Tensor",
+    "product": "(Tensor grad, Tensor stored, str base, int[] shape) -> Tensor",
+    "grouped": "(Tensor rows, Tensor stored, Tensor ends, str base, int[] shape, bool turned) -> Tensor",
+}.items():
+    torch.library.define(f"headway::quantised_{_name}", _signature)
+    torch.library.impl(f"headway::quantised_{_name}", ("CPU", "CUDA"), _PRODUCTS[_name])
+
+
+def _linear_of_shapes(x_TI: torch.Tensor, _stored: torch.Tensor, _bias: Any, _base: str, shape: Any) -> torch.Tensor:
+    return x_TI.new_empty(x_TI.shape[0], shape[0])
+
+
+def _product_of_shapes(grad_TO: torch.Tensor, _stored: torch.Tensor, _base: str, shape: Any) -> torch.Tensor:
+    return grad_TO.new_empty(grad_TO.shape[0], shape[1])
+
+
+def _grouped_of_shapes(
+    rows_SD: torch.Tensor, _stored: torch.Tensor, _ends: Any, _base: str, shape: Any, turned: bool
+) -> torch.Tensor:
+    return rows_SD.new_empty(rows_SD.shape[0], shape[2 if turned else 1])
+
+
+torch.library.register_fake("headway::quantised_linear", _linear_of_shapes)
+torch.library.register_fake("headway::quantised_product", _product_of_shapes)
+torch.library.register_fake("headway::quantised_grouped", _grouped_of_shapes)

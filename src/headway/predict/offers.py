@@ -1,0 +1,335 @@
+"""Devices with their prices: which of them, and how many, train a run within a time, and at what cost.
+
+Each offer is planned on 1, 2, 4, ... devices, as `headway plan --scale` plans each size: with its real packs, memory,
+exchanges and time. Where a size does not fit, the settings that `ways_to_fit` finds are tried, but for those that
+change what is trained: adapters, and packs that samples exceed.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headway.config import TrainConfig, with_overrides
+from headway.config.read import load_yaml
+from headway.count import CostModel
+from headway.count.activations import SavedActivations
+from headway.devices import Device, named_device
+from headway.errors import HeadwayError, PlanError, UnknownDeviceError, first_line
+from headway.files import SETTINGS_BYTES, read_text
+from headway.packing.lengths import LengthTable
+from headway.predict.collectives import Link, Links
+from headway.predict.dry_run import Packs, learning_model, room_of
+from headway.predict.scale import Scaling, SizedRun
+from headway.predict.speeds import Cases, Speeds
+from headway.report import format_bytes, format_duration
+from headway.report.quantity import MONEY, examples, parse_number
+
+MOST_DEVICES = 1024
+"""Of one offer, where its list says no other number."""
+_FORMS = "a mapping as `H100: 2.5`, a list with device and price in each entry, or CSV with these two columns"
+_KEYS = ("device", "price", "most", "offer")
+_NEVER_FASTER = 0.8  # of the time that a number of devices takes by proportion; more memory may save recomputation
+_SHOWN = 2  # sizes of an offer: the smallest that is in time, and the next one, which is faster
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Devices of a kind at a price.
+
+    Attributes:
+        device: of the table.
+        price: of a device-hour, in any currency.
+        most: devices that can be had.
+        name: of who offers them; "" for nobody.
+    """
+
+    device: Device
+    price: float
+    most: int = MOST_DEVICES
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        """Name for people."""
+        return f"{self.device.title} ({self.name})" if self.name else self.device.title
+
+
+@dataclass(frozen=True)
+class PricedRun:
+    """A run on so many devices of an offer.
+
+    Attributes:
+        offer: what it runs on.
+        size: memory and time of a step.
+        settings: that make it fit, as assignments; none where it fits as it is.
+        tokens: to train on.
+        seconds: of the whole run [s].
+        cost: of it, in the currency of the price.
+    """
+
+    offer: Offer
+    size: SizedRun
+    settings: tuple[str, ...]
+    tokens: float
+    seconds: Cases
+    cost: Cases
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; of each time and cost the best, the expected and the worst case."""
+        return {
+            "device": self.offer.device.title,
+            "offer": self.offer.name or None,
+            "price": self.offer.price,
+            "devices": self.size.devices,
+            "settings": [*self.settings],
+            "tokens": self.tokens,
+            "seconds": [*self.seconds],
+            "cost": [*self.cost],
+            "memory_bytes": self.size.memory.peak,
+            "step": self.size.time.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class OfferResult:
+    """Sizes of an offer that are in time, or why none is.
+
+    Attributes:
+        offer: it.
+        runs: the smallest number of devices that is in time first; none where none is.
+        why: a sentence where none is.
+        fastest: that could be planned, where none is in time.
+    """
+
+    offer: Offer
+    runs: tuple[PricedRun, ...]
+    why: str = ""
+    fastest: PricedRun | None = None
+
+
+def read_offers(path: Path) -> tuple[Offer, ...]:
+    """Read a price list: JSON, YAML or CSV.
+
+    Args:
+        path: of the file; `.csv` is CSV, and all else YAML, of which JSON is a part.
+
+    Raises:
+        PlanError: it cannot be read, names a device that is unknown, or has no price for one.
+    """
+    try:
+        text = read_text(path, most=SETTINGS_BYTES)
+        rows = list(csv.DictReader(io.StringIO(text))) if path.suffix.lower() == ".csv" else _entries(load_yaml(text))
+    except OSError as error:
+        raise PlanError(f"the price list {path} cannot be read: {error.strerror or error}. Give {_FORMS}.") from error
+    except (yaml.YAMLError, csv.Error, ValueError, RecursionError) as error:
+        raise PlanError(f"the price list {path} cannot be read: {first_line(error)}. Give {_FORMS}.") from error
+    if not isinstance(rows, list) or not rows:
+        raise PlanError(f"the price list {path} holds no price. Give {_FORMS}.")
+    return tuple(_offer(row, f"{path}, entry {number}") for number, row in enumerate(rows, start=1))
+
+
+def _entries(content: Any) -> Any:
+    """The entries of a list, or of a mapping by device; None of anything else."""
+    if isinstance(content, Mapping):
+        return [
+            {"device": name, **(price if isinstance(price, Mapping) else {"price": price})}
+            for name, price in content.items()
+        ]
+    return content
+
+
+def _offer(row: Any, where: str) -> Offer:
+    if not isinstance(row, Mapping) or row.get("device") in (None, ""):
+        raise PlanError(f"{where} names no device: {_json(row)}. Give {_FORMS}.")
+    name = str(row["device"]).strip()
+    if strange := [str(key) for key in row if key not in _KEYS]:
+        raise PlanError(
+            f"{where} ({name}) has {strange[0]!r}, which means nothing there. Known are {', '.join(_KEYS)}."
+        )
+    try:
+        device = named_device(name)
+    except UnknownDeviceError as error:
+        raise PlanError(f"{where}: ", *error.pieces) from error
+    price = _number(row.get("price"), MONEY)
+    if price is None or not 0 < price < float("inf"):
+        value = row.get("price")
+        what = "no price" if value in (None, "") else f"{_json(value)} as its price"
+        raise PlanError(f"{where}: {name} has {what}. Write the price of one device for an hour, {examples(MONEY)}.")
+    most = row.get("most")
+    count = MOST_DEVICES if most in (None, "") else _number(most, "devices")
+    if not isinstance(count, int) or count < 1:
+        raise PlanError(f"{where}: {name} has {_json(most)} as the most devices. Write a whole number, such as 64.")
+    return Offer(device, float(price), count, str(row.get("offer") or ""))
+
+
+def _number(value: Any, unit: str) -> int | float | None:
+    if type(value) in (int, float):
+        return value  # type: ignore[no-any-return]
+    return parse_number(value, unit) if isinstance(value, str) else None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str)[:80]
+
+
+@dataclass(frozen=True)
+class OfferSearch:
+    """Looks for the sizes of offers that train a run in time.
+
+    Attributes:
+        config: the recipe.
+        cost_model: of its model.
+        saved: what autograd saves of it, by precision.
+        pattern: name and table of the samples; None for those of the recipe's plan section.
+        total: tokens to train on, of packs that are planned.
+        speeds: rates of a device.
+        within_s: time that the run may take [s]; None for any.
+        devices: number of devices; None to look for it.
+    """
+
+    config: TrainConfig
+    cost_model: CostModel
+    saved: Mapping[str, SavedActivations]
+    pattern: tuple[str, LengthTable] | None
+    total: Callable[[Packs], float]
+    speeds: Callable[[Device], Speeds]
+    within_s: float | None = None
+    devices: int | None = None
+
+    def run(self, offers: Sequence[Offer]) -> list[OfferResult]:
+        """Plan each offer.
+
+        Raises:
+            PlanError: no device is in time, or none can be planned; the fastest is named.
+        """
+        results = [self._of(offer) for offer in offers]
+        if any(result.runs for result in results):
+            return results
+        planned = [result.fastest for result in results if result.fastest is not None]
+        if not planned or self.within_s is None:
+            raise PlanError(
+                "no offer can train it: " + "; ".join(f"{result.offer.title}: {result.why}" for result in results) + "."
+            )
+        fastest = min(planned, key=lambda run: run.seconds.expected)
+        raise PlanError(
+            f"no offer trains {fastest.tokens:,.0f} tokens within {format_duration(self.within_s)}. The fastest is "
+            f"{fastest.size.devices:,} x {fastest.offer.title}: {format_duration(fastest.seconds.expected)}, cost "
+            f"{fastest.cost.expected:,.4g}. Allow as much time, train on less, or offer more devices."
+        )
+
+    def _of(self, offer: Offer) -> OfferResult:
+        try:
+            scaling = self._scaling(offer.device)
+        except HeadwayError as error:
+            return OfferResult(offer, (), str(error).rstrip("."))
+        runs: list[PricedRun] = []
+        last: PricedRun | None = None
+        why = ""
+        counts = self._counts(offer, scaling.links)
+        if not counts:
+            return OfferResult(offer, (), f"{self.devices:,} are more than are offered, or than links are known for")
+        for place, count in enumerate(counts):
+            if last is not None and not runs and place < len(counts) - 1 and self._is_too_few(last, count):
+                continue
+            try:
+                run = self._at(offer, scaling, count)
+            except HeadwayError as error:
+                why = str(error).rstrip(".")
+                continue
+            if isinstance(run, str):
+                why = why or run
+                continue
+            last = run
+            if self.within_s is None or run.seconds.expected <= self.within_s:
+                runs.append(run)
+                if len(runs) == _SHOWN:
+                    break
+        if runs or last is None:
+            most = max(counts, default=1)
+            return OfferResult(
+                offer, tuple(runs), (why or "none are planned") + self._limit(offer, scaling.links, most)
+            )
+        took, cost = format_duration(last.seconds.expected), f"{last.cost.expected:,.4g}"
+        why = f"{last.size.devices:,} of them take {took}, cost {cost}"
+        return OfferResult(offer, (), why + self._limit(offer, scaling.links, last.size.devices), last)
+
+    def _limit(self, offer: Offer, links: Links, most: int) -> str:
+        """Why there are no more than so many devices."""
+        if self.devices is not None or most >= MOST_DEVICES:
+            return ""
+        if not links.reaches(2 * most) and offer.most > most:
+            return f"; how more than {most:,} are joined is not known"
+        return "; more are not offered"
+
+    def _counts(self, offer: Offer, links: Links) -> list[int]:
+        """Numbers of devices to plan, ascending."""
+        if self.devices is not None:
+            counts = [self.devices]
+        else:
+            counts = [2**power for power in range(offer.most.bit_length())]
+            counts += [offer.most] if offer.most not in counts else []
+        return [count for count in counts if count <= offer.most and links.reaches(count)]
+
+    def _is_too_few(self, planned: PricedRun, count: int) -> bool:
+        """Whether so many devices are far from being in time, by proportion to a size that was planned."""
+        if self.within_s is None:
+            return False
+        return _NEVER_FASTER * planned.seconds.expected * planned.size.devices / count > self.within_s
+
+    def _scaling(self, device: Device) -> Scaling:
+        if device.memory_bytes is None:
+            raise PlanError("its memory is not known")
+        # Of devices whose links are not known, one alone can be planned.
+        lone = Links(Link(1.0, 0.0), None, 1, device.title, "")
+        links = Links.of_device(device) or lone
+        return Scaling(
+            learning_model(self.config, self.cost_model), self.saved, self.speeds(device), links, device=device
+        )
+
+    def _at(self, offer: Offer, scaling: Scaling, count: int) -> PricedRun | str:
+        """The run on so many devices, with the settings that harm least where it does not fit; or why it does not."""
+        size = scaling.at(self.config, count, self.pattern)
+        if size.fits is not False:
+            return self._priced(offer, size, ())
+        room = room_of(offer.device) or 0
+        for settings in self._harmless(size, room):  # the gentlest first
+            fitting = scaling.at(with_overrides(self.config.to_dict(), settings), count, self.pattern)
+            if fitting.fits:
+                return self._priced(offer, fitting, settings)
+        need = f"{format_bytes(size.memory.peak)} do not fit {format_bytes(room)}"
+        adapters = [way for way in size.ways if any("lora" in setting for setting in way.settings)]
+        return f"{need}{', but adapters would: model.lora' if adapters and adapters[0].peak_bytes <= room else ''}"
+
+    def _harmless(self, size: SizedRun, room: int) -> Iterator[tuple[str, ...]]:
+        """Settings that make a size fit and leave what is trained as it is."""
+        longest = 1 if self.pattern is None else int(self.pattern[1].tokens.max())
+        for way in size.ways:
+            names = dict(setting.partition("=")[::2] for setting in way.settings)
+            cuts = self.pattern is None or int(names.get("data.tokens_per_pack", longest)) < longest
+            is_other = "model.lora.rank" in names or ("data.tokens_per_pack" in names and cuts)
+            if way.devices == size.devices and way.settings and way.peak_bytes <= room and not is_other:
+                yield way.settings
+
+    def _priced(self, offer: Offer, size: SizedRun, settings: tuple[str, ...]) -> PricedRun:
+        tokens = self.total(size.packs)
+        seconds = size.time.seconds.times(tokens / size.time.tokens)
+        return PricedRun(offer, size, settings, tokens, seconds, seconds.times(size.devices * offer.price / 3600))
+
+
+def of_device(offers: Sequence[Offer], device: Device) -> tuple[Offer, ...]:
+    """The offers of one device.
+
+    Raises:
+        PlanError: there are none.
+    """
+    chosen = tuple(offer for offer in offers if offer.device.key == device.key)
+    if not chosen:
+        names = ", ".join(dict.fromkeys(offer.device.title for offer in offers))
+        raise PlanError(f"the price list has no price for {device.title}; it has {names}.")
+    return chosen
