@@ -147,12 +147,12 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         "optim.accumulation": 1,
     }
     batches = setup.batches(conditions.num_packs, is_small=is_small)
-    largest = max(batch.slots for batch in batches), max(batch.workload.patches for batch in batches)
+    packs = [batch.workload for batch in batches]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         layers = case.layers or setup.layers(is_small=is_small)
         if case.layers is None and is_cuda and not is_small:
-            layers = fitting_layers(setup, settings, largest, folder)
+            layers = fitting_layers(setup, settings, packs, folder)
         model_config = setup.config(layers=layers, is_small=is_small)
         config = setup.recipe_for(folder, model_config, settings)
         device = choose_device(config.run)
@@ -163,7 +163,7 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
     optimizer = make_optimizer(model, config.optim, cost_model, Ranks(0, 1))
     parameters = [p for p in model.parameters() if p.requires_grad]
     batches = [batch.to(device) for batch in batches]
-    predicted = predicted_memory(setup, config, cost_model, layers, largest, is_small=is_small)
+    predicted = predicted_memory(setup, config, cost_model, layers, packs, is_small=is_small)
     memory = Memory(device, batches, predicted)
     tell(
         {

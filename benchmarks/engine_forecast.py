@@ -3,26 +3,29 @@
 import re
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_memory import with_layers
-from engine_setups import SETUPS, without_data
+from engine_memory import cost_model_of, predicted_memory, saved_of
+from engine_setups import SETUPS
 from engine_table import attention_kernel
-from headway.count.activations import shipped_activations
-from headway.count.models import load_cost_model
+from headway.count import CostModel, Workload
 from headway.devices import named_device
 from headway.errors import UnknownDeviceError
 from headway.explain.breakdown import NO_ATTENTION, NO_KERNEL, break_down
 from headway.explain.explanation import StepWaterfall
-from headway.predict.dry_run import precision_of, recompute_of, state_of
-from headway.predict.speeds import KERNELS, Speeds
+from headway.predict.dry_run import recompute_of, state_of
+from headway.predict.held import State
+from headway.predict.kernel_bytes import Kernels
+from headway.predict.memory import MemoryPlan
+from headway.predict.speeds import Speeds
 from headway.predict.step_time import StepTimes, StepWork
 from headway.report.step_lines import NAMES
-from headway.tracing import trace
 
 _SETTINGS = {"FlashAttention-2": "torch", "FlashAttention-3": "fa3", "cuDNN's ragged attention": "cudnn"}
+_ONE_PASS = "AdamW on CUDA: in one pass"  # begins the line of a run whose optimizer is one kernel
 _HEAD = "language.head"  # apart from the tower that it stands behind
 OTHERS = "copies, idle, the rest"
 
@@ -49,8 +52,84 @@ class StepLines:
 
     def to_dict(self) -> dict[str, float]:
         """Seconds by name, a tower's being those of its products and attention; they add up to the step."""
-        named = {**self.computed_s, NAMES["memory"]: self.memory_s, NAMES["optimizer"]: self.optimizer_s}
+        return self._with_rest(self.computed_s)
+
+    def by_kind(self) -> dict[str, float]:
+        """Seconds by name, those of products and of attention apart; they add up to the step."""
+        products_s = sum(self.computed_s.values()) - self.attention_s
+        return self._with_rest({"products": products_s, "attention": self.attention_s})
+
+    def _with_rest(self, computed_s: dict[str, float]) -> dict[str, float]:
+        named = {**computed_s, NAMES["memory"]: self.memory_s, NAMES["optimizer"]: self.optimizer_s}
         return {**named, OTHERS: round(self.step_s - sum(named.values()), 9) + 0.0}  # + 0.0: no -0.0
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """A case of a record as `headway plan` sees it: the recipe with its settings, on the packs that it was measured on.
+
+    Attributes:
+        cost_model: of as many layers as ran.
+        times: of the device, and of the optimizer that ran.
+        state: dtypes, and how forward computes.
+        memory: of the device.
+    """
+
+    cost_model: CostModel
+    times: StepTimes
+    state: State
+    memory: MemoryPlan
+    source: str
+
+    @staticmethod
+    def of(case: dict[str, Any], device: str, packs: Sequence[Workload]) -> "PlannedCase":
+        """Read a case as it ran.
+
+        Args:
+            case: its row of the record, of full size.
+            device: as the driver names it.
+            packs: that it was measured on.
+
+        Raises:
+            UnknownDeviceError: the table has no such device.
+        """
+        setup, layers, target = SETUPS[case["setup"]], case["layers"], named_device(device)
+        attention = _SETTINGS.get(attention_kernel(case), "auto")
+        settings = {
+            "run.device": "cuda",
+            "run.dtype": case["dtype"],
+            "speed.attention": attention,
+            "speed.kernels": case["kernels"],
+            "speed.compile": str(case["compiled"]).lower(),
+            "speed.recompute": case["recompute"],
+            "optim.accumulation": 1,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            config = setup.recipe_for(Path(folder), setup.config(layers=layers, is_small=False), settings)
+        cost_model = cost_model_of(setup, layers)
+        ((precision, saved),) = saved_of(setup, config, layers, is_small=False).items()
+        recompute = recompute_of(config, cost_model, {precision: saved}, config.parallel.mesh_shape(1))
+        speeds = Speeds.of_device(target, "bf16", attention=attention)
+        is_one_pass = any(note.startswith(_ONE_PASS) for note in case["notes"])
+        return PlannedCase(
+            cost_model,
+            StepTimes(cost_model, saved, speeds, kernels=Kernels(update="one pass" if is_one_pass else "separate")),
+            state_of(config, precision, recompute),
+            predicted_memory(setup, config, cost_model, layers, packs, is_small=False),
+            f"attention at the rates of speed.attention={attention}; {speeds.source}",
+        )
+
+    def lines(self, pack: Workload) -> StepLines:
+        """Predict a step of one pack."""
+        work = StepWork(flops=self.cost_model.count(pack), pack=pack, packs=1, tokens=pack.tokens)
+        step = self.times.predict(work, self.state)
+        # components by tower; attention's products are components of their own
+        computed, attention_s = Counter[str](), 0.0
+        for name, cases in self.times.computed_s(work, self.state).items():
+            computed[_tower(name)] += cases.expected
+            attention_s += cases.expected if name.endswith(".attention") else 0.0
+        of_key = {line.key: line.seconds.expected for line in step.lines}
+        return StepLines(dict(computed), attention_s, of_key["memory"], of_key["optimizer"], step.step_s, self.source)
 
 
 def predicted_lines(case: dict[str, Any], device: str) -> StepLines | None:
@@ -60,46 +139,16 @@ def predicted_lines(case: dict[str, Any], device: str) -> StepLines | None:
         case: its row of the record, of full size.
         device: as the driver names it.
     """
-    setup, layers = SETUPS[case["setup"]], case["layers"]
+    packs = packs_of(case["setup"], 1)
     try:
-        target = named_device(device)
+        return PlannedCase.of(case, device, packs).lines(packs[0])
     except UnknownDeviceError:
         return None
-    # The recipe with the settings of the case, and the ledger of as many layers as ran.
-    setting = _SETTINGS.get(attention_kernel(case), "auto")
-    attention = setting if setting in KERNELS else "auto"
-    settings = {
-        "run.device": "cuda",
-        "run.dtype": case["dtype"],
-        "speed.kernels": case["kernels"],
-        "speed.compile": str(case["compiled"]).lower(),
-        "speed.recompute": case["recompute"],
-        "optim.accumulation": 1,
-    }
-    model_config = setup.config(layers=layers, is_small=False)
-    with tempfile.TemporaryDirectory() as folder:
-        config = setup.recipe_for(Path(folder), model_config, settings)
-    is_whole = layers == case["of_layers"]
-    cost_model = load_cost_model(setup.model) if is_whole else trace(without_data(model_config))
-    precision = precision_of(config, 1)
-    saved = with_layers(shipped_activations(setup.model, precision), layers)
-    # One pack on one device, at the rates of its table.
-    (batch,) = setup.batches(1, is_small=False)
-    pack = batch.workload
-    speeds = Speeds.of_device(target, "bf16", attention=attention)
-    recompute = recompute_of(config, cost_model, {precision: saved}, config.parallel.mesh_shape(1))
-    state = state_of(config, precision, recompute)
-    times = StepTimes(cost_model, saved, speeds)
-    work = StepWork(flops=cost_model.count(pack), pack=pack, packs=1, tokens=pack.tokens)
-    step = times.predict(work, state)
-    # Components by tower; attention's products are components of their own.
-    computed, attention_s = Counter[str](), 0.0
-    for name, cases in times.computed_s(work, state).items():
-        computed[_tower(name)] += cases.expected
-        attention_s += cases.expected if name.endswith(".attention") else 0.0
-    of_key = {line.key: line.seconds.expected for line in step.lines}
-    source = f"attention at the rates of speed.attention={attention}; {speeds.source}"
-    return StepLines(dict(computed), attention_s, of_key["memory"], of_key["optimizer"], step.step_s, source)
+
+
+def packs_of(setup: str, count: int) -> list[Workload]:
+    """The first packs of a set-up of full size, as the engine's benchmark draws them."""
+    return [batch.workload for batch in SETUPS[setup].batches(count, is_small=False)]
 
 
 def measured_lines(waterfall: StepWaterfall) -> StepLines:

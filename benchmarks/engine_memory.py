@@ -10,11 +10,11 @@ import torch
 
 from engine_setups import Setup, without_data
 from headway.config import TrainConfig
-from headway.count import CostModel
+from headway.count import CostModel, Workload
 from headway.count.activations import SavedActivations, shipped_activations
 from headway.count.models import load_cost_model
 from headway.data.collate import Batch
-from headway.predict.dry_run import USABLE, dry_run, precision_of
+from headway.predict.dry_run import USABLE, learning_model, memory_plan, precision_of
 from headway.predict.memory import MemoryPlan
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
@@ -50,27 +50,42 @@ def _batch_bytes(batch: Batch) -> int:
 
 
 def predicted_memory(
-    setup: Setup, config: TrainConfig, cost_model: CostModel, layers: int, largest: tuple[int, int], *, is_small: bool
+    setup: Setup, config: TrainConfig, cost_model: CostModel, layers: int, packs: Sequence[Workload], *, is_small: bool
 ) -> MemoryPlan:
-    """What `headway train --dry-run` says.
+    """Plan the memory of a case on one device, as `headway train --dry-run` does.
 
     Args:
         setup: of the case.
         config: its recipe, as it trains.
         cost_model: of its model.
         layers: language layers of that model.
-        largest: slots and patches of the largest pack.
+        packs: that it is measured on.
         is_small: whether the model is shrunk, so that nothing ships of it.
     """
-    data = config.data.model_copy(update={"tokens_per_pack": largest[0], "patches_per_pack": largest[1] or None})
-    plan = config.plan.model_copy(update={"mix": None, "lengths": None})
-    config = config.model_copy(update={"data": data, "plan": plan})
+    saved = saved_of(setup, config, layers, is_small=is_small)
+    slots, patches = max(pack.slots for pack in packs), max(pack.patches for pack in packs)
+    of_segments = [[*map(int, pack.segments)] for pack in packs]
+    of_pictures = [[math.prod(map(int, grid)) for grid in pack.grids] for pack in packs]
+    tokens_padded, patches_padded = (
+        max(len(lengths) * max(lengths, default=0) for lengths in of_packs) for of_packs in (of_segments, of_pictures)
+    )
+    learning = learning_model(config, cost_model)
+    return memory_plan(config, learning, saved, 1, slots, patches, (tokens_padded, patches_padded))
+
+
+def saved_of(setup: Setup, config: TrainConfig, layers: int, *, is_small: bool) -> dict[str, SavedActivations]:
+    """What autograd saves of a set-up's model of so many layers, by the precision in which its recipe computes."""
     precision = precision_of(config, 1)
     if is_small:
-        saved = saved_of_config(setup.config(layers=layers, is_small=True), precision)
-    else:
-        saved = with_layers(shipped_activations(setup.model, precision), layers)
-    return dry_run(config, cost_model, {precision: saved}, devices=1, device=None).memory
+        return {precision: saved_of_config(setup.config(layers=layers, is_small=True), precision)}
+    return {precision: with_layers(shipped_activations(setup.model, precision), layers)}
+
+
+def cost_model_of(setup: Setup, layers: int) -> CostModel:
+    """The ledger of a set-up's model of full size with so many language layers."""
+    if layers == setup.layers(is_small=False):
+        return load_cost_model(setup.model)
+    return trace(without_data(setup.config(layers=layers, is_small=False)))
 
 
 def with_layers(saved: SavedActivations, layers: int) -> SavedActivations:
@@ -83,7 +98,7 @@ def with_layers(saved: SavedActivations, layers: int) -> SavedActivations:
     return SavedActivations({name: block for name, block in saved.blocks.items() if stays(name)}, saved.left_out)
 
 
-def fitting_layers(setup: Setup, settings: dict[str, Any], largest: tuple[int, int], folder: Path) -> int:
+def fitting_layers(setup: Setup, settings: dict[str, Any], packs: Sequence[Workload], folder: Path) -> int:
     """As many language layers as the plan fits into the CUDA device's memory.
 
     The plan is a sum over layers that are alike: it is made for all of them and for half, and the rest is a line.
@@ -92,11 +107,9 @@ def fitting_layers(setup: Setup, settings: dict[str, Any], largest: tuple[int, i
     room = USABLE * torch.cuda.get_device_properties(0).total_memory
     needed = {}
     for layers in (whole, whole // 2):
-        model_config = setup.config(layers=layers, is_small=False)
-        config = setup.recipe_for(folder, model_config, settings)
-        is_whole = layers == whole
-        cost_model = load_cost_model(setup.model) if is_whole else trace(without_data(model_config))
-        needed[layers] = predicted_memory(setup, config, cost_model, layers, largest, is_small=False).peak
+        config = setup.recipe_for(folder, setup.config(layers=layers, is_small=False), settings)
+        cost_model = cost_model_of(setup, layers)
+        needed[layers] = predicted_memory(setup, config, cost_model, layers, packs, is_small=False).peak
         if needed[whole] <= room:
             return whole
     a_layer = (needed[whole] - needed[whole // 2]) / (whole - whole // 2)

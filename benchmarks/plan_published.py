@@ -23,15 +23,20 @@ import headway.cli.plan
 from headway.cli.dry_run import saved_of_recipe
 from headway.cli.plan import named_recipe, speeds_of
 from headway.config import TrainConfig
-from headway.count import Workload
+from headway.config.read import with_overrides
+from headway.count import CostModel, Workload
+from headway.count.activations import SavedByPrecision
 from headway.count.units import head_features
 from headway.devices import Device, named_device
 from headway.packing.mesh import MeshShape
 from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges
-from headway.predict.dry_run import dry_run, learning_model
+from headway.predict.dry_run import dry_run, learning_model, memory_plan
 from headway.predict.forecast import Forecaster
-from headway.predict.memory import State
+from headway.predict.held import State
+from headway.predict.kernel_bytes import Kernels
+from headway.predict.memory import MemoryPlan
+from headway.predict.moments import BFLOAT16
 from headway.predict.speeds import ATTENTION_KERNELS, Speeds
 from headway.predict.step_time import TimeLine
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
@@ -107,8 +112,10 @@ def predicted(row: dict[str, Any], models: dict[str, Any], folder: Path) -> dict
     learning, speeds = learning_model(config, cost_model), speeds_of(config, cost_model, device, devices)
     if "attention" in row:
         speeds = with_kernel(speeds, device, row["attention"])
-    # what other engines do: optimizers update in one pass, and dispatchers send as many rows of a token as a row says
-    forecaster = Dispatching(learning, saved, speeds, devices, links, update="one pass")
+    # what other engines do: optimizers update in one pass, some losses are one kernel, rows for experts have kernels
+    # of their own, and dispatchers send as many rows of a token as a row says
+    kernels = Kernels(update="one pass", fuses_loss="loss" in row.get("fused", ()), sorts_rows=False)
+    forecaster = Dispatching(learning, saved, speeds, devices, links, kernels=kernels)
     forecaster.rows_of_token = row.get("rows_of_token")
     time = forecaster.predict(config, planned.packs)
     biases = BIAS_BYTES.keys() if "biases" in row.get("unfused", ()) else ()
@@ -128,8 +135,39 @@ def predicted(row: dict[str, Any], models: dict[str, Any], folder: Path) -> dict
     return {
         "predicted_tokens_per_s": [rate / devices for rate in time.tokens_per_s],
         "predicted_mfu": [language / planned.packs.flops.total * mfu for mfu in time.mfu],
-        "predicted_memory_gib": planned.memory.peak / GIB,
+        "predicted_memory_gib": memory_of(row, config, learning, saved, planned.memory) / GIB,
     }
+
+
+def memory_of(
+    row: dict[str, Any], config: TrainConfig, learning: CostModel, saved: SavedByPrecision, planned: MemoryPlan
+) -> int:
+    """Plan the fullest device's memory as the engine of a row holds it, and as its page prints it [bytes].
+
+    Args:
+        row: `bytes_per_logit` is what its loss holds, or reserves, where that is fullest; `keeps` names linear modules
+            whose results its checkpointing keeps beside attention's; `gradients` may come "at once".
+        config: the recipe.
+        learning: cost model, with adapters in place.
+        saved: what autograd saves of the model, by precision.
+        planned: by the recipe alone.
+    """
+    if "bytes_per_logit" not in row:
+        return planned.peak
+    tokens, features = row["sequence"] * row["micro_batch"], head_features(learning)
+    assert features is not None
+    logits = tokens * features[1]
+    keeps = tuple(row.get("keeps", ()))
+    # without logits: as forward ends, and at the fullest point of backward
+    settings = ["speed.loss_chunk=1", *(["speed.recompute=full,-attention"] if keeps else [])]
+    bare = with_overrides(config.to_dict(), settings)
+    memory = memory_plan(bare, learning, saved, row["devices"], tokens, 0)
+    forward = memory.at("forward")
+    points = [forward.total - forward.parts["head"] + row["bytes_per_logit"] * logits, memory.peak]
+    if row.get("gradients") == "at once":  # beside those of earlier packs, as long as the loop holds logits
+        points.append(memory.always + 2 * memory.gradients + BFLOAT16 * logits)
+    kept = sum(r.forward // (2 * r.features[0]) for r in learning.rows if r.features and r.module.endswith(keeps))
+    return max(points) + (BFLOAT16 * tokens * kept if keeps else 0)
 
 
 class Dispatching(Forecaster):

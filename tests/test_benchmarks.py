@@ -319,17 +319,17 @@ def test_the_time_of_a_profile_is_set_aside(engine_case, monkeypatch, deadline_s
 @pytest.mark.slow
 def test_the_engine_benchmark_runs_as_many_layers_as_the_plan_fits_into_the_device(engine_case, monkeypatch, tmp_path):
     engine_memory = importlib.import_module("engine_memory")
-    setup, largest = engine_case.SETUPS["vqa"], (8_192, 20_000)
+    setup, packs = engine_case.SETUPS["vqa"], [Workload([8_192], images=[(1, 100, 200)])]
     settings = {"run.dtype": "bfloat16-params", "speed.kernels": "torch", "speed.recompute": "full"}
     total = 141 * 10**9
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
-    layers = engine_memory.fitting_layers(setup, settings, largest, tmp_path)
+    layers = engine_memory.fitting_layers(setup, settings, packs, tmp_path)
     needed = []
     for count in (layers, layers + 1):
         model_config = setup.config(layers=count, is_small=False)
         config = setup.recipe_for(tmp_path, model_config, settings)
         cost_model = trace(engine_memory.without_data(model_config))
-        plan = engine_memory.predicted_memory(setup, config, cost_model, count, largest, is_small=False)
+        plan = engine_memory.predicted_memory(setup, config, cost_model, count, packs, is_small=False)
         needed.append(plan.peak)
     assert needed[0] <= engine_memory.USABLE * total < needed[1]
     assert layers < setup.layers(is_small=False)

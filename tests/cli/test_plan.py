@@ -1,6 +1,7 @@
 """`headway plan`: what it prints, what follows from what, and what it refuses."""
 
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -184,6 +185,24 @@ def test_settings_change_the_plan(headway):
 
 
 @pytest.mark.slow
+def test_a_plan_for_hopper_says_what_auto_attention_gains_with_cudnns_package(headway):
+    long = (*MODEL, "--segments", "32768", "--set", "data.tokens_per_pack=32768", "--json")
+
+    def planned(*more):
+        return json.loads(headway(*long, *more).out)
+
+    plan, cudnn = planned(), planned("--set", "speed.attention=cudnn")
+    (note,) = (note for note in plan["notes"] if "speed.attention=auto" in note)
+    (gain,) = re.findall(r"a step, ([\d.]+) % less", note)
+    assert float(gain) == pytest.approx(100 * (1 - cudnn["time"]["step_s"][1] / plan["time"]["step_s"][1]), abs=0.06)
+    assert plan["time"] == planned("--set", "speed.attention=torch")["time"]
+    assert not any("speed.attention" in note for note in cudnn["notes"])
+    short = json.loads(headway(*MODEL, "--segments", "64", "--json").out)
+    assert "would gain nothing" in " ".join(short["notes"])
+    ampere = json.loads(headway("plan", "qwen3-0.6b", "--device", "A100", "--json").out)
+    assert not any("speed.attention" in note for note in ampere["notes"])
+
+
 def test_this_processor_is_measured_at_the_models_sizes_and_kept(headway, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("headway.devices.model_rates._LENGTHS", {"cpu": (16,)})

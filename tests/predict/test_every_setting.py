@@ -39,7 +39,7 @@ MOVES = [
     ("speed.offload=inputs", BOTH, ("speed.recompute=full",)),
     ("speed.kernels=liger", BOTH, ("speed.compile=false",)),
     ("speed.attention=fa3", TIME, ()),
-    ("speed.attention=cudnn", BOTH, ("speed.recompute=full,-attention",)),
+    ("speed.attention=cudnn", BOTH, ("speed.recompute=full,-attention", "data.tokens_per_pack=32768")),
     ("speed.loss_chunk=null", MEMORY, ()),
     ("model.base=nf4", BOTH, ("model.lora.rank=16",)),
     ("model.base=int8", BOTH, ("model.lora.rank=16",)),

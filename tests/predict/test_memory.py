@@ -139,7 +139,9 @@ def test_a_frozen_model_with_adapters_has_gradients_and_moments_of_them_alone():
     adapters = LAYERS * 8 * (2 * (H + H) + 2 * (H + 512) + 3 * (H + 18944))
     assert plan.gradients == 4 * adapters // 4
     assert plan.optimizer == 2 * plan.gradients
-    assert plan.weights == 4 * (PARAMS + adapters) // 4
+    assert (
+        plan.weights == (2 * PARAMS + 4 * adapters) // 4
+    )  # FSDP2 gathers in bfloat16, and so the frozen ones are held
 
 
 def test_experts_over_processes_are_gathered_by_their_share():
@@ -239,7 +241,7 @@ def text_of_81920(**state):
 
 
 def test_gradients_of_a_gated_product_in_place_take_half_the_room():
-    usual, in_place = text_of_81920(), text_of_81920(in_place=True)
+    usual, in_place = text_of_81920(), text_of_81920(liger=True)
     assert usual.peak - in_place.peak == 2 * 18944 * 81_920
     assert usual.at("forward") == in_place.at("forward")
     assert in_place.peak == pytest.approx(96_324_063_232, rel=0.01)

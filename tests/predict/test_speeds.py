@@ -12,7 +12,8 @@ import pytest
 from headway.devices import named_device
 from headway.devices.model_rates import ModelRates
 from headway.errors import PlanError
-from headway.predict.speeds import ATTENTION, PRODUCTS, Cases, Speeds
+from headway.models.attention.ragged import suits
+from headway.predict.speeds import ATTENTION, CUDNN_KEYS, CUDNN_SLOTS, PRODUCTS, Cases, Speeds
 from headway.predict.speeds import MEASURED as AS_MEASURED
 
 H100 = named_device("H100")
@@ -35,6 +36,20 @@ def test_a_device_reaches_the_shares_of_its_peak_that_the_table_has():
     assert attention.expected == pytest.approx(1.2e15 / H100.attention_shares["fa3"] / speeds.peak_flops_per_s)
     with pytest.raises(PlanError, match=r"speed\.attention = 'fa3' does not run on .*A100"):
         Speeds.of_device(named_device("A100"), "bf16", attention="fa3")
+
+
+def test_cudnn_is_planned_where_training_takes_it():
+    h200 = named_device("H200")
+    cudnn, flash = (Speeds.of_device(h200, "bf16", attention=name) for name in ("cudnn", "torch"))
+    assert cudnn.of_pack(CUDNN_SLOTS, CUDNN_KEYS) is cudnn
+    for slots, keys in ((CUDNN_SLOTS - 1, CUDNN_KEYS), (CUDNN_SLOTS, CUDNN_KEYS - 1)):
+        assert cudnn.of_pack(slots, keys).attention_s(1e12, 2e12, keys, 72) == flash.attention_s(1e12, 2e12, keys, 72)
+    assert flash.of_pack(1, 1) is flash
+    # the same bounds in training: a causal query sees half of its segment
+    segments = CUDNN_SLOTS // (2 * CUDNN_KEYS)
+    assert suits(CUDNN_SLOTS, segments, 2 * CUDNN_KEYS, heads=28)
+    assert not suits(CUDNN_SLOTS - 1, segments - 1, 2 * CUDNN_KEYS, heads=28)
+    assert not suits(CUDNN_SLOTS, segments + 1, 2 * CUDNN_KEYS, heads=28)
 
 
 def measured_attention():

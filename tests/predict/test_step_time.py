@@ -12,8 +12,9 @@ from headway.count.activations import SavedActivations, SavedBlock, shipped_acti
 from headway.count.rows import Gradient, Parameter, Row
 from headway.devices import named_device
 from headway.predict.held import State
+from headway.predict.kernel_bytes import Kernels, loss_bytes, routed_values, update_bytes
 from headway.predict.speeds import HEAD_SIZE, PRODUCTS, Cases, Speeds
-from headway.predict.step_time import StepTimes, StepWork, product_shape, shapes_of, update_bytes
+from headway.predict.step_time import StepTimes, StepWork, product_shape, shapes_of
 
 SPEEDS = Speeds("mine", 100.0, Cases.exact(10.0), "", {(8, 4, 2): 50.0}, {8: (20.0, 10.0)}, host_s=0.0)
 EAGER = State(compute_bytes=4)
@@ -198,11 +199,48 @@ def test_steps_take_as_long_as_on_an_h200(case, model, attention, recompute, mos
     took = next(row["step_s"] for row in record["rows"] if row["case"] == case)
     speeds = Speeds.of_device(named_device("H200"), "bf16", attention=attention)
     cost_model = load_cost_model(model)
-    times = StepTimes(cost_model, shipped_activations(model, "bfloat16"), speeds, update="separate")  # as it was then
+    times = StepTimes(
+        cost_model, shipped_activations(model, "bfloat16"), speeds, kernels=Kernels(update="separate")
+    )  # as then
     state = State(weight_bytes=2, moment_bytes=2.0, recompute=recompute, fused=True, chunk=1024)
     packs = [Workload(pack["segments"], images=pack["images"]) for pack in record["packs"][case.partition(",")[0]]]
     steps = [times.predict(StepWork(cost_model.count(pack), pack, 1, pack.tokens), state).step_s for pack in packs]
     assert sum(steps) / len(steps) == pytest.approx(took, rel=most)
+
+
+def test_a_loss_moves_the_operands_of_its_operations():
+    model = load_cost_model("qwen3-vl-30b-a3b")
+    width, vocabulary = 2048, 151_936
+    held = State(weight_bytes=2)
+    torch, fused = (loss_bytes(model, 8192, held, fused=is_fused) for is_fused in (False, True))
+    # to float32 and back; three reads and a write of log-softmax, which is exponentiated in place
+    assert torch == 8192 * vocabulary * (6 + 16 + 8 + 6) + width * vocabulary * (4 + 8 + 6 + 4)
+    assert fused == 8192 * vocabulary * (2 + 2 + 2) + width * vocabulary * (4 + 6 + 4 + 4)
+    # the head's elementwise kernels of this pack took 14.8 ms on a H200, at some 0.8 of its 4.8 TB/s
+    assert torch / (0.8 * 4.8e12) == pytest.approx(14.8e-3, rel=0.12)
+    frozen = model.freeze(("lm_head.weight",))
+    assert torch - loss_bytes(frozen, 8192, held, fused=False) == width * vocabulary * 22
+    assert loss_bytes(tiny(), 8192, held, fused=False) == 0
+
+
+def test_rows_for_experts_are_sorted_and_added_up_by_index():
+    model, pack = load_cost_model("qwen3-vl-30b-a3b"), Workload([8192])
+    activations = shipped_activations("qwen3-vl-30b-a3b", "bfloat16")
+    speeds = Speeds.of_device(named_device("H200"), "bf16")
+
+    def memory_s(model, recompute, **kernels):
+        times = StepTimes(model, activations, speeds, kernels=Kernels(**kernels))
+        step = times.predict(StepWork(model.count(pack), pack, 1, 8192), State(recompute=recompute, fused=True))
+        return seconds(step)["memory"]
+
+    for recompute, sorts in (("none", 1), ("full", 2)):
+        added = memory_s(model, recompute) - memory_s(model, recompute, sorts_rows=False)
+        # of 48 layers: eight rows of 2,048 numbers a token, twice at 0.22 of the rate; its router's choice and sorts
+        slower = 2 * 2 * 8 * 2048 * 8192 / (0.8 * 4.8e12) * (1 / 0.22 - 1)
+        assert added == pytest.approx(48 * (slower + sorts * (110e-6 + 8192 * 8.5e-9)))
+    dense = load_cost_model("qwen3-8b")
+    assert routed_values(dense) == {}
+    assert {*routed_values(load_cost_model("deepseek-v2-lite")).values()} == {6 * 2048}  # shared ones are not chosen
 
 
 def test_an_update_counts_the_bytes_of_all_its_passes():

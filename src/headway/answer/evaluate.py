@@ -1,4 +1,4 @@
-"""Exact match of greedy answers, without generating them.
+"""Exact match of greedy answers, without generating them; of preferences, how often the better answer is preferred.
 
 Greedy decoding emits the gold answer exactly if, after every gold prefix of it, the most likely next token is the gold
 one, the closing token included: as long as it has been right so far, its own prefix is the gold prefix. One packed
@@ -7,9 +7,9 @@ conversation of several assistant turns each turn follows the gold turns before 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -25,11 +25,14 @@ from headway.data.samples import best_answered, supervised
 from headway.errors import DataError
 from headway.models.head import ModelWithLoss
 from headway.models.parallel.ranks import Ranks
+from headway.models.preferences import PairSettings, Preferring
 from headway.models.vision import VisionGeometry
 from headway.packing.bins import pack
 from headway.packing.budget import over_budget
 
 Autocast = Callable[[], AbstractContextManager[Any]]
+Refer = Callable[[Batch], torch.Tensor]
+"""Gives the log-probabilities of a pack's answers under a reference [nats], shape (A,)."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +42,35 @@ class Evaluation:
     Attributes:
         samples: samples judged.
         exact: samples whose whole greedy answer is the gold one.
-        loss: mean cross-entropy over the supervised tokens [nats].
+        loss: mean cross-entropy over the supervised tokens [nats]; of preferences the mean loss of their pairs.
         tokens: supervised tokens [tokens].
+        pairs: pairs of a better and a worse answer; 0 where samples are no preferences.
+        right: pairs whose better answer has the larger reward.
+        margin: mean difference of the rewards of a pair.
     """
 
     samples: int
     exact: int
     loss: float
     tokens: int
+    pairs: int = 0
+    right: int = 0
+    margin: float = 0.0
 
     @property
     def exact_match(self) -> float:
         """Fraction of samples answered exactly."""
         return self.exact / self.samples
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of pairs whose better answer has the larger reward; NaN without pairs."""
+        return self.right / self.pairs if self.pairs else math.nan
+
+    @property
+    def score(self) -> float:
+        """Fraction that is right: of pairs where there are any, else of samples."""
+        return self.accuracy if self.pairs else self.exact_match
 
     @property
     def perplexity(self) -> float:
@@ -60,18 +79,33 @@ class Evaluation:
 
     @classmethod
     def total(cls, parts: "Sequence[Evaluation]") -> "Evaluation":
-        """Several evaluations as one, every supervised token counting the same; at least one."""
-        tokens = sum(part.tokens for part in parts)
-        loss = sum(part.loss * part.tokens for part in parts) / tokens
-        return cls(sum(part.samples for part in parts), sum(part.exact for part in parts), loss, tokens)
+        """Several evaluations as one, every supervised token or pair counting the same; at least one.
+
+        Raises:
+            DataError: some are of preferences, and others not.
+        """
+        tokens, pairs = sum(part.tokens for part in parts), sum(part.pairs for part in parts)
+        if pairs and not all(part.pairs for part in parts):
+            raise DataError("preferences and other samples are evaluated apart: their losses have no common mean.")
+        loss = sum(part.loss * (part.pairs or part.tokens) for part in parts) / (pairs or tokens)
+        margin = sum(part.margin * part.pairs for part in parts) / max(pairs, 1)
+        samples, exact, right = (sum(getattr(part, name) for part in parts) for name in ("samples", "exact", "right"))
+        return cls(samples, exact, loss, tokens, pairs, right, margin)
 
     def to_dict(self) -> dict[str, float]:
         """Flatten into JSON-ready values."""
+        if self.pairs:
+            numbers = {"samples": self.samples, "pairs": self.pairs, "accuracy": self.accuracy, "margin": self.margin}
+            return {**numbers, "loss": self.loss}
         return {"samples": self.samples, "exact": self.exact, "exact_match": self.exact_match, "loss": self.loss}
 
 
 class EvalSet:
     """Held-out samples, encoded and packed once; the packs stay in memory on the CPU.
+
+    Attributes:
+        preferring: the loss and rewards of pairs, where samples are preferences.
+        refer: computes what they are compared with anew in each evaluation; None where it is kept, or there is none.
 
     Args:
         samples: what to judge.
@@ -105,6 +139,8 @@ class EvalSet:
         plan += [[]] * (-len(plan) % ranks.num_data_ranks)  # all ranks run equally often
         # in each round a pack for each rank; all of a round have blanks of the kinds of input that one of them has
         collator = eval_collator(encoder, geometry, ranks)
+        if len({bool(sample.answers) for sample in encoded}) > 1:
+            raise DataError("the held-out samples are preferences and others; keep them in files of their own.")
         self._packs = []
         for start in range(0, len(plan), ranks.num_data_ranks):
             together = [collator([encoded[i] for i in row]) for row in plan[start : start + ranks.num_data_ranks]]
@@ -113,6 +149,51 @@ class EvalSet:
             self._packs.append(batch.noised(seed=0, step=0).dealt(group))  # the same at every evaluation
         self._ranks = ranks
         self._group = group
+        self.preferring = Preferring("sigmoid", PairSettings(beta=1.0))  # rewards are log-probabilities
+        self.refer: Refer | None = None
+
+    @property
+    def compares(self) -> bool:
+        """Whether the samples are preferences."""
+        return any(batch.answers is not None for batch in self._packs)
+
+    def keep_reference(self, refer: Refer, device: torch.device) -> dict[str, list[float]]:
+        """Compute what a reference gives each answer, once, to compare with in every evaluation.
+
+        Args:
+            refer: gives the log-probabilities of a pack on the device.
+            device: of the model.
+
+        Returns:
+            The log-probabilities of this process's samples by file and place [nats].
+        """
+        values_of: dict[str, list[float]] = {}
+        for batch in self._packs:
+            values = iter(refer(batch.to(device)).tolist())
+            for origin, number in zip(batch.sources, batch.num_answers, strict=True):
+                values_of[origin] = [next(values) for _ in range(number)]
+        self.use_reference(values_of)
+        return values_of
+
+    def use_reference(self, values_of: Mapping[str, list[float]]) -> None:
+        """Take over what `keep_reference` gave, by whichever process.
+
+        Raises:
+            DataError: a sample is not among them.
+        """
+        for number, batch in enumerate(self._packs):
+            if batch.answers is None:
+                continue
+            if lacking := [place for place in batch.sources if place not in values_of]:
+                raise DataError(
+                    "the run folder holds no reference of this held-out sample, which was not among those that the run "
+                    "began with. Put data.eval back as it was.",
+                    where=lacking[0],
+                )
+            values_A = torch.tensor(
+                [value for place in batch.sources for value in values_of[place]], dtype=torch.float64
+            )
+            self._packs[number] = replace(batch, answers=replace(batch.answers, reference_A=values_A))
 
     @torch.no_grad()
     def evaluate(
@@ -128,14 +209,44 @@ class EvalSet:
         model = model_with_loss.model
         was_training = model.training
         model.train(False)
-        # samples, exact answers, summed cross-entropy, supervised tokens
-        totals_4 = torch.zeros(4, dtype=torch.float64, device=device)
+        # samples, exact answers, summed cross-entropy, supervised tokens; of preferences as `_judge_pairs` has them
+        compares = any(self._ranks.gather_all(self.compares))  # a pack of padding may be all that this process has
+        totals_X = torch.zeros(6 if compares else 4, dtype=torch.float64, device=device)
         for batch in self._packs:
-            totals_4 += judge(model_with_loss, batch.to(device), autocast, self._group)
+            if compares:
+                totals_X += self._judge_pairs(model_with_loss, batch.to(device), autocast)
+            else:
+                totals_X += judge(model_with_loss, batch.to(device), autocast, self._group)
         model.train(was_training)
-        self._ranks.sum_(totals_4)
-        samples, exact, loss, tokens = totals_4.tolist()
-        return Evaluation(int(samples), int(exact), loss / max(tokens, 1), int(tokens))
+        self._ranks.sum_(totals_X)
+        samples, exact, loss, tokens, *of_pairs = totals_X.tolist()
+        if not compares:
+            return Evaluation(int(samples), int(exact), loss / max(tokens, 1), int(tokens))
+        pairs, margin = of_pairs
+        return Evaluation(int(samples), 0, loss / pairs, int(tokens), int(pairs), int(exact), margin / pairs)
+
+    def _judge_pairs(self, model_with_loss: ModelWithLoss, batch: Batch, autocast: Autocast) -> torch.Tensor:
+        """Evaluate a pack of preferences: samples, right pairs, their summed loss, targets, pairs, summed margin."""
+        if self.refer is not None:
+            values_A = self.refer(batch)
+            if batch.answers is not None:
+                batch = replace(batch, answers=replace(batch.answers, reference_A=values_A))
+        local = batch.local_slots(self._group)
+        with autocast():
+            losses = model_with_loss(batch.model_inputs(), batch.labels_1T[0, local])
+        totals_6 = losses.loss_T.new_zeros(6, dtype=torch.float64)
+        if batch.answers is None:
+            return totals_6
+        of_L = batch.answers.of_slots(batch.slots)[local]
+        _, pairs = self.preferring.weigh(batch.answers, of_L, losses.loss_T, self._group)
+        if self._group is not None and dist.get_rank(self._group):
+            return totals_6  # the first process counts what all know
+        better_P, worse_P = pairs.rewards_2P
+        loss = pairs.loss_P.sum()
+        counts = [batch.num_samples, (better_P > worse_P).sum(), loss, batch.num_supervised, len(better_P)]
+        return torch.stack(
+            [torch.as_tensor(n, device=loss.device).double() for n in (*counts, (better_P - worse_P).sum())]
+        )
 
 
 def eval_collator(encoder: Encoder, geometry: VisionGeometry | None, ranks: Ranks) -> Collator:

@@ -319,9 +319,9 @@ def _with_system(sample: "Prompt", text: str) -> "Prompt":
 
 def _as_document(sample: "Prompt", model: str) -> "Prompt":
     """The words of a prompt of one turn, to be continued."""
-    from headway.data import Document
+    from headway.data import Chat, Document
 
-    if isinstance(sample, Document):
+    if not isinstance(sample, Chat):
         return sample
     if len(sample.messages) > 1 or sample.kinds:
         raise ConfigError(

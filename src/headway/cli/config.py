@@ -33,8 +33,8 @@ $schema=schema.json` makes editors complete and check the file.
 
 Numbers are read as people write them, also in the options of commands: `32k` (32,000), `1e9`, `100B` (billions),
 `40%`, `2GiB`, `90min`. A value alone stands for a list of it, and in the place of an optional section for its one
-required setting: `model.lora: 16`. A key that stands twice, in a file or in `--set`, is an error; a setting of
-LLaMA-Factory, ms-swift, TRL or axolotl is answered with Headway's name for it.
+required setting: `model.lora: 16`. A key that stands twice in a file is an error; of two `--set` the last one counts,
+and says so. A setting of LLaMA-Factory, ms-swift, TRL or axolotl is answered with Headway's name for it.
 """
 
 
@@ -168,7 +168,7 @@ def _page() -> str:
 def _schema(name: str | None) -> dict[str, Any]:
     """JSON Schema of a whole file or one section; `headway train`, which sees `extends`, tells what is missing."""
     from headway.config import TrainConfig
-    from headway.config.tree import walk
+    from headway.config.tree import settings_of, walk
 
     if name is not None:
         _check_name(name)
@@ -179,10 +179,8 @@ def _schema(name: str | None) -> dict[str, Any]:
     schema = _as_written(TrainConfig.model_json_schema())
     extends = {"type": "string", "description": "YAML file that this one changes, a path from this file's folder"}
     schema["properties"] = {"extends": extends, **schema["properties"]}
-    sections = [
-        schema["$defs"][info.annotation.__name__] for info in TrainConfig.model_fields.values() if info.annotation
-    ]
-    for part in (schema, *sections):
+    sections = [part.section for part in settings_of(TrainConfig) if part.section is not None]
+    for part in (schema, *(schema["$defs"][section.__name__] for section in sections)):
         part.pop("required", None)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "headway train"}
 

@@ -144,6 +144,8 @@ def _budget(
 
 
 def _record(result: "Evaluation") -> dict[str, Any]:
+    if result.pairs:
+        return {**result.to_dict(), "tokens": result.tokens}
     return {**result.to_dict(), "perplexity": result.perplexity, "tokens": result.tokens}
 
 
@@ -165,8 +167,8 @@ def _text(
 ) -> str:
     from headway.answer.answers import answer_line
 
-    columns = [Column("data", "left"), Column("samples"), Column("tokens"), Column("loss"), Column("perplexity")]
-    columns.append(Column("exact match"))
+    names = ("margin", "pairs right") if total.pairs else ("perplexity", "exact match")
+    columns = [Column("data", "left"), *(Column(name) for name in ("samples", "tokens", "loss", *names))]
     rows = [_row(name, result) for name, result in results.items()]
     footer = _row("all", total) if len(rows) > 1 else None
     pairs = [("model", path), ("pack", f"at most {format_count(budget.tokens)} tokens")]
@@ -176,6 +178,9 @@ def _text(
 
 
 def _row(name: str, result: "Evaluation") -> list[str]:
-    exact = f"{format_share(result.exact_match)} ({format_count(result.exact)})"
     counts = [format_count(result.samples), format_count(result.tokens)]
+    if result.pairs:
+        right = f"{format_share(result.accuracy)} ({format_count(result.right)} of {format_count(result.pairs)})"
+        return [name, *counts, f"{result.loss:.4f}", f"{result.margin:.4f}", right]
+    exact = f"{format_share(result.exact_match)} ({format_count(result.exact)})"
     return [name, *counts, f"{result.loss:.4f}", f"{result.perplexity:.4g}", exact]

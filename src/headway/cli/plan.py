@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from headway.cli.dry_run import LinkOptions, in_red, lengths_of_data, measured_d
 from headway.cli.offers import chosen_offers, plan_offers
 from headway.cli.options import JsonOption, devices_from, models_from, spread
 from headway.cli.output import needs_extra, print_result, warn
-from headway.cli.plan_text import WholeRun, as_text, to_dict
+from headway.cli.plan_text import WholeRun, as_text, note_on_auto, to_dict
 from headway.cli.resolve import resolve_cost_model, resolve_ledger
 from headway.cli.run_length import RunLength, refuse_halves
 from headway.cli.train import SetOption
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
     from headway.count.activations import SavedActivations
     from headway.devices import Device
     from headway.packing.lengths import LengthTable
+    from headway.predict.collectives import Links
+    from headway.predict.dry_run import DryRun
     from headway.predict.failures import Reliability
     from headway.predict.scale import Scaling, SizedRun
     from headway.predict.speeds import Speeds
+    from headway.predict.step_time import StepForecast
 
 _PACK = 8192  # tokens of a pack, where MODEL alone is named
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "bfloat16-autocast": "bf16"}
@@ -187,9 +191,10 @@ def plan(
     speeds = speeds_of(config, cost_model, target, count)
     links = link_options.joining(target, count)
     making_s = None if measured is None else measured.making_s
-    forecaster = Forecaster(learning_model(config, cost_model), saved, speeds, count, links, making_s=making_s)
-    time = forecaster.predict(config, planned.packs)
+    learning = learning_model(config, cost_model)
+    time = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict(config, planned.packs)
     total = ends.total(planned.packs, planned.packs.counts.read)
+    planned = _with_note_on_auto(config, learning, saved, planned, time, (target, count, links, making_s))
     run = None if total is None else WholeRun.of(total, time, count, price, speeds)
     print_result(
         lambda: to_dict(planned, time, speeds, run),
@@ -198,6 +203,39 @@ def plan(
     )
     if planned.fits is False:
         raise typer.Exit(1)
+
+
+def _with_note_on_auto(
+    config: "TrainConfig",
+    learning: "CostModel",
+    saved: Mapping[str, "SavedActivations"],
+    planned: "DryRun",
+    time: "StepForecast",
+    where: "tuple[Device | None, int, Links | None, float | None]",
+) -> "DryRun":
+    """Add a note on the other kernel of attention that auto may take on the machine that trains, and on its gain.
+
+    Args:
+        config: the recipe.
+        learning: cost model, with adapters in place.
+        saved: what autograd saves of the model, by precision.
+        planned: with FlashAttention-2.
+        time: of a step with FlashAttention-2.
+        where: kind and number of the devices, how they are joined, and the time of making a token [s].
+    """
+    from headway.config.read import with_overrides
+    from headway.predict.dry_run import memory_plan
+    from headway.predict.forecast import Forecaster
+
+    packs, (target, count, links, making_s) = planned.packs, where
+    if packs is None or config.speed.attention != "auto" or target is None or "cudnn" not in target.attention_shares:
+        return planned
+    faster = with_overrides(config.to_dict(), ("speed.attention=cudnn",))
+    memory = memory_plan(faster, learning, saved, count, packs.most_tokens, packs.most_patches, packs.padded)
+    speeds = speeds_of(faster, learning, target, count)
+    step = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict(faster, packs)
+    note = note_on_auto(time, step, memory.peak - planned.memory.peak)
+    return replace(planned, notes=(*planned.notes, note))
 
 
 def _plan_rollout(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from headway.predict.speeds import Cases, Speeds
     from headway.predict.step_time import StepForecast
 
+_LEAST_GAIN = 0.001  # of a step, that is worth a package
+
 
 @dataclass(frozen=True)
 class WholeRun:
@@ -151,6 +153,24 @@ def as_text(
             f"{format_count(max(1, config.data.workers))}."
         )
     return "\n\n".join([*sections, _lines(time), render_lines([note for note in notes if note])])
+
+
+def note_on_auto(time: "StepForecast", faster: "StepForecast", more_bytes: int) -> str:
+    """Say what `speed.attention=auto` is planned as, and what it takes where the package of another kernel is.
+
+    Args:
+        time: with PyTorch's FlashAttention-2.
+        faster: with cuDNN's kernel where that suits a pack.
+        more_bytes: that each device then holds beside.
+    """
+    note = "speed.attention=auto is planned as FlashAttention-2, which every installation has; "
+    gain = 1 - faster.step_s / time.step_s
+    if gain < _LEAST_GAIN:
+        return f"{note}for these packs cuDNN's kernel would gain nothing."
+    return (
+        f"{note}with nvidia-cudnn-frontend installed it takes cuDNN's: {format_duration(faster.step_s)} a step, "
+        f"{format_share(gain)} less, and {format_bytes(max(0, more_bytes))} more memory."
+    )
 
 
 def _lines(time: "StepForecast") -> str:

@@ -11,9 +11,8 @@ import typer
 
 from headway.cli.dry_run import print_dry_run
 from headway.cli.options import JsonOption, devices_from
-from headway.cli.output import needs_extra, print_result, say
-from headway.errors import RunCompleteError, UsageError, errors_in
-from headway.words import Options
+from headway.cli.output import needs_extra, print_result, say, warn
+from headway.errors import RunCompleteError, UsageError
 
 if TYPE_CHECKING:
     from headway.config import TrainConfig
@@ -24,12 +23,12 @@ INTERRUPTED = 130
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; recipes/ has some to start from.")]
 
 
-def _once(context: typer.Context, assignments: list[str] | None) -> list[str] | None:
+def _compared(context: typer.Context, assignments: list[str] | None) -> list[str] | None:
     if assignments and not context.resilient_parsing:  # as where a shell asks how half a line goes on
-        from headway.config.read import check_once
+        from headway.config.read import without_effect
 
-        with errors_in(Options({"overrides": "--set"})):
-            check_once(assignments)
+        for clause in without_effect(assignments):
+            warn(f"--set {clause}.")
     return assignments
 
 
@@ -48,7 +47,7 @@ SetOption = Annotated[
         "--set",
         metavar="a.b=c",
         help="Change one setting, such as optim.lr=1e-3. The value is YAML. Repeatable.",
-        callback=_once,
+        callback=_compared,
         autocompletion=_settings_from,
     ),
 ]

@@ -105,8 +105,8 @@ _SAME: dict[str, str] = {
 }
 _ABSENT: dict[str, str] = {
     "task stage rl rlhf_type rlhf dpo kto orpo reward_model": (
-        "training is supervised, without DPO, KTO, GRPO or rewards; nearest: leave it out, and name answers to learn "
-        "in `data.train`"
+        "training is supervised, or on pairs of answers, without KTO, GRPO or rewards; nearest: leave it out, and "
+        "write a section `preference` for DPO and its kin"
     ),
     "use_dora use_rslora neftune_noise_alpha label_smoothing_factor": (
         "adapters and the loss are the plain ones; nearest: `model.lora.alpha` and `model.lora.dropout`"
@@ -144,16 +144,12 @@ PREFERENCE: dict[str, str] = {
     "sft": "pref_ftx rpo_alpha cpo_alpha",
     "reference": "ref_model ref_adapters ref_model_adapters reference_free precompute_ref_log_probs",
 }
-"""Settings of training on preferences, for a section `preference`, and what other tools call them.
+"""Settings of the section `preference`, and what other tools call them.
 
 Source: LLaMA-Factory at ff6d4d12e, finetuning_args.py; ms-swift at 3602360a5, rlhf_args.py; axolotl at 067b021c8,
 utils/schemas; TRL 1.16, DPOConfig.
 """
-# Without that section the answer is one for all of them; with it, each is `preference.NAME` in `SAME`.
-_ABSENT[" ".join(PREFERENCE.values())] = (
-    "training is on answers, without DPO, KTO or rewards; preferences are read, measured and shown by `headway look`, "
-    "and nearest: `data.train.N.columns`, which names the chosen answers to learn those"
-)
+_SAME |= {words: f"`preference.{name}`" for name, words in PREFERENCE.items()}
 
 
 def _by_word(table: dict[str, str]) -> dict[str, str]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from pydantic import PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from headway.config.data import DataConfig
 from headway.config.mistakes import describe_all
 from headway.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.config.optim import OptimConfig
+from headway.config.preference import PreferenceConfig
 from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
 from headway.config.sections import Section
 from headway.errors import ConfigError
@@ -59,6 +60,9 @@ class TrainConfig(Section):
     model: ModelConfig
     data: DataConfig
     optim: OptimConfig
+    preference: PreferenceConfig | None = Field(
+        default=None, description="Train on preferences: answers of which some are better; null for none"
+    )
     parallel: ParallelConfig = ParallelConfig()
     speed: SpeedConfig = SpeedConfig()
     eval: EvalConfig = EvalConfig()
@@ -120,6 +124,29 @@ class TrainConfig(Section):
                 "run.dtype 'float8' would have them multiply in float8: take one of the two out"
             )
         return self
+
+    @model_validator(mode="after")
+    def _references_are_there(self) -> Self:
+        preference = self.preference
+        if preference is None:
+            return self
+        if preference.compares_with == "adapters-off" and self.model.lora is None:
+            raise ValueError(
+                "preference.reference 'adapters-off' needs adapters to switch off: set model.lora, or use 'stored'"
+            )
+        if self.eval.generate is not None:
+            raise ValueError("eval.generate writes answers to chats, and preference trains on pairs: leave it out")
+        if preference.compares_with == "stored" and self.data.stream is not None:
+            raise ValueError(
+                "preference.reference 'stored' is computed for the rows of an index, and data.stream has none: leave "
+                "data.stream out, or use 'adapters-off' with model.lora"
+            )
+        return self
+
+    @property
+    def weighs_losses(self) -> bool:
+        """Whether the output layer runs twice: once for the losses of a pack, once more with what these weigh."""
+        return self.preference is not None and self.speed.loss_chunk is not None
 
     @property
     def recipe(self) -> Recipe:
@@ -256,27 +283,25 @@ def with_overrides(
     return parse_config(raw, source=source)
 
 
-def check_once(overrides: Iterable[str]) -> None:
-    """Make sure that no override takes back what another one says.
+def without_effect(overrides: Iterable[str]) -> list[str]:
+    """Name the overrides that a later one takes back, a clause each; whoever adds to a command line means the last one.
 
-    Raises:
-        ConfigError: one sets a key, or a section around it, that another set before; or says it in another way.
-
-    >>> check_once(["optim={lr: 1e-3}", "optim.clip=1"])
+    >>> without_effect(["optim.lr=1e-3", "optim.clip=1", "optim.lr=1e-4"])
+    ['optim.lr=1e-3 has no effect, as optim.lr=1e-4 stands behind it']
     """
     before: dict[str, str] = {}
+    clauses = []
     for override in overrides:
         name, _, value = (part.strip() for part in override.partition("="))
         section, dot, key = name.rpartition(".")
         other = f"{section}{dot}{_EITHER[key]}" if key in _EITHER and value != "null" else name
-        lost = next((done for done in before if done in (name, other) or done.startswith(f"{name}.")), None)
-        if lost is not None and before[lost] != "null":
-            raise ConfigError(
-                Argument("overrides"),
-                f" {override!r} takes back {f'{lost}={before[lost]}'!r}, which stands before it. Leave one out.",
-                value=override,
-            )
+        lost = [done for done in before if done in (name, other) or done.startswith(f"{name}.")]
+        for done in lost:
+            old_value = before.pop(done)
+            if old_value not in ("null", value):
+                clauses.append(f"{done}={old_value} has no effect, as {override} stands behind it")
         before[name] = value
+    return clauses
 
 
 def parse_config(raw: dict[str, Any], *, source: str = "the configuration") -> TrainConfig:

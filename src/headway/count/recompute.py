@@ -10,6 +10,7 @@ A choice is written as terms joined by commas, each adding operations, or leavin
 * a pattern of block names (`model.layers.*[02468]`): those blocks.
 * a component (`language.attention`, `mlp`) or a pattern of module names (`*.up_proj`): those operations of all blocks,
   each to its end, as Megatron-LM's `recompute_modules`, whose `core_attn` is `attention`.
+* `language.head`: the output layer, which is in no block, where losses are weighed once all are known (DPO).
 * `-` before a term: what selective checkpointing saves, such as `full,-attention`; LoRA's adapters run again behind
   `-projections` and `-mlp`.
 
@@ -40,6 +41,9 @@ ATTENTION = "attention"
 PRODUCTS = ("projections", "mlp")
 KINDS = (ATTENTION, *PRODUCTS)
 """Components whose results training can keep beside a recomputed block: of attention's kernels, of linear layers."""
+
+HEAD = "language.head"
+"""Component of the output layer."""
 
 _OF_KINDS = " and ".join(f",-{kind}" for kind in KINDS)
 _OF_PRODUCTS = ",".join(f"-{kind}" for kind in PRODUCTS)
@@ -93,6 +97,15 @@ def _term(text: str) -> Term:
     counts = number.isdecimal() and len(number) <= _MAX_DIGITS  # else a name that no block has
     every = int(number) if counts else int(blocks in ("full", "reentrant"))
     return Term(name, text.startswith("-"), every, tower if every and tower in towers() else "")
+
+
+def with_head(choice: str) -> str:
+    """Add the output layer to what runs a second time.
+
+    >>> with_head("full,-attention"), with_head("none")
+    ('full,-attention,language.head', 'language.head')
+    """
+    return HEAD if choice == "none" else f"{choice},{HEAD}"
 
 
 def towers() -> tuple[str, ...]:
@@ -300,9 +313,13 @@ def _matches(rows: Sequence[Row], term: Term, name: str) -> tuple[set[int], bool
     hits = {
         i
         for i, row in enumerate(rows)
-        if row.block
-        and (
-            term.text in (row.component, row.component.partition(".")[2]) or fnmatch.fnmatchcase(row.module, term.text)
+        if (term.text == HEAD == row.component)
+        or (
+            row.block
+            and (
+                term.text in (row.component, row.component.partition(".")[2])
+                or fnmatch.fnmatchcase(row.module, term.text)
+            )
         )
     }
     if not hits:

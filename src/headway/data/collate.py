@@ -21,6 +21,7 @@ from headway.data.samples import Origin
 from headway.errors import ConfigError, DataError
 from headway.models.losses import IGNORED
 from headway.models.parallel.sequence import local_slots
+from headway.models.preferences import Answers
 from headway.models.vision import VisionGeometry
 from headway.models.waits import Placeholders
 
@@ -82,6 +83,7 @@ class Batch:
         origins: where each sample came from.
         sample_tokens: length of each sample, all of its segments [tokens].
         family_inputs: what a model of a family of its own takes beside tokens and positions; None for other models.
+        answers: of the preferences of a pack; None of one without any.
     """
 
     input_ids_1T: torch.Tensor
@@ -102,6 +104,7 @@ class Batch:
     origins: tuple[Origin, ...]
     sample_tokens: tuple[int, ...]
     family_inputs: "FamilyInputs | None" = None
+    answers: Answers | None = None
 
     @property
     def slots(self) -> int:
@@ -127,6 +130,11 @@ class Batch:
     def num_supervised(self) -> int:
         """Targets that the loss counts [tokens]."""
         return sum(self.supervised)
+
+    @property
+    def num_answers(self) -> tuple[int, ...]:
+        """Answers of each preference; none of a pack without any."""
+        return () if self.answers is None else self.answers.counts
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -201,8 +209,9 @@ class Batch:
         vision = {k: change(v) if isinstance(v, torch.Tensor) else v for k, v in self.vision.items()}
         placeholders = None if self.placeholders is None else self.placeholders.moved(change)
         family_inputs = None if self.family_inputs is None else self.family_inputs.map_tensors(change)
+        answers = None if self.answers is None else self.answers.map_tensors(change)
         parts = {"media": media, "processed": processed, "vision": vision, "placeholders": placeholders}
-        return replace(self, **{**values, **changed, **parts, "family_inputs": family_inputs})
+        return replace(self, **{**values, **changed, **parts, "family_inputs": family_inputs, "answers": answers})
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward, labels left out; uint8 patches are normalised here."""
@@ -342,6 +351,7 @@ class Collator:
             supervised=tuple(sample.num_supervised for sample in samples),
             origins=tuple(sample.origin for sample in samples),
             sample_tokens=tuple(sample.tokens for sample in samples),
+            answers=answers_of(samples, numbers),
         )
 
     def _pad(self, tokens: int, media: Mapping[str, MediaTensors]) -> tuple[torch.Tensor, dict[str, MediaTensors]]:
@@ -382,6 +392,44 @@ class Collator:
         if self.geometry is None:
             return torch.zeros_like(ids_S, dtype=torch.int32)
         return (ids_S == self.geometry.image_token).int() + 2 * (ids_S == self.geometry.video_token).int()
+
+
+def answers_of(samples: Sequence[EncodedSample], sources: Sequence[int]) -> Answers | None:
+    """Find the answers of preferences in a pack; None without any.
+
+    Args:
+        samples: of the pack, in order.
+        sources: number of each one's source.
+    """
+    starts, ends, supervised, best = list[int](), list[int](), list[int](), list[int]()
+    pairs, start = list[tuple[int, int, int]](), 0
+    for sample, source in zip(samples, sources, strict=True):
+        first = start + sample.tokens - sum(sample.answers)
+        if sample.answers:
+            best.append(len(starts))
+            pairs += [(best[-1], best[-1] + worse, source) for worse in range(1, len(sample.answers))]
+        for length in sample.answers:
+            begin = first - start
+            starts.append(first)
+            ends.append(first + length)
+            # The first label of a piece is nobody's target: what stands before it is of another answer.
+            supervised.append(int((sample.labels_S[begin + 1 : begin + length] != IGNORED).sum()))
+            first += length
+        start += sample.tokens
+    if not best:
+        return None
+    chosen_P, rejected_P, sources_P = torch.tensor(pairs).T
+    return Answers(
+        torch.tensor(starts),
+        torch.tensor(ends),
+        torch.tensor(supervised),
+        torch.tensor(best),
+        chosen_P,
+        rejected_P,
+        sources_P,
+        counts=tuple(len(sample.answers) for sample in samples if sample.answers),
+        best_tokens=sum(supervised[number] for number in best),
+    )
 
 
 def _processed(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:

@@ -57,6 +57,7 @@ class EncodedSample:
         processed: tensors of all images, by the model's own names, where they are as its processor gives them.
         media_end: one past the last placeholder of an image, video or sound; 0 without any [tokens].
         segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
+        answers: length of each answer of a preference with the prompt before it, the best first; else empty [tokens].
         parts: of what the sample is made, for a model that draws; empty for others.
         drawn_images: images whose latents are drawn or referred to, -1 to 1, shape (3, height, width) each.
     """
@@ -71,6 +72,7 @@ class EncodedSample:
     processed: dict[str, Joinable] = field(default_factory=dict)
     media_end: int = 0
     segments: tuple[int, ...] = ()
+    answers: tuple[int, ...] = ()
     parts: tuple[SamplePart, ...] = ()
     drawn_images: tuple[torch.Tensor, ...] = ()
 
@@ -241,7 +243,7 @@ class Encoder:
                 place.
         """
         if isinstance(sample, Preference):
-            return joined_views([self.encode(chat) for chat in sample.chats])
+            return joined_answers([self.encode(chat) for chat in sample.chats])
         views = []
         for view in self._views(sample):
             with self._planned(view, decodes=True) as planned:
@@ -446,6 +448,12 @@ def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
         media_end=lengths.media_end,
         segments=lengths.segments,
     )
+
+
+def joined_answers(chats: Sequence[EncodedSample]) -> EncodedSample:
+    """The answers of a preference one after the other, each behind the prompt, as one sample that is never cut."""
+    answers = joined_views(chats)
+    return replace(answers, answers=tuple(chat.tokens for chat in chats), media_end=answers.tokens)
 
 
 def _end_to_end(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

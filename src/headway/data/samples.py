@@ -309,8 +309,9 @@ def supervised(sample: Sample) -> Prompt:
     if isinstance(sample, Preference):
         raise unusable(
             sample,
-            f"the row holds {len(sample.answers)} answers of which some are better than others, and training on "
-            "answers would take each of them for right. Learn the best alone by naming its columns, such as "
+            f"the row holds {len(sample.answers)} answers of which some are better than others, and a run without the "
+            "section preference would take each of them for right. Write preference: {loss: sigmoid} to learn which is "
+            "better (docs/preferences.md), or learn the best alone by naming its columns, such as "
             "{messages: chosen} where chosen answers are lists of messages, {prompt: prompt, completion: chosen} where "
             "they are strings, or {messages: messages} where they stand in the messages.",
         )

@@ -144,7 +144,11 @@ def shown_fields(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     fields = []
     if record.get("loss", 0.0) is None and record.get("flow_loss") is None:
         fields.append(("loss", "none, nothing to learn" if record.get("empty") else "not finite, update left out"))
-    fields += [(name, show(record[key])) for key, (name, show) in _SHOWN.items() if record.get(key) is not None]
+    pairs = record.get("preference")
+    for key, (name, show) in _SHOWN.items():
+        fields += [(name, show(record[key]))] if record.get(key) is not None else []
+        if key == "loss" and isinstance(pairs, Mapping):
+            fields += [("right", format_share(pairs["accuracy"])), ("margin", f"{pairs['margin']:.3f}")]
     return fields + [("straggler", text) for text in _stragglers(record)]
 
 

@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from headway.models.losses import (
     Compute,
     SummedLoss,
     Task,
+    Weigh,
     liger_losses,
     linear_losses,
     module_losses,
@@ -69,6 +71,7 @@ class ModelWithLoss(ABC):
         per: int = 1,
         per_drawn: int = 1,  # noqa: ARG002 - a model that draws divides the loss of its images by it
         judge: bool = False,
+        weigh: Weigh | None = None,
     ) -> PackLoss:
         """Run the model on a pack; see `run`.
 
@@ -78,11 +81,20 @@ class ModelWithLoss(ABC):
             per: what the sum of the losses is divided by, such as the supervised tokens of a whole step.
             per_drawn: what that of drawn patches is divided by, such as those of a whole step.
             judge: whether to say which slots are right.
+            weigh: gives the factor on each slot's loss, once all are known; 1 when None.
         """
-        return self.run(inputs, labels_T, per=per, judge=judge)[0]
+        return self.run(inputs, labels_T, per=per, judge=judge, weigh=weigh)[0]
 
     @abstractmethod
-    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int, judge: bool) -> tuple[PackLoss, Any]:
+    def run(
+        self,
+        inputs: dict[str, Any],
+        labels_T: torch.Tensor,
+        *,
+        per: int = 1,
+        judge: bool = False,
+        weigh: Weigh | None = None,
+    ) -> tuple[PackLoss, Any]:
         """Run the model.
 
         Args:
@@ -90,6 +102,7 @@ class ModelWithLoss(ABC):
             labels_T: the token that each slot is to predict, -100 where it is not supervised, shape (T,).
             per: what the sum of the losses is divided by, such as the supervised tokens of a whole step.
             judge: whether to say which slots are right.
+            weigh: gives the factor on each slot's loss, once all are known; 1 when None.
 
         Returns:
             The losses, and what the model returned.
@@ -119,14 +132,23 @@ def model_with_loss(
 class WholeLogits(ModelWithLoss):
     """Losses from the logits of a whole pack, as the model returns them."""
 
-    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int, judge: bool) -> tuple[PackLoss, Any]:
+    def run(
+        self,
+        inputs: dict[str, Any],
+        labels_T: torch.Tensor,
+        *,
+        per: int = 1,
+        judge: bool = False,
+        weigh: Weigh | None = None,
+    ) -> tuple[PackLoss, Any]:
         """Run the model; see `ModelWithLoss`."""
         output = self.model(**inputs)
         logits_TV = output.logits.flatten(0, -2)
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         loss_T = F.cross_entropy(logits_TV.to(wide), labels_T, ignore_index=IGNORED, reduction="none")
         right_T = logits_TV.argmax(-1) == labels_T if judge else None
-        return PackLoss(loss_T.sum() / per, loss_T.detach(), right_T), output
+        weighed_T = loss_T if weigh is None else loss_T * weigh(loss_T.detach())
+        return PackLoss(weighed_T.sum() / per, loss_T.detach(), right_T), output
 
 
 class ChunkedLoss(ModelWithLoss):
@@ -145,16 +167,28 @@ class ChunkedLoss(ModelWithLoss):
         self._plain_forward = layer.forward
         self._after = after or what_follows(model, layer)
         self._task: Task | None = None
+        self._weigh: Weigh | None = None
         self._losses: list[PackLoss] = []
         layer.forward = self._forward
 
-    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int, judge: bool) -> tuple[PackLoss, Any]:
+    def run(
+        self,
+        inputs: dict[str, Any],
+        labels_T: torch.Tensor,
+        *,
+        per: int = 1,
+        judge: bool = False,
+        weigh: Weigh | None = None,
+    ) -> tuple[PackLoss, Any]:
         """Run the model; see `ModelWithLoss`.
+
+        Where losses are weighed, the chunks' logits are computed twice: the factors depend on all losses of a pack.
 
         Raises:
             TrainingError: the model does not call its output layer once, with a hidden state for each label.
         """
         self._task, self._losses = Task(labels_T, per, self._chunk, self._after, judge), []
+        self._weigh = weigh
         try:
             output = self.model(**inputs)
         finally:
@@ -178,10 +212,14 @@ class ChunkedLoss(ModelWithLoss):
                 f"{_FULL_LOGITS_HINT}"
             )
         parameters = tuple(self._layer.parameters())
+        hidden_TH, task = hidden_1TH.flatten(0, -2), self._task
+        if self._weigh is not None:
+            # A first pass for the losses alone; a second makes gradients with the factors that follow from them.
+            with torch.no_grad():
+                losses = self._compute(task)(hidden_TH.detach(), False, (False,) * len(parameters))
+            task = replace(task, factor_T=self._weigh(losses.loss_T))
         summed: Any = SummedLoss.apply  # torch leaves it untyped
-        total, zeros_T1, loss_T, right_T = summed(
-            self._compute(self._task), self._task.per, hidden_1TH.flatten(0, -2), *parameters
-        )
+        total, zeros_T1, loss_T, right_T = summed(self._compute(task), task, hidden_TH, *parameters)
         self._losses.append(PackLoss(total, loss_T, right_T))
         zeros: torch.Tensor = zeros_T1.view(*hidden_1TH.shape[:-1], 1)
         return zeros
@@ -189,7 +227,9 @@ class ChunkedLoss(ModelWithLoss):
     def _compute(self, task: Task) -> Compute:
         if self._is_linear:
             assert isinstance(self._layer, nn.Linear)
-            return liger_losses(self._layer, task) if self._liger else linear_losses(self._layer, task)
+            # Liger's kernel knows no factor on a slot.
+            is_ligers = self._liger and self._weigh is None
+            return liger_losses(self._layer, task) if is_ligers else linear_losses(self._layer, task)
         return module_losses(self._plain_forward, tuple(self._layer.parameters()), task)
 
 
@@ -206,10 +246,17 @@ class LossOfDrawing(ModelWithLoss):
         self._words, self._flow_weight = words, flow_weight
 
     def __call__(
-        self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int = 1, per_drawn: int = 1, judge: bool = False
+        self,
+        inputs: dict[str, Any],
+        labels_T: torch.Tensor,
+        *,
+        per: int = 1,
+        per_drawn: int = 1,
+        judge: bool = False,
+        weigh: Weigh | None = None,
     ) -> PackLoss:
         """Run the model on a pack; see `ModelWithLoss`."""
-        token_loss, output = self.run(inputs, labels_T, per=per, judge=judge)
+        token_loss, output = self.run(inputs, labels_T, per=per, judge=judge, weigh=weigh)
         if output.flow is None:
             return token_loss
         wide = torch.promote_types(output.flow.dtype, torch.float32)
@@ -217,10 +264,18 @@ class LossOfDrawing(ModelWithLoss):
         total = token_loss.total + self._flow_weight * drawn_K.sum() / per_drawn
         return token_loss._replace(total=total, drawn_K=drawn_K.detach())
 
-    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, *, per: int, judge: bool) -> tuple[PackLoss, Any]:
+    def run(
+        self,
+        inputs: dict[str, Any],
+        labels_T: torch.Tensor,
+        *,
+        per: int = 1,
+        judge: bool = False,
+        weigh: Weigh | None = None,
+    ) -> tuple[PackLoss, Any]:
         """Run the model; the losses are those of tokens."""
         slots_S = inputs["understood_slots"][inputs["supervised_rows"]]
-        loss, output = self._words.run(inputs, labels_T[slots_S], per=per, judge=judge)
+        loss, output = self._words.run(inputs, labels_T[slots_S], per=per, judge=judge, weigh=weigh)
         loss_T = loss.loss_T.new_zeros(len(labels_T)).index_copy(0, slots_S, loss.loss_T)
         right_T = None
         if loss.right_T is not None:

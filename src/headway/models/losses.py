@@ -57,6 +57,9 @@ class HeadLosses(NamedTuple):
     parameters: tuple[torch.Tensor | None, ...]
 
 
+Weigh = Callable[[torch.Tensor], torch.Tensor]
+"""Gives the factor on each slot's loss, shape (T,), from all of them: loss_T without gradient."""
+
 # (hidden_TH, whether its gradient is needed, whether those of the parameters are) -> losses
 Compute = Callable[[torch.Tensor, bool, tuple[bool, ...]], HeadLosses]
 
@@ -68,22 +71,24 @@ class SummedLoss(torch.autograd.Function):
     def forward(
         ctx: Any,
         compute: Compute,
-        per: int,
+        task: "Task",
         hidden_TH: torch.Tensor,
         *parameters: torch.Tensor,  # noqa: ARG004 - autograd is to see what the gradients are of
     ) -> tuple[Any, ...]:
         """Compute losses and gradients.
 
         Returns:
-            The sum of the losses, divided by `per`; a zero for each slot, shape (T, 1), that hangs on the same graph;
-            the losses, shape (T,), and which slots are right, shape (T,) or None, both without gradient.
+            The sum of the losses, weighed and divided as the task says; a zero for each slot, shape (T, 1), that hangs
+            on the same graph; the losses, shape (T,), and which slots are right, shape (T,) or None, both without
+            gradient.
         """
         needs = ctx.needs_input_grad[2:]
         losses = compute(hidden_TH, needs[0], needs[1:])
         ctx.gradients = (losses.hidden_TH, *losses.parameters)
         loss_T, right_T = losses.loss_T, losses.right_T
         ctx.mark_non_differentiable(*(x for x in (loss_T, right_T) if x is not None))
-        return loss_T.sum() / per, loss_T.new_zeros(len(loss_T), 1), loss_T, right_T
+        weighed_T = loss_T if task.factor_T is None else loss_T * task.factor_T
+        return weighed_T.sum() / task.per, loss_T.new_zeros(len(loss_T), 1), loss_T, right_T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -104,6 +109,7 @@ class Task:
         chunk: slots whose logits are in memory at a time [slots].
         after: what the model does to its logits.
         judge: whether `right_T` is wanted.
+        factor_T: factor on each slot's gradient, shape (T,); None for 1.
     """
 
     labels_T: torch.Tensor
@@ -111,6 +117,7 @@ class Task:
     chunk: int
     after: AfterHead
     judge: bool
+    factor_T: torch.Tensor | None = None
 
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the rows of each chunk, and its labels."""
@@ -122,6 +129,13 @@ class Task:
     def factor(self) -> float:
         """Factor of the slopes of `_Results.add` for supervised slots."""
         return self.after.scale / self.per
+
+    def weights(self, part: slice, dtype: torch.dtype) -> torch.Tensor:
+        """Weight of each slot's slopes beside `factor`: 0 where it is not supervised, shape (C, 1)."""
+        supervised_C = self.labels_T[part] != IGNORED
+        if self.factor_T is None:
+            return supervised_C[:, None].to(dtype)
+        return (supervised_C * self.factor_T[part])[:, None].to(dtype)
 
 
 def linear_losses(layer: nn.Linear, task: Task) -> Compute:
@@ -146,15 +160,15 @@ def linear_losses(layer: nn.Linear, task: Task) -> Compute:
                 slopes_CV = results.add(part, logits_CV, labels_C, slopes=needs_hidden or any(needs))
                 if slopes_CV is None:
                     continue
-                supervised_C1 = (labels_C != IGNORED)[:, None].to(sum_dtype)  # on (C, H) rather than on (C, V)
+                weight_C1 = task.weights(part, sum_dtype)  # on (C, H) rather than on (C, V)
                 # Gradients at once, by the slopes dL/dlogits: bias sum(slopes), input slopes W, weight slopes^T x.
                 if grad_bias_V is not None:
-                    grad_bias_V += supervised_C1[:, 0] @ slopes_CV
+                    grad_bias_V += weight_C1[:, 0] @ slopes_CV
                 slopes_CV = slopes_CV.to(dtype)
                 if grad_hidden_TH is not None:
-                    torch.mul(product(slopes_CV, weight_VH), supervised_C1 * task.factor, out=grad_hidden_TH[part])
+                    torch.mul(product(slopes_CV, weight_VH), weight_C1 * task.factor, out=grad_hidden_TH[part])
                 if grad_weight_VH is not None:
-                    _add_product(grad_weight_VH, slopes_CV, hidden_CH * supervised_C1.to(dtype))
+                    _add_product(grad_weight_VH, slopes_CV, (hidden_CH * weight_C1).to(dtype))
                 del logits_CV, slopes_CV  # before the next chunk's come
         # The factor (scale of the logits by number of supervised tokens), once on the sums and not on each chunk.
         sums = (grad_weight_VH, grad_bias_V)[: len(needs)]
@@ -226,7 +240,7 @@ def module_losses(
             slopes_CV = results.add(part, logits_CV.detach(), labels_C, slopes=logits_CV.requires_grad)
             if slopes_CV is None:
                 continue
-            slopes_CV *= (labels_C != IGNORED)[:, None].to(slopes_CV.dtype) * task.factor
+            slopes_CV *= task.weights(part, slopes_CV.dtype) * task.factor
             wanted = [hidden_CH, *learning] if needs_hidden else learning
             grads = list(torch.autograd.grad(logits_CV, wanted, slopes_CV.to(logits_CV.dtype)))
             if grad_hidden_TH is not None:

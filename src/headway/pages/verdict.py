@@ -85,10 +85,12 @@ def _learnt(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def scores(judged: Mapping[str, Any]) -> str:
-    """Loss and exact answers of one evaluation in words; "" where it has neither."""
+    """Loss, exact answers and right pairs of one evaluation in words; "" where it has none."""
     loss, exact = number(judged.get("loss")), number(judged.get("exact_match"))
     parts = [] if loss is None else [f"{loss:.4g} on held-out samples"]
     parts += [] if exact is None else [f"{format_share(exact)} of the held-out answers exact"]
+    right = number(judged.get("accuracy"))
+    parts += [] if right is None else [f"{format_share(right)} of the held-out pairs right"]
     return ", ".join(parts)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from headway.config import TrainConfig
 from headway.count import CostModel, FlopCount, Workload
 from headway.count.activations import SavedActivations
-from headway.count.recompute import choice_in_words
+from headway.count.recompute import choice_in_words, with_head
 from headway.count.rows import ParamCount
 from headway.devices import Device
 from headway.errors import ConfigError
@@ -23,7 +23,7 @@ from headway.packing.budget import segments_within
 from headway.packing.lengths import LengthTable
 from headway.packing.measure import report_on
 from headway.packing.mesh import MeshShape
-from headway.predict.fitting import Way, ways_to_fit
+from headway.predict.fitting import Way, saved_with_adapters, ways_to_fit
 from headway.predict.held import Sharing, State
 from headway.predict.memory import MemoryPlan, plan_memory
 from headway.predict.moments import BFLOAT16, FLOAT32
@@ -256,12 +256,16 @@ def memory_and_ways(
 
     def memory(changed: TrainConfig, devices: int) -> MemoryPlan:
         fill = min(1.0, changed.data.tokens_per_pack / tokens)
-        # adapters that are tried save at most what the model saves that learns whole
-        lora = changed.model.lora if config.model.lora is None else None
-        learning = cost_model if lora is None else cost_model.lora(lora.rank, lora.targets)
+        # of adapters that are tried, what autograd saves is not traced
+        learning, saved_by = cost_model, saved
+        if changed.model.lora is not None and config.model.lora is None:
+            learning = cost_model.lora(changed.model.lora.rank, changed.model.lora.targets)
+            precision = precision_of(changed, devices)
+            bytes_of_result = compute_bytes_of(precision)
+            saved_by = {precision: saved_with_adapters(saved[precision], learning, bytes_of_result)}
         sizes = math.ceil(fill * tokens), math.ceil(fill * patches)
         filled = None if padded is None else (math.ceil(fill * padded[0]), math.ceil(fill * padded[1]))
-        return memory_plan(changed, learning, saved, devices, *sizes, filled)
+        return memory_plan(changed, learning, saved_by, devices, *sizes, filled)
 
     planned, room = memory(config, devices), room_of(device)
     if room is None or planned.peak <= room:
@@ -331,7 +335,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         accumulates=config.optim.accumulation > 1,
         recompute=recompute,
         fused=config.speed.is_fused(config.run.device),
-        in_place=config.speed.kernels == "liger",
+        liger=config.speed.kernels == "liger",
         inputs_on_host=inputs_on_host(config),
         chunk=config.speed.loss_chunk,
     )
@@ -411,6 +415,7 @@ def plan_packs(
     ]
     # the FLOPs of all these packs, divided by their steps, are those of a mean step
     work = Workload(lengths_N, images=grids, packs=len(full_steps) * ranks * accumulation)
+    recompute = with_head(recompute) if config.weighs_losses else recompute
     count = cost_model.count(work, recompute=recompute).split(len(full_steps))[0]
     num_packs = sum(len(step.packs) for step in full_steps)
     # of the largest packs, tokens and patches need not be of the same one

@@ -4,12 +4,16 @@ First what changes no result and costs time, then fewer bits for what the optimi
 smaller packs and more devices. Where none is enough by itself, they are put together.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from headway.config import TrainConfig
 from headway.config.read import with_overrides
+from headway.count import CostModel
+from headway.count.activations import SavedActivations
 from headway.errors import ConfigError, UsageError
 
 PRICES = {
@@ -66,6 +70,40 @@ class Way:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         return {"settings": list(self.settings), "devices": self.devices, "peak_bytes": self.peak_bytes}
+
+
+def saved_with_adapters(saved: SavedActivations, adapted: CostModel, compute_bytes: int) -> SavedActivations:
+    """Estimate what autograd saves of a model once adapters are on it, without a trace of it.
+
+    An adapter keeps what its rank is, and its result is added to its host's: fused operations that read the sum keep
+    both results, but for queries, keys and values, whose sums attention reads. Plain operations save no more than
+    those of a model that learns whole.
+
+    Args:
+        saved: of the model without adapters.
+        adapted: cost model, with adapters in place.
+        compute_bytes: of a number that a product gives.
+    """
+    ends = {row.module.removesuffix(".lora_B"): row for row in adapted.rows if row.module.endswith(".lora_B")}
+    attending = [(row.module, place) for place, row in enumerate(adapted.rows) if row.op == "attention"]
+    added: dict[str, Counter[str]] = defaultdict(Counter)
+    for place, row in enumerate(adapted.rows):
+        if row.module not in ends or row.features is None:
+            continue
+        wide, out = row.features
+        values = ends[row.module].forward // (2 * out)  # the rank, for each call
+        if not any(row.module.startswith(f"{module}.") and place < at for module, at in attending):
+            values += row.forward // (2 * wide)
+        added[row.block][row.driver] += compute_bytes * values
+    return replace(
+        saved,
+        blocks={
+            name: replace(block, fused={d: block.fused.get(d, Fraction(0)) + added[name][d]
+                                        for d in {**block.fused, **added[name]}})
+            if name in added else block
+            for name, block in saved.blocks.items()
+        },
+    )  # fmt: skip
 
 
 def ways_to_fit(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) -> tuple[Way, ...]:

@@ -13,10 +13,11 @@ from headway.predict.communication import Exchanges
 from headway.predict.dry_run import Packs, Precision, precision_of, recompute_of, sharing_of, state_of
 from headway.predict.exchanges import exchanges_of
 from headway.predict.held import State
+from headway.predict.kernel_bytes import HEADWAY, Kernels
 from headway.predict.planned_lengths import one_picture
 from headway.predict.slices import trained_of_process
 from headway.predict.speeds import Speeds
-from headway.predict.step_time import UPDATE, StepForecast, StepTimes, StepWork, Update
+from headway.predict.step_time import StepForecast, StepTimes, StepWork
 
 
 class Forecaster:
@@ -30,7 +31,7 @@ class Forecaster:
         links: between them; None where they are not known, and exchanges are taken to hide behind computing.
         making_s: that a data worker takes to make a token of a pack [s]; None where it is not known, and packs are
             taken to be ready.
-        update: how the optimizer computes.
+        kernels: that compute what is no product.
 
     Raises:
         PlanError: the devices are on several nodes, and the network between these is not known.
@@ -45,12 +46,12 @@ class Forecaster:
         links: Links | None = None,
         *,
         making_s: float | None = None,
-        update: Update = UPDATE,
+        kernels: Kernels = HEADWAY,
     ) -> None:
         if links is not None:
             links.require(devices)
         self._cost_model, self._saved, self._devices = cost_model, saved, devices
-        self._speeds, self._links, self._making_s, self._update = speeds, links, making_s or 0.0, update
+        self._speeds, self._links, self._making_s, self._kernels = speeds, links, making_s or 0.0, kernels
         self._times: dict[str, StepTimes] = {}
         self._exchanges: dict[tuple[object, ...], Exchanges] = {}
 
@@ -75,7 +76,7 @@ class Forecaster:
                     f"no saved activations of {self._cost_model.name} are known, so the time of its elementwise "
                     "operations cannot be predicted. Name the folder of its config.json, so that its code is traced."
                 )
-            self._times[precision] = StepTimes(self._cost_model, saved, self._speeds, update=self._update)
+            self._times[precision] = StepTimes(self._cost_model, saved, self._speeds, kernels=self._kernels)
         recompute = recompute_of(config, self._cost_model, self._saved, shape)
         # the mean pack: its tokens in one segment, in slots of whole buckets, with its pictures as one
         ranks = shape.world_size // shape.sequence

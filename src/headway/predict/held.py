@@ -54,7 +54,7 @@ class State:
     accumulates: bool = False  # whether a step sums several packs
     recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
     fused: bool = False  # whether blocks are compiled or run on fused kernels
-    in_place: bool = False  # whether gradients of a gated product take the places of what it read
+    liger: bool = False  # whether Liger computes the loss, and gated products, whose gradients it writes over them
     inputs_on_host: bool = False  # whether what enters recomputed blocks waits there for backward
     chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
     base: Base | None = None  # how frozen matrices are held, where not in the dtype of the products

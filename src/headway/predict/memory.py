@@ -280,7 +280,7 @@ def _backward_blocks(
             is_recomputed=name in chosen,
             input=inputs.get(name, 0),
             gradients=shared(state.weight_bytes * gradients[name], sharing),
-            passing=(2 - (state.in_place and name in gated)) * state.compute_bytes * widest[name] // sharing.sequence,
+            passing=(2 - (state.liger and name in gated)) * state.compute_bytes * widest[name] // sharing.sequence,
             unit=units.get(name, NO_UNIT),
             spread=units.get(f"{name}{SPREAD}", NO_UNIT),
             by_spread=state.compute_bytes * pack.slots * by_spread[name] // sharing.sequence,

@@ -49,7 +49,8 @@ ATTENTION = Cases(0.65, 0.45, 0.25)
 HEAD_SIZE = 128
 """Size of a head where it is not known."""
 KERNELS = {"auto": "fa2", "torch": "fa2", "flash-attn": "fa2", "fa3": "fa3", "cudnn": "cudnn"}
-"""Kernel of attention that each value of `speed.attention` is predicted as; auto as what every machine has."""
+"""Kernel of attention that each value of `speed.attention` is predicted as; auto as what every machine has, since a
+plan does not know the packages of the machine that trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,11 @@ CUDNN = AttentionKernel(forward_keys=280, backward_keys=600, forward_rate=1.27, 
 # or more, and heads of 64, 128 and 256.
 ATTENTION_KERNELS = {"fa1": FLASH_2, "fa2": FLASH_2, "fa3": replace(CUDNN, head_multiple=64), "cudnn": CUDNN}
 """Form of each kernel's rate."""
+CUDNN_SLOTS, CUDNN_KEYS = 16_384, 256
+"""Slots of a pack, and keys that a query sees on average, from which cuDNN's kernel is taken where it is asked for.
+
+Source: `headway.models.attention.ragged.suits`, which asks for segments of 512 tokens on average.
+"""
 GROUPED_ROWS = 170
 """Grouped products of experts with m rows each reach m / (m + this) of the rate of others.
 
@@ -150,6 +156,8 @@ class Speeds:
         attention_shares: of `products_flops_per_s` that attention of long segments reaches, where none was measured.
         attention_kernel: form of its rate.
         host_bytes_per_s: of the way to its host's memory, one way, as printed [byte/s].
+        short_attention: the same of the kernel that runs where cuDNN's does not suit a pack; None where one runs them
+            all.
         products_flops_per_s: peak of products in the precision of the forward; None where it is `peak_flops_per_s`,
             which is that of float8 where blocks multiply in float8 [FLOP/s].
     """
@@ -168,6 +176,7 @@ class Speeds:
     attention_shares: Cases = ATTENTION
     attention_kernel: AttentionKernel = FLASH_2
     host_bytes_per_s: float = HOST_BYTES_PER_S
+    short_attention: tuple[Cases, AttentionKernel] | None = None
     products_flops_per_s: float | None = None
 
     @property
@@ -201,14 +210,19 @@ class Speeds:
         clock = 1.0 if power_w is None else _clock(device, power_w)
         # shares of the peak that products and attention reach, by kernel
         products = Cases(*(clock * share for share in device.product_shares or PRODUCTS))
-        share = device.attention_shares.get(KERNELS[attention])
+        kernel = KERNELS[attention]
+        share = device.attention_shares.get(kernel)
         if share is None and device.attention_shares and attention != "auto":
             raise PlanError(
                 f"speed.attention = {attention!r} does not run on {device.title}, of whose kernels the table of "
                 f"devices has {', '.join(device.attention_shares)}. Set speed.attention=auto."
             )
-        spread = Cases(*(case / ATTENTION.expected for case in ATTENTION))
-        shares = ATTENTION if share is None else Cases(*(min(1.0, share * case) for case in spread))
+
+        def shares_of(kernel: str) -> Cases:
+            share = device.attention_shares.get(kernel)
+            spread = ATTENTION if share is None else ATTENTION.times(share / ATTENTION.expected)
+            return Cases(*(clock * min(1.0, case) for case in spread))
+
         of_rates = "usual shares" if device.rates_source is None else "shares, by published runs or products,"
         source = f"{of_rates} of the printed peak and bandwidth of {device.title} (`headway devices` has their source)"
         peak = device.peak_flops_per_s[dtype]
@@ -219,8 +233,9 @@ class Speeds:
             source if clock == 1.0 else f"{source}, its clock lowered to {clock:.0%} by a limit of {power_w:g} W",
             board_power_w=device.board_power_w if power_w is None else power_w,
             product_shares=products,
-            attention_shares=Cases(*(clock * share for share in shares)),
-            attention_kernel=ATTENTION_KERNELS[KERNELS[attention]],
+            attention_shares=shares_of(kernel),
+            attention_kernel=ATTENTION_KERNELS[kernel],
+            short_attention=(shares_of("fa2"), ATTENTION_KERNELS["fa2"]) if kernel == "cudnn" else None,
             host_bytes_per_s=device.host_bytes_per_s or HOST_BYTES_PER_S,
             products_flops_per_s=peak,
         )
@@ -294,6 +309,13 @@ class Speeds:
         near = sorted((math.dist(at, there), rate) for there, rate in self._logs)[:4]
         weights = [1 / (distance + 1e-9) ** 2 for distance, _ in near]
         return math.exp(sum(w * math.log(rate) for w, (_, rate) in zip(weights, near, strict=True)) / sum(weights))
+
+    def of_pack(self, slots: float, pairs_per_query: float) -> "Speeds":
+        """Rates with the kernel of attention that runs over a pack of so many slots, or patches of a tower."""
+        if self.short_attention is None or (slots >= CUDNN_SLOTS and pairs_per_query >= CUDNN_KEYS):
+            return self
+        shares, kernel = self.short_attention
+        return replace(self, attention_shares=shares, attention_kernel=kernel, short_attention=None)
 
     def attention_s(self, forward: float, backward: float, pairs_per_query: float, head_size: int = HEAD_SIZE) -> Cases:
         """Predict the time of attention [s].

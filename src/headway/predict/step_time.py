@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
@@ -20,11 +20,21 @@ from headway.count.quantised import quantised_parameters
 from headway.count.recompute import kind_of
 from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
-from headway.count.units import block_of, chosen_blocks, head_features, remembered
+from headway.count.units import block_of, chosen_blocks, remembered
 from headway.predict.attentions import attentions
 from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges, exposed_s
 from headway.predict.held import State, num_moments
+from headway.predict.kernel_bytes import (
+    HEADWAY,
+    SORTS_S,
+    SUMMED,
+    TOP_K_S,
+    Kernels,
+    loss_bytes,
+    routed_values,
+    update_bytes,
+)
 from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.slices import is_float8, muon_matrices, spread_over
 from headway.predict.speeds import HEAD_SIZE, Cases, Shape, Speeds
@@ -36,20 +46,6 @@ ROWS = (64, 512, 2048, 8192)
 FORWARD_MOVES, BACKWARD_MOVES = 2, 3
 """How often elementwise operations move each byte that autograd saves: written and read in forward; in backward it is
 read once more, and its gradient is written and read."""
-
-Update = Literal["separate", "one pass"]
-"""How an optimizer computes on what is not held in float32: by a kernel for each operation, or by one for all."""
-UPDATE: Update = "one pass"
-"""How `headway.optim` does on CUDA (`optim.one_pass`; its speed is not measured yet): a kernel does all of it while it
-reads and writes each number once. Without Triton it is "separate": copied to float32, updated by PyTorch's fused AdamW,
-rounded and copied back."""
-COPIED, ROUNDED, CODED = 2, 30, 46
-"""Bytes that "separate" moves beside those of float32 for a number held in another type: how often it is read or
-written in that type and, as often, in float32; rounding to bfloat16 (a random number drawn, which takes as long as 10
-bytes, added, and bits cut off: 4 bytes for each operand and result); codes of 8 bits from and to a table likewise.
-
-Source of the 10: a profile of 16.1 billion numbers on a H200, whose random numbers took 126 ms; 2026-11-26.
-"""
 
 DEQUANTISED = 22
 """Bytes that dequantising a value moves: its code as an index (2 written, 2 read), its value in float32 (written, then
@@ -168,13 +164,13 @@ class StepTimes:
         cost_model: of the model, with what is frozen frozen and adapters in place.
         saved: what autograd saves of it, in the precision of its forward.
         speeds: of the device.
-        update: how the optimizer computes.
+        kernels: that compute what is no product.
     """
 
     def __init__(
-        self, cost_model: CostModel, saved: SavedActivations, speeds: Speeds, *, update: Update = UPDATE
+        self, cost_model: CostModel, saved: SavedActivations, speeds: Speeds, *, kernels: Kernels = HEADWAY
     ) -> None:
-        self._cost_model, self._saved, self._speeds, self._update = cost_model, saved, speeds, update
+        self._cost_model, self._saved, self._speeds, self._kernels = cost_model, saved, speeds, kernels
         trained = cost_model.trained
         kinds_of_driver: dict[tuple[str, str], dict[str, Counter[_Kind]]] = defaultdict(lambda: defaultdict(Counter))
         alive = set()
@@ -230,7 +226,8 @@ class StepTimes:
             lines.append(TimeLine(f"{SLOW}.{name}", f"{SLOW}: {name}", seconds - Cases.exact(at_ceiling[name])))
         # elementwise operations and copies of gathered weights move bytes; the optimizer moves its own
         copied = 0 if work.exchanges is None else work.exchanges.copied_bytes
-        lines.append(self._line("memory", speeds.moving_s(work.packs * (self.moved_bytes(work, state) + copied))))
+        moved = speeds.moving_s(work.packs * (self.moved_bytes(work, state) + copied))
+        lines.append(self._line("memory", moved + self._routing_s(work, state).times(work.packs)))
         passes = sum((line.seconds for line in lines), Cases.exact(0.0))
         forward = sum(row.forward for row in rows) / sum(row.total + row.recompute for row in rows)
         both = (passes.times(forward), passes.times(1 - forward))
@@ -326,7 +323,9 @@ class StepTimes:
         if not any(attention.values()):
             return seconds
         size = self._head_sizes.get((row.name, row.driver), HEAD_SIZE)
-        return seconds + self._speeds.attention_s(attention["forward"], attention["backward"], pairs / queries, size)
+        slots = work.pack.patches if row.name.startswith("vision.") else work.pack.slots
+        speeds = self._speeds.of_pack(slots, pairs / queries)
+        return seconds + speeds.attention_s(attention["forward"], attention["backward"], pairs / queries, size)
 
     def _padding(self, work: StepWork, state: State) -> Mapping[str, int]:
         """FLOPs that slots without a token take in a step of all devices, by component."""
@@ -344,10 +343,11 @@ class StepTimes:
         sizes = _bytes_by_block(self._saved, work.pack, state.fused)
         again = sum(sizes[name] for name in chosen_blocks(state.recompute, self._cost_model, self._saved))
         alive = sum(size for name, size in sizes.items() if name in self._alive)
-        moved = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive + 2 * self._inputs(work, state)
-        features = head_features(self._cost_model)
-        if features is not None:  # logits are read, their log-probabilities written and read, their gradient written
-            moved += work.pack.slots * features[1] * 2 * (state.compute_bytes + FLOAT32)
+        moved: float = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive
+        moved += 2 * self._inputs(work, state)
+        fused = state.liger if self._kernels.fuses_loss is None else self._kernels.fuses_loss
+        slots = work.pack.slots / work.sequence
+        moved += work.sequence * loss_bytes(self._cost_model, slots, state, fused=fused)
         gradients = self._trained if work.gradients is None else work.gradients
         accumulated = 3 * state.weight_bytes * gradients if work.packs > 1 else 0
         return moved / work.sequence + accumulated + self._dequantising_bytes(work, state)
@@ -379,6 +379,19 @@ class StepTimes:
             *(max(0.0, copy - f) + max(0.0, copy - b) for copy, f, b in zip(copies, forward, backward, strict=True))
         )
 
+    def _routing_s(self, work: StepWork, state: State) -> Cases:
+        """Time in which a pack's rows are sorted by expert and added up again, beyond that of the bytes they save."""
+        if self._speeds.is_measured or not self._kernels.sorts_rows:  # the time of a model's own blocks has it
+            return Cases.exact(0.0)
+        slots, seconds = work.pack.slots / work.sequence, Cases.exact(0.0)
+        again = chosen_blocks(state.recompute, self._cost_model, self._saved)
+        for block, values in routed_values(self._cost_model).items():
+            # forward adds up what experts give, backward the gradients of what they read; both sort for it
+            added = state.compute_bytes * values * slots * (1 + (block in self._alive))
+            seconds += self._speeds.memory_s(added * (1 / SUMMED - 1))
+            seconds += Cases.exact((1 + (block in again)) * (SORTS_S + slots * TOP_K_S))
+        return seconds
+
     @property
     def _trained(self) -> int:
         return self._cost_model.params.trainable
@@ -387,7 +400,7 @@ class StepTimes:
         """Time of an update: bytes of what it reads and writes, and Muon's products."""
         # gradients are read for their norm and scaled; then the update reads and writes what it is about
         trained, moments = self._trained, num_moments(self._cost_model, muon=state.muon)
-        num_bytes = 3 * state.weight_bytes * trained + update_bytes(state, trained, moments, self._update)
+        num_bytes = 3 * state.weight_bytes * trained + update_bytes(state, trained, moments, self._kernels.update)
         # the moving average is read and written, and the weights read for it, at some of the steps
         if state.averaged:
             num_bytes += (2 * FLOAT32 + state.weight_bytes) * self._trained / state.average_every
@@ -398,33 +411,6 @@ class StepTimes:
         matrices = muon_products(self._cost_model, state.muon_iterations)
         products = (self._speeds.product_s(flops / work.shards, shape, BFLOAT16) for shape, flops in matrices)
         return sum(products, moved)
-
-
-def update_bytes(state: State, trained: int, moments: int, update: Update) -> float:
-    """Count the bytes that an update moves, in all its passes.
-
-    Args:
-        state: dtypes of weights, gradients and moments.
-        trained: weights that learn.
-        moments: of them.
-        update: how the optimizer computes.
-
-    >>> update_bytes(State(weight_bytes=2, moment_bytes=2), 1, 2, "one pass")
-    14
-    >>> update_bytes(State(weight_bytes=2, moment_bytes=2), 1, 2, "separate")
-    160
-    """
-    if update == "one pass":
-        return 3 * state.weight_bytes * trained + 2 * state.moment_bytes * moments
-    # AdamW in float32, of which weights and moments are read and written, gradients read
-    num_bytes = FLOAT32 * (3 * trained + 2 * moments)
-    if state.weight_bytes < FLOAT32:
-        copied = state.weight_bytes + FLOAT32
-        num_bytes += (copied + COPIED * copied + ROUNDED) * trained
-    if state.moment_bytes < FLOAT32:
-        rounded = ROUNDED if state.moment_bytes >= BFLOAT16 else CODED
-        num_bytes += round((COPIED * (state.moment_bytes + FLOAT32) + rounded) * moments)
-    return num_bytes
 
 
 def muon_products(cost_model: CostModel, iterations: int) -> list[tuple[Shape, int]]:

@@ -40,6 +40,8 @@ class DigitsData:
     one_digit: Path
     train: Path
     eval: Path
+    preferences: Path
+    preferences_eval: Path
     num_train_scans: int
     num_eval_scans: int
     num_images: int
@@ -61,10 +63,11 @@ def write_digits(
     renderings: int = 16,
     seed: int = 0,
 ) -> DigitsData:
-    """Write images and three JSONL files: single digits for a start, then 1 to 4 digits, then the held-out ones.
+    """Write images and JSONL files: single digits for a start, then 1 to 4 digits, then the held-out ones.
 
     Args:
-        folder: created where needed; gets `images/`, `one_digit.jsonl`, `train.jsonl` and `eval.jsonl`.
+        folder: created where needed; gets `images/`, `one_digit.jsonl`, `train.jsonl` and `eval.jsonl`, and
+            `preferences.jsonl` and `preferences_eval.jsonl` of right and wrong readings.
         num_one_digit: training samples of one digit [samples].
         num_train: training samples of 1 to 4 digits [samples].
         num_eval: held-out samples of 1 to 4 digits [samples].
@@ -89,6 +92,8 @@ def write_digits(
             one_digit=folder / "one_digit.jsonl",
             train=folder / "train.jsonl",
             eval=folder / "eval.jsonl",
+            preferences=folder / "preferences.jsonl",
+            preferences_eval=folder / "preferences_eval.jsonl",
             num_train_scans=len(train_scans),
             num_eval_scans=len(eval_scans),
             num_images=len(train_images) + len(eval_images),
@@ -97,6 +102,13 @@ def write_digits(
         _write_samples(data.one_digit, _compose(train_images, num_one_digit, 1, rng), rng)
         _write_samples(data.train, _compose(train_images, num_train, MAX_DIGITS, rng), rng)
         _write_samples(data.eval, _compose(eval_images, num_eval, MAX_DIGITS, rng), rng)
+        # pairs of a right and a wrong reading, by a generator of their own, so that the samples before stay as they are
+        for path, images, count in (
+            (data.preferences, train_images, num_train // 4),
+            (data.preferences_eval, eval_images, num_eval),
+        ):
+            own_rng = np.random.default_rng([seed, count])
+            _write_samples(path, _compose(images, count, MAX_DIGITS, own_rng), own_rng, wrong=True)
     except OSError as error:
         raise DataError(
             f"cannot write the digits to {folder}: {error.strerror}. Give another folder with {Argument('folder')}."
@@ -171,15 +183,26 @@ def _compose(images: list[_Image], num_samples: int, most: int, rng: np.random.G
     return samples
 
 
-def _write_samples(path: Path, samples: list[list[_Image]], rng: np.random.Generator) -> None:
+def _write_samples(path: Path, samples: list[list[_Image]], rng: np.random.Generator, *, wrong: bool = False) -> None:
+    """Write samples, or where `wrong` pairs of the right reading and one in which a digit is another."""
     with path.open("w", encoding="utf-8") as file:
         for images in samples:
             question = [{"type": "text", "text": QUESTIONS[rng.integers(len(QUESTIONS))]}]
             pictures = [{"type": "image", "image": image.path} for image in images]
             content = pictures + question if rng.random() < 0.5 else question + pictures
             answer = "".join(str(image.digit) for image in images)
-            messages = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
+            question_turn, answer_turn = {"role": "user", "content": content}, {"role": "assistant", "content": answer}
+            if not wrong:
+                file.write(json.dumps({"messages": [question_turn, answer_turn]}) + "\n")
+                continue
+            place, added = int(rng.integers(len(answer))), int(rng.integers(1, 10))
+            other = answer[:place] + str((int(answer[place]) + added) % 10) + answer[place + 1 :]
+            row = {
+                "prompt": [question_turn],
+                "chosen": [answer_turn],
+                "rejected": [{"role": "assistant", "content": other}],
+            }
+            file.write(json.dumps(row) + "\n")
 
 
 def write_reader(folder: Path, texts: Iterable[str] = (*QUESTIONS, "user\n", "assistant\n")) -> Path:

@@ -16,7 +16,7 @@ class BestEvaluation:
     """Judges whether an evaluation betters all before it.
 
     Attributes:
-        by: the lowest loss, or the largest fraction of samples that are answered exactly.
+        by: the lowest loss, or the largest fraction of samples that are answered exactly; of pairs in the right order.
         step: after which the best one was; None before any.
         value: its loss or fraction.
         samples: how many it judged. Of another number, evaluations begin anew: they are not comparable.
@@ -41,7 +41,7 @@ class BestEvaluation:
             step: after which it was.
             evaluation: the same on all processes.
         """
-        value = evaluation.loss if self.by == "loss" else evaluation.exact_match
+        value = evaluation.loss if self.by == "loss" else evaluation.score
         if evaluation.samples != self.samples:
             self.step, self.value, self.samples, self.since = None, math.nan, evaluation.samples, 0
         is_better = self.step is None or (value < self.value if self.by == "loss" else value > self.value)

@@ -43,6 +43,7 @@ class Trained:
     Attributes:
         model: with weights, unless a checkpoint's are still to come.
         cost_model: its ledger, as it trains.
+        plain_cost_model: its ledger without adapters.
         model_with_loss: runs a pack through the model and its loss.
         recompute: which blocks are computed again in backward, as `CostModel.count` takes it.
         compiles: whether its blocks are compiled.
@@ -52,6 +53,7 @@ class Trained:
 
     model: PreTrainedModel
     cost_model: CostModel
+    plain_cost_model: CostModel
     model_with_loss: ModelWithLoss
     recompute: str
     compiles: bool
@@ -84,7 +86,8 @@ def build_trained(
     # where frozen weights are held in fewer bits than those that learn, values come once it is known which these are
     later = mesh is not None or config.model.base is not None or _holds_frozen(config, precision)
     model = build_model(config, checkpoint, precision.params, torch.device("meta") if later else device)
-    cost_model = adapt(model, freeze(model, trace(model), config.model.freeze), config.model)
+    plain_cost_model = freeze(model, trace(model), config.model.freeze)
+    cost_model = adapt(model, plain_cost_model, config.model)
     is_compiled, notes = compiles(config.speed, model, device)
     recompute = chosen_recompute(config, model, cost_model, precision, fused=is_compiled)
     if config.speed.recompute_bytes is not None:
@@ -119,7 +122,7 @@ def build_trained(
     initialise_adapters(model, config.run.seed, torch.device("cpu") if config.parallel.offload else device)
     if mesh is not None and precision.is_float8 and mesh.shape.fsdp > 1 and not config.parallel.offload:
         notes += (f"{gather_in_float8(model)} weights are gathered in float8",)
-    return Trained(model, cost_model, with_loss, recompute, is_compiled, compile_watch, notes)
+    return Trained(model, cost_model, plain_cost_model, with_loss, recompute, is_compiled, compile_watch, notes)
 
 
 def build_model(

@@ -5,8 +5,9 @@ update, record; now and then evaluate and save. `run.py` sets it up. T is the sl
 this process computes, S the sources.
 
 The loss of a step is the sum of the cross-entropies of all its supervised tokens, over accumulation and ranks, divided
-by their number; so neither the packing nor the number of ranks changes it. The head runs on every token of a pack,
-supervised or not, because that is what the ledger counts: what is billed is what runs.
+by their number; so neither the packing nor the number of ranks changes it. That of preferences is a mean over the pairs
+of answers of the step, whose slopes weigh the cross-entropies of their tokens (`headway.models.preferences`). The head
+runs on every token of a pack, supervised or not, because that is what the ledger counts: what is billed is what runs.
 """
 
 import math
@@ -181,17 +182,31 @@ class Loop:
         sums = StepSums(len(run.feed.names), run.loss_terms, run.device)
         shift = config.model.drawing.timestep_shift
         noised = [batch.noised(config.run.seed, self._step, shift).dealt(run.sequence_group) for batch in batches]
+        if run.pairs is not None:
+            noised = [run.pairs.ready(batch) for batch in noised]
         per, per_drawn = max(1, shared.num_supervised), max(1, shared.workload.drawn)
         for number, batch in enumerate(on_device(noised, run.device), start=1):
             phase.at("forward", batch=batch)
             reduce_gradients(run.model, now=number == len(noised) or config.parallel.reduce == "pack")
             local = batch.local_slots(run.sequence_group)
             labels_L = batch.labels_1T[0, local]
+            weights = None if run.pairs is None else run.pairs.weights(batch, shared, run.sequence_group, run.meter)
             with run.precision.autocast():
-                pack = run.trained.model_with_loss(batch.model_inputs(), labels_L, per=per, per_drawn=per_drawn)
+                pack = run.trained.model_with_loss(
+                    batch.model_inputs(),
+                    labels_L,
+                    per=per if run.pairs is None else 1,  # factors on the slots of answers hold the pairs of the step
+                    per_drawn=per_drawn,
+                    weigh=weights,
+                )
             phase.at("backward", batch=batch)
             torch.autograd.backward(pack.total)
-            sums.add(pack, batch.source_of_slots()[local])
+            if run.pairs is None:
+                sums.add(pack, batch.source_of_slots()[local])
+            elif weights is not None and run.ranks.bills:  # those who share a pack all know its pairs
+                assert weights.numbers is not None
+                assert batch.answers is not None
+                sums.add_pairs(weights.numbers, batch.answers.sources_P)
             run.meter.count(batch.workload.with_counts(supervised=sum(batch.supervised)))
         return noised, sums
 

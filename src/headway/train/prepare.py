@@ -34,6 +34,7 @@ from headway.checkpoint.folder import BEST
 from headway.config import ParallelConfig, TrainConfig
 from headway.config.advice import warnings
 from headway.config.sections import changed
+from headway.count.recompute import with_head
 from headway.data import Encoder
 from headway.data.chat import stop_ids_of
 from headway.data.chat_settings import ChatSettings
@@ -62,8 +63,11 @@ from headway.report import format_count
 from headway.train.best import BestEvaluation
 from headway.train.build import Trained, build_trained
 from headway.train.data import budget_of, make_collator, open_dataset, open_feed
+from headway.train.preference import PairTraining, pair_training
 from headway.train.record import describe_software
+from headway.train.reference import Scoring
 from headway.train.run_folder import RunFolder, from_weights_of
+from headway.train.step_numbers import PAIR_TERMS
 from headway.train.watch import LoopPhase
 
 
@@ -101,6 +105,7 @@ class Run:
     eval_set: EvalSet | None
     best: BestEvaluation
     generation_eval: GenerationEval | None
+    pairs: PairTraining | None
     resumes: bool
     damaged: tuple[str, ...]
     checkpoint: Checkpoint | None
@@ -118,7 +123,9 @@ class Run:
 
     @property
     def loss_terms(self) -> tuple[str, ...]:
-        """Names of the losses beside that of tokens; see `step_numbers.TERMS`."""
+        """Names of the losses beside that of tokens; see `step_numbers.TERMS` and `PAIR_TERMS`."""
+        if self.pairs is not None:
+            return PAIR_TERMS
         return ("flow",) if getattr(self.model, "draws", False) else ()
 
     @property
@@ -181,7 +188,6 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     if checkpoint is not None and config.optim.steps is not None and checkpoint.step >= config.optim.steps:
         raise _nothing_left(config, checkpoint)
     position = checkpoint.position() if checkpoint is not None else {}
-    best = _best_so_far(config, position)
 
     phase.at("building the model")
     _seed_everything(config.run.seed)  # the same on every rank, which gives the same random weights
@@ -195,6 +201,17 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda", position=position)
     eval_set, generation_eval = _held_out(config, encoder, model, ranks, mesh)
+    phase.at("computing the reference's log-probabilities", watched=False)  # as long as the data are large
+    pairs = pair_training(
+        config,
+        trained,
+        feed,
+        encoder,
+        eval_set,
+        Scoring(trained.model_with_loss, device, precision.autocast, _sequence_group(mesh)),
+        ranks,
+        resumes=checkpoint is not None,
+    )
 
     phase.at("restoring the checkpoint")
     if checkpoint is not None:
@@ -218,19 +235,6 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         asynchronous=saving.asynchronous,
         export=exports.make if saving.export == "every" else None,
     )
-    meter = RunMeter(
-        MeteredLoop(
-            model,
-            cost_model=cost_model,
-            peak=peak_for(device, precision.peak_dtype),
-            device=device,
-            optimizer=optimizer if math.isfinite(bandwidth_of(device)) else None,
-            recompute=trained.recompute,
-            packing_length=config.data.tokens_per_pack,
-            batch_share=BatchShare(ranks.sequence, is_first=ranks.bills),
-            steps_before=checkpoint.step if checkpoint is not None else 0,
-        )
-    )
     run = Run(
         device=device,
         precision=precision,
@@ -240,14 +244,15 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         processor=encoder.processor,
         optimizer=optimizer,
         ema=ema,
-        meter=meter,
+        meter=_meter(config, trained, optimizer, device, precision, ranks, pairs, checkpoint),
         feed=feed,
         steps=steps,
-        notes=notes,
+        notes=(*notes, *(pairs.notes if pairs is not None else ())),
         router_load=RouterLoad(model, device),
         eval_set=eval_set,
-        best=best,
+        best=_best_so_far(config, position),
         generation_eval=generation_eval,
+        pairs=pairs,
         resumes=resumes,
         damaged=damaged,
         checkpoint=checkpoint,
@@ -257,6 +262,32 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run) | {"recipe": config.recipe.to_dict()})
     return run
+
+
+def _meter(
+    config: TrainConfig,
+    trained: Trained,
+    optimizer: Optimizer,
+    device: torch.device,
+    precision: Precision,
+    ranks: Ranks,
+    pairs: PairTraining | None,
+    checkpoint: Checkpoint | None,
+) -> RunMeter:
+    return RunMeter(
+        MeteredLoop(
+            trained.model,
+            cost_model=trained.cost_model,
+            peak=peak_for(device, precision.peak_dtype),
+            device=device,
+            optimizer=optimizer if math.isfinite(bandwidth_of(device)) else None,
+            recompute=with_head(trained.recompute) if config.weighs_losses else trained.recompute,
+            packing_length=config.data.tokens_per_pack,
+            batch_share=BatchShare(ranks.sequence, is_first=ranks.bills),
+            steps_before=checkpoint.step if checkpoint is not None else 0,
+            others=pairs.ledgers if pairs is not None else (),
+        )
+    )
 
 
 def exports_of(config: TrainConfig) -> Exports:

@@ -139,8 +139,11 @@ def evaluation_line(record: dict[str, Any], best: BestEvaluation) -> str:
         record: of the evaluation.
         best: of all so far.
     """
-    line = (
-        f"evaluation after step {record['step']}: exact match {format_share(record['exact_match'])} "
-        f"({record['exact']} of {format_count(record['samples'])}), loss {record['loss']:.4f}"
-    )
+    if "pairs" in record:
+        judged = f"{format_share(record['accuracy'])} of {format_count(record['pairs'])} pairs right"
+        judged += f", margin {record['margin']:.4f}"
+    else:
+        judged = f"exact match {format_share(record['exact_match'])} "
+        judged += f"({record['exact']} of {format_count(record['samples'])})"
+    line = f"evaluation after step {record['step']}: {judged}, loss {record['loss']:.4f}"
     return f"{line}; best {best.text}" if best.text and best.step != record["step"] else line

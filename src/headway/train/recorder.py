@@ -56,6 +56,7 @@ class StepRecorder:
         log: the run's metrics.jsonl.
         show: called with each record.
         sources: names of the sources; where there are several, each has its loss and tokens recorded.
+        sft: factor on the cross-entropy of the best answers, which is a part of the loss of preferences.
         may_skip: updates in a row that may have been left out because their numbers were not finite [steps].
         bad_samples: file for the samples of a step whose numbers are not finite, when they end the run.
         before: what the run has behind it, as `behind` gave it at the checkpoint that it goes on from.
@@ -72,13 +73,14 @@ class StepRecorder:
         may_skip: int,
         bad_samples: Path,
         before: Mapping[str, Any],
+        sft: float = 0.0,
         resumes: int = 0,
         boundary: ErrorBoundary | None = None,
     ) -> None:
         self._boundary = boundary or ErrorBoundary()
         self._log = log
         self._show = show
-        self._sources = sources
+        self._sources, self._sft = sources, sft
         self._may_skip, self._bad_samples = may_skip, bad_samples
         self._skipped = int(before.get(SKIPPED, 0))
         self._digest = int(before.get(DIGEST, "0"), 16)
@@ -122,7 +124,7 @@ class StepRecorder:
         self._skipped = 0 if numbers.is_finite else self._skipped + 1
         self._digest = (self._digest + pending.share.digest) % DIGESTS
         if self._skipped > self._may_skip:
-            loss = sum(numbers.losses) / max(1, pending.share.num_supervised)
+            loss = sum(numbers.losses) / max(1, sum(pending.share.counted))
             raise NotFiniteError(self._not_finite(pending, loss, numbers.grad_norm))
         with self._boundary.guard("Records of steps"):
             record = self._record(window, pending, numbers)
@@ -132,17 +134,20 @@ class StepRecorder:
 
     def _record(self, window: Window, pending: LaunchedStep, numbers: StepNumbers) -> dict[str, Any]:
         """Put a step's record together, from its window and the numbers that the device has given."""
-        is_finite, targets = numbers.is_finite, pending.share.num_supervised
+        is_finite, share = numbers.is_finite, pending.share
         # Each further loss is a mean over what its driver counts.
-        counts = {name: getattr(pending.share.workload, TERMS[name]) for name in numbers.terms}
+        counts = {name: getattr(share.workload, TERMS[name]) for name in numbers.terms if name in TERMS}
+        targets = sum(share.counted)
+        pairs = _of_pairs(numbers.terms, share) if is_finite and any(share.pairs) else None
         record = {
             **window.to_dict(),
             # JSON has no numbers for what is not finite, and nothing to learn from has no loss
-            "loss": sum(numbers.losses) / targets if is_finite and targets else None,
+            "loss": self._loss(numbers, share, pairs) if is_finite and targets else None,
             **{
-                f"{name}_loss": total / counts[name] if is_finite and counts[name] else None
-                for name, total in numbers.terms.items()
+                f"{name}_loss": numbers.terms[name] / count if is_finite and count else None
+                for name, count in counts.items()
             },
+            **({} if pairs is None else {"preference": pairs}),
             "lr": pending.lr,
             **({} if pending.epochs is None else {"epoch": pending.epochs}),
             "grad_norm": numbers.grad_norm if is_finite else None,
@@ -157,10 +162,15 @@ class StepRecorder:
         if pending.compilations.guards:
             record["recompile_guards"] = list(pending.compilations.guards)
         if len(self._sources) > 1:
-            record["sources"] = self._by_source(numbers.losses, pending.share)
+            record["sources"] = self._by_source(numbers.losses, share)
         if numbers.router is not None:
             record["router"] = numbers.router._asdict()
         return record
+
+    def _loss(self, numbers: StepNumbers, share: StepShare, pairs: Mapping[str, float] | None) -> float:
+        """The loss that the step has differentiated, images aside."""
+        mean = sum(numbers.losses) / sum(share.counted)
+        return mean if pairs is None else mean + self._sft * pairs["nll"]
 
     def _not_finite(self, pending: LaunchedStep, loss: float, grad_norm: float) -> str:
         """Text of the error that ends the run; the samples that this rank had in the step go to a file."""
@@ -181,13 +191,23 @@ class StepRecorder:
 
     def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:
         """Mean loss, tokens and targets of each source, and the fraction of its tokens that was cut or left out."""
-        parts = zip(self._sources, losses, share.tokens, share.supervised, share.lost, strict=True)
+        counts = share.tokens, share.supervised, share.counted, share.lost
         return {
             name: {
-                "loss": loss / supervised if supervised and math.isfinite(loss) else None,
+                "loss": loss / counted if counted and math.isfinite(loss) else None,
                 "tokens": tokens,
                 "supervised": supervised,
                 "waste": lost / (tokens + lost) if tokens + lost else 0.0,
             }
-            for name, loss, tokens, supervised, lost in parts
+            for name, loss, tokens, supervised, counted, lost in zip(self._sources, losses, *counts, strict=True)
         }
+
+
+def _of_pairs(sums: Mapping[str, float], share: StepShare) -> dict[str, float]:
+    """Means over the pairs of a step, as its record has them."""
+    pairs = sum(share.pairs)
+    names = ("reward_chosen", "reward_rejected", "log_p_chosen", "log_p_rejected")
+    means = {name: sums[name] / pairs for name in names}
+    margin = means["reward_chosen"] - means["reward_rejected"]
+    accuracy, nll = sums["right"] / pairs, sums["nll"] / max(1, share.best_tokens)
+    return {"pairs": pairs, "accuracy": accuracy, "margin": margin, **means, "nll": nll}

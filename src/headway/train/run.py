@@ -200,6 +200,7 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[Outputs]:
             run.feed.names,
             may_skip=optim.nonfinite_limit if optim.on_nonfinite == "skip" else 0,
             bad_samples=settings.folder / f"not-finite-rank-{ranks.rank}.json",
+            sft=0.0 if run.pairs is None else run.pairs.preferring.sft,
             before=run.checkpoint.position() if run.checkpoint else {},
             resumes=metrics.resumes,
             boundary=boundary,

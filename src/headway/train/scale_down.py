@@ -19,7 +19,7 @@ from headway.models.load import named_config
 from headway.models.parallel.ranks import join_ranks
 from headway.models.precision import choose_device
 from headway.packing.lengths import MIXES
-from headway.synthetic.small_data import vocabulary_texts, write_small_data
+from headway.synthetic.small_data import into_pairs, vocabulary_texts, write_small_data
 from headway.synthetic.small_model import EXPERTS, write_small_model
 from headway.train.run_folder import refuse_existing_run
 
@@ -138,12 +138,14 @@ def write_small(small: Small) -> None:
             mix,
             scale=small.scale,
             num_samples=min(_MAX_SAMPLES, wanted),
-            longest=data.tokens_per_pack,
+            longest=data.tokens_per_pack // (1 if small.config.preference is None else 2),  # of two answers
             patch_size=patch_size,
             merge_size=merge_size,
             draws=getattr(small.source, "draws", False),
             seed=small.config.run.seed,
         )
+        if small.config.preference is not None:
+            into_pairs(small.folder / "data" / "samples.jsonl")
     ranks.wait()
 
 

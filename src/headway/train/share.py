@@ -46,7 +46,9 @@ class StepShare(NamedTuple):
         workload: what is computed.
         tokens: of each source [tokens], shape (S,).
         supervised: targets of each source [tokens], shape (S,).
+        pairs: pairs of answers of each source that are compared, shape (S,).
         lost: tokens of each source that were cut off or left out [tokens], shape (S,).
+        best_tokens: targets of the best answers among them [tokens].
         digest: of the samples' origins, `digest_of`.
         kinds: of each pack the kinds of media for which a vision tower runs.
         flags: what may end the run.
@@ -55,7 +57,9 @@ class StepShare(NamedTuple):
     workload: Workload
     tokens: tuple[int, ...]
     supervised: tuple[int, ...]
+    pairs: tuple[int, ...]
     lost: tuple[int, ...]
+    best_tokens: int
     digest: int
     kinds: tuple[Kinds, ...]
     flags: Flags
@@ -66,6 +70,11 @@ class StepShare(NamedTuple):
         return sum(self.supervised)
 
     @property
+    def counted(self) -> tuple[int, ...]:
+        """Of each source, what its loss is a mean over: targets, or pairs where answers are compared."""
+        return self.pairs if any(self.pairs) else self.supervised
+
+    @property
     def learns(self) -> bool:
         """Whether there is anything to learn from: a step whose samples were all left out has only padding."""
         return bool(self.num_supervised or self.workload.drawn)
@@ -74,25 +83,38 @@ class StepShare(NamedTuple):
     def of(cls, batches: Sequence[Batch], feed: Feed, flags: Flags) -> "StepShare":
         """One rank's part: the packs that its feed handed out last."""
         names = feed.names
-        tokens, supervised = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+        tokens, supervised, pairs = (dict.fromkeys(names, 0) for _ in range(3))
         for batch in batches:
             for origin, length, targets in zip(batch.origins, batch.sample_tokens, batch.supervised, strict=True):
                 tokens[origin.source] += length
                 supervised[origin.source] += targets
+            for number in batch.answers.sources_P.tolist() if batch.answers is not None else ():
+                pairs[names[number]] += 1
         workload = Workload.total(batch.workload for batch in batches)
-        counts = tuple(tokens.values()), tuple(supervised.values()), feed.lost_tokens
-        return cls(workload, *counts, digest_of(batches), tuple(map(vision_kinds, batches)), flags)
+        return cls(
+            workload,
+            tuple(tokens.values()),
+            tuple(supervised.values()),
+            tuple(pairs.values()),
+            feed.lost_tokens,
+            sum(batch.answers.best_tokens for batch in batches if batch.answers is not None),
+            digest_of(batches),
+            tuple(map(vision_kinds, batches)),
+            flags,
+        )
 
     @classmethod
     def total(cls, shares: Sequence["StepShare"]) -> "StepShare":
         """All ranks' parts together."""
-        columns = ([share.tokens for share in shares], [share.supervised for share in shares], [s.lost for s in shares])
-        tokens, supervised, lost = (tuple(map(sum, zip(*column, strict=True))) for column in columns)
+        columns = zip(*((share.tokens, share.supervised, share.pairs, share.lost) for share in shares), strict=True)
+        tokens, supervised, pairs, lost = (tuple(map(sum, zip(*column, strict=True))) for column in columns)
         return cls(
             Workload.total(share.workload for share in shares),
             tokens,
             supervised,
+            pairs,
             lost,
+            sum(share.best_tokens for share in shares),
             sum(share.digest for share in shares) % DIGESTS,
             tuple(frozenset[str]().union(*packs) for packs in zip(*(share.kinds for share in shares), strict=True)),
             Flags.total([share.flags for share in shares]),

@@ -12,18 +12,24 @@ import torch
 
 from headway.meter.clock import HostCopy
 from headway.models.head import PackLoss
+from headway.models.preferences import PairNumbers
 from headway.models.router import RouterSummary
 
 TERMS = {"flow": "drawn"}
 """Losses beside that of tokens, and the driver of the workload that counts what each is a mean over."""
 
 
+PAIR_TERMS = ("nll", "reward_chosen", "reward_rejected", "right", "log_p_chosen", "log_p_rejected")
+"""Sums over the pairs of preferences: cross-entropy of the best answers [nats], rewards (beta times the log of policy /
+reference), pairs whose better answer has the larger reward, and log-probabilities of the answers [nats]."""
+
+
 class StepNumbers(NamedTuple):
     """Numbers of one step over all ranks, on the host.
 
     Attributes:
-        losses: summed cross-entropies of each source [nats].
-        terms: summed errors of further losses, by their names in `TERMS`.
+        losses: summed cross-entropies of each source [nats], or losses of its pairs.
+        terms: summed errors of further losses, by their names in `TERMS`; sums over pairs, by `PAIR_TERMS`.
         recompiles: guards of compiled code that failed.
         grad_norm: norm of the gradient before it was clipped.
         router: how evenly experts were used; None without experts.
@@ -85,7 +91,7 @@ class StepSums:
 
     Args:
         num_sources: of the data.
-        terms: names of the further losses that the model has, of `TERMS`.
+        terms: names of the further losses that the model has, of `TERMS`; or `PAIR_TERMS`.
         device: of the model.
     """
 
@@ -99,6 +105,19 @@ class StepSums:
         self._loss_S.index_add_(0, source_L, pack.loss_T)
         if pack.drawn_K is not None:
             self._term_M += pack.drawn_K.sum()
+
+    def add_pairs(self, numbers: PairNumbers, source_P: torch.Tensor) -> None:
+        """Add the numbers of a pack's pairs, on one of the processes that compute it together.
+
+        Args:
+            numbers: of the pairs.
+            source_P: number of the source that each is of.
+        """
+        self._loss_S.index_add_(0, source_P, numbers.loss_P.to(self._loss_S.dtype))
+        rewards_2P = numbers.rewards_2P
+        right = (rewards_2P[0] > rewards_2P[1]).sum().to(numbers.nll)
+        sums_M = torch.stack([numbers.nll, *rewards_2P.sum(1), right, *numbers.log_p_2P.sum(1)])
+        self._term_M += sums_M.to(self._term_M.dtype)
 
     def over_ranks(
         self,

@@ -128,8 +128,11 @@ class RunSummary:
             loss = f"{self.first_loss:.4f} first, {self.last_loss:.4f} at the end"
             if self.last_flow_loss is not None:
                 loss += f"; of drawn images {self.last_flow_loss:.4f}"
-        exact = "not evaluated"
-        if self.evaluation:
+        judged, exact = "exact match", "not evaluated"
+        if self.evaluation and self.evaluation.pairs:
+            judged = "pairs right"
+            exact = f"{format_share(self.evaluation.accuracy)} of {format_count(self.evaluation.pairs)} held-out pairs"
+        elif self.evaluation:
             exact = (
                 f"{format_share(self.evaluation.exact_match)} "
                 f"({format_count(self.evaluation.exact)} of {format_count(self.evaluation.samples)} held-out samples)"
@@ -138,7 +141,7 @@ class RunSummary:
             [
                 ("steps", f"{format_count(self.steps)} of {format_count(self.planned_steps)}{measured}{skipped}"),
                 ("loss", loss),
-                ("exact match", exact),
+                (judged, exact),
                 *self._best(),
                 ("tokens", f"{format_count(use.tokens)} real, {format_rounded(use.tokens_per_s)} per second"),
                 ("time in steps", f"{format_duration(use.wall_s)} of {format_duration(self.total_s)} in all"),

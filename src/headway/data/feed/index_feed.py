@@ -7,13 +7,17 @@ from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.data.bad_rows import BadSamples
+from headway.data.collate import Batch
 from headway.data.feed.feed import Feed, Share, estimated_bytes
 from headway.data.feed.make import FinishedPack, PackMaker, Piece
-from headway.data.pool import Job
+from headway.data.pool import Job, Pool
 from headway.data.sources import Source
 from headway.data.sources.identity import Identities, Verify
+from headway.packing.bins import pack as fit
+from headway.packing.budget import Size
 from headway.packing.items import Items, OverlongCounts
 from headway.packing.plan import Plan
 from headway.packing.steps import deal
@@ -73,6 +77,43 @@ class IndexedFeed(Feed):
                 state = {**state, "settings": {**settings, "order": {**order, "length": length}}}
         super().load_state_dict(state, verify)
 
+    def once(self, wanted: Sequence[NDArray[np.bool_]]) -> Iterator[Batch]:
+        """Make packs of some rows, each of them once, beside the steps of the plan.
+
+        Every rank gets as many packs, empty ones in the last round where there are none left.
+
+        Args:
+            wanted: of each source, which rows, shape (rows,); those that the plan leaves out are left out here too.
+        """
+        share, items = self.share, self.plan.items
+        ids = np.arange(len(items))
+        at = items.locate(ids)
+        ids = ids[[bool(wanted[source][row]) for source, row in zip(at.source, at.row, strict=True)]]
+        sizes = items.sizes_of(ids)
+        lengths = zip(sizes.tokens.tolist(), sizes.patches.tolist(), strict=True)
+        packs = fit([Size(tokens, patches) for tokens, patches in lengths], self.plan.budget)
+        # Packs of one round cost about the same, so that ranks wait little for each other.
+        packs.sort(key=lambda members: -float(sizes.costs[members].sum()))
+        packs += [[]] * (-len(packs) % share.ranks)
+
+        def jobs() -> Iterator[Job[list[Piece]]]:
+            for members in packs[share.rank :: share.ranks]:
+                size = estimated_bytes(int(sizes.tokens[members].sum()), int(sizes.patches[members].sum()))
+                yield Job(self._pieces(ids[members]), size)
+
+        pool: Pool[list[Piece], FinishedPack] = Pool(
+            self._maker, workers=share.workers, prefetch_bytes=share.prefetch_bytes, pin_memory=share.pin_memory
+        )
+        try:
+            for finished in pool.run(jobs()):
+                yield finished.batch
+        finally:
+            pool.close()
+
+    def _pieces(self, ids: NDArray[np.int64]) -> list[Piece]:
+        located = self.plan.items.locate(ids)
+        return [Piece(*columns) for columns in zip(*(part.tolist() for part in located), strict=True)]
+
     def _finished_steps(self) -> Iterator[list[FinishedPack]]:
         # Packs of each step under way, the place after it, and the items trained on by then.
         pending: deque[tuple[int, dict[str, Any], int]] = deque()
@@ -93,12 +134,9 @@ class IndexedFeed(Feed):
             pending.append((len(mine), place, step.reached))
             for number in mine:
                 ids = step.packs[number]
-                pieces = [
-                    Piece(*columns) for columns in zip(*(part.tolist() for part in items.locate(ids)), strict=True)
-                ]
                 sizes = items.sizes_of(ids)
                 size = estimated_bytes(int(sizes.tokens.sum()), int(sizes.patches.sum()))
-                yield Job(pieces, size)
+                yield Job(self._pieces(ids), size)
 
     def _settings(self) -> dict[str, Any]:
         order = self.plan.order

@@ -10,7 +10,7 @@ from headway.data.collate import Batch, Collator
 from headway.data.conditions import sample_without
 from headway.data.encode import EncodedSample, Encoder
 from headway.data.pack_times import charged_to, take_charges
-from headway.data.samples import Origin, Sample, SampleError, supervised
+from headway.data.samples import Origin, Preference, Sample, SampleError, supervised, unusable
 from headway.data.sources import Source
 from headway.errors import DataError
 from headway.packing.parts import Dropout
@@ -92,6 +92,7 @@ class PackMaker:
         collator: lays them end to end.
         skips: whether a sample that cannot be used is left out and named, instead of ending the run.
         dropout: of conditions of what is drawn; None where all samples are whole.
+        compares: whether samples must be preferences; None where they may be anything.
     """
 
     sources: tuple[Source, ...]
@@ -99,6 +100,7 @@ class PackMaker:
     collator: Collator
     skips: bool
     dropout: Dropout | None = None
+    compares: bool | None = None
 
     def __call__(self, pieces: Sequence[Piece]) -> FinishedPack:
         """Make a pack; one of which nothing is left is a pack of padding.
@@ -120,7 +122,8 @@ class PackMaker:
                 with charged_to("read"):
                     sample = read_sample()
                 try:
-                    full_sample = sample_without(self.encoder.encode(supervised(sample)), self.dropout, piece.epoch)
+                    self._check_kind(sample)
+                    full_sample = sample_without(self.encoder.encode(sample), self.dropout, piece.epoch)
                     part = part_of(full_sample, piece.start, piece.stop)
                 except DataError as error:
                     raise sample_error(error, sample.origin) from error
@@ -134,6 +137,14 @@ class PackMaker:
             used.append(piece)
         batch = self.collator(encoded)
         return FinishedPack(batch, tuple(used), tuple(whole_tokens), tuple(skipped), making_s=take_charges())
+
+    def _check_kind(self, sample: Sample) -> None:
+        if self.compares is False:
+            supervised(sample)
+        elif self.compares and not isinstance(sample, Preference):
+            raise unusable(
+                sample, "the row is no preference, and the run trains on preferences. Delete it, or train on it apart."
+            )
 
     def _load(self, piece: Piece) -> Sample:
         source = self.sources[piece.source]

@@ -33,6 +33,7 @@ NEEDS = {
     "tokens": ("input_ids",),
     "alpaca": ("instruction", "output"),
     "question_answer": ("question", "answer"),
+    "preference": ("prompt", "chosen", "rejected"),
 }
 """Schemas and the columns that each must have; "caption" and "text" need the text column."""
 
@@ -54,7 +55,7 @@ Source: ms-swift's query and response, and conversation; the_cauldron's and Fine
 SCHEMAS = ("auto", *NEEDS, "caption", "text", *preferences.SCHEMAS)
 """Values of `schema`; "auto" takes the one whose columns a row has."""
 
-VERSION = 4
+VERSION = 5
 """Raised when rows come to be other samples, or can be used that could not be, so that no index says otherwise."""
 
 

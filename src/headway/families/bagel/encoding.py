@@ -175,6 +175,7 @@ class DrawingEncoder(Encoder):
             self._text(planned, sample.content, sample.where, learns=False)
             planned.shorten()
         else:
+            assert isinstance(sample, Chat)
             turns = sample.answers
             shown = replace(sample, messages=sample.messages[: turns[-1]] if turns else sample.messages)
             if not shown.messages:

@@ -26,7 +26,7 @@ from headway.models.blocks import Block, blocks
 from headway.models.parallel.mesh import Mesh
 from headway.models.waits import keep_on_host
 
-_SHARDS_BYTES = (2, 13)
+_SHARDS_BYTES = "2.13"
 """The torch whose FSDP2 was seen to shard and gather parameters that are no floats; 2.11 does not."""
 
 
@@ -105,6 +105,13 @@ def reduce_gradients(model: nn.Module, now: bool) -> None:
         model.set_requires_gradient_sync(now)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free the gathered weights that a forward without a backward has left, so that parameters are slices again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextmanager
 def own_classes(model: nn.Module) -> Iterator[None]:
     """Give sharded modules their original classes while entered: FSDP2 replaces them by classes of its own.
@@ -136,7 +143,7 @@ def _refuse_bytes(model: nn.Module) -> None:
     takes_bytes = TorchVersion(torch.__version__) >= _SHARDS_BYTES
     if not takes_bytes and not all(parameter.is_floating_point() for parameter in model.parameters()):
         raise ConfigError(
-            f"model.base among several processes needs torch {'.'.join(map(str, _SHARDS_BYTES))} or later, and this is "
+            f"model.base among several processes needs torch {_SHARDS_BYTES} or later, and this is "
             f"torch {torch.__version__}, which shards floats alone. Train on one process, or take model.base out."
         )
 

@@ -1,0 +1,122 @@
+"""The section on preference training: which loss, how strong, and what answers are compared with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from headway.config.sections import Fraction, Section, Share, changed
+
+
+@dataclass(frozen=True)
+class PairLoss:
+    """What is known of a loss of pairs of answers; `headway.models.preferences.LOSSES` has its function.
+
+    Attributes:
+        source: paper and equation.
+        refers: whether it compares with a reference.
+        settings: settings that it takes beside beta and sft.
+        beta: what beta is unless a run says otherwise.
+        sft: likewise, the factor on the mean cross-entropy of the best answers.
+    """
+
+    source: str
+    refers: bool = True
+    settings: tuple[str, ...] = ()
+    beta: float = 0.1
+    sft: float = 0.0
+
+
+PAIR_LOSSES: Mapping[str, PairLoss] = {
+    "sigmoid": PairLoss(
+        "Rafailov et al. 2023, arXiv:2305.18290, equation 7; label_smoothing: Mitchell 2023, A note on DPO with noisy "
+        "preferences",
+        settings=("label_smoothing",),
+    ),
+    "robust": PairLoss("Chowdhury et al. 2024, arXiv:2403.00409", settings=("label_smoothing",)),
+    "hinge": PairLoss("Zhao et al. 2023, arXiv:2305.10425, with the margin of DPO"),
+    "ipo": PairLoss("Azar et al. 2023, arXiv:2310.12036, equation 17, of log-ratios per token"),
+    "sigmoid_norm": PairLoss(
+        "Lambert et al. 2024, arXiv:2411.15124, length-normalised DPO", settings=("label_smoothing",), beta=5.0
+    ),
+    "orpo": PairLoss("Hong et al. 2024, arXiv:2403.07691, equations 4, 6 and 7", refers=False, sft=1.0),
+    "simpo": PairLoss(
+        "Meng et al. 2024, arXiv:2405.14734, equation 6",
+        refers=False,
+        settings=("label_smoothing", "gamma"),
+        beta=2.0,
+    ),
+}
+"""Losses of pairs by their names."""
+
+
+class PreferenceConfig(Section):
+    """Training on answers of which some are better than others (DPO and its kin)."""
+
+    loss: str = Field(
+        default="sigmoid",
+        description="Loss of a better and a worse answer: sigmoid (DPO), robust, hinge, ipo, sigmoid_norm (DPO per "
+        "token), orpo or simpo; docs/preferences.md has their papers",
+    )
+    beta: Share | None = Field(
+        default=None,
+        description="Strength of the pull to the reference, or of the margin; null for 0.1, of sigmoid_norm 5, of "
+        "simpo 2",
+    )
+    label_smoothing: Fraction = Field(
+        default=0.0, lt=0.5, description="Share of the pairs whose order is taken to be wrong"
+    )
+    gamma: float = Field(default=0.5, ge=0.0, description="Margin that simpo asks of the better answer")
+    sft: float | None = Field(
+        default=None,
+        ge=0.0,
+        description="Factor on the mean cross-entropy of the best answers, beside the loss; null for 0, of orpo 1",
+    )
+    reference: Literal["stored", "adapters-off", "none"] | None = Field(
+        default=None,
+        description="What answers are compared with: stored, their log-probabilities under the initial weights, "
+        "computed once before the first step; adapters-off, the model without its adapters, at each step; none. Null "
+        "for stored where the loss has a reference",
+    )
+
+    @field_validator("loss")
+    @classmethod
+    def _loss_is_known(cls, loss: str) -> str:
+        if loss not in PAIR_LOSSES:
+            raise ValueError(f"give one of {', '.join(PAIR_LOSSES)}")
+        return loss
+
+    @property
+    def row(self) -> PairLoss:
+        """What is known of the loss."""
+        return PAIR_LOSSES[self.loss]
+
+    @property
+    def strength(self) -> float:
+        """Beta, as the run or the loss says."""
+        return self.row.beta if self.beta is None else self.beta
+
+    @property
+    def sft_weight(self) -> float:
+        """Factor on the mean cross-entropy of the best answers, likewise."""
+        return self.row.sft if self.sft is None else self.sft
+
+    @property
+    def compares_with(self) -> Literal["stored", "adapters-off", "none"]:
+        """The reference, as the run or the loss says."""
+        return self.reference or ("stored" if self.row.refers else "none")
+
+    @model_validator(mode="after")
+    def _everything_takes_effect(self) -> Self:
+        for setting in sorted(changed(self) & {"label_smoothing", "gamma"}):
+            if setting not in self.row.settings:
+                readers = [name for name, row in PAIR_LOSSES.items() if setting in row.settings]
+                raise ValueError(
+                    f"{setting} has no effect with loss {self.loss!r}; remove it or use {' or '.join(readers)}"
+                )
+        if not self.row.refers and self.compares_with != "none":
+            raise ValueError(
+                f"reference {self.reference!r} has no effect with loss {self.loss!r}, which has none; leave it out"
+            )
+        return self

@@ -1,0 +1,301 @@
+"""Losses of preferences: functions of the log-probabilities of answers, and of what a reference gives them.
+
+`LOSSES` names them; a new one is a function here and a row of `headway.config.preference.PAIR_LOSSES`. What a pack's
+slots are weighed by follows from the slope of the loss along each answer's log-probability, so that the output layer
+makes gradients as for any other loss.
+
+Tensor letters: A answers of a pack, P pairs of a better and a worse answer, B best answers, L slots that this process
+computes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The answers of a pack's preferences, and the pairs that are compared: the best of each with each other.
+
+    Attributes:
+        starts_A: first slot of each answer.
+        ends_A: one past its last slot.
+        supervised_A: targets of each answer [tokens].
+        best_B: the best answer of each preference, by its place among the answers.
+        chosen_P: the better answer of each pair, likewise.
+        rejected_P: the worse one.
+        sources_P: number of the pair's source.
+        reference_A: log-probability of each answer under the reference [nats]; None where that is not known, and counts
+            as 0.
+        counts: answers of each preference.
+        best_tokens: targets of the best answers together [tokens].
+    """
+
+    starts_A: torch.Tensor
+    ends_A: torch.Tensor
+    supervised_A: torch.Tensor
+    best_B: torch.Tensor
+    chosen_P: torch.Tensor
+    rejected_P: torch.Tensor
+    sources_P: torch.Tensor
+    reference_A: torch.Tensor | None = None
+    counts: tuple[int, ...] = ()
+    best_tokens: int = 0
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a better and a worse answer."""
+        return len(self.chosen_P)
+
+    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Answers":
+        """The same with every tensor changed: moved, or pinned."""
+        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        changed = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{**values, **changed})
+
+    def of_slots(self, slots: int) -> torch.Tensor:
+        """The answer that each slot of the pack is of, and the number of answers where it is of none, shape (T,)."""
+        slot_T = torch.arange(slots, device=self.starts_A.device)
+        answer_T = torch.searchsorted(self.starts_A, slot_T, right=True) - 1
+        inside_T = (answer_T >= 0) & (slot_T < self.ends_A[answer_T.clamp_min(0)])
+        return torch.where(inside_T, answer_T, len(self.starts_A))
+
+    def log_probabilities(self, loss_L: torch.Tensor, of_L: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+        """Sum the log-probabilities of each answer's targets [nats], shape (A,).
+
+        Args:
+            loss_L: cross-entropy of each slot, 0 where it is not supervised [nats].
+            of_L: the answer of each slot, as `of_slots` gives it.
+            group: the processes that compute the pack together.
+        """
+        # In float64, so that the order in which a device adds does not show.
+        sums_A1 = loss_L.new_zeros(len(self.starts_A) + 1, dtype=torch.float64)
+        sums_A1.index_add_(0, of_L, loss_L.double())
+        if group is not None:
+            dist.all_reduce(sums_A1, group=group)
+        return -sums_A1[:-1]
+
+
+class Pairs(NamedTuple):
+    """Pairs of answers, as losses see them; log-probabilities are sums over the targets of an answer [nats].
+
+    Attributes:
+        chosen_P: log-probability of the better answer.
+        rejected_P: that of the worse one.
+        chosen_reference_P: log-probability of the better answer under the reference; 0 without a reference.
+        rejected_reference_P: that of the worse one.
+        chosen_tokens_P: targets of the better answer [tokens].
+        rejected_tokens_P: those of the worse one [tokens].
+    """
+
+    chosen_P: torch.Tensor
+    rejected_P: torch.Tensor
+    chosen_reference_P: torch.Tensor
+    rejected_reference_P: torch.Tensor
+    chosen_tokens_P: torch.Tensor
+    rejected_tokens_P: torch.Tensor
+
+    @property
+    def chosen_ratio(self) -> torch.Tensor:
+        """log(policy / reference) of the better answer [nats], shape (P,)."""
+        return self.chosen_P - self.chosen_reference_P
+
+    @property
+    def rejected_ratio(self) -> torch.Tensor:
+        """log(policy / reference) of the worse answer [nats], shape (P,)."""
+        return self.rejected_P - self.rejected_reference_P
+
+    @property
+    def margin(self) -> torch.Tensor:
+        """Difference of the two [nats], shape (P,)."""
+        return self.chosen_ratio - self.rejected_ratio
+
+    @property
+    def mean_chosen(self) -> torch.Tensor:
+        """Log-probability of the better answer per target [nats per token], shape (P,)."""
+        return self.chosen_P / self.chosen_tokens_P
+
+    @property
+    def mean_rejected(self) -> torch.Tensor:
+        """Log-probability of the worse answer per target [nats per token], shape (P,)."""
+        return self.rejected_P / self.rejected_tokens_P
+
+    @property
+    def mean_margin(self) -> torch.Tensor:
+        """Difference of log(policy / reference) per target [nats per token], shape (P,)."""
+        return self.chosen_ratio / self.chosen_tokens_P - self.rejected_ratio / self.rejected_tokens_P
+
+
+class PairSettings(NamedTuple):
+    """Numbers that losses are set by.
+
+    Attributes:
+        beta: strength of the pull to the reference, or of the margin.
+        label_smoothing: share of the pairs whose order is taken to be wrong, a fraction.
+        gamma: margin that the better answer is to have, of `simpo` [nats per token, times beta].
+    """
+
+    beta: float
+    label_smoothing: float = 0.0
+    gamma: float = 0.0
+
+
+PairFunction = Callable[[Pairs, PairSettings], torch.Tensor]
+"""Gives the loss of each pair, shape (P,)."""
+
+
+def sigmoid(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+    """Negative log-likelihood of the order; with smoothing, of both orders in their shares."""
+    return _smoothed(settings.beta * pairs.margin, settings.label_smoothing)
+
+
+def robust(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+    """The loss of true orders, estimated without bias from orders of which a share is wrong."""
+    logit_P, wrong = settings.beta * pairs.margin, settings.label_smoothing
+    return -((1 - wrong) * F.logsigmoid(logit_P) - wrong * F.logsigmoid(-logit_P)) / (1 - 2 * wrong)
+
+
+def hinge(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+    """Distance of the margin below 1 / beta, times beta."""
+    return F.relu(1 - settings.beta * pairs.margin)
+
+
+def ipo(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+    """Squared distance of the margin per token from 1 / (2 beta)."""
+    return (pairs.mean_margin - 1 / (2 * settings.beta)).square()
+
+
+def sigmoid_norm(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+    """`sigmoid` of log-ratios per token."""
+    return _smoothed(settings.beta * pairs.mean_margin, settings.label_smoothing)
+
+
+def orpo(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+    """Negative log-likelihood of the order by the odds of the answers, per token; goes with an SFT term."""
+    chosen_P, rejected_P = pairs.mean_chosen, pairs.mean_rejected
+    log_odds_P = (chosen_P - rejected_P) - (_log1mexp(chosen_P) - _log1mexp(rejected_P))
+    return -settings.beta * F.logsigmoid(log_odds_P)
+
+
+def simpo(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+    """Negative log-likelihood of the order by log-probabilities per token, less a margin."""
+    logit_P = settings.beta * (pairs.mean_chosen - pairs.mean_rejected) - settings.gamma
+    return _smoothed(logit_P, settings.label_smoothing)
+
+
+def _smoothed(logit_P: torch.Tensor, wrong: float) -> torch.Tensor:
+    return -F.logsigmoid(logit_P) * (1 - wrong) - F.logsigmoid(-logit_P) * wrong
+
+
+def _log1mexp(x: torch.Tensor) -> torch.Tensor:
+    """log(1 - exp(x)) of x below 0, exact on both sides of log(1/2).
+
+    Source: Maechler 2012, "Accurately computing log(1 - exp(-|a|))", equation 7.
+    """
+    x = x.clamp_max(-torch.finfo(x.dtype).tiny)
+    near = x > -0.6931471805599453
+    return torch.where(
+        near,
+        torch.log(-torch.expm1(torch.where(near, x, -1.0))),
+        torch.log1p(-torch.exp(torch.where(near, -1.0, x))),
+    )
+
+
+LOSSES: Mapping[str, PairFunction] = {
+    "sigmoid": sigmoid,
+    "robust": robust,
+    "hinge": hinge,
+    "ipo": ipo,
+    "sigmoid_norm": sigmoid_norm,
+    "orpo": orpo,
+    "simpo": simpo,
+}
+"""Losses of pairs by their names; `headway.config.preference.PAIR_LOSSES` has their papers and settings."""
+
+REWARDED_PER_TOKEN = ("orpo", "simpo")
+"""Losses whose rewards are means over an answer's targets; those of all others are sums."""
+
+
+class PairNumbers(NamedTuple):
+    """What a pack's pairs gave, without gradient.
+
+    Attributes:
+        loss_P: loss of each pair.
+        rewards_2P: beta times log(policy / reference) of the better and the worse answers, or its mean over their
+            targets.
+        log_p_2P: their log-probabilities [nats].
+        nll: summed cross-entropy of the best answers [nats].
+    """
+
+    loss_P: torch.Tensor
+    rewards_2P: torch.Tensor
+    log_p_2P: torch.Tensor
+    nll: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Preferring:
+    """Loss of the pairs of a run.
+
+    Attributes:
+        loss: name of the loss of each pair, of `LOSSES`.
+        settings: its numbers.
+        sft: factor on the mean cross-entropy of the best answers.
+    """
+
+    loss: str
+    settings: PairSettings
+    sft: float = 0.0
+
+    def weigh(
+        self,
+        answers: Answers,
+        of_L: torch.Tensor,
+        loss_L: torch.Tensor,
+        group: ProcessGroup | None = None,
+        *,
+        per_pair: int = 1,
+        per_token: int = 1,
+    ) -> tuple[torch.Tensor, PairNumbers]:
+        """Find the factor on each slot's cross-entropy whose weighted sum has the gradients of the loss.
+
+        Args:
+            answers: of the pack, on the device.
+            of_L: the answer of each slot.
+            loss_L: cross-entropy of each slot, 0 where it is not supervised [nats]; without gradient.
+            group: the processes that compute the pack together.
+            per_pair: what the summed losses of pairs are divided by, such as the pairs of a whole step.
+            per_token: what the summed cross-entropy of best answers is divided by.
+
+        Returns:
+            The factors, shape (L,), and the numbers of the pairs.
+        """
+        log_p_A = answers.log_probabilities(loss_L.detach(), of_L, group).requires_grad_()
+        with torch.enable_grad(), torch.autocast(loss_L.device.type, enabled=False):
+            pairs = self.pairs(answers, log_p_A)
+            loss_P = LOSSES[self.loss](pairs, self.settings)
+            (slope_A,) = torch.autograd.grad(loss_P.sum() / per_pair, log_p_A)
+        # Cross-entropies are negative log-probabilities; those of the best answers also count by themselves.
+        factor_A1 = F.pad(-slope_A, (0, 1))
+        factor_A1[answers.best_B] += self.sft / per_token
+        nll = -log_p_A.detach()[answers.best_B].sum()
+        return factor_A1.to(loss_L.dtype)[of_L], self._numbers(pairs, loss_P.detach(), nll)
+
+    def _numbers(self, pairs: Pairs, loss_P: torch.Tensor, nll: torch.Tensor) -> PairNumbers:
+        rewards_2P = torch.stack([pairs.chosen_ratio, pairs.rejected_ratio]).detach() * self.settings.beta
+        if self.loss in REWARDED_PER_TOKEN:
+            rewards_2P = rewards_2P / torch.stack([pairs.chosen_tokens_P, pairs.rejected_tokens_P])
+        return PairNumbers(loss_P, rewards_2P, torch.stack([pairs.chosen_P, pairs.rejected_P]).detach(), nll)
+
+    def pairs(self, answers: Answers, log_p_A: torch.Tensor) -> Pairs:
+        """Put the answers of a pack into pairs."""
+        reference_A: Any = answers.reference_A
+        if reference_A is None:
+            reference_A = torch.zeros_like(log_p_A)
+        columns = (log_p_A, reference_A.to(log_p_A.dtype), answers.supervised_A.to(log_p_A.dtype))
+        return Pairs(*(column[side] for column in columns for side in (answers.chosen_P, answers.rejected_P)))

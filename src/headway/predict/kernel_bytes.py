@@ -1,0 +1,128 @@
+"""Bytes and times of kernels that are no products, by their operations: the update, the loss, and rows for experts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from headway.count import CostModel
+from headway.count.units import head_features, head_parameter, remembered
+from headway.predict.held import State
+from headway.predict.moments import BFLOAT16, FLOAT32
+from headway.predict.slices import rows_of
+
+Update = Literal["separate", "one pass"]
+"""How an optimizer computes on what is not held in float32: by a kernel for each operation, or by one for all."""
+UPDATE: Update = "one pass"
+"""How `headway.optim` does on CUDA (`optim.one_pass`; its speed is not measured yet): a kernel does all of it while it
+reads and writes each number once. Without Triton it is "separate": copied to float32, updated by PyTorch's fused AdamW,
+rounded and copied back."""
+COPIED, ROUNDED, CODED = 2, 30, 46
+"""Bytes that "separate" moves beside those of float32 for a number held in another type: how often it is read or
+written in that type and, as often, in float32; rounding to bfloat16 (a random number drawn, which takes as long as 10
+bytes, added, and bits cut off: 4 bytes for each operand and result); codes of 8 bits from and to a table likewise.
+
+Source of the 10: a profile of 16.1 billion numbers on a H200, whose random numbers took 126 ms; 2026-11-26.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Kernels that compute what is no product.
+
+    Attributes:
+        update: of the optimizer.
+        fuses_loss: whether one kernel makes the loss and its slopes of logits; None for what the recipe's kernels do.
+        sorts_rows: whether rows for experts are sorted and added up by PyTorch's kernels, as Headway does; else the
+            time of that is not known, and left out.
+    """
+
+    update: Update = UPDATE
+    fuses_loss: bool | None = None
+    sorts_rows: bool = True
+
+
+HEADWAY = Kernels()
+
+LOG_SOFTMAX_READS = 3
+"""How often log-softmax reads a row of logits: for its largest, its sum and its result.
+
+Source: cunn_SoftMaxForward of PyTorch's SoftMax.cu, 2.11.
+"""
+SUMMED = 0.22
+"""Share of the memory's rate at which a kernel adds up the rows of a slot's experts, which it finds by index.
+
+Source, like those of the two below: 24 layers of Qwen3-VL-30B-A3B on a H200, 65,536 rows of 2,048 numbers: 0.73 TB/s
+(forward's sum) and 0.93 (backward's) of 3.84; a profile of 2026-11-26.
+"""
+SORTS_S = 110e-6
+"""Time of sorting rows by their expert, and of its inverse [s]: 16 passes of 6.6 us, which the rows hardly lengthen."""
+TOP_K_S = 8.5e-9
+"""Time of finding a slot's experts among its router's scores [s]."""
+
+
+def update_bytes(state: State, trained: int, moments: int, update: Update) -> float:
+    """Count the bytes that an update moves, in all its passes.
+
+    Args:
+        state: dtypes of weights, gradients and moments.
+        trained: weights that learn.
+        moments: of them.
+        update: how the optimizer computes.
+
+    >>> update_bytes(State(weight_bytes=2, moment_bytes=2), 1, 2, "one pass")
+    14
+    >>> update_bytes(State(weight_bytes=2, moment_bytes=2), 1, 2, "separate")
+    160
+    """
+    if update == "one pass":
+        return 3 * state.weight_bytes * trained + 2 * state.moment_bytes * moments
+    # AdamW in float32, of which weights and moments are read and written, gradients read
+    num_bytes = FLOAT32 * (3 * trained + 2 * moments)
+    if state.weight_bytes < FLOAT32:
+        copied = state.weight_bytes + FLOAT32
+        num_bytes += (copied + COPIED * copied + ROUNDED) * trained
+    if state.moment_bytes < FLOAT32:
+        rounded = ROUNDED if state.moment_bytes >= BFLOAT16 else CODED
+        num_bytes += round((COPIED * (state.moment_bytes + FLOAT32) + rounded) * moments)
+    return num_bytes
+
+
+def loss_bytes(cost_model: CostModel, slots: float, state: State, *, fused: bool) -> float:
+    """Count the bytes that a pack's loss moves beside its products; 0 without a language head.
+
+    PyTorch's operations cast logits to float32, take their log-softmax, exponentiate that in place and cast it back. A
+    fused kernel, such as Liger's, reads logits twice and writes their slopes over them. The weight's gradient is
+    zeroed, scaled and cast, and scaled again in backward.
+
+    Args:
+        cost_model: of the model.
+        slots: whose logits this process computes [slots].
+        state: dtypes.
+        fused: whether one kernel makes the loss and its slopes.
+    """
+    features, number = head_features(cost_model), head_parameter(cost_model)
+    if features is None:
+        return 0.0
+    width, vocabulary = features
+    compute, stored = state.compute_bytes, state.weight_bytes
+    casts = compute + FLOAT32 if compute < FLOAT32 else 0
+    weight = FLOAT32 + (FLOAT32 + stored) + 2 * stored  # zeroed, cast, scaled by the slope of the loss
+    if fused:
+        logit, weight = 3 * compute, weight + 2 * stored
+    else:
+        logit, weight = 2 * casts + (LOG_SOFTMAX_READS + 1 + 2) * FLOAT32, weight + 2 * FLOAT32
+    learns = number is not None and cost_model.parameters[number].trainable
+    return slots * vocabulary * logit + (width * vocabulary * weight if learns else 0)
+
+
+@remembered
+def routed_values(cost_model: CostModel) -> dict[str, int]:
+    """Count the numbers that the experts of a slot give, one row each, by the block that they are in."""
+    features, rows = head_features(cost_model), rows_of(cost_model)
+    blocks = {row.module: row.block for row in cost_model.rows if row.op == "experts"}
+    values: dict[str, int] = {}
+    for parameter in cost_model.parameters:
+        block = blocks.get(parameter.name.rpartition(".")[0])
+        if block is not None and features is not None and parameter.active < parameter.numel:
+            chosen = parameter.active * rows.count(parameter) // parameter.numel
+            values[block] = max(values.get(block, 0), chosen * features[0])
+    return values

@@ -1,0 +1,260 @@
+"""The reference of preferences: log-probabilities of answers under the initial weights, or with adapters off.
+
+Stored ones are computed once, before the first step, for every row that the plan trains on. They lie beside the length
+index under a digest of the weights, so that other runs of the same model on the same rows find them; an interrupted
+computation goes on where it was. The run folder has a copy, which a resumed run reads.
+
+Tensor letters: N rows of a source, G answers of the row that has the most, A answers of a pack, L slots that this
+process computes.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from headway.cache import write_whole
+from headway.count import CostModel
+from headway.data import Batch
+from headway.data.blank_media import vision_kinds
+from headway.data.feed import IndexedFeed
+from headway.data.samples import Origin
+from headway.data.sources import Source
+from headway.errors import CheckpointError, DataError
+from headway.log.working import working
+from headway.models.head import ModelWithLoss
+from headway.models.parallel.ranks import Ranks
+from headway.report import format_count, format_duration
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+Table = NDArray[np.float64]
+"""Log-probability of each answer of each row [nats], NaN where it was not computed, shape (N, G)."""
+
+FOLDER = "reference"
+"""Folder of a run's copies, one for each source."""
+
+_SAVE_S = 30.0  # between writes of an unfinished table
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Scoring(NamedTuple):
+    """What the log-probabilities of a pack's answers are computed with.
+
+    Attributes:
+        model_with_loss: the model, with its initial weights.
+        device: where it lives.
+        autocast: context of its forward.
+        group: the processes that compute each pack together; None where each pack is one process's.
+    """
+
+    model_with_loss: ModelWithLoss
+    device: torch.device
+    autocast: Autocast
+    group: ProcessGroup | None = None
+
+    @torch.no_grad()
+    def log_probabilities(self, batch: Batch) -> torch.Tensor:
+        """Log-probability of each answer of a pack that is on the device [nats], shape (A,); none of an empty pack."""
+        local = batch.local_slots(self.group)
+        with self.autocast():
+            losses = self.model_with_loss(batch.model_inputs(), batch.labels_1T[0, local])
+        if batch.answers is None:
+            return losses.loss_T.new_empty(0, dtype=torch.float64)
+        of_L = batch.answers.of_slots(batch.slots)[local]
+        return batch.answers.log_probabilities(losses.loss_T, of_L, self.group)
+
+
+@dataclass(frozen=True)
+class StoredReference:
+    """Log-probabilities of the answers of all rows.
+
+    Attributes:
+        tables: of each source, by its name.
+        starts: number of the first row of each file, by the source and the file.
+        note: where they are from, in a line.
+    """
+
+    tables: Mapping[str, Table]
+    starts: Mapping[tuple[str, str], int] = field(repr=False)
+    note: str = ""
+
+    def of(self, batch: Batch) -> torch.Tensor:
+        """Log-probability of each answer of a pack [nats], shape (A,).
+
+        Raises:
+            DataError: those of a row were not computed.
+        """
+        values: list[float] = []
+        for origin, number in zip(batch.origins, batch.num_answers, strict=True):
+            row = self.tables[origin.source][_row(origin, self.starts)]
+            if number > len(row) or np.isnan(row[:number]).any():
+                raise DataError(
+                    "the reference has no log-probabilities of the row's answers: it could not be used before the "
+                    "first step, or was changed since. Start another run.",
+                    where=str(origin),
+                )
+            values += row[:number].tolist()
+        return torch.tensor(values, dtype=torch.float64)
+
+
+def stored_reference(
+    feed: IndexedFeed, scoring: Scoring, ranks: Ranks, cost_model: CostModel, folders: Mapping[str, Path], key: str
+) -> StoredReference:
+    """Compute the log-probabilities of all rows' answers under the present weights, or read them.
+
+    Args:
+        feed: its plan says which rows.
+        scoring: what they are computed with.
+        ranks: the processes; each takes its share of the packs.
+        cost_model: of the model, for the note.
+        folders: of each source, where its table lies.
+        key: digest of the model.
+
+    Raises:
+        DataError: a row cannot be used, or its table cannot be written.
+    """
+    paths = {name: folder / f"reference-{key}.npy" for name, folder in folders.items()}
+    tables = ranks.by_first(lambda: {name: _read(path) for name, path in paths.items()})
+    tables = {source.name: _fitting(tables[source.name], len(source)) for source in feed.sources}
+    starts = _starts(feed.sources)
+    missing = [np.asarray(np.isnan(tables[source.name]).all(axis=1)) for source in feed.sources]
+    rows = flops = 0
+    began_s = saved_s = time.monotonic()
+    model = scoring.model_with_loss.model
+    was_training = model.training
+    model.train(False)
+    with working("computing the log-probabilities of the reference"):
+        for batch in feed.once(missing):
+            # All ranks run the same towers, and all hear of each other's rows.
+            kinds = frozenset[str]().union(*ranks.gather_all(vision_kinds(batch)))
+            ready = feed.with_blanks(batch, kinds).dealt(scoring.group).to(scoring.device)
+            values = iter(scoring.log_probabilities(ready).tolist())
+            scored = [
+                (origin.source, _row(origin, starts), [next(values) for _ in range(number)])
+                for origin, number in zip(batch.origins, batch.num_answers, strict=True)
+            ]
+            flops += sum(ranks.gather(cost_model.count(batch.workload, forward_only=True).total))
+            for part in ranks.gather(scored):
+                for name, row, numbers in part:
+                    tables[name] = _fitting(tables[name], len(tables[name]), len(numbers))
+                    tables[name][row, : len(numbers)] = numbers
+                    rows += 1
+            if ranks.by_first(lambda: time.monotonic() - saved_s > _SAVE_S):  # noqa: B023 - called at once
+                ranks.by_first(lambda: _write(paths, tables))
+                saved_s = time.monotonic()
+    model.train(was_training)
+    if not rows:
+        return StoredReference(tables, starts, "the reference's log-probabilities were computed before")
+    ranks.by_first(lambda: _write(paths, tables))
+    spent = format_duration(time.monotonic() - began_s)
+    note = f"the reference's log-probabilities of {format_count(rows)} rows took {spent} and {flops:.4g} FLOPs"
+    return StoredReference(tables, starts, note)
+
+
+def saved_reference(folder: Path, sources: tuple[Source, ...]) -> StoredReference:
+    """Read the copy that a run folder has.
+
+    Raises:
+        CheckpointError: there is none, or one of other rows.
+    """
+    tables = {}
+    for source in sources:
+        path = _copy(folder, source.name)
+        table = _read(path)
+        if len(table) != len(source):
+            raise CheckpointError(
+                f"{path} holds the reference's log-probabilities of {len(table):,} rows, and {source.name} has "
+                f"{len(source):,}. Put the file back that the run began with, or start another run."
+            )
+        tables[source.name] = table
+    return StoredReference(tables, _starts(sources))
+
+
+def save_reference(folder: Path, reference: StoredReference) -> None:
+    """Write the copy of a run folder.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    _write({name: _copy(folder, name) for name in reference.tables}, reference.tables)
+
+
+def model_key(model: nn.Module, config: Mapping[str, Any], precision: str) -> str:
+    """Digest of a model's weights, configuration and precision, the same however its weights are sharded.
+
+    Of each parameter it takes the sum of its elements' bits as whole numbers.
+
+    Args:
+        model: with weights; adapters, whose outputs are zero at the start, should be out of it.
+        config: the content of its config.json.
+        precision: name of the precision that it computes in.
+    """
+    digest = hashlib.blake2b(json.dumps([config, precision], sort_keys=True, default=str).encode(), digest_size=12)
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        total_1 = local.contiguous().view(_WHOLE[local.element_size()]).sum(dtype=torch.int64).reshape(1)
+        if isinstance(tensor, DTensor):  # what is sharded adds up, copies do not
+            placements = [Partial() if place.is_shard() else Replicate() for place in tensor.placements]
+            total_1 = DTensor.from_local(total_1, tensor.device_mesh, placements).full_tensor()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {int(total_1)}\n".encode())
+    return digest.hexdigest()
+
+
+def with_reference(batch: Batch, values_A: torch.Tensor) -> Batch:
+    """The same pack, with what the reference gives its answers."""
+    assert batch.answers is not None
+    return replace(batch, answers=replace(batch.answers, reference_A=values_A))
+
+
+def _row(origin: Origin, starts: Mapping[tuple[str, str], int]) -> int:
+    return starts[origin.source, origin.file] + origin.row
+
+
+def _starts(sources: tuple[Source, ...]) -> dict[tuple[str, str], int]:
+    return {
+        (source.name, shard.name): start
+        for source in sources
+        for shard, start in zip(source.shards, source.starts, strict=False)
+    }
+
+
+def _copy(folder: Path, source: str) -> Path:
+    return folder / FOLDER / f"{hashlib.blake2b(source.encode(), digest_size=6).hexdigest()}.npy"
+
+
+def _read(path: Path) -> Table:
+    """A table; an empty one where there is none."""
+    try:
+        table = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        return np.zeros((0, 0))
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"The log-probabilities in {path} cannot be read: {error}. Delete the file.") from error
+    return np.asarray(table, dtype=np.float64)
+
+
+def _write(paths: Mapping[str, Path], tables: Mapping[str, Table]) -> None:
+    for name, path in paths.items():
+        try:
+            write_whole(path, lambda file, table=tables[name]: np.save(file, table))  # type: ignore[misc]  # at once
+        except OSError as error:
+            raise DataError(f"The reference's log-probabilities cannot be written to {path}: {error}.") from error
+
+
+def _fitting(table: Table, rows: int, answers: int = 0) -> Table:
+    """The table with so many rows, and room for so many answers; an empty one where it has other rows."""
+    table = table if len(table) == rows else np.zeros((rows, 0))
+    more = max(answers, 1) - table.shape[1]
+    return table if more <= 0 else np.pad(table, ((0, 0), (0, more)), constant_values=np.nan)
