@@ -431,6 +431,12 @@ def test_recompilations_are_judged_where_blocks_may_be_compiled(minimal):
     assert load_config(minimal, ("speed.recompiles=error",)).speed.compile == "auto"
 
 
+def test_inputs_of_recomputed_blocks_alone_are_offloaded(minimal):
+    with pytest.raises(ConfigError, match="offload has no effect with recompute: none"):
+        load_config(minimal, ("speed.offload=inputs",))
+    assert load_config(minimal, ("speed.offload=inputs", "speed.recompute=memory:1GiB")).speed.offload == "inputs"
+
+
 def test_a_chunk_of_the_loss_beside_kernels_that_choose_their_own_is_refused(minimal):
     with pytest.raises(ConfigError, match="loss_chunk has no effect with kernels 'liger'"):
         load_config(minimal, ("speed.kernels=liger", "speed.loss_chunk=512"))

@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,6 +24,9 @@ def pretend_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[torch.device]
     answers = {
         "torch.cuda._lazy_init": lambda: None,
         "torch.cuda.current_device": lambda: 0,
+        "torch.cuda.current_stream": Stream,
+        "torch.cuda.Stream": Stream,
+        "torch.cuda.stream": lambda _: nullcontext(),
         "torch.cuda.is_bf16_supported": lambda *_, **__: True,
         "torch.cuda.get_device_capability": lambda *_: capability,
         "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,  # else autocast switches itself off
@@ -34,6 +37,23 @@ def pretend_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[torch.device]
             stack.enter_context(patch(name, answer))
         stack.enter_context(_device_guard())
         yield torch.device("cuda", 0)
+
+
+class Stream:
+    """One of the device's streams, which are all in time."""
+
+    def __init__(self, *_: object) -> None:
+        self.waits: list[object] = []
+
+    def wait_stream(self, stream: object) -> None:
+        """Wait for all that another was given."""
+        self.waits.append(stream)
+
+    wait_event = wait_stream
+
+    def record_event(self) -> object:
+        """An event behind all that it was given."""
+        return object()
 
 
 @contextmanager

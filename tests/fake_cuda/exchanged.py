@@ -9,6 +9,7 @@ turn, so that each choice of them is as frequent.
 import warnings
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from fake_cuda import moments, shared, steps
 from headway.config import TrainConfig
 from headway.count.activations import SavedByPrecision
+from headway.models.float8 import use_float8
 from headway.models.parallel import dispatch, reduce_gradients
 from headway.models.parallel import exchange as split_exchange
 from headway.models.parallel.dispatch import run_spread_experts
@@ -76,8 +78,10 @@ class Collectives(TorchDispatchMode):
 
 def run_exchanged(kind: str, config: TrainConfig, processes: int, packs: int = 1) -> tuple[Collectives, Exchanges]:
     """Compute packs of a step as one of several processes; what it exchanged, and what the plan says of a pack."""
-    precision = Precision("bfloat16-autocast", torch.float32, torch.bfloat16, "cpu")
+    name = "float8" if config.run.dtype == "float8" else "bfloat16-autocast"
+    precision = Precision(name, torch.float32, torch.bfloat16, "cpu")
     with ExitStack() as stack:
+        stack.enter_context(patch("headway.train.build.use_float8", partial(use_float8, emulate=True)))
         stack.enter_context(steps._environment(ahead=True))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "FSDP2-wrapped module")

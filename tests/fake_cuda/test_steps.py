@@ -1,8 +1,13 @@
 """Whole training steps of every recipe on a pretended CUDA device: the kernels are called, and no host waits."""
 
+from collections import Counter
+from unittest.mock import patch
+
 import pytest
 
+from fake_cuda.device import Stream
 from fake_cuda.steps import RECIPES, recipe, run_step
+from headway.models.offload import PAGE
 from helpers.cases import some
 
 LAYERS = 4  # three of Qwen3-VL's layers take features of the tower; what further layers do is the same again
@@ -33,6 +38,22 @@ def test_products_and_attention_that_are_kept_run_once():
     plain, full, kept = (run_step(recipe(OFTEN[1], f"speed.recompute={choice}"), layers=2).ops for choice in choices)
     for operation in ("aten::mm", "aten::addmm", "torch_attn::_varlen_attn"):
         assert full[operation] > plain[operation] == kept[operation]
+
+
+def test_inputs_go_to_the_host_and_back_beside_what_is_computed():
+    """Nothing else is copied, no host waits, and streams wait for each other before and behind each copy."""
+    choice, given = "speed.recompute=full,-attention", []
+    log = {name: lambda *_, name=name: given.append(name) for name in ("wait_stream", "wait_event")}
+    with patch.multiple(Stream, **log):
+        found = run_step(recipe(OFTEN[0], choice, "speed.offload=inputs"), layers=LAYERS)
+    plain = run_step(recipe(OFTEN[0], choice), layers=LAYERS)
+    assert found.waits == ()
+    # every input goes in pages, and all but the last come back
+    copies, pages = 2 * LAYERS - 1, -(-found.slots * 3584 * 4 // PAGE)
+    assert found.ops["aten::copy_"] - plain.ops["aten::copy_"] == copies * pages
+    assert Counter(given) == {"wait_stream": copies, "wait_event": copies}
+    # at its fullest, forward has let go of two of four inputs at least
+    assert plain.peaks["forward"] - found.peaks["forward"] >= 2 * found.slots * 3584 * 4
 
 
 # What transformers asks the device for where nobody answers ahead: 1 look at positions, or 1 check of numbers of tokens

@@ -94,7 +94,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         if not any(isinstance(leaf, FakeTensor) or _is_cuda(leaf) for leaf in leaves):
-            return func(*args, **kwargs)
+            return self._for_host(func, args, kwargs)
         packet = func._overloadpacket
         self.ops[func._schema.name] += 1
         if reason := _wait(func, packet, args, kwargs, self.pinned):
@@ -132,6 +132,13 @@ class Watch(TorchDispatchMode):
         self.peaks[moment] = max(self.peaks[moment], self.alive)
         yield
         self.moment, self.counting = before
+
+    def _for_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation for real; memory that is to be pinned is taken for it."""
+        out = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+        if kwargs.get("pin_memory"):
+            self.pinned.add(out.untyped_storage()._cdata)
+        return out
 
     def _like(self, real: torch.Tensor) -> torch.Tensor:
         with self.fake:
@@ -210,7 +217,9 @@ def _wait(func: Any, packet: Any, args: Any, kwargs: Any, pinned: set[int]) -> s
     if packet in (aten._to_copy, aten.copy_):
         source = args[1] if packet is aten.copy_ else args[0]
         target = args[0] if packet is aten.copy_ else kwargs.get("device", source)
-        if _is_cuda(source) and not _is_cuda(target):
+        asynchronous = packet is aten.copy_ and (kwargs.get("non_blocking") or args[2:3] == (True,))
+        to_pinned = asynchronous and target.untyped_storage()._cdata in pinned
+        if _is_cuda(source) and not _is_cuda(target) and not to_pinned:
             return f"{name} to the host"
         if _is_cuda(target) and not _is_cuda(source) and source.dim() and source.untyped_storage()._cdata not in pinned:
             return f"{name} to the device from memory that is not pinned"

@@ -8,11 +8,17 @@ from headway.cli.dry_run import saved_of_recipe
 from headway.cli.plan import named_recipe, speeds_of
 from headway.config import TrainConfig
 from headway.config.tree import walk
+from headway.count import Workload
+from headway.count.activations import shipped_activations
 from headway.devices import named_device
 from headway.errors import PlanError
+from headway.packing.mesh import MeshShape
 from headway.predict.collectives import Links
 from headway.predict.dry_run import dry_run, learning_model, with_copies
+from headway.predict.exchanges import exchanges_of
 from headway.predict.forecast import Forecaster
+from headway.predict.held import Sharing, State
+from headway.predict.memory import plan_memory
 
 BASE = ("plan.mix=chats", "data.tokens_per_pack=8192", "optim.accumulation=2")
 DENSE, EXPERTS = "llama-3.1-8b", "qwen3-30b-a3b"
@@ -30,6 +36,7 @@ MOVES = [
     ("speed.recompute=full,-mlp", BOTH, ("speed.recompute=full",)),
     ("speed.recompute=full,-attention", BOTH, ("speed.recompute=full",)),
     ("speed.recompute=memory:20GiB", BOTH, ()),
+    ("speed.offload=inputs", BOTH, ("speed.recompute=full",)),
     ("speed.kernels=liger", BOTH, ("speed.compile=false",)),
     ("speed.attention=fa3", TIME, ()),
     ("speed.attention=cudnn", BOTH, ("speed.recompute=full,-attention", "data.tokens_per_pack=32768")),
@@ -156,6 +163,24 @@ def test_a_value_that_is_the_default_plans_as_it(setting):
 )
 def test_a_setting_moves_time_the_right_way(setting, slower):
     assert (planned((setting,))[0] > planned(())[0]) == slower
+
+
+@pytest.mark.parametrize(("shards", "offload", "number_bytes"), [(8, False, 1), (8, True, 2), (1, False, 2)])
+def test_weights_of_converted_layers_are_gathered_in_float8(shards, offload, number_bytes):
+    """Of Llama-3.1-8B all matrices of the 32 blocks: 4096 x (4096, 1024, 1024, 4096) and 3 x 4096 x 14336."""
+    cost_model, _ = named_recipe(DENSE, BASE)
+    saved = shipped_activations(DENSE, "bfloat16")
+    matrices, norms = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336), 2 * 4096
+    sharing = Sharing(shards=shards, gathers=True, offload=offload, reshard=False)
+    shape = MeshShape.of(8, replicate=8 // shards)
+    exchanges = exchanges_of(cost_model, saved, Workload([8192]), State(float8=True), sharing, shape)
+    gathered = [x.num_bytes for x in exchanges.all if x.unit == "model.layers.1" and x.kind == "all-gather"]
+    assert gathered == [number_bytes * matrices + 2 * norms] * (shards > 1)  # once, as blocks stay gathered
+    memory = [
+        plan_memory(cost_model, saved, Workload([8192]), State(float8=float8, recompute="full"), sharing).at("backward")
+        for float8 in (False, True)
+    ]
+    assert memory[0].parts["gathered"] - memory[1].parts["gathered"] == 32 * (2 - number_bytes) * matrices
 
 
 def test_mfu_of_float8_is_against_the_peak_that_a_run_prints():

@@ -50,6 +50,15 @@ def test_every_byte_that_is_exchanged_is_planned(case):
         assert sum(each.kind == one for each in planned.all) == seen.calls[one], one
 
 
+@pytest.mark.parametrize("lora", ["null", "{rank: 16}"])
+def test_weights_in_float8_are_gathered_in_the_bytes_that_are_planned(lora):
+    overrides = ("speed.loss_chunk=256", "parallel.reduce_dtype=float32", f"model.lora={lora}")
+    (seen, planned), (plain, _) = (
+        run_exchanged("little text", settings(*overrides, dtype), 2) for dtype in ("run.dtype=float8", BASE[2])
+    )
+    assert planned.num_bytes("all-gather") == seen.num_bytes["all-gather"] < 0.8 * plain.num_bytes["all-gather"]
+
+
 def test_gradients_that_are_summed_once_a_step_wait_for_its_last_pack():
     overrides = ("parallel.reduce=step", "optim.accumulation=2")
     seen, planned = run_exchanged("little text", settings(*BASE, *overrides), 2, packs=2)

@@ -21,6 +21,7 @@ ON_CUDA = {
     "bfloat16 and 8-bit moments": (
         "text", "run.dtype=bfloat16-params", "optim.state=8bit", "speed.recompute=full", "speed.loss_chunk=512"
     ),
+    "inputs on the host": ("text", "speed.recompute=full", "speed.offload=inputs", "speed.loss_chunk=512"),
     "a base in 4 bits": (
         "text", "model.lora={rank: 8}", "model.base=nf4", "run.dtype=bfloat16-params", "speed.recompute=full",
         "speed.loss_chunk=256"
@@ -45,6 +46,19 @@ SLOW = {
     ),
     "images, kept products": ("image", "speed.recompute=full,-attention,-projections,-mlp"),
     "a size": ("text", "run.dtype=bfloat16-params", "speed.loss_chunk=512", "speed.recompute=memory:300MiB"),
+    "inputs of every other block on the host": (
+        "image",
+        "run.dtype=bfloat16-params",
+        "speed.recompute=every:2",
+        "speed.offload=inputs",
+        "speed.loss_chunk=512",
+    ),
+    "images, attention kept, inputs on the host": (
+        "image",
+        "speed.recompute=full,-attention",
+        "speed.offload=inputs",
+        "speed.loss_chunk=512",
+    ),
     "videos": ("video", "model.freeze=[language]"),
 }
 

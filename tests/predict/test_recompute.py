@@ -1,5 +1,6 @@
 """What is recomputed to fit a budget, against all choices tried out."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -109,6 +110,26 @@ def test_long_segments_keep_attention_first_and_short_ones_their_projections(len
     assert model.count(pack, recompute=choice).recompute == sum(
         block_flops(model, pack)[name].again(kinds) for name, kinds in chosen.items()
     )
+
+
+def test_inputs_on_the_host_leave_room_for_results_and_one_of_them():
+    model, saved = load_cost_model("qwen3-8b"), shipped_activations("qwen3-8b", "bfloat16")
+    pack, sizes = Workload([16384]), {"fused": True, "compute_bytes": 2}
+    blocks = block_bytes(model, saved, pack, **sizes)
+    budget = most_kept(blocks, dict.fromkeys(blocks, frozenset())) + 2**30
+    again = {}
+    for offloads in (False, True):
+        choice = least_within(model, saved, pack, budget, **sizes, inputs_on_host=offloads)
+        again[offloads] = model.count(pack, recompute=choice).recompute
+        held = {name: replace(block, entry=0) if offloads else block for name, block in blocks.items()}
+        fetched = offloads * max(block.entry for block in blocks.values())
+        assert budget - 2**30 < most_kept(held, recomputed_blocks(choice, list(blocks))) + fetched <= budget
+    assert again[True] < 0.8 * again[False]
+    least = most_kept(
+        {name: replace(block, entry=0) for name, block in blocks.items()}, recomputed_blocks("full", list(blocks))
+    )
+    with pytest.raises(PlanError, match="with all blocks recomputed"):
+        least_within(model, saved, pack, least, **sizes, inputs_on_host=True)
 
 
 def test_what_is_frozen_keeps_nothing_and_packs_are_shared():

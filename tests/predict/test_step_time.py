@@ -61,6 +61,21 @@ def test_a_step_by_hand():
     assert step.tokens_per_s.expected == pytest.approx(8 / step.step_s)
 
 
+def test_copies_to_the_host_take_what_forward_and_backward_do_not_hide():
+    full = replace(EAGER, recompute="full", inputs_on_host=True)
+    without = StepTimes(tiny(), saved(), SPEEDS).predict(work(tiny()), replace(full, inputs_on_host=False))
+    num_bytes = 8  # of the block's input
+    hidden, shown = (
+        StepTimes(tiny(), saved(), replace(SPEEDS, host_bytes_per_s=rate)).predict(work(tiny()), full)
+        for rate in (1e6, 1e-3)
+    )
+    assert "copies" not in seconds(hidden)
+    # the device reads them in forward and writes them in backward, 10 bytes a second
+    assert hidden.step_s == pytest.approx(without.step_s + 2 * num_bytes / 10)
+    passes = sum(s for key, s in seconds(shown).items() if key not in ("copies", "optimizer"))
+    assert seconds(shown)["copies"] == pytest.approx(2 * num_bytes / (0.8 * 1e-3) - passes)
+
+
 def test_packs_that_are_made_too_slowly_are_waited_for():
     times = StepTimes(tiny(), saved(), SPEEDS)
     ready = times.predict(work(tiny()), EAGER)

@@ -32,7 +32,7 @@ def test_data_play_as_often_as_a_model_needs(lengths, model, from_scratch, steps
     assert _epochs(steps, model, lengths, from_scratch=from_scratch) == epochs
 
 
-@pytest.mark.parametrize(("device", "base"), [("H100", None), ("4090", "nf4")])
+@pytest.mark.parametrize(("device", "base"), [("H100", None), ("4090", None), ("4080", "nf4")])
 def test_a_base_in_4_bits_is_suggested_where_adapters_do_not_fit_without(device, base):
     name = "qwen3-8b"
     raw = {
@@ -45,4 +45,6 @@ def test_a_base_in_4_bits_is_suggested_where_adapters_do_not_fit_without(device,
     fitted, planned = _fitted(raw, load_cost_model(name), saved, named_device(device))
     assert planned.fits
     assert fitted["model"].get("base") == base
-    assert base is None or "lora" in fitted["model"]
+    assert "lora" in fitted["model"]
+    # of what changes no result, inputs on the host are enough for 24 GB, and not for 16
+    assert ("offload" in fitted.get("speed", {})) == (device == "4090")

@@ -41,6 +41,7 @@ class Case(NamedTuple):
 
 
 COMPILED, RECOMPUTED = {"compile": True, "recompiles": "error"}, {"recompute": "full"}
+OFFLOADED = {"recompute": "full", "offload": "inputs"}
 KEEPING = {"recompute": "full,-attention"}
 PRODUCTS_KEPT = {"recompute": "language:full,-attention,-projections"}
 FROZEN = {"model": {"freeze": ["vision"]}}
@@ -48,12 +49,15 @@ CASES = (
     Case("one process", 1, {}),
     Case("one process, compiled", 1, {"speed": COMPILED}),
     Case("one process, recomputed", 1, {"speed": RECOMPUTED}),
+    Case("one process, inputs offloaded", 1, {"speed": OFFLOADED}),
     Case("one process, attention kept", 1, {"speed": KEEPING}),
     Case("one process, products kept", 1, {"speed": PRODUCTS_KEPT}),
     Case("one process, frozen vision", 1, FROZEN, FAMILIES[1:], "one process, frozen vision"),
     Case("fsdp2 x 2", 2, {}),
     Case("fsdp2 x 4", 4, {}),
     Case("fsdp2 x 2, compiled and recomputed", 2, {"speed": COMPILED | RECOMPUTED}, SEEING),
+    Case("fsdp2 x 2, inputs offloaded", 2, {"speed": OFFLOADED}, SEEING),
+    Case("fsdp2 x 2, compiled, inputs offloaded", 2, {"speed": COMPILED | OFFLOADED}, SEEING),
     Case("fsdp2 x 2, compiled, attention kept", 2, {"speed": COMPILED | KEEPING}, FAMILIES[1:]),
     Case("fsdp2 x 2, compiled, products kept", 2, {"speed": COMPILED | PRODUCTS_KEPT}, FAMILIES[1:]),
     Case("hsdp 2 x 2", 4, {"parallel": {"replicate": 2}}, FAMILIES[1:]),
@@ -63,6 +67,7 @@ CASES = (
     Case("replicas, summed once a step", 2, {"parallel": {"replicate": 2, "shard": 1, "reduce": "step"}}, FAMILIES[1:]),
     Case("sequence x 2", 2, {"parallel": {"sequence": 2}}),
     Case("sequence x 2, recomputed", 2, {"parallel": {"sequence": 2}, "speed": RECOMPUTED}, SEEING),
+    Case("sequence x 2, inputs offloaded", 2, {"parallel": {"sequence": 2}, "speed": OFFLOADED}, SEEING),
     Case("sequence x 2, compiled", 2, {"parallel": {"sequence": 2}, "speed": COMPILED}, SEEING),
     Case("sequence x 2, experts x 2", 2, {"parallel": {"sequence": 2, "expert": 2}}, MIXTURES),
     Case("sequence x 3, heads that do not divide", 3, {"parallel": {"sequence": 3}}, FAMILIES[:2]),
@@ -84,6 +89,8 @@ OFTEN = {
     "one process, compiled": SEEING,
     "one process, attention kept": MIXTURES,
     "fsdp2 x 2": FAMILIES,
+    "fsdp2 x 2, compiled, inputs offloaded": SEEING,
+    "sequence x 2, inputs offloaded": SEEING,
     "fsdp2 x 2, compiled, attention kept": SEEING,
     "replicas, summed once a step": SEEING,
     "sequence x 2": SEEING,

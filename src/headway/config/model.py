@@ -203,7 +203,11 @@ class SpeedConfig(Section):
         "language:every:N and audio:full are blocks of one tower; commas join choices; ,-attention ,-projections ,-mlp "
         "keep what these computed",
     )
-
+    offload: Literal["none", "inputs"] = Field(
+        default="none",
+        description="What recomputed blocks keep in the host's memory until backward: none, or inputs (what enters "
+        "them), copied there and back while blocks compute",
+    )
     kernels: Literal["auto", "torch", "liger"] = Field(
         default="auto",
         description="Kernels of norms, gated MLPs, rotary embeddings and the loss: PyTorch's, or Liger's on CUDA; auto "
@@ -236,6 +240,14 @@ class SpeedConfig(Section):
     def _recompiles_are_of_something_compiled(self) -> Self:
         if self.compile is False and "recompiles" in changed(self):
             raise ValueError("recompiles has no effect with compile: false")
+        return self
+
+    @model_validator(mode="after")
+    def _offloaded_blocks_are_recomputed(self) -> Self:
+        if self.offload != "none" and self.recompute == "none":
+            raise ValueError(
+                "offload has no effect with recompute: none, as other blocks than recomputed ones keep all"
+            )
         return self
 
     @model_validator(mode="after")

@@ -70,6 +70,9 @@ _SAME: dict[str, str] = {
     "adam_epsilon epsilon": "`optim.eps`",
     # speed and memory
     "gradient_checkpointing activation_checkpointing recompute_granularity": "`speed.recompute=full`",
+    "activation_offloading enable_activation_offloading fine_grained_activation_offloading cpu_offloading": (
+        "`speed.offload` beside `speed.recompute`, for the inputs of recomputed blocks"
+    ),
     "flash_attn attn_impl attn_implementation flash_attention use_flash_attn": "`speed.attention`",
     "use_liger_kernel enable_liger_kernel use_liger liger_kernel": "`speed.kernels=liger`",
     "torch_compile": "`speed.compile`",

@@ -302,12 +302,18 @@ def recompute_of(
         fused=config.speed.is_fused(config.run.device),
         compute_bytes=compute_bytes_of(precision),
         sequence=shape.sequence,
+        inputs_on_host=inputs_on_host(config),
     )
 
 
 def compute_bytes_of(precision: Precision) -> int:
     """Bytes of a number that forward's products give."""
     return FLOAT32 if precision == "float32" else BFLOAT16
+
+
+def inputs_on_host(config: TrainConfig) -> bool:
+    """Whether what enters recomputed blocks leaves the device; a CPU's memory is the host's."""
+    return config.speed.offload == "inputs" and not config.run.device.startswith("cpu")
 
 
 def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State:
@@ -330,6 +336,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         recompute=recompute,
         fused=config.speed.is_fused(config.run.device),
         liger=config.speed.kernels == "liger",
+        inputs_on_host=inputs_on_host(config),
         chunk=config.speed.loss_chunk,
     )
 

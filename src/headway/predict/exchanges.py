@@ -50,7 +50,7 @@ def exchanges_of(
     if not sharing.gathers:
         return Exchanges()
     # for weights alone
-    computing = State(weight_bytes=state.weight_bytes, compute_bytes=state.compute_bytes, base=state.base)
+    computing = State(state.weight_bytes, state.compute_bytes, float8=state.float8, base=state.base)
     if sharing.sequence > 1 or sharing.expert > 1:
         computing = replace(computing, recompute=state.recompute)
     return _all_of(cost_model, saved, pack, computing, sharing, shape)

@@ -5,7 +5,7 @@ smaller packs and more devices. Where none is enough by itself, they are put tog
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -22,6 +22,7 @@ PRICES = {
     "speed.recompute=full,-attention,-projections,-mlp": "what is elementwise in a block is computed twice",
     "speed.recompute=full,-attention": "all of a block but attention is computed twice",
     "speed.recompute=full": "blocks are computed twice",
+    "speed.offload": "blocks' inputs go to the host's memory and back",
     "parallel.reshard": "blocks are gathered again in backward",
     "optim.state": "moments are rounded, stochastically",
     "run.dtype": "weights and gradients are rounded to bfloat16",
@@ -159,15 +160,12 @@ def _together(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) ->
 def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
     """Settings that may need less memory than the present ones."""
     speed, parallel, optim = config.speed, config.parallel, config.optim
-    if speed.loss_chunk is None:
-        yield ("speed.loss_chunk=2048",)
-    if speed.compile is False:
-        yield ("speed.compile=auto",)
+    yield from _those({"speed.loss_chunk=2048": speed.loss_chunk is None, "speed.compile=auto": speed.compile is False})
     for recompute in ("full,-attention,-projections,-mlp", "full,-attention", "full"):
         if speed.recompute not in ("full", recompute):
             yield (f"speed.recompute={recompute}",)
-    if not parallel.reshard:
-        yield ("parallel.reshard=true",)
+    is_on_device = speed.offload == "none" and not config.run.device.startswith("cpu")
+    yield from _those({"speed.offload=inputs": is_on_device, "parallel.reshard=true": not parallel.reshard})
     for state in ("bfloat16", "8bit"):
         if optim.state not in ("8bit", state):
             yield (f"optim.state={state}",)
@@ -180,6 +178,11 @@ def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
     while tokens >= _FEWEST_TOKENS:
         yield (f"data.tokens_per_pack={tokens}",)
         tokens //= 2
+
+
+def _those(settings: Mapping[str, bool]) -> Iterator[tuple[str, ...]]:
+    """Settings that differ from the present ones, one by one."""
+    return ((setting,) for setting, differs in settings.items() if differs)
 
 
 def _of_adapters(config: TrainConfig) -> Iterator[tuple[str, ...]]:

@@ -124,6 +124,7 @@ class Forecaster:
             pack.slots,
             state.weight_bytes,
             state.compute_bytes,
+            state.float8,
             state.base,
             state.recompute,
             sharing,

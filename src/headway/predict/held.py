@@ -1,7 +1,9 @@
 """Bytes that no pack changes: in what each weight is held and gathered, and what an update of them adds.
 
 What learns is held as the optimizer sees it. What does not is held in the dtype of the products, where only products
-read it or FSDP2 gathers it in that (`headway.models.frozen`), or in 4 or 8 bits (`headway.models.quantised`).
+read it or FSDP2 gathers it in that (`headway.models.frozen`), or in 4 or 8 bits (`headway.models.quantised`). FSDP2
+gathers those bits as they are, the weights of layers converted to float8 in that (`headway.models.float8`), and all
+others in the dtype of the products.
 """
 
 from collections import Counter
@@ -14,7 +16,7 @@ from headway.count.rows import Parameter, hidden_matrices
 from headway.count.units import block_of, head_features, product_weights, remembered, unit_names
 from headway.count.updating import UpdateOf, updating_of
 from headway.predict.moments import BFLOAT16, FLOAT32
-from headway.predict.slices import SPREAD, rows_of, spread_over
+from headway.predict.slices import SPREAD, float8_weights, rows_of, spread_over
 
 _WORKING = 6
 """Bytes of each value that is dequantised, beside the result: its code as an index, and its value in float32."""
@@ -53,6 +55,7 @@ class State:
     recompute: str = "none"  # which blocks are computed again, as for `recomputed_blocks`
     fused: bool = False  # whether blocks are compiled or run on fused kernels
     liger: bool = False  # whether Liger computes the loss, and gated products, whose gradients it writes over them
+    inputs_on_host: bool = False  # whether what enters recomputed blocks waits there for backward
     chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
     base: Base | None = None  # how frozen matrices are held, where not in the dtype of the products
     # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not
@@ -61,17 +64,19 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What decides in how many bytes a weight is held."""
+    """What decides in how many bytes a weight is held and gathered."""
 
     weight_bytes: int  # of a number that learns
     compute_bytes: int  # of a number that products read
     base: Base | None = None  # how frozen matrices are held
     gathers: bool = False  # whether FSDP2 gathers the weights
+    float8: bool = False  # whether it gathers those of converted layers in float8, a byte for a number
 
     @staticmethod
     def of(state: State, sharing: Sharing) -> "Holding":
         """Read it off a run's dtypes and sharing."""
-        return Holding(state.weight_bytes, state.compute_bytes, state.base, sharing.gathers)
+        float8 = state.float8 and sharing.shards > 1 and not sharing.offload
+        return Holding(state.weight_bytes, state.compute_bytes, state.base, sharing.gathers, float8)
 
 
 @remembered
@@ -149,6 +154,7 @@ def weights_by_unit(
         holding: in how many bytes each weight is held.
     """
     sizes, names = quantised_sizes(cost_model, holding.base), unit_names(cost_model, saved)
+    in_float8 = float8_weights(cost_model) if holding.float8 else frozenset[str]()
     stored, gathered = Counter[str](), Counter[str]()
     every = zip(cost_model.parameters, in_slices.parameters, names, _number_bytes(cost_model, holding), strict=True)
     for parameter, cut, name, number_bytes in every:
@@ -160,7 +166,7 @@ def weights_by_unit(
             gathered[unit] += own
         else:
             stored[unit] += number_bytes * (cut.numel // spread)
-            gathered[unit] += holding.compute_bytes * (cut.numel // spread)
+            gathered[unit] += (1 if parameter.name in in_float8 else holding.compute_bytes) * (cut.numel // spread)
     return {unit: (stored[unit], gathered[unit]) for unit in stored}
 
 

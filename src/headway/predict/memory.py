@@ -43,6 +43,7 @@ from headway.predict.moments import (
     fullest_of_backward,
     moment,
 )
+from headway.predict.planned_lengths import pixel_bytes
 from headway.predict.recompute import block_bytes
 from headway.predict.slices import (
     SPREAD,
@@ -135,7 +136,7 @@ def plan_memory(
     units = _units(cost_model, in_slices, saved, state, sharing)
     ends = _ends_of(saved, pack, sharing, head, units, new_gradients, sum(block.gradients for block in blocks))
 
-    # Parts at the fullest point of each moment; the optimizer's state is made by the first update.
+    # parts at the fullest point of each moment; the first update makes the optimizer's state
     between = _between(cost_model, saved, pack, state, sharing, blocks, ends) | {"gradients": waiting}
     walk = _walked(cost_model, in_slices, saved, pack, of_blocks, sharing_blocks, ends, bool(new_gradients))
     walk = {**walk, "gradients": walk["gradients"] + waiting, "batch": between["batch"]}
@@ -149,7 +150,7 @@ def plan_memory(
             moment(f"{when}update", **fixed.update()),
         ]
     most = {part: max(walk.get(part, 0), *(m.parts.get(part, 0) for m in moments)) for part in PARTS}
-    return MemoryPlan(**most, host=fixed.host, moments=tuple(moments))
+    return MemoryPlan(**most, host=fixed.host + sum(block.input for block in blocks), moments=tuple(moments))
 
 
 def _forward(between: Mapping[str, int], head: "_Head") -> dict[str, int]:
@@ -205,16 +206,15 @@ def _between(
     casts = kept_casts(cost_model, saved, chosen) * state.compute_bytes if _casts(state, sharing) else 0
 
     # processes that share a pack of a model that draws are each given their own patches; others cut all of them
-    batch = _pixels(cost_model, pack, state.compute_bytes)
-    if cost_model.draws:
-        batch = -(-batch // sharing.sequence)
-
+    pixels = pixel_bytes(cost_model, pack, state.compute_bytes)
+    batch = -(-pixels // sharing.sequence) if cost_model.draws else pixels
     # FSDP2 (`Unit`): root and head stay whole, and the buffer of forward's last gathering lies beside its copy
     last_buffer = ends.head_unit.gathered or (blocks[-1].unit.gathered if blocks else 0)
     gathered = ends.root + ends.head_unit.gathered + last_buffer
     if not sharing.reshard:
         gathered += ends.embedding_unit.gathered + sum(block.gathered for block in blocks)
-    activations = ends.outside + sum(block.activations for block in blocks)
+    inputs = [0, *(block.input for block in blocks if block.input)]  # of which the last one is still there
+    activations = ends.outside + sum(block.activations for block in blocks) + inputs[-1]
     return {"activations": activations, "casts": casts, "batch": batch, "gathered": gathered}
 
 
@@ -253,21 +253,20 @@ def _backward_blocks(
     # largest result of a block's products [values], whose gradient exists beside the one that it is made of;
     # a product's FLOPs are 2 for each result and input feature
     widest: Counter[str] = Counter()
-    gated: set[str] = set()  # blocks in which it is of a gated product
-    towers: set[str] = set()
-    amounts: dict[str, int] = {}
+    gated, towers = set[str](), set[str]()  # blocks in which it is of a gated product; those of a vision tower
+    amounts = {driver: drivers.parse(driver)(pack) for driver in {row.driver for row in in_slices.rows}}
     for row in in_slices.rows:
         if row.block in sizes:
             if row.component.startswith("vision."):
                 towers.add(row.block)
             if row.features:
-                if row.driver not in amounts:
-                    amounts[row.driver] = drivers.parse(row.driver)(pack)
                 values = row.forward * amounts[row.driver] // (2 * min(row.features))
                 if values > widest[row.block]:
                     widest[row.block] = values
                     (gated.add if row.component.endswith(".mlp") else gated.discard)(row.block)
     order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model
+    inputs = {name: sizes[name].entry for name in chosen.keys() & sizes.keys() if state.inputs_on_host}
+    sizes = {name: replace(size, entry=0) if name in inputs else size for name, size in sizes.items()}
     return [
         BackwardBlock(
             sizes[name],
@@ -279,6 +278,7 @@ def _backward_blocks(
                 for number, size in enumerate(dequantised.get(name, ()))
             ),
             is_recomputed=name in chosen,
+            input=inputs.get(name, 0),
             gradients=shared(state.weight_bytes * gradients[name], sharing),
             passing=(2 - (state.liger and name in gated)) * state.compute_bytes * widest[name] // sharing.sequence,
             unit=units.get(name, NO_UNIT),
@@ -317,26 +317,8 @@ def _units(
     of_weights = weights_by_unit(cost_model, in_slices, saved, sharing.expert, Holding.of(state, sharing))
     return {
         name: Unit(of_weights[name][1], state.compute_bytes * learns, sharing.reduce_bytes * padded)
-        for name, (_, learns, padded) in numbers_by_unit(cost_model, in_slices, saved, sharing.expert).items()
+        for name, (learns, padded) in numbers_by_unit(cost_model, in_slices, saved, sharing.expert).items()
     }
-
-
-@remembered
-def _pixels(cost_model: CostModel, pack: Workload, compute_bytes: int) -> int:
-    """Bytes of a pack's pixels: as bytes, scaled to float32, and where autocast is, once more for the product.
-
-    A value of a patch is multiplied into each channel of the tower once, which gives how many there are.
-    """
-    row = next((row for row in cost_model.rows if row.component == "vision.embed"), None)
-    width = min(
-        (min(r.features) for r in cost_model.rows if r.features and r.block and r.component.startswith("vision.")),
-        default=0,
-    )
-    if row is None or not width:
-        return 0
-    values = row.forward * drivers.parse(row.driver)(pack) // (2 * width)
-    copies = FLOAT32 + (compute_bytes if compute_bytes < FLOAT32 else 0)
-    return values * (1 + copies)
 
 
 @dataclass(frozen=True, slots=True)

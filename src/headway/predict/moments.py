@@ -92,7 +92,7 @@ class BackwardBlock:
     """Backward of one block: what it needs and leaves [bytes]."""
 
     size: BlockBytes
-    activations: int  # from forward
+    activations: int  # from forward, on the device
     casts: int  # copies of its weights, which exist from forward on, or, where it is recomputed, in its backward alone
     is_recomputed: bool
     gradients: int  # of its weights, on this device, once backward has passed it
@@ -101,6 +101,7 @@ class BackwardBlock:
     spread: Unit = NO_UNIT  # its spread experts, which backward passes before the rest
     dequantised: int = 0  # what its largest product makes of a weight in 4 or 8 bits, for as long as it takes
     by_spread: int = 0  # of what it saves, what the products of spread experts read and give
+    input: int = 0  # what enters it, where that waits in the host's memory; none of it in `activations`
 
     @property
     def gathered(self) -> int:
@@ -128,8 +129,10 @@ def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str
     """Find the parts at the fullest point of a backward.
 
     Backward goes from the last block to the first. As it enters a block, the blocks before it hold what they kept, this
-    one all that it saves, and the blocks after it have turned into gradients. Weights are gathered, and gradients
-    summed, as `Unit` says; spread experts of a block are a unit that backward passes before the rest of the block.
+    one all that it saves, and the blocks after it have turned into gradients. Of the inputs that wait in the host's
+    memory, the last is there as backward begins, and each is fetched as backward enters the block behind it. Weights
+    are gathered, and gradients summed, as `Unit` says; spread experts of a block are a unit that backward passes before
+    the rest of the block.
 
     Args:
         blocks: in the order of forward.
@@ -143,8 +146,9 @@ def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str
     casts = sum(block.casts for block in blocks if not block.is_recomputed)
     staying = ends.embedding_unit.gathered + sum(block.gathered for block in blocks)
     gradients, after, head = ends.head, ends.head_unit, ends.head_unit
+    inputs = [0, *(block.input for block in blocks if block.input)]  # of which the last one is there
     point = {
-        "activations": activations, "passing": _NORM * ends.stream, "casts": casts, "gradients": gradients,
+        "activations": activations + inputs[-1], "passing": _NORM * ends.stream, "casts": casts, "gradients": gradients,
         "gathered": ends.root + head.gathered + (staying if ends.stay_gathered else 0),
     }  # fmt: skip
     # behind the head: the last norm's backward, then the head's gradients on their way to their sum
@@ -155,8 +159,10 @@ def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str
         again = block.size.saved - block.activations if block.is_recomputed else 0
         before = blocks[number - 1].unit if number else ends.embedding_unit
         gathered = ends.root + (staying if ends.stay_gathered else block.gathered + before.gathered)
+        if block.input:
+            inputs.pop()
         point = {
-            "activations": activations, "recomputing": again, "passing": block.passing + ends.stream,
+            "activations": activations + inputs[-1], "recomputing": again, "passing": block.passing + ends.stream,
             "casts": casts + (block.casts if block.is_recomputed else 0) + block.dequantised, "gradients": gradients,
             "gathered": gathered, "reducing": after.summing,
         }  # fmt: skip
@@ -172,7 +178,8 @@ def fullest_of_backward(blocks: Sequence[BackwardBlock], ends: Ends) -> dict[str
         activations -= block.activations
         casts -= 0 if block.is_recomputed else block.casts
         gradients += block.gradients
-        point = {**point, "activations": activations, "recomputing": 0, "casts": casts, "gradients": gradients}
+        point = {**point, "activations": activations + inputs[-1], "recomputing": 0}
+        point |= {"casts": casts, "gradients": gradients}
         points += _reduced({**point, "gathered": gathered}, block.unit, after)
         after = block.unit
         staying -= block.gathered

@@ -7,13 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config import RolloutConfig, TrainConfig
-from headway.count import CostModel, Workload
+from headway.count import CostModel, Workload, drivers
 from headway.count.integers import Ints
+from headway.count.units import remembered
 from headway.errors import ConfigError, PlanError
 from headway.packing.budget import square_grid
 from headway.packing.items import Overlong
 from headway.packing.lengths import MIXES, LengthTable, read_lengths
 from headway.packing.mesh import MeshShape
+from headway.predict.moments import FLOAT32
 from headway.words import Argument
 
 Floats = NDArray[np.float64]
@@ -200,3 +202,21 @@ def most_patches(config: TrainConfig, cost_model: CostModel) -> int:
 def one_picture(patches: int, cost_model: CostModel) -> list[tuple[int, int, int]]:
     """Make the grid of one picture with so many patches; saved activations depend on their number alone."""
     return [square_grid(patches, int(cost_model.merge_group**0.5))] if patches else []
+
+
+@remembered
+def pixel_bytes(cost_model: CostModel, pack: Workload, compute_bytes: int) -> int:
+    """Bytes of a pack's pixels: as bytes, scaled to float32, and where autocast is, once more for the product.
+
+    A value of a patch is multiplied into each channel of the tower once, which gives how many there are.
+    """
+    row = next((row for row in cost_model.rows if row.component == "vision.embed"), None)
+    width = min(
+        (min(r.features) for r in cost_model.rows if r.features and r.block and r.component.startswith("vision.")),
+        default=0,
+    )
+    if row is None or not width:
+        return 0
+    values = row.forward * drivers.parse(row.driver)(pack) // (2 * width)
+    copies = FLOAT32 + (compute_bytes if compute_bytes < FLOAT32 else 0)
+    return values * (1 + copies)

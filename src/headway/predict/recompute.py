@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -129,6 +129,7 @@ def least_within(
     fused: bool,
     compute_bytes: int,
     sequence: int = 1,
+    inputs_on_host: bool = False,
 ) -> str:
     """Name what `least_recomputed` chooses of a model, as `CostModel.count` takes it.
 
@@ -140,11 +141,16 @@ def least_within(
         fused: whether blocks are compiled or run on fused kernels.
         compute_bytes: of a number that a product gives.
         sequence: processes that share the pack.
+        inputs_on_host: whether what enters recomputed blocks waits in the host's memory.
 
     Raises:
         PlanError: all blocks recomputed are not enough.
     """
     sizes = block_bytes(cost_model, saved, pack, fused=fused, compute_bytes=compute_bytes, sequence=sequence)
+    fetched: dict[str, BlockBytes] = {}
+    if inputs_on_host:  # but for the one that is fetched while the block behind it is computed again
+        fetched = {"": BlockBytes(*[max((size.entry for size in sizes.values()), default=0)] * 2)}
+        sizes = {name: replace(size, entry=0) for name, size in sizes.items()}
     flops = block_flops(cost_model, pack)
     # kinds that the model has, those first that save the most FLOPs for a byte; sets that can be told from the rest
     worth = {
@@ -155,7 +161,7 @@ def least_within(
     order = sorted(worth, key=lambda kind: -worth[kind])
     prefixes = [frozenset(order[:count]) for count in range(len(order) + 1)]
     levels = [kinds for kinds in prefixes if can_keep(cost_model.rows, list(sizes), kinds)]
-    return as_choice(least_recomputed(sizes, flops, levels, budget_bytes))
+    return as_choice(least_recomputed({**sizes, **fetched}, flops, levels, budget_bytes))
 
 
 def most_kept(blocks: Mapping[str, BlockBytes], recomputed: Mapping[str, Collection[str]]) -> int:

@@ -8,11 +8,14 @@ from dataclasses import replace
 
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
-from headway.count.rows import Parameter, hidden_matrices
+from headway.count.rows import Parameter, Row, hidden_matrices
 from headway.count.units import block_of, head_features, head_parameter, product_weights, remembered, unit_names
 
 SPREAD = " (experts)"
 """Follows a block's name in that of the unit of its spread experts."""
+
+FLOAT8_MULTIPLE = 16
+"""Sizes of the linear layers of blocks that `run.dtype=float8` converts are multiples of this."""
 
 
 def padding_of(cost_model: CostModel, shards: int, expert: int = 1) -> float:
@@ -60,11 +63,23 @@ def trained_of_process(cost_model: CostModel, expert: int) -> int:
     return sum(p.numel // spread_over(p, expert) for p in cost_model.parameters if p.trainable)
 
 
+def is_float8(row: Row) -> bool:
+    """Whether a row is of a linear layer that `run.dtype=float8` converts."""
+    fits = row.features is not None and not any(size % FLOAT8_MULTIPLE for size in row.features)
+    return fits and row.op == "linear" and bool(row.block) and not row.component.endswith(".router")
+
+
+@remembered
+def float8_weights(cost_model: CostModel) -> frozenset[str]:
+    """Names of the weights that a sharded model gathers in float8, a byte for a number."""
+    return frozenset(f"{row.module}.weight" for row in cost_model.rows if is_float8(row))
+
+
 @remembered
 def numbers_by_unit(
     cost_model: CostModel, in_slices: CostModel, saved: SavedActivations, expert: int
-) -> dict[str, tuple[int, int, int]]:
-    """Numbers of each unit that FSDP2 gathers: what is gathered, and of what learns the whole gradient and its slices.
+) -> dict[str, tuple[int, int]]:
+    """Numbers of what learns in each unit that FSDP2 gathers: of the whole gradient, and of its slices.
 
     Args:
         cost_model: of the model.
@@ -72,16 +87,14 @@ def numbers_by_unit(
         saved: names its blocks.
         expert: processes that the experts of a layer are spread over.
     """
-    gathered, learns, padded = Counter[str](), Counter[str](), Counter[str]()
+    learns, padded = Counter[str](), Counter[str]()
     names = unit_names(cost_model, saved)
     for parameter, in_slices_of, name in zip(cost_model.parameters, in_slices.parameters, names, strict=True):
         spread = spread_over(parameter, expert)
         unit = f"{name}{SPREAD}" if spread > 1 else name
-        gathered[unit] += in_slices_of.numel // spread
-        if parameter.trainable:
-            learns[unit] += parameter.numel // spread
-            padded[unit] += in_slices_of.numel // spread
-    return {unit: (size, learns[unit], padded[unit]) for unit, size in gathered.items()}
+        learns[unit] += parameter.numel // spread if parameter.trainable else 0
+        padded[unit] += in_slices_of.numel // spread if parameter.trainable else 0
+    return {unit: (whole, padded[unit]) for unit, whole in learns.items()}
 
 
 @remembered

@@ -14,6 +14,7 @@ from headway.models.blocks import blocks
 from headway.models.kernels import use_kernels
 from headway.models.load import load_config
 from headway.models.precision import Precision
+from headway.predict.dry_run import inputs_on_host
 from headway.predict.planned_lengths import fullest_pack
 from headway.predict.recompute import least_within
 from headway.tracing.block_activations import saved_by_block, saved_of_config
@@ -100,6 +101,7 @@ def chosen_recompute(
         fused=fused,
         compute_bytes=precision.compute.itemsize,
         sequence=config.parallel.sequence,
+        inputs_on_host=inputs_on_host(config),
     )
 
 

@@ -155,6 +155,7 @@ class Speeds:
         product_shares: of the peak that products reach, where none was measured.
         attention_shares: of `products_flops_per_s` that attention of long segments reaches, where none was measured.
         attention_kernel: form of its rate.
+        host_bytes_per_s: of the way to its host's memory, one way, as printed [byte/s].
         short_attention: the same of the kernel that runs where cuDNN's does not suit a pack; None where one runs them
             all.
         products_flops_per_s: peak of products in the precision of the forward; None where it is `peak_flops_per_s`,
@@ -174,6 +175,7 @@ class Speeds:
     product_shares: Cases = PRODUCTS
     attention_shares: Cases = ATTENTION
     attention_kernel: AttentionKernel = FLASH_2
+    host_bytes_per_s: float = HOST_BYTES_PER_S
     short_attention: tuple[Cases, AttentionKernel] | None = None
     products_flops_per_s: float | None = None
 
@@ -234,6 +236,7 @@ class Speeds:
             attention_shares=shares_of(kernel),
             attention_kernel=ATTENTION_KERNELS[kernel],
             short_attention=(shares_of("fa2"), ATTENTION_KERNELS["fa2"]) if kernel == "cudnn" else None,
+            host_bytes_per_s=device.host_bytes_per_s or HOST_BYTES_PER_S,
             products_flops_per_s=peak,
         )
 
@@ -344,6 +347,10 @@ class Speeds:
     def host_memory_s(self, num_bytes: float) -> Cases:
         """Predict the time in which the host moves so many bytes of its own memory [s]."""
         return Cases(*(num_bytes / rate for rate in HOST_MEMORY))
+
+    def host_copy_s(self, num_bytes: float) -> Cases:
+        """Predict the time in which so many bytes are copied between device and host, one way [s]."""
+        return Cases(*(num_bytes / (share * self.host_bytes_per_s) for share in BANDWIDTH))
 
     def memory_s(self, num_bytes: float) -> Cases:
         """Predict the time in which so many bytes are moved [s]."""

@@ -36,7 +36,7 @@ from headway.predict.kernel_bytes import (
     update_bytes,
 )
 from headway.predict.moments import BFLOAT16, FLOAT32
-from headway.predict.slices import muon_matrices, spread_over
+from headway.predict.slices import is_float8, muon_matrices, spread_over
 from headway.predict.speeds import HEAD_SIZE, Cases, Shape, Speeds
 from headway.report.step_lines import NAMES, SLOW
 
@@ -54,7 +54,6 @@ read and written with its scale, then read: 16), and rounded (2). Not measured o
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
 # "attention", "experts", "float8" or "product"; the features of a linear module
 _Kind = tuple[str, tuple[int, int] | None]
-_FLOAT8_MULTIPLE = 16  # sizes of the linear modules of blocks that `run.dtype=float8` converts
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +229,13 @@ class StepTimes:
         moved = speeds.moving_s(work.packs * (self.moved_bytes(work, state) + copied))
         lines.append(self._line("memory", moved + self._routing_s(work, state).times(work.packs)))
         passes = sum((line.seconds for line in lines), Cases.exact(0.0))
+        forward = sum(row.forward for row in rows) / sum(row.total + row.recompute for row in rows)
+        both = (passes.times(forward), passes.times(1 - forward))
+        lines.append(self._line("copies", self._copies_s(work, state, *both)))
         lines.append(self._line("optimizer", self._optimizer_s(work, state)))
         # what exchanges take longer than forward and backward, and waiting for the rank with the most work
         computed = sum((line.seconds for line in lines), Cases.exact(0.0))
         if work.exchanges is not None and work.links is not None:
-            forward = sum(row.forward for row in rows) / sum(row.total + row.recompute for row in rows)
-            both = (passes.times(forward), passes.times(1 - forward))
             waits = exposed_s(work.exchanges, work.packs, *both, work.links, overlap=speeds.runs_ahead)
             lines.append(self._line("communication.transfer", waits))
         waiting = computed.times(1 / work.balance - 1) if work.balance else Cases.exact(0.0)
@@ -344,6 +344,7 @@ class StepTimes:
         again = sum(sizes[name] for name in chosen_blocks(state.recompute, self._cost_model, self._saved))
         alive = sum(size for name, size in sizes.items() if name in self._alive)
         moved: float = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive
+        moved += 2 * self._inputs(work, state)
         fused = state.liger if self._kernels.fuses_loss is None else self._kernels.fuses_loss
         slots = work.pack.slots / work.sequence
         moved += work.sequence * loss_bytes(self._cost_model, slots, state, fused=fused)
@@ -363,6 +364,20 @@ class StepTimes:
                 passes = 1 + (block in self._alive) + (block in chosen)
                 values += passes * parameter.numel // spread_over(parameter, work.expert)
         return DEQUANTISED * values
+
+    def _inputs(self, work: StepWork, state: State) -> int:
+        """Bytes of a pack that wait in the host's memory: what enters recomputed blocks, of all that share the pack."""
+        if not state.inputs_on_host:
+            return 0
+        chosen = self._alive & chosen_blocks(state.recompute, self._cost_model, self._saved).keys()
+        return sum(bytes_of(self._saved.blocks[name].entry, work.pack) for name in chosen)
+
+    def _copies_s(self, work: StepWork, state: State, forward: Cases, backward: Cases) -> Cases:
+        """Time of copies to the host's memory that forward does not hide, and of those back beyond backward [s]."""
+        copies = self._speeds.host_copy_s(work.packs * self._inputs(work, state) / work.sequence)
+        return Cases(
+            *(max(0.0, copy - f) + max(0.0, copy - b) for copy, f, b in zip(copies, forward, backward, strict=True))
+        )
 
     def _routing_s(self, work: StepWork, state: State) -> Cases:
         """Time in which a pack's rows are sorted by expert and added up again, beyond that of the bytes they save."""
@@ -419,10 +434,7 @@ def _kind_of(row: Row) -> str:
     """Whether a row is attention, products of experts, a product that float8 converts, or another one."""
     if row.op in ("attention", "experts"):
         return row.op
-    fits = row.features is not None and not any(size % _FLOAT8_MULTIPLE for size in row.features)
-    return (
-        "float8" if fits and row.op == "linear" and row.block and not row.component.endswith(".router") else "product"
-    )
+    return "float8" if is_float8(row) else "product"
 
 
 @remembered

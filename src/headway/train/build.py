@@ -15,7 +15,7 @@ from headway.count.recompute import choice_in_words
 from headway.errors import CheckpointError
 from headway.models.attention.cuda_kernel import choose_kernel
 from headway.models.compiling import CompileWatch, compile_blocks
-from headway.models.float8 import use_float8
+from headway.models.float8 import gather_in_float8, use_float8
 from headway.models.frozen import hold_frozen, quantise_base
 from headway.models.head import ModelWithLoss, model_with_loss
 from headway.models.init_weights import init_weights
@@ -23,6 +23,7 @@ from headway.models.kernels import gated_mlps
 from headway.models.load import load_config, load_model
 from headway.models.lora import initialise_adapters, without_adapters
 from headway.models.materialise import allocate, read_weights
+from headway.models.offload import offload_inputs
 from headway.models.parallel import Mesh, shard_model
 from headway.models.parallel.experts import spread_experts
 from headway.models.parallel.sequence import share_packs
@@ -111,11 +112,16 @@ def build_trained(
     compile_watch = CompileWatch(is_strict=config.speed.recompiles == "error")
     if is_compiled:
         compile_blocks(model, compile_watch)
+    if config.speed.offload == "inputs":
+        memory = "the host's memory" if device.type != "cpu" else "the same memory, as this is a CPU,"
+        notes += (f"what enters {offload_inputs(model)} recomputed blocks waits in {memory} for backward",)
     if mesh is not None:
         distribute(model, mesh, config, precision)
     if later:
         give_weights(model, config, checkpoint, device, precision.params)
     initialise_adapters(model, config.run.seed, torch.device("cpu") if config.parallel.offload else device)
+    if mesh is not None and precision.is_float8 and mesh.shape.fsdp > 1 and not config.parallel.offload:
+        notes += (f"{gather_in_float8(model)} weights are gathered in float8",)
     return Trained(model, cost_model, plain_cost_model, with_loss, recompute, is_compiled, compile_watch, notes)
 
 

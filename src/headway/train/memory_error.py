@@ -165,8 +165,10 @@ def possible_savings(
     yield f"data.tokens_per_pack={budget // 2} (from {budget})", activations // 2
     num_blocks, text = _num_blocks(run.model), run.model.config.get_text_config()
     slots = 0 if phase.batch is None else phase.batch.workload.slots
+    block_inputs = slots * text.hidden_size * run.precision.compute.itemsize * num_blocks
+    if slots and num_blocks and config.speed.recompute == "full" and config.speed.offload == "none":
+        yield "speed.offload=inputs", block_inputs - block_inputs // num_blocks
     if slots and num_blocks and config.speed.recompute == "none":
-        block_inputs = slots * text.hidden_size * run.precision.compute.itemsize * num_blocks
         yield "speed.recompute=full", max(0, activations - activations // num_blocks - block_inputs)
     chunk = SpeedConfig().loss_chunk or 0
     if slots > chunk and config.speed.loss_chunk is None:  # logits and their gradient, in float32

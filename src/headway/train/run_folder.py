@@ -39,6 +39,7 @@ _FREE_ON_RESUME = (
     "data.prefetch_bytes",
     "data.verify",
     "speed.recompute",  # computes the same numbers again
+    "speed.offload",
     "speed.recompiles",
     "run.folder",
     "run.device",

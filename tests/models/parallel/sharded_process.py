@@ -7,12 +7,16 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from headway.meter.environment import largest_memory
+from headway.models.compiling import CompileWatch, compile_blocks
+from headway.models.float8 import gather_in_float8, use_float8
 from headway.models.init_weights import init_weights
 from headway.models.load import load_model
 from headway.models.materialise import read_weights
 from headway.models.parallel import Mesh, build_mesh, clip_, reduce_gradients, shard_model
+from headway.models.recompute import recompute_blocks
 from headway.models.vision import vision_tower
 from headway.packing.mesh import MeshShape
+from headway.tracing import trace
 from helpers.models import tiny_config
 
 
@@ -113,6 +117,49 @@ def unused(mesh):
                 model(**inputs).logits.square().sum().backward()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(whole(model.get_parameter(name).grad), parameter.grad, msg=name)
+
+
+def float8(mesh, *options):
+    """Weights are gathered as a byte a number, each the cast of the whole weight as the last update left it."""
+    config, losses = tiny_config("qwen3"), {}
+    ids = torch.arange(20, 40)[None] + 3 * dist.get_rank()
+    for gathers in (False, True):
+        model = load_model(config, device="meta", random_init=True)
+        names = use_float8(model, trace(model), emulate=True)
+        if "compiled" in options:
+            recompute_blocks(model, "full")
+            compile_blocks(model, CompileWatch(), backend="aot_eager")
+        shard_model(model.train(), mesh, compute_dtype=torch.bfloat16)
+        torch.manual_seed(3)
+        init_weights(model, "cpu")
+        assert not gathers or gather_in_float8(model) == len(names)
+        weights = {name: model.get_parameter(f"{name}.weight") for name in names}
+        assert all(type(weight._local_tensor) is torch.Tensor for weight in weights.values())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        group = model.model.layers[0]._get_fsdp_state()._fsdp_param_group
+        losses[gathers] = []
+        for _ in range(3):
+            whole_weights = {name: weight.full_tensor() for name, weight in weights.items()}
+            loss = model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).mean()
+            if gathers:
+                for parameter in group.fsdp_params:
+                    gathered = parameter._unsharded_param
+                    name = f"model.layers.0.{parameter._param_fqn.partition('layers.0.')[2]}".removesuffix(".weight")
+                    if name in names:
+                        (inputs,) = parameter.all_gather_inputs
+                        assert (inputs.dtype, inputs.itemsize) == (torch.float8_e4m3fn, 1)
+                        scale = torch.finfo(torch.float8_e4m3fn).max / whole_weights[name].abs().max()
+                        torch.testing.assert_close(gathered._scale, scale, rtol=1e-6, atol=0)
+                        expected = (whole_weights[name] * gathered._scale).to(torch.float8_e4m3fn)
+                        mine = expected.chunk(dist.get_world_size())[dist.get_rank()].flatten()
+                        assert torch.equal(inputs[: len(mine)].float(), mine.float())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[gathers].append(loss.item())
+        assert losses[gathers][2] < losses[gathers][0]
+    assert losses[True] != losses[False]  # weights are rounded once, not to bfloat16 first
+    torch.testing.assert_close(torch.tensor(losses[True]), torch.tensor(losses[False]), rtol=3e-2, atol=0)
 
 
 def memory(mesh, way, folder):

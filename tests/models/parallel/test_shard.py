@@ -56,6 +56,15 @@ def test_a_tower_that_one_process_has_no_use_for_counts_as_zero_there():
     run(2, "unused")
 
 
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "options"), [pytest.param(3, (), marks=pytest.mark.core), (2, ("compiled",))], ids=["3", "2, compiled"]
+)
+def test_float8_weights_are_gathered_as_bytes_of_their_last_values(count, options):
+    run(count, "float8", *options)
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """A model of about 400 MB, and how much its parameters take [bytes]."""
