@@ -94,7 +94,7 @@ def numbers_by_unit(
         unit = f"{name}{SPREAD}" if spread > 1 else name
         learns[unit] += parameter.numel // spread if parameter.trainable else 0
         padded[unit] += in_slices_of.numel // spread if parameter.trainable else 0
-    return {unit: (whole, padded[unit]) for unit, whole in learns.items()}
+    return {unit: (numel, padded[unit]) for unit, numel in learns.items()}
 
 
 @remembered
