@@ -22,6 +22,10 @@ ON_CUDA = {
         "text", "run.dtype=bfloat16-params", "optim.state=8bit", "speed.recompute=full", "speed.loss_chunk=512"
     ),
     "inputs on the host": ("text", "speed.recompute=full", "speed.offload=inputs", "speed.loss_chunk=512"),
+    "a base in 4 bits, inputs on the host": (
+        "text", "model.lora={rank: 8}", "model.base=nf4", "run.dtype=bfloat16-params", "speed.recompute=full",
+        "speed.offload=inputs", "speed.loss_chunk=512"
+    ),
     "a base in 4 bits": (
         "text", "model.lora={rank: 8}", "model.base=nf4", "run.dtype=bfloat16-params", "speed.recompute=full",
         "speed.loss_chunk=256"
