@@ -238,8 +238,8 @@ def differences(config: TrainConfig, changed: TrainConfig) -> dict[str, Any]:
     return {
         f"{section}.{name}": value
         for section, settings in after.items()
-        for name, value in settings.items()
-        if before[section][name] != value
+        for name, value in (settings or {}).items()  # a section that is left out is None
+        if (before[section] or {}).get(name) != value
     }
 
 
