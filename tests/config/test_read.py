@@ -275,9 +275,9 @@ def test_words_of_other_tools_are_understood_at_every_level(section, minimal):
         ("truncation_strategy", "`data.overlong`, or `data.train.N.overlong`"),
         ("resize_vocab", "`model.new_tokens`"),
         ("add_special_tokens", "`model.new_special_tokens`"),
-        ("stage", "without DPO"),
-        ("pref_loss", "`data.train.N.columns`, which names the chosen answers"),
-        ("rl_beta", "preferences are read, measured and shown by `headway look`"),
+        ("stage", "write a section `preference` for DPO"),
+        ("pref_loss", "`preference.loss`"),
+        ("rl_beta", "`preference.beta`"),
     ]:
         with pytest.raises(ConfigError) as caught:
             load_config(minimal, (f"{section}{word}=x",))
@@ -618,7 +618,7 @@ def test_a_run_as_the_model_is_its_newest_export_and_so_recorded(minimal, tmp_pa
         ),
         *(("max_seq_length", "data.tokens_per_pack"), ("batch_size", "data.tokens_per_pack"), ("lora_r", "lora.rank")),
         *(("per_device_train_batch_size", "optim.accumulation"), ("gradient_accumulation_steps", "optim.accumulation")),
-        *(("num_train_epochs", "optim.epochs"), ("load_in_4bit", "run.dtype"), ("warmup_ratio", "optim.warmup_steps")),
+        *(("num_train_epochs", "optim.epochs"), ("load_in_4bit", "model.base"), ("warmup_ratio", "optim.warmup_steps")),
         *(
             ("bf16", "run.dtype"),
             ("output_dir", "run.folder"),
