@@ -44,8 +44,8 @@ def main() -> None:
     record |= {"model": SIZES, "tokens": TOKENS}
     with TemporaryDirectory() as folder:
         record["rows"] = [row for count in COUNTS for row in measured(count, Path(folder) / f"{count}.json")]
-    write(result_paths(options.out, record), record, table(record))
-    print(table(record))
+    write(result_paths(options.out, record), record, render(record))
+    print(render(record))
 
 
 def measured(count: int, result: Path) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def _gradients(mesh: Any, seed: int, dtype: torch.dtype) -> list[Any]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-def table(record: dict[str, Any]) -> str:
+def render(record: dict[str, Any]) -> str:
     """Render the record."""
     rows = []
     for count in COUNTS:

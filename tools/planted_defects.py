@@ -86,8 +86,8 @@ DEFECTS = (
     Defect(
         "the loss of a step is that of each pack for itself",
         "train/loop.py",
-        "labels_L, per=per, per_drawn=per_drawn",
-        "labels_L, per=max(1, int((labels_L >= 0).sum())), per_drawn=per_drawn",
+        "per=per if run.pairs is None else 1,",
+        "per=max(1, int((labels_L >= 0).sum())) if run.pairs is None else 1,",
         ("tests/train/test_loop.py",),
     ),
     Defect(
@@ -138,9 +138,9 @@ DEFECTS = (
     Defect(
         "answers that KTO is to avoid are learnt",
         "data/sources/marks.py",
-        '_GRADES = ("label", "kto_tag")',
-        '_GRADES = ("label",)',
-        ("tests/data/sources/test_marks.py",),
+        'GRADES = ("label", "kto_tag")',
+        'GRADES = ("label",)',
+        ("tests/data/sources/test_preferences.py",),
     ),
     Defect(
         "an answer ends without a token that stops generation",

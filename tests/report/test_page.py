@@ -68,6 +68,7 @@ def pages_of(text):
     finding = {"id": text, "seen": text, "cause": text, "next": text, "share": 0.5}
     piece = {"text": text, "token": text, "count": 2, "is_learnt": False}
     sample = {"error": "", "where": text, "lengths": text, "left_out": text, "media": [(text, text)], "pieces": [piece]}
+    sample["answers"] = [{**sample, "title": text}]
     chart = {
         "section": section, "description": text, "longest": text, "first": 1, "last": 2, "is_mean": True, "width": 1,
         "box": (10, 10), "by_colour": {"--c0": [(0, 0, 1)]}, "swatches": ["--c0"],

@@ -308,9 +308,9 @@ def test_all_refusals_are_told_at_once(write):
         ("[1, 2]", "no configuration of LMMs-Engine"),
         (
             "{stage: dpo, pref_beta: 0.1}",
-            "Its stage: dpo has no place in one; there is none in Headway: .* without DPO",
+            "Its stage: dpo has no place in one; there is none in Headway: .*section `preference`",
         ),
-        ("{rlhf_type: kto, beta: 0.1}", "Its rlhf_type: kto has no place in one; .*`data.train`"),
+        ("{rlhf_type: kto, beta: 0.1}", "Its rlhf_type: kto has no place in one; .*`preference`"),
         ("{rl: orpo, orpo_alpha: 0.1}", "Its rl: orpo has no place in one"),
         ("trainer_args: [1]", r"trainer_args is \[1\], but must be a mapping"),
         ("a: b: c", "is not YAML"),

@@ -213,7 +213,7 @@ def distinct_ranks(experts: int, chosen: int, ranks: int) -> float:
         ranks: that the experts are spread over.
 
     >>> round(distinct_ranks(128, 8, 8), 2)
-    5.35
+    5.34
     >>> distinct_ranks(128, 8, 1), distinct_ranks(8, 8, 4)
     (1.0, 4.0)
     """

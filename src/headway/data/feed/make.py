@@ -92,7 +92,8 @@ class PackMaker:
         collator: lays them end to end.
         skips: whether a sample that cannot be used is left out and named, instead of ending the run.
         dropout: of conditions of what is drawn; None where all samples are whole.
-        compares: whether samples must be preferences; None where they may be anything.
+        compares: whether samples must be preferences; otherwise these, and answers that were graded as bad ones, are
+            refused.
     """
 
     sources: tuple[Source, ...]
@@ -100,7 +101,7 @@ class PackMaker:
     collator: Collator
     skips: bool
     dropout: Dropout | None = None
-    compares: bool | None = None
+    compares: bool = False
 
     def __call__(self, pieces: Sequence[Piece]) -> FinishedPack:
         """Make a pack; one of which nothing is left is a pack of padding.
@@ -139,9 +140,9 @@ class PackMaker:
         return FinishedPack(batch, tuple(used), tuple(whole_tokens), tuple(skipped), making_s=take_charges())
 
     def _check_kind(self, sample: Sample) -> None:
-        if self.compares is False:
+        if not self.compares:
             supervised(sample)
-        elif self.compares and not isinstance(sample, Preference):
+        elif not isinstance(sample, Preference):
             raise unusable(
                 sample, "the row is no preference, and the run trains on preferences. Delete it, or train on it apart."
             )
