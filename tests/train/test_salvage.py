@@ -217,8 +217,8 @@ import os, signal
 from headway.cli.app import main
 from headway.checkpoint import saver
 publish = saver.publish
-def publish_and_die(temporary, folder, keep):
-    publish(temporary, folder, keep)
+def publish_and_die(temporary, folder, *rest):
+    publish(temporary, folder, *rest)
     if folder.name == "step-000004":
         os.kill(os.getpid(), signal.SIGKILL)
 saver.publish = publish_and_die
