@@ -67,7 +67,7 @@ def print_offers(search: "OfferSearch", offers: "Sequence[Offer]", *, as_json: b
     """Plan each offer and print them, the cheapest first, then why others are not among them."""
     with working(f"planning {len(offers)} offers"):
         results = search.run(offers)
-    print_result(lambda: _record(search, results), lambda: _text(search, results), as_json=as_json)
+    print_result(lambda: _record(search, results), lambda: _table(search, results), as_json=as_json)
 
 
 def _record(search: "OfferSearch", results: "Sequence[OfferResult]") -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _record(search: "OfferSearch", results: "Sequence[OfferResult]") -> dict[str
     }
 
 
-def _text(search: "OfferSearch", results: "Sequence[OfferResult]") -> str:
+def _table(search: "OfferSearch", results: "Sequence[OfferResult]") -> str:
     """The runs as a table, the cheapest first; then a line for each offer that has none."""
     runs = sorted((run for result in results for run in result.runs), key=lambda run: run.cost.expected)
     first = runs[0]

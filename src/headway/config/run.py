@@ -105,7 +105,7 @@ class EvalConfig(Section):
     best_by: Literal["loss", "exact_match"] = Field(
         default="loss",
         description="Which evaluation is the best, for checkpoint.keep_best and eval.stop_after: the lowest loss, or "
-        "the most samples answered exactly",
+        "the most samples answered exactly, of preferences the most pairs in the right order",
     )
     stop_after: Positive | None = Field(
         default=None,

@@ -160,12 +160,14 @@ def _together(config: TrainConfig, devices: int, room_bytes: int, peak: Peak) ->
 def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
     """Settings that may need less memory than the present ones."""
     speed, parallel, optim = config.speed, config.parallel, config.optim
-    yield from _those({"speed.loss_chunk=2048": speed.loss_chunk is None, "speed.compile=auto": speed.compile is False})
+    yield from _differing(
+        {"speed.loss_chunk=2048": speed.loss_chunk is None, "speed.compile=auto": speed.compile is False}
+    )
     for recompute in ("full,-attention,-projections,-mlp", "full,-attention", "full"):
         if speed.recompute not in ("full", recompute):
             yield (f"speed.recompute={recompute}",)
     is_on_device = speed.offload == "none" and not config.run.device.startswith("cpu")
-    yield from _those({"speed.offload=inputs": is_on_device, "parallel.reshard=true": not parallel.reshard})
+    yield from _differing({"speed.offload=inputs": is_on_device, "parallel.reshard=true": not parallel.reshard})
     for state in ("bfloat16", "8bit"):
         if optim.state not in ("8bit", state):
             yield (f"optim.state={state}",)
@@ -180,7 +182,7 @@ def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
         tokens //= 2
 
 
-def _those(settings: Mapping[str, bool]) -> Iterator[tuple[str, ...]]:
+def _differing(settings: Mapping[str, bool]) -> Iterator[tuple[str, ...]]:
     """Settings that differ from the present ones, one by one."""
     return ((setting,) for setting, differs in settings.items() if differs)
 

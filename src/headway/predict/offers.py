@@ -169,8 +169,8 @@ def _offer(row: Any, where: str) -> Offer:
 
 
 def _number(value: Any, unit: str) -> int | float | None:
-    if type(value) in (int, float):
-        return value  # type: ignore[no-any-return]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
     return parse_number(value, unit) if isinstance(value, str) else None
 
 
@@ -208,7 +208,7 @@ class OfferSearch:
         Raises:
             PlanError: no device is in time, or none can be planned; the fastest is named.
         """
-        results = [self._of(offer) for offer in offers]
+        results = [self._price(offer) for offer in offers]
         if any(result.runs for result in results):
             return results
         planned = [result.fastest for result in results if result.fastest is not None]
@@ -223,7 +223,7 @@ class OfferSearch:
             f"{fastest.cost.expected:,.4g}. Allow as much time, train on less, or offer more devices."
         )
 
-    def _of(self, offer: Offer) -> OfferResult:
+    def _price(self, offer: Offer) -> OfferResult:
         try:
             scaling = self._scaling(offer.device)
         except HeadwayError as error:

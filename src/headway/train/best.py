@@ -60,7 +60,7 @@ class BestEvaluation:
         """Its value in words; "" before any."""
         if self.step is None:
             return ""
-        value = f"loss {self.value:.4f}" if self.by == "loss" else f"exact match {format_share(self.value)}"
+        value = f"loss {self.value:.4f}" if self.by == "loss" else f"{format_share(self.value)} right"
         return f"{value} after step {self.step:,}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -278,8 +278,8 @@ def check_kinds(feed: Feed, *, compares: bool) -> None:
             if compares:
                 raise ConfigError(
                     f"preference is set, and {sample.origin} is no preference, but a "
-                    f"{type(sample).__name__.lower()}: rows need the columns chosen and rejected (docs/preferences.md)."
-                    " Take the section preference out, or the source."
+                    f"{type(sample).__name__.lower()}: rows need answers to compare, as prompt, "
+                    "chosen and rejected (docs/data.md). Take the section preference out, or the source."
                 )
             raise ConfigError(
                 f"{sample.origin} holds answers of which some are better, and nothing says how they are compared: set "
