@@ -7,6 +7,7 @@ of memory one by one, for up to a third of a step. A case is a function from whe
 loop needs.
 """
 
+import json
 import os
 import statistics
 import time
@@ -300,10 +301,11 @@ def run_trainer(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
 
 
 def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
-    """Run `headway train` on digits without and with a fault; `make` gives settings by dotted key, and `held_up`.
+    """Run `headway train` on digits without and with a fault.
 
-    Packs hold 2,048 tokens: of 512, calls take a third of the reader's step (102 us a token; 79 of 2,048, 70 of 8,192),
-    and a run that larger packs make so much faster is no healthy one.
+    `make` gives settings by dotted key, what holds the data up (`held_up`), and how deep the language model is
+    (`language_layers`). Packs hold 2,048 tokens: of 512, calls take a third of the reader's step (102 us a token; 79 of
+    2,048, 70 of 8,192), and a run that larger packs make so much faster is no healthy one.
     """
     from headway.config import parse_config
     from headway.meter.run_meter import RunMeter
@@ -313,6 +315,9 @@ def run_train(make: Callable[[bool], dict[str, Any]], folder: Path) -> Times:
     data, model = folder / "data", folder / "model"
     write_digits(data, num_one_digit=4, num_train=400, num_eval=64, renderings=2)
     write_reader(model)
+    sizes = json.loads((model / "config.json").read_text())
+    sizes["text_config"]["num_hidden_layers"] = make(False).get("language_layers", 2)
+    (model / "config.json").write_text(json.dumps(sizes))
     end_step = RunMeter.step
     usual = []
     for number, turn in enumerate(TURNS):
