@@ -206,7 +206,7 @@ def _reference(
     if kind == "none":
         return None
     if kind == "adapters-off":
-        plain = _plain_losses(trained.model_with_loss, model, config.speed.loss_chunk)
+        plain = plain_losses(trained.model_with_loss, model, config.speed.loss_chunk)
         return AdaptersOff(scoring, trained.plain_cost_model, plain)
     if resumes:
         return saved_reference(folder, feed.sources)
@@ -291,7 +291,7 @@ def check_kinds(feed: Feed, *, compares: bool) -> None:
 _LOOKED_AT = 20  # rows of a source, to find one that can be used
 
 
-def _plain_losses(losses: ModelWithLoss, model: PreTrainedModel, chunk: int | None) -> ModelWithLoss:
+def plain_losses(losses: ModelWithLoss, model: PreTrainedModel, chunk: int | None) -> ModelWithLoss:
     """Compute losses of the model without adapters: as ever, unless its head has one."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers leaves it so
     with without_adapters(model):
