@@ -95,15 +95,10 @@ def evaluate(
 
     results: dict[str, Evaluation] = {}
     answers: dict[str, list[Answer]] = {}
-    held_out: dict[str, EvalSet] = {}
-    for path, rows in samples.items():
-        with working(f"encoding {len(rows):,} samples of {path}"):
-            held_out[path] = EvalSet(rows, encoder, budget, ranks, geometry)
-    judged = None
-    if all(any(ranks.gather_all(part.compares)) for part in held_out.values()):
-        with working("computing what the pairs are compared with"):
-            scoring = Scoring(with_loss, where, precision.autocast)
-            judged = judge_as_in_run(config, scoring, precision, list(held_out.values()))
+    with working("encoding samples, and computing what pairs are compared with"):
+        held_out = {path: EvalSet(rows, encoder, budget, ranks, geometry) for path, rows in samples.items()}
+        scoring = Scoring(with_loss, where, precision.autocast)
+        judged = judge_as_in_run(config, scoring, precision, ranks, list(held_out.values()))
     for path, rows in samples.items():
         with working(f"evaluating {len(rows):,} samples of {path}"):
             results[path] = held_out.pop(path).evaluate(with_loss, where, precision.autocast)

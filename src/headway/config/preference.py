@@ -16,6 +16,7 @@ class PairLoss:
     Attributes:
         source: paper and equation.
         refers: whether it compares with a reference.
+        scores: whether it compares scores of a reward model, rather than log-probabilities.
         settings: settings that it takes beside beta and sft.
         beta: what beta is unless a run says otherwise.
         sft: likewise, the factor on the mean cross-entropy of the best answers.
@@ -23,6 +24,7 @@ class PairLoss:
 
     source: str
     refers: bool = True
+    scores: bool = False
     settings: tuple[str, ...] = ()
     beta: float = 0.1
     sft: float = 0.0
@@ -47,6 +49,14 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
         settings=("label_smoothing", "gamma"),
         beta=2.0,
     ),
+    "reward": PairLoss(
+        "Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, equation 1; center: Eisenstein et al. 2023, "
+        "arXiv:2312.09244",
+        refers=False,
+        scores=True,
+        settings=("center",),
+        beta=1.0,
+    ),
 }
 """Losses of pairs by their names."""
 
@@ -57,7 +67,7 @@ class PreferenceConfig(Section):
     loss: str = Field(
         default="sigmoid",
         description="Loss of a better and a worse answer: sigmoid (DPO), robust, hinge, ipo, sigmoid_norm (DPO per "
-        "token), orpo or simpo; docs/preferences.md has their papers",
+        "token), orpo or simpo; reward trains a reward model instead; docs/preferences.md has their papers",
     )
     beta: Share | None = Field(
         default=None,
@@ -68,6 +78,9 @@ class PreferenceConfig(Section):
         default=0.0, lt=0.5, description="Share of the pairs whose order is taken to be wrong"
     )
     gamma: float = Field(default=0.5, ge=0.0, description="Margin that simpo asks of the better answer")
+    center: float = Field(
+        default=0.0, ge=0.0, description="Factor on the squared sum of a pair's rewards, which draws them towards zero"
+    )
     sft: float | None = Field(
         default=None,
         ge=0.0,
@@ -107,11 +120,16 @@ class PreferenceConfig(Section):
         """The reference, as the run or the loss says."""
         return self.reference or ("stored" if self.row.refers else "none")
 
+    @staticmethod
+    def _reads(row: PairLoss, setting: str) -> bool:
+        """Whether a loss takes a setting: all but that of rewards take beta and sft."""
+        return setting in row.settings or (setting in ("beta", "sft") and not row.scores)
+
     @model_validator(mode="after")
     def _everything_takes_effect(self) -> Self:
-        for setting in sorted(changed(self) & {"label_smoothing", "gamma"}):
-            if setting not in self.row.settings:
-                readers = [name for name, row in PAIR_LOSSES.items() if setting in row.settings]
+        for setting in sorted(changed(self) & {"label_smoothing", "gamma", "center", "beta", "sft"}):
+            if not self._reads(self.row, setting):
+                readers = [name for name, row in PAIR_LOSSES.items() if self._reads(row, setting)]
                 raise ValueError(
                     f"{setting} has no effect with loss {self.loss!r}; remove it or use {' or '.join(readers)}"
                 )

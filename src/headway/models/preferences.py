@@ -138,11 +138,13 @@ class PairSettings(NamedTuple):
         beta: strength of the pull to the reference, or of the margin.
         label_smoothing: share of the pairs whose order is taken to be wrong, a fraction.
         gamma: margin that the better answer is to have, of `simpo` [nats per token, times beta].
+        center: factor on the squared sum of a pair's rewards, of `reward`.
     """
 
     beta: float
     label_smoothing: float = 0.0
     gamma: float = 0.0
+    center: float = 0.0
 
 
 PairFunction = Callable[[Pairs, PairSettings], torch.Tensor]
@@ -192,6 +194,12 @@ def _smoothed(logit_P: torch.Tensor, wrong: float) -> torch.Tensor:
     return -F.logsigmoid(logit_P) * (1 - wrong) - F.logsigmoid(-logit_P) * wrong
 
 
+def reward(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+    """Negative log-likelihood of the order by the scores of a reward model, which stand for log-probabilities."""
+    total_P = pairs.chosen_P + pairs.rejected_P
+    return -F.logsigmoid(pairs.chosen_P - pairs.rejected_P) + settings.center * total_P.square()
+
+
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
     """log(1 - exp(x)) of x below 0, exact on both sides of log(1/2).
 
@@ -214,11 +222,15 @@ LOSSES: Mapping[str, PairFunction] = {
     "sigmoid_norm": sigmoid_norm,
     "orpo": orpo,
     "simpo": simpo,
+    "reward": reward,
 }
 """Losses of pairs by their names; `headway.config.preference.PAIR_LOSSES` has their papers and settings."""
 
 REWARDED_PER_TOKEN = ("orpo", "simpo")
 """Losses whose rewards are means over an answer's targets; those of all others are sums."""
+
+SCORED = ("reward",)
+"""Losses of the scores of a reward model, read at the last token of each answer."""
 
 
 class PairNumbers(NamedTuple):
@@ -246,11 +258,29 @@ class Preferring:
         loss: name of the loss of each pair, of `LOSSES`.
         settings: its numbers.
         sft: factor on the mean cross-entropy of the best answers.
+        padding: the token that a reward model takes for padding; None where it takes none.
     """
 
     loss: str
     settings: PairSettings
     sft: float = 0.0
+    padding: int | None = None
+
+    def of_slots(self, answers: Answers, ids_T: torch.Tensor) -> torch.Tensor:
+        """The answer that each slot of a pack tells something of, and the number of answers if of none, shape (T,).
+
+        Args:
+            answers: of the pack, on the device.
+            ids_T: its tokens.
+        """
+        of_T = answers.of_slots(len(ids_T))
+        if self.loss not in SCORED:
+            return of_T
+        # A reward model is read at the last token of an answer that is none of padding, as transformers reads it.
+        slot_T = torch.arange(len(ids_T), device=ids_T.device)
+        read_T = slot_T if self.padding is None else torch.where(ids_T == self.padding, -1, slot_T)
+        last_A1 = slot_T.new_full((len(answers.ends_A) + 1,), -1).scatter_reduce(0, of_T, read_T, "amax")
+        return torch.where(slot_T == last_A1[of_T], of_T, len(answers.ends_A))
 
     def weigh(
         self,
@@ -266,8 +296,9 @@ class Preferring:
 
         Args:
             answers: of the pack, on the device.
-            of_L: the answer of each slot.
-            loss_L: cross-entropy of each slot, 0 where it is not supervised [nats]; without gradient.
+            of_L: the answer of each slot, as `of_slots` gives it.
+            loss_L: cross-entropy of each slot, 0 where it is not supervised [nats]; of a reward model its score, with
+                the sign turned; without gradient.
             group: the processes that compute the pack together.
             per_pair: what the summed losses of pairs are divided by, such as the pairs of a whole step.
             per_token: what the summed cross-entropy of best answers is divided by.

@@ -10,12 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from headway.answer.evaluate import EvalSet
-from headway.config import TrainConfig
+from headway.config import PreferenceConfig, TrainConfig
 from headway.errors import HeadwayError
 from headway.models.head import model_with_loss
 from headway.models.load import load_model
 from headway.models.lora import has_adapters, without_adapters
+from headway.models.parallel.ranks import Ranks
 from headway.models.precision import Precision
+from headway.models.scores import is_scorer
 from headway.optim import rows_of
 from headway.train.preference import plain_losses, preferring_of
 from headway.train.reference import Scoring
@@ -43,17 +45,26 @@ def judge_as_in_run(
     config: TrainConfig | None,
     scoring: Scoring,
     precision: Precision,
+    ranks: Ranks,
     held_out: Sequence[EvalSet],
-) -> Judgement:
-    """Have held-out preferences judged by a run's loss and reference, where these can be had.
+) -> Judgement | None:
+    """Have held-out preferences judged by a run's loss and reference, where these can be had; None of other samples.
 
     Args:
         config: of the run; None of a model that is of none.
         scoring: of the model that is judged.
         precision: that initial weights are opened in.
-        held_out: samples that are preferences.
+        ranks: the processes that judge together.
+        held_out: the samples.
     """
-    settings = None if config is None else config.preference
+    if not all(any(ranks.gather_all(samples.compares)) for samples in held_out):
+        return None
+    model, settings = scoring.model_with_loss.model, None if config is None else config.preference
+    if is_scorer(model.config):
+        rewards = settings if settings is not None and settings.row.scores else PreferenceConfig(loss="reward")
+        for samples in held_out:
+            samples.preferring = preferring_of(rewards, model.config.get_text_config().pad_token_id)
+        return Judgement(rewards.loss, "none", "scores of a reward model")
     if config is None or settings is None:
         return Judgement(None, "none", "log-probabilities alone: the model is of no run on preferences")
     kind, preferring = settings.compares_with, preferring_of(settings)

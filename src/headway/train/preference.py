@@ -26,6 +26,7 @@ from headway.models.lora import without_adapters
 from headway.models.parallel.ranks import Ranks
 from headway.models.parallel.shard import reshard
 from headway.models.preferences import PairNumbers, PairSettings, Preferring
+from headway.models.scores import name_padding
 from headway.train.build import Trained
 from headway.train.reference import (
     FOLDER,
@@ -40,10 +41,15 @@ from headway.train.reference import (
 from headway.train.share import StepShare
 
 
-def preferring_of(settings: PreferenceConfig) -> Preferring:
-    """The loss of pairs, as a run's settings have it."""
-    numbers = PairSettings(settings.strength, settings.label_smoothing, settings.gamma)
-    return Preferring(settings.loss, numbers, settings.sft_weight)
+def preferring_of(settings: PreferenceConfig, padding: int | None = None) -> Preferring:
+    """The loss of pairs, as a run's settings have it.
+
+    Args:
+        settings: of the run.
+        padding: token that a reward model takes for padding.
+    """
+    numbers = PairSettings(settings.strength, settings.label_smoothing, settings.gamma, settings.center)
+    return Preferring(settings.loss, numbers, settings.sft_weight, padding if settings.row.scores else None)
 
 
 class PackWeights:
@@ -66,7 +72,7 @@ class PackWeights:
         assert batch.answers is not None
         self.numbers: PairNumbers | None = None
         self._preferring, self._answers, self._group = preferring, batch.answers, group
-        self._of_L = self._answers.of_slots(batch.slots)[batch.local_slots(group)]
+        self._of_L = preferring.of_slots(self._answers, batch.input_ids_1T[0])[batch.local_slots(group)]
         self._per_pair, self._per_token = per_pair, per_token
 
     def __call__(self, loss_L: torch.Tensor) -> torch.Tensor:
@@ -185,7 +191,8 @@ def pair_training(
         if getattr(trained.model, "draws", False):
             raise ConfigError("preference has no effect on a model that draws images. Take it out.")
         reference = _reference(config, trained, feed, encoder, scoring, ranks, resumes=resumes)
-        pairs = PairTraining(preferring_of(settings), reference)
+        padding = name_padding(trained.model.config, encoder.tokenizer) if settings.row.scores else None
+        pairs = PairTraining(preferring_of(settings, padding), reference)
     _compare_held_out(pairs, eval_set, scoring, ranks, config.run.folder, resumes=resumes)
     reshard(trained.model)  # the loop takes the model's parameters, which are to be slices
     return pairs

@@ -55,6 +55,7 @@ from headway.models.new_rows import embedding_rows
 from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.parallel.ranks import Ranks, join_ranks
 from headway.models.precision import Precision, choose_device, choose_precision
+from headway.models.preferences import SCORED
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
 from headway.optim import Optimizer, WeightAverage, make_optimizer
@@ -67,7 +68,7 @@ from headway.train.preference import PairTraining, pair_training
 from headway.train.record import describe_software
 from headway.train.reference import Scoring
 from headway.train.run_folder import RunFolder, from_weights_of
-from headway.train.step_numbers import PAIR_TERMS
+from headway.train.step_numbers import PAIR_TERMS, SCORE_TERMS
 from headway.train.watch import LoopPhase
 
 
@@ -123,9 +124,9 @@ class Run:
 
     @property
     def loss_terms(self) -> tuple[str, ...]:
-        """Names of the losses beside that of tokens; see `step_numbers.TERMS` and `PAIR_TERMS`."""
+        """Names of the losses beside that of tokens; see `headway.train.step_numbers`."""
         if self.pairs is not None:
-            return PAIR_TERMS
+            return SCORE_TERMS if self.pairs.preferring.loss in SCORED else PAIR_TERMS
         return ("flow",) if getattr(self.model, "draws", False) else ()
 
     @property

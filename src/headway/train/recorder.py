@@ -170,7 +170,7 @@ class StepRecorder:
     def _loss(self, numbers: StepNumbers, share: StepShare, pairs: Mapping[str, float] | None) -> float:
         """The loss that the step has differentiated, images aside."""
         mean = sum(numbers.losses) / sum(share.counted)
-        return mean if pairs is None else mean + self._sft * pairs["nll"]
+        return mean + self._sft * pairs["nll"] if pairs is not None and self._sft else mean
 
     def _not_finite(self, pending: LaunchedStep, loss: float, grad_norm: float) -> str:
         """Text of the error that ends the run; the samples that this rank had in the step go to a file."""
@@ -207,7 +207,7 @@ def _of_pairs(sums: Mapping[str, float], share: StepShare) -> dict[str, float]:
     """Means over the pairs of a step, as its record has them."""
     pairs = sum(share.pairs)
     names = ("reward_chosen", "reward_rejected", "log_p_chosen", "log_p_rejected")
-    means = {name: sums[name] / pairs for name in names}
+    means = {name: sums[name] / pairs for name in names if name in sums}
     margin = means["reward_chosen"] - means["reward_rejected"]
-    accuracy, nll = sums["right"] / pairs, sums["nll"] / max(1, share.best_tokens)
-    return {"pairs": pairs, "accuracy": accuracy, "margin": margin, **means, "nll": nll}
+    nll = {"nll": sums["nll"] / max(1, share.best_tokens)} if "nll" in sums else {}
+    return {"pairs": pairs, "accuracy": sums["right"] / pairs, "margin": margin, **means, **nll}
