@@ -17,7 +17,8 @@ class PairLoss:
         source: paper and equation.
         refers: whether it compares with a reference.
         scores: whether it compares scores of a reward model, rather than log-probabilities.
-        settings: settings that it takes beside beta and sft.
+        unpaired: whether each answer counts by itself, as wished for or not.
+        settings: settings that it takes beside beta, and beside sft if it is of pairs of log-probabilities.
         beta: what beta is unless a run says otherwise.
         sft: likewise, the factor on the mean cross-entropy of the best answers.
     """
@@ -25,6 +26,7 @@ class PairLoss:
     source: str
     refers: bool = True
     scores: bool = False
+    unpaired: bool = False
     settings: tuple[str, ...] = ()
     beta: float = 0.1
     sft: float = 0.0
@@ -49,6 +51,16 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
         settings=("label_smoothing", "gamma"),
         beta=2.0,
     ),
+    "kto": PairLoss(
+        "Ethayarajh et al. 2024, arXiv:2402.01306, equation 7",
+        unpaired=True,
+        settings=("desirable_weight", "undesirable_weight"),
+    ),
+    "apo_zero_unpaired": PairLoss(
+        "D'Oosterlinck et al. 2024, arXiv:2408.06266, APO-zero, as TRL has it of single answers",
+        unpaired=True,
+        settings=("desirable_weight", "undesirable_weight"),
+    ),
     "reward": PairLoss(
         "Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, equation 1; center: Eisenstein et al. 2023, "
         "arXiv:2312.09244",
@@ -67,7 +79,8 @@ class PreferenceConfig(Section):
     loss: str = Field(
         default="sigmoid",
         description="Loss of a better and a worse answer: sigmoid (DPO), robust, hinge, ipo, sigmoid_norm (DPO per "
-        "token), orpo or simpo; reward trains a reward model instead; docs/preferences.md has their papers",
+        "token), orpo or simpo; of single answers with a label kto or apo_zero_unpaired; reward trains a reward model "
+        "instead; docs/preferences.md has their papers",
     )
     beta: Share | None = Field(
         default=None,
@@ -81,6 +94,8 @@ class PreferenceConfig(Section):
     center: float = Field(
         default=0.0, ge=0.0, description="Factor on the squared sum of a pair's rewards, which draws them towards zero"
     )
+    desirable_weight: Share = Field(default=1.0, description="Factor on the loss of answers that are wished for (kto)")
+    undesirable_weight: Share = Field(default=1.0, description="Factor on the loss of answers that are not (kto)")
     sft: float | None = Field(
         default=None,
         ge=0.0,
@@ -122,17 +137,20 @@ class PreferenceConfig(Section):
 
     @staticmethod
     def _reads(row: PairLoss, setting: str) -> bool:
-        """Whether a loss takes a setting: all but that of rewards take beta and sft."""
-        return setting in row.settings or (setting in ("beta", "sft") and not row.scores)
+        """Whether a loss takes a setting."""
+        common = setting == "beta" and not row.scores, setting == "sft" and not (row.scores or row.unpaired)
+        return setting in row.settings or any(common)
 
     @model_validator(mode="after")
     def _everything_takes_effect(self) -> Self:
-        for setting in sorted(changed(self) & {"label_smoothing", "gamma", "center", "beta", "sft"}):
+        for setting in sorted(changed(self) - {"loss", "reference"}):
             if not self._reads(self.row, setting):
                 readers = [name for name, row in PAIR_LOSSES.items() if self._reads(row, setting)]
                 raise ValueError(
                     f"{setting} has no effect with loss {self.loss!r}; remove it or use {' or '.join(readers)}"
                 )
+        if self.row.unpaired and self.compares_with == "none":
+            raise ValueError(f"loss {self.loss!r} compares with a reference: leave reference out, or use adapters-off")
         if not self.row.refers and self.compares_with != "none":
             raise ValueError(
                 f"reference {self.reference!r} has no effect with loss {self.loss!r}, which has none; leave it out"

@@ -131,6 +131,11 @@ class TrainConfig(Section):
         if preference is None:
             return self
         self.model._scores = preference.row.scores
+        if preference.row.unpaired and "split" in _policies(self.data):
+            raise ValueError(
+                f"overlong 'split' would make several rows of an answer, which preference.loss {preference.loss!r} "
+                "takes as one: use 'truncate' or 'drop'"
+            )
         if preference.row.scores and "loss_chunk" in changed(self.speed):
             raise ValueError(
                 f"speed.loss_chunk has no effect with preference.loss {preference.loss!r}, whose head has one column: "
@@ -452,3 +457,8 @@ def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
             below = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
             counts[id(node)] += sum(_num_values(part, counts) for part in below)
     return counts[id(node)]
+
+
+def _policies(data: DataConfig) -> set[str]:
+    """What becomes of samples that exceed a pack, over all sources."""
+    return {part.overlong or data.overlong for stage in data.played for part in stage.parts}

@@ -19,7 +19,7 @@ from headway.models.parallel.ranks import Ranks
 from headway.models.precision import Precision
 from headway.models.scores import is_scorer
 from headway.optim import rows_of
-from headway.train.preference import plain_losses, preferring_of
+from headway.train.preference import judging, plain_losses, preferring_of
 from headway.train.reference import Scoring
 
 
@@ -67,17 +67,17 @@ def judge_as_in_run(
         return Judgement(rewards.loss, "none", "scores of a reward model")
     if config is None or settings is None:
         return Judgement(None, "none", "log-probabilities alone: the model is of no run on preferences")
-    kind, preferring = settings.compares_with, preferring_of(settings)
+    kind, preferring = settings.compares_with, judging(preferring_of(settings))
     if kind == "none":
-        note = f"loss {settings.loss}, which has no reference"
+        note = f"loss {preferring.loss}, which has no reference"
     else:
         try:
-            note = f"loss {settings.loss} beside {_keep_reference(config, kind, scoring, precision, held_out)}"
+            note = f"loss {preferring.loss} beside {_keep_reference(config, kind, scoring, precision, held_out)}"
         except HeadwayError as error:
             return Judgement(None, "none", f"log-probabilities alone: the run's reference cannot be computed. {error}")
     for samples in held_out:
         samples.preferring = preferring
-    return Judgement(settings.loss, kind, note)
+    return Judgement(preferring.loss, kind, note)
 
 
 def _keep_reference(
