@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headway.answer.evaluate import Evaluation
     from headway.config import TrainConfig
     from headway.data import Budget, Encoder, Sample
-    from headway.train.judged_pairs import Judgement
+    from headway.train.judged_pairs import PairJudgement
 
 _ROOMY = 8192  # tokens of a pack where nothing says how many; more if a sample is longer
 
@@ -177,7 +177,7 @@ def _text(
     results: "dict[str, Evaluation]",
     total: "Evaluation",
     answers: "dict[str, list[Answer]]",
-    judged: "Judgement | None",
+    judged: "PairJudgement | None",
 ) -> str:
     from headway.answer.answers import answer_line
 

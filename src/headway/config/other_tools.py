@@ -106,7 +106,7 @@ _SAME: dict[str, str] = {
 _ABSENT: dict[str, str] = {
     "task stage rl rlhf_type rlhf dpo kto orpo reward_model": (
         "training is supervised, or on answers of which some are better, without GRPO; nearest: leave it out, and "
-        "write a section `preference`, for DPO and its kin, KTO and reward models"
+        "write a section `preference` for DPO and its kin, KTO and reward models"
     ),
     "use_dora use_rslora neftune_noise_alpha label_smoothing_factor": (
         "adapters and the loss are the plain ones; nearest: `model.lora.alpha` and `model.lora.dropout`"
@@ -141,8 +141,8 @@ PREFERENCE: dict[str, str] = {
     "beta": "pref_beta rl_beta dpo_beta orpo_alpha",
     "label_smoothing": "dpo_label_smoothing",
     "gamma": "simpo_gamma",
-    "desirable_weight": "kto_chosen_weight pref_desirable_weight",
-    "undesirable_weight": "kto_rejected_weight pref_undesirable_weight",
+    "desirable_weight": "desirable_weight kto_chosen_weight kto_desirable_weight",
+    "undesirable_weight": "undesirable_weight kto_rejected_weight kto_undesirable_weight",
     "center": "center_rewards_coefficient",
     "sft": "pref_ftx rpo_alpha cpo_alpha",
     "reference": "ref_model ref_adapters ref_model_adapters reference_free precompute_ref_log_probs",

@@ -60,28 +60,28 @@ def mismatched(rows: Sequence[Sequence[EncodedSample]]) -> list[EncodedSample]:
     if len({number for number, _ in answers}) < 2:
         return []
     samples = [sample for _, sample in answers]
-    return [_answered(asked, answered) for asked, answered in zip(samples, [samples[-1], *samples[:-1]], strict=True)]
+    return [_joined(question, answer) for question, answer in zip(samples, [samples[-1], *samples[:-1]], strict=True)]
 
 
 def _first_learnt(sample: EncodedSample) -> int:
     return int((sample.labels_S != IGNORED).nonzero()[0])
 
 
-def _answered(asked: EncodedSample, answered: EncodedSample) -> EncodedSample:
+def _joined(question: EncodedSample, answer: EncodedSample) -> EncodedSample:
     """The prompt of one sample with the answer of another."""
-    end, begin = _first_learnt(asked), _first_learnt(answered)
-    answer_S = answered.input_ids_S[begin:]
+    end, begin = _first_learnt(question), _first_learnt(answer)
+    answer_S = answer.input_ids_S[begin:]
     # An answer is words, so its positions follow the largest one of the prompt, whatever axes these have.
-    prompt_RS = asked.position_ids_RS[:, :end]
+    prompt_RS = question.position_ids_RS[:, :end]
     after_RS = (prompt_RS.max() + 1 + torch.arange(len(answer_S))).expand(len(prompt_RS), -1)
     types_S = None
-    if asked.token_types_S is not None and answered.token_types_S is not None:
-        types_S = torch.cat([asked.token_types_S[:end], answered.token_types_S[begin:]])
-    ids_S = torch.cat([asked.input_ids_S[:end], answer_S])
+    if question.token_types_S is not None and answer.token_types_S is not None:
+        types_S = torch.cat([question.token_types_S[:end], answer.token_types_S[begin:]])
+    ids_S = torch.cat([question.input_ids_S[:end], answer_S])
     return replace(
-        asked,
+        question,
         input_ids_S=ids_S,
-        labels_S=torch.cat([asked.labels_S[:end], answered.labels_S[begin:]]),
+        labels_S=torch.cat([question.labels_S[:end], answer.labels_S[begin:]]),
         position_ids_RS=torch.cat([prompt_RS, after_RS], dim=1),
         token_types_S=types_S,
         answers=(len(ids_S),),

@@ -23,7 +23,7 @@ from headway.train.preference import judging, plain_losses, preferring_of
 from headway.train.reference import Scoring
 
 
-class Judgement(NamedTuple):
+class PairJudgement(NamedTuple):
     """How pairs are judged.
 
     Attributes:
@@ -47,7 +47,7 @@ def judge_as_in_run(
     precision: Precision,
     ranks: Ranks,
     held_out: Sequence[EvalSet],
-) -> Judgement | None:
+) -> PairJudgement | None:
     """Have held-out preferences judged by a run's loss and reference, where these can be had; None of other samples.
 
     Args:
@@ -64,9 +64,9 @@ def judge_as_in_run(
         rewards = settings if settings is not None and settings.row.scores else PreferenceConfig(loss="reward")
         for samples in held_out:
             samples.preferring = preferring_of(rewards, model.config.get_text_config().pad_token_id)
-        return Judgement(rewards.loss, "none", "scores of a reward model")
+        return PairJudgement(rewards.loss, "none", "scores of a reward model")
     if config is None or settings is None:
-        return Judgement(None, "none", "log-probabilities alone: the model is of no run on preferences")
+        return PairJudgement(None, "none", "log-probabilities alone: the model is of no run on preferences")
     kind, preferring = settings.compares_with, judging(preferring_of(settings))
     if kind == "none":
         note = f"loss {preferring.loss}, which has no reference"
@@ -74,10 +74,12 @@ def judge_as_in_run(
         try:
             note = f"loss {preferring.loss} beside {_keep_reference(config, kind, scoring, precision, held_out)}"
         except HeadwayError as error:
-            return Judgement(None, "none", f"log-probabilities alone: the run's reference cannot be computed. {error}")
+            return PairJudgement(
+                None, "none", f"log-probabilities alone: the run's reference cannot be computed. {error}"
+            )
     for samples in held_out:
         samples.preferring = preferring
-    return Judgement(preferring.loss, kind, note)
+    return PairJudgement(preferring.loss, kind, note)
 
 
 def _keep_reference(
