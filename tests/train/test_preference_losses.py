@@ -14,6 +14,7 @@ from headway.data.collate import Collator
 from headway.models.load import load_processor
 from headway.models.pixel_patches import normalised
 from headway.models.preferences import LOSSES
+from headway.models.unpaired import UNPAIRED
 from helpers.rollouts import (
     assert_same,
     ids_of,
@@ -37,7 +38,7 @@ def text(tmp_path_factory):
 
 
 def test_each_loss_has_a_function_and_a_row():
-    assert LOSSES.keys() == PAIR_LOSSES.keys()
+    assert LOSSES.keys() | set(UNPAIRED) == PAIR_LOSSES.keys()
 
 
 DPO = {

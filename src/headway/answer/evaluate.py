@@ -26,6 +26,7 @@ from headway.errors import DataError
 from headway.models.head import ModelWithLoss
 from headway.models.parallel.ranks import Ranks
 from headway.models.preferences import PairSettings, Preferring
+from headway.models.scores import is_scorer
 from headway.models.vision import VisionGeometry
 from headway.packing.bins import pack
 from headway.packing.budget import over_budget
@@ -213,6 +214,8 @@ class EvalSet:
         model.train(False)
         # samples, exact answers, summed cross-entropy, supervised tokens; of preferences as `_judge_pairs` has them
         compares = any(self._ranks.gather_all(self.compares))  # a pack of padding may be all that this process has
+        if not compares and is_scorer(model.config):
+            raise DataError("a reward model scores answers to compare, and the held-out samples are no preferences.")
         totals_X = torch.zeros(6 if compares else 4, dtype=torch.float64, device=device)
         for batch in self._packs:
             if compares:
@@ -239,7 +242,7 @@ class EvalSet:
         totals_6 = losses.loss_T.new_zeros(6, dtype=torch.float64)
         if batch.answers is None:
             return totals_6
-        of_L = batch.answers.of_slots(batch.slots)[local]
+        of_L = self.preferring.of_slots(batch.answers, batch.input_ids_1T[0])[local]
         _, pairs = self.preferring.weigh(batch.answers, of_L, losses.loss_T, self._group)
         if self._group is not None and dist.get_rank(self._group):
             return totals_6  # the first process counts what all know

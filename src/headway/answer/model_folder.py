@@ -20,8 +20,16 @@ from headway.errors import CheckpointError, ConfigError
 from headway.log.run_files import CHECKPOINTS, CONFIG, EXPORTS
 from headway.models.attention import use_attention
 from headway.models.load import Processor, load_model, load_processor, rope_index
-from headway.models.lora import ADAPTER_CONFIG, add_saved_adapters, initialise_adapters, read_adapters, without_adapters
+from headway.models.lora import (
+    ADAPTER_CONFIG,
+    adapts_scorer,
+    add_saved_adapters,
+    initialise_adapters,
+    read_adapters,
+    without_adapters,
+)
 from headway.models.materialise import allocate
+from headway.models.scores import is_scorer
 from headway.models.vision import patch_size_of
 from headway.words import Argument
 
@@ -153,13 +161,19 @@ def open_model(
         model = _of_checkpoint(checkpoint, device, dtype)
     elif location.kind == "adapters":
         assert location.base is not None
-        model = load_model(location.base, dtype=dtype, device=device)
+        scores = adapts_scorer(Path(location.path))
+        model = load_model(location.base, dtype=dtype, device=device, scores=scores)
         add_saved_adapters(model, Path(location.path))
         initialise_adapters(model, 0, device)
         read_adapters(model, Path(location.path))
         folder = location.path if any(Path(location.path).glob("tokenizer*")) else location.base
     else:
         model = load_model(location.path, dtype=dtype, device=device)
+    if for_generation and is_scorer(model.config):
+        raise ConfigError(
+            f"{location.path} is a reward model, which scores answers and writes none: headway evaluate compares its "
+            "scores of pairs. Give a model that writes."
+        )
     # not with what packs need: a model that draws is asked in packs too
     if for_generation and not getattr(model, "draws", False):  # whose prompts are packs
         parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]

@@ -126,12 +126,16 @@ def _card(
     kind, software = machine.get("model") or {}, machine.get("software") or {}
     # the front matter that the Hub reads, then what people read
     base = _base(config)
+    purpose = "image-text-to-text" if _sees(sums) else "text-generation"
+    tags = ["headway", *(["lora"] if config.model.lora is not None else [])]
+    if config.model.scores:
+        purpose, tags = "text-classification", [*tags, "reward-model"]
     front = ModelCardData(
         base_model=base,
         datasets=_hub_datasets(config) or None,
         library_name="peft" if adapters else "transformers",
-        pipeline_tag="image-text-to-text" if _sees(sums) else "text-generation",
-        tags=["headway", *(["lora"] if config.model.lora is not None else [])],
+        pipeline_tag=purpose,
+        tags=tags,
     )
     start = "from random weights" if config.model.random_init else f"from {base or 'other weights'}"
     model = str(kind.get("class", "model"))

@@ -102,7 +102,7 @@ def saved_of_recipe(config: "TrainConfig") -> "SavedByPrecision":
 
 def saved_as_learning(model: "ModelConfig", precision: str) -> "SavedActivations":
     """Read what ships of a model that learns whole; trace one that is partly frozen or adapted, if torch is there."""
-    if model.freeze or model.lora or model.adds_tokens:
+    if model.freeze or model.lora or model.has_own_shape:
         try:
             from headway.predict.saved_activations import saved_of_partly_trained
         except ModuleNotFoundError:  # the shipped figures are those of a model that learns whole, which saves more

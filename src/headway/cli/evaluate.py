@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headway.answer.evaluate import Evaluation
     from headway.config import TrainConfig
     from headway.data import Budget, Encoder, Sample
+    from headway.train.judged_pairs import PairJudgement
 
 _ROOMY = 8192  # tokens of a pack where nothing says how many; more if a sample is longer
 
@@ -51,8 +52,9 @@ def evaluate(
     """Judge a model on held-out samples, packed and scored as by `eval` during training: the numbers are the same.
 
     Loss is the mean cross-entropy over supervised tokens, perplexity its exponential, and a sample is exact if greedy
-    decoding would give all of its answers to the letter, which one forward pass decides. With torchrun the processes
-    share the packs.
+    decoding would give all of its answers to the letter, which one forward pass decides. Of preferences it is the mean
+    loss of their pairs, and how many are in the right order, by the loss and reference of the run if MODEL is of one.
+    With torchrun the processes share the packs.
 
     Example: headway evaluate runs/mine held_out.jsonl
     """
@@ -70,6 +72,8 @@ def evaluate(
         from headway.models.head import model_with_loss
         from headway.models.parallel.ranks import join_ranks
         from headway.models.vision import vision_geometry
+        from headway.train.judged_pairs import judge_as_in_run
+        from headway.train.reference import Scoring
 
     chats = opened.read_template(chat_template)
     location = find_model(model, opening.base, best=opening.best)
@@ -91,10 +95,13 @@ def evaluate(
 
     results: dict[str, Evaluation] = {}
     answers: dict[str, list[Answer]] = {}
+    with working("encoding samples, and computing what pairs are compared with"):
+        held_out = {path: EvalSet(rows, encoder, budget, ranks, geometry) for path, rows in samples.items()}
+        scoring = Scoring(with_loss, where, precision.autocast)
+        judged = judge_as_in_run(config, scoring, precision, ranks, list(held_out.values()))
     for path, rows in samples.items():
         with working(f"evaluating {len(rows):,} samples of {path}"):
-            held_out = EvalSet(rows, encoder, budget, ranks, geometry)
-            results[path] = held_out.evaluate(with_loss, where, precision.autocast)
+            results[path] = held_out.pop(path).evaluate(with_loss, where, precision.autocast)
         if generate is not None:
             collator = eval_collator(encoder, geometry, ranks)
             asked_for: dict[str, Any] = {"count": generate, "max_new_tokens": max_new_tokens}
@@ -106,8 +113,14 @@ def evaluate(
     total = Evaluation.total(list(results.values()))
     sources = [{"data": path, **_record(result), **_answers(answers.get(path))} for path, result in results.items()]
     print_result(
-        lambda: {"model": location.path, "kind": location.kind, **_record(total), "sources": sources},
-        lambda: _text(location.path, budget, results, total, answers),
+        lambda: {
+            "model": location.path,
+            "kind": location.kind,
+            **_record(total),
+            **({} if judged is None else {"judged_by": judged.to_dict()}),
+            "sources": sources,
+        },
+        lambda: _text(location.path, budget, results, total, answers, judged),
         as_json=as_json,
     )
 
@@ -164,6 +177,7 @@ def _text(
     results: "dict[str, Evaluation]",
     total: "Evaluation",
     answers: "dict[str, list[Answer]]",
+    judged: "PairJudgement | None",
 ) -> str:
     from headway.answer.answers import answer_line
 
@@ -172,6 +186,7 @@ def _text(
     rows = [_row(name, result) for name, result in results.items()]
     footer = _row("all", total) if len(rows) > 1 else None
     pairs = [("model", path), ("pack", f"at most {format_count(budget.tokens)} tokens")]
+    pairs += [] if judged is None else [("judged by", judged.note)]
     parts = [render_pairs(pairs), render_table(columns, rows, footer=footer)]
     parts += ["\n".join(answer_line(answer, longest=400) for answer in of_source) for of_source in answers.values()]
     return "\n\n".join(parts)

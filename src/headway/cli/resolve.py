@@ -105,7 +105,7 @@ def resolve_ledger(settings: "ModelConfig") -> "CostModel":
     Raises:
         HeadwayError: as `resolve_cost_model`, or a token that cannot be added.
     """
-    if not settings.adds_tokens:
+    if not settings.has_own_shape:
         return resolve_cost_model(settings.path)
     with needs_extra("adding tokens to a model"), working(f"tracing {settings.path}"):
         from headway.optim import with_new_rows

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from headway.config.sections import Fraction, Positive, Section, Share, changed
 from headway.count.quantised import Base
@@ -104,6 +104,7 @@ class ModelConfig(Section):
         "null for the dtype of the products",
     )
     drawing: DrawingConfig = DrawingConfig()
+    _scores: bool = PrivateAttr(default=False)
 
     @model_validator(mode="after")
     def _tokens_are_new_to_each_other(self) -> Self:
@@ -130,6 +131,16 @@ class ModelConfig(Section):
     def adds_tokens(self) -> bool:
         """Whether there are tokens to add."""
         return bool(self.new_tokens or self.new_special_tokens)
+
+    @property
+    def scores(self) -> bool:
+        """Whether it is trained as a reward model, with an output layer of one column in place of its own."""
+        return self._scores
+
+    @property
+    def has_own_shape(self) -> bool:
+        """Whether it has other layers than what `path` names: rows of new tokens, or the head of a reward model."""
+        return self.adds_tokens or self.scores
 
     def of_chats(self) -> dict[str, Any]:
         """The settings of how chats become text, as `headway.data.chat_settings.ChatSettings.of` takes them."""

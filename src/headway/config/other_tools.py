@@ -105,8 +105,8 @@ _SAME: dict[str, str] = {
 }
 _ABSENT: dict[str, str] = {
     "task stage rl rlhf_type rlhf dpo kto orpo reward_model": (
-        "training is supervised, or on pairs of answers, without KTO, GRPO or rewards; nearest: leave it out, and "
-        "write a section `preference` for DPO and its kin"
+        "training is supervised, or on answers of which some are better, without GRPO; nearest: leave it out, and "
+        "write a section `preference` for DPO and its kin, KTO and reward models"
     ),
     "use_dora use_rslora neftune_noise_alpha label_smoothing_factor": (
         "adapters and the loss are the plain ones; nearest: `model.lora.alpha` and `model.lora.dropout`"
@@ -141,13 +141,16 @@ PREFERENCE: dict[str, str] = {
     "beta": "pref_beta rl_beta dpo_beta orpo_alpha",
     "label_smoothing": "dpo_label_smoothing",
     "gamma": "simpo_gamma",
+    "desirable_weight": "desirable_weight kto_chosen_weight kto_desirable_weight",
+    "undesirable_weight": "undesirable_weight kto_rejected_weight kto_undesirable_weight",
+    "center": "center_rewards_coefficient",
     "sft": "pref_ftx rpo_alpha cpo_alpha",
     "reference": "ref_model ref_adapters ref_model_adapters reference_free precompute_ref_log_probs",
 }
 """Settings of the section `preference`, and what other tools call them.
 
 Source: LLaMA-Factory at ff6d4d12e, finetuning_args.py; ms-swift at 3602360a5, rlhf_args.py; axolotl at 067b021c8,
-utils/schemas; TRL 1.16, DPOConfig.
+utils/schemas; TRL 1.16, DPOConfig and RewardConfig.
 """
 _SAME |= {words: f"`preference.{name}`" for name, words in PREFERENCE.items()}
 

@@ -16,13 +16,17 @@ class PairLoss:
     Attributes:
         source: paper and equation.
         refers: whether it compares with a reference.
-        settings: settings that it takes beside beta and sft.
+        scores: whether it compares scores of a reward model, rather than log-probabilities.
+        unpaired: whether each answer counts by itself, as wished for or not.
+        settings: settings that it takes beside beta, and beside sft if it is of pairs of log-probabilities.
         beta: what beta is unless a run says otherwise.
         sft: likewise, the factor on the mean cross-entropy of the best answers.
     """
 
     source: str
     refers: bool = True
+    scores: bool = False
+    unpaired: bool = False
     settings: tuple[str, ...] = ()
     beta: float = 0.1
     sft: float = 0.0
@@ -47,6 +51,24 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
         settings=("label_smoothing", "gamma"),
         beta=2.0,
     ),
+    "kto": PairLoss(
+        "Ethayarajh et al. 2024, arXiv:2402.01306, equation 7",
+        unpaired=True,
+        settings=("desirable_weight", "undesirable_weight"),
+    ),
+    "apo_zero_unpaired": PairLoss(
+        "D'Oosterlinck et al. 2024, arXiv:2408.06266, APO-zero, as TRL has it of single answers",
+        unpaired=True,
+        settings=("desirable_weight", "undesirable_weight"),
+    ),
+    "reward": PairLoss(
+        "Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, equation 1; center: Eisenstein et al. 2023, "
+        "arXiv:2312.09244",
+        refers=False,
+        scores=True,
+        settings=("center",),
+        beta=1.0,
+    ),
 }
 """Losses of pairs by their names."""
 
@@ -57,7 +79,8 @@ class PreferenceConfig(Section):
     loss: str = Field(
         default="sigmoid",
         description="Loss of a better and a worse answer: sigmoid (DPO), robust, hinge, ipo, sigmoid_norm (DPO per "
-        "token), orpo or simpo; docs/preferences.md has their papers",
+        "token), orpo or simpo; of single answers with a label kto or apo_zero_unpaired; reward trains a reward model "
+        "instead; docs/preferences.md has their papers",
     )
     beta: Share | None = Field(
         default=None,
@@ -68,6 +91,11 @@ class PreferenceConfig(Section):
         default=0.0, lt=0.5, description="Share of the pairs whose order is taken to be wrong"
     )
     gamma: float = Field(default=0.5, ge=0.0, description="Margin that simpo asks of the better answer")
+    center: float = Field(
+        default=0.0, ge=0.0, description="Factor on the squared sum of a pair's rewards, which draws them towards zero"
+    )
+    desirable_weight: Share = Field(default=1.0, description="Factor on the loss of answers that are wished for (kto)")
+    undesirable_weight: Share = Field(default=1.0, description="Factor on the loss of answers that are not (kto)")
     sft: float | None = Field(
         default=None,
         ge=0.0,
@@ -107,14 +135,22 @@ class PreferenceConfig(Section):
         """The reference, as the run or the loss says."""
         return self.reference or ("stored" if self.row.refers else "none")
 
+    @staticmethod
+    def _reads(row: PairLoss, setting: str) -> bool:
+        """Whether a loss takes a setting."""
+        common = setting == "beta" and not row.scores, setting == "sft" and not (row.scores or row.unpaired)
+        return setting in row.settings or any(common)
+
     @model_validator(mode="after")
     def _everything_takes_effect(self) -> Self:
-        for setting in sorted(changed(self) & {"label_smoothing", "gamma"}):
-            if setting not in self.row.settings:
-                readers = [name for name, row in PAIR_LOSSES.items() if setting in row.settings]
+        for setting in sorted(changed(self) - {"loss", "reference"}):
+            if not self._reads(self.row, setting):
+                readers = [name for name, row in PAIR_LOSSES.items() if self._reads(row, setting)]
                 raise ValueError(
                     f"{setting} has no effect with loss {self.loss!r}; remove it or use {' or '.join(readers)}"
                 )
+        if self.row.unpaired and self.compares_with == "none":
+            raise ValueError(f"loss {self.loss!r} compares with a reference: leave reference out, or use adapters-off")
         if not self.row.refers and self.compares_with != "none":
             raise ValueError(
                 f"reference {self.reference!r} has no effect with loss {self.loss!r}, which has none; leave it out"

@@ -16,7 +16,7 @@ from headway.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.config.optim import OptimConfig
 from headway.config.preference import PreferenceConfig
 from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
-from headway.config.sections import Section
+from headway.config.sections import Section, changed
 from headway.errors import ConfigError
 from headway.files import SETTINGS_BYTES, read_text
 from headway.hub import model_of_run
@@ -130,6 +130,17 @@ class TrainConfig(Section):
         preference = self.preference
         if preference is None:
             return self
+        self.model._scores = preference.row.scores
+        if preference.row.unpaired and "split" in _policies(self.data):
+            raise ValueError(
+                f"overlong 'split' would make several rows of an answer, which preference.loss {preference.loss!r} "
+                "takes as one: use 'truncate' or 'drop'"
+            )
+        if preference.row.scores and "loss_chunk" in changed(self.speed):
+            raise ValueError(
+                f"speed.loss_chunk has no effect with preference.loss {preference.loss!r}, whose head has one column: "
+                "leave it out"
+            )
         if preference.compares_with == "adapters-off" and self.model.lora is None:
             raise ValueError(
                 "preference.reference 'adapters-off' needs adapters to switch off: set model.lora, or use 'stored'"
@@ -146,7 +157,7 @@ class TrainConfig(Section):
     @property
     def weighs_losses(self) -> bool:
         """Whether the output layer runs twice: once for the losses of a pack, once more with what these weigh."""
-        return self.preference is not None and self.speed.loss_chunk is not None
+        return self.preference is not None and not self.preference.row.scores and self.speed.loss_chunk is not None
 
     @property
     def recipe(self) -> Recipe:
@@ -446,3 +457,8 @@ def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
             below = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
             counts[id(node)] += sum(_num_values(part, counts) for part in below)
     return counts[id(node)]
+
+
+def _policies(data: DataConfig) -> set[str]:
+    """What becomes of samples that exceed a pack, over all sources."""
+    return {part.overlong or data.overlong for stage in data.played for part in stage.parts}

@@ -84,6 +84,7 @@ class Batch:
         sample_tokens: length of each sample, all of its segments [tokens].
         family_inputs: what a model of a family of its own takes beside tokens and positions; None for other models.
         answers: of the preferences of a pack; None of one without any.
+        mismatched: the pack's answers behind other prompts of it, which stays on the CPU; None where it is not needed.
     """
 
     input_ids_1T: torch.Tensor
@@ -105,6 +106,7 @@ class Batch:
     sample_tokens: tuple[int, ...]
     family_inputs: "FamilyInputs | None" = None
     answers: Answers | None = None
+    mismatched: "Batch | None" = None
 
     @property
     def slots(self) -> int:
@@ -402,12 +404,16 @@ def answers_of(samples: Sequence[EncodedSample], sources: Sequence[int]) -> Answ
         sources: number of each one's source.
     """
     starts, ends, supervised, best = list[int](), list[int](), list[int](), list[int]()
+    desirable = [flag for sample in samples for flag in sample.desirable]
     pairs, start = list[tuple[int, int, int]](), 0
     for sample, source in zip(samples, sources, strict=True):
         first = start + sample.tokens - sum(sample.answers)
         if sample.answers:
             best.append(len(starts))
-            pairs += [(best[-1], best[-1] + worse, source) for worse in range(1, len(sample.answers))]
+            if sample.desirable:  # each answer stands for itself
+                pairs += [(number, number, source) for number in range(best[-1], best[-1] + len(sample.answers))]
+            else:
+                pairs += [(best[-1], best[-1] + worse, source) for worse in range(1, len(sample.answers))]
         for length in sample.answers:
             begin = first - start
             starts.append(first)
@@ -429,6 +435,7 @@ def answers_of(samples: Sequence[EncodedSample], sources: Sequence[int]) -> Answ
         sources_P,
         counts=tuple(len(sample.answers) for sample in samples if sample.answers),
         best_tokens=sum(supervised[number] for number in best),
+        desirable_A=torch.tensor(desirable) if desirable else None,
     )
 
 

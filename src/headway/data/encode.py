@@ -58,6 +58,7 @@ class EncodedSample:
         media_end: one past the last placeholder of an image, video or sound; 0 without any [tokens].
         segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
         answers: length of each answer of a preference with the prompt before it, the best first; else empty [tokens].
+        desirable: whether each of the answers is wished for; empty where they are compared with each other.
         parts: of what the sample is made, for a model that draws; empty for others.
         drawn_images: images whose latents are drawn or referred to, -1 to 1, shape (3, height, width) each.
     """
@@ -73,6 +74,7 @@ class EncodedSample:
     media_end: int = 0
     segments: tuple[int, ...] = ()
     answers: tuple[int, ...] = ()
+    desirable: tuple[bool, ...] = ()
     parts: tuple[SamplePart, ...] = ()
     drawn_images: tuple[torch.Tensor, ...] = ()
 

@@ -148,7 +148,8 @@ def shown_fields(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     for key, (name, show) in _SHOWN.items():
         fields += [(name, show(record[key]))] if record.get(key) is not None else []
         if key == "loss" and isinstance(pairs, Mapping):
-            fields += [("right", format_share(pairs["accuracy"])), ("margin", f"{pairs['margin']:.3f}")]
+            fields += [("right", format_share(pairs["accuracy"]))] if "accuracy" in pairs else []
+            fields += [(name, f"{pairs[name]:.3f}") for name in ("margin", "kl") if name in pairs]
     return fields + [("straggler", text) for text in _stragglers(record)]
 
 

@@ -10,7 +10,7 @@ What a model does to its logits after the output layer is found out by trying, o
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from headway.models.losses import (
     linear_losses,
     module_losses,
 )
+from headway.models.scores import SCORE, is_scorer
 
 _TRIED = (-40.0, -7.0, -1.0, -0.01, 0.0, 0.01, 1.0, 7.0, 40.0, 1e9)  # logits that the model is tried with
 
@@ -123,6 +124,8 @@ def model_with_loss(
     Raises:
         ConfigError: chunks were asked for, and the model does to its logits what is not known here.
     """
+    if is_scorer(model.config):
+        return ScoreLosses(model)
     if not getattr(model, "draws", False):
         return WholeLogits(model) if chunk is None else ChunkedLoss(model, chunk, liger=liger)
     words = WholeLogits(model) if chunk is None else ChunkedLoss(model, chunk, liger=liger, after=AfterHead())
@@ -231,6 +234,64 @@ class ChunkedLoss(ModelWithLoss):
             is_ligers = self._liger and self._weigh is None
             return liger_losses(self._layer, task) if is_ligers else linear_losses(self._layer, task)
         return module_losses(self._plain_forward, tuple(self._layer.parameters()), task)
+
+
+class ScoreLosses(ModelWithLoss):
+    """Scores of a reward model in place of losses, with their sign turned, of L slots that this process computes.
+
+    So a score stands where losses of preferences read the log-probability of an answer, and the packs, ranks and
+    records of preferences are those of reward models.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        layer: Any = model.get_submodule(SCORE)
+        self._plain_forward: Callable[[torch.Tensor], torch.Tensor] = layer.forward
+        self._slots: int | None = None
+        self._scores: list[torch.Tensor] = []
+        layer.forward = self._forward
+
+    def run(
+        self,
+        inputs: dict[str, Any],
+        labels_T: torch.Tensor,
+        *,
+        per: int = 1,
+        judge: bool = False,
+        weigh: Weigh | None = None,
+    ) -> tuple[PackLoss, Any]:
+        """Run the model; see `ModelWithLoss`.
+
+        Raises:
+            TrainingError: the model does not score each slot of the pack, once.
+        """
+        self._slots, self._scores = inputs["input_ids"].shape[-1], []
+        try:
+            output = self.model(**inputs)
+        finally:
+            self._slots = None
+        if len(self._scores) != 1 or len(self._scores[0]) != len(labels_T):
+            sizes = [len(score_L) for score_L in self._scores]
+            raise TrainingError(
+                f"{type(self.model).__name__} scores {sizes} slots, where the pack has {len(labels_T)}; such a model "
+                "cannot be trained on packs."
+            )
+        loss_L = -self._scores.pop()
+        right_L = torch.zeros_like(loss_L, dtype=torch.bool) if judge else None
+        weighed_L = loss_L if weigh is None else loss_L * weigh(loss_L.detach())
+        # The zero brings no gradient, but backward then passes through every module's outputs, where hooks wait for it.
+        total = weighed_L.sum() / per + 0.0 * output.logits.sum()
+        return PackLoss(total, loss_L.detach(), right_L), output
+
+    def _forward(self, hidden_1LH: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return scores; or, while a pack is scored, keep them and return a zero for each of all its slots."""
+        scores_1L1: torch.Tensor = self._plain_forward(hidden_1LH, *args, **kwargs)
+        if self._slots is None:
+            return scores_1L1
+        scores_L = scores_1L1.flatten()
+        self._scores.append(scores_L.to(torch.promote_types(scores_L.dtype, torch.float32)))
+        # The model reads one of them, by a place among all slots of the pack, of which this process may have a part.
+        return (0.0 * scores_1L1.sum()).expand(1, self._slots, 1)
 
 
 class LossOfDrawing(ModelWithLoss):

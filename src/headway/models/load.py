@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -43,6 +44,7 @@ from headway.models.foreign import (
 from headway.models.init_weights import init_weights
 from headway.models.new_rows import grow, resize
 from headway.models.recurrent import separate_segments
+from headway.models.scores import SCORE_WEIGHT, initialise_score, is_scorer, scoring_config
 from headway.models.video import video_processor
 from headway.models.waits import answer_ahead
 from headway.plugins import register_families
@@ -118,8 +120,9 @@ def load_model(
     random_init: bool = False,
     rows: int = 0,
     seed: int = 0,
+    scores: bool = False,
 ) -> PreTrainedModel:
-    """Build a causal or multimodal model that writes text, from weights or at random.
+    """Build a causal or multimodal model that writes text, from weights or at random; or one that scores it.
 
     Args:
         spec: a model folder, a config.json, a Hub name, or a configuration object.
@@ -129,7 +132,9 @@ def load_model(
         attention: name of the attention backend; "headway_flash" for packed data, "eager" or "sdpa" for reference.
         random_init: initialise from the configuration alone, drawing from torch's global generator.
         rows: of the vocabulary, where tokens were added to it; fewer than the model has change nothing [tokens].
-        seed: of the first values of added rows.
+        seed: of the first values of added rows, and of the head of a reward model.
+        scores: whether to make a reward model of it: with a head of one column (`headway.models.scores`), which has
+            first values where the files have none. Of a folder that holds a reward model, one is built anyway.
 
     Raises:
         UnknownModelError: nothing of that name, or a kind of model that does not write text, one token after another.
@@ -140,6 +145,7 @@ def load_model(
     if not isinstance(spec, PreTrainedConfig):
         spec = located(spec)
     config = spec if isinstance(spec, PreTrainedConfig) else load_config(spec)
+    config = scoring_config(config) if scores else config
     model_class = _model_class(config)
     # Structure first, without memory: values are drawn where the model will live, or later, once sharded.
     if random_init:
@@ -159,7 +165,7 @@ def load_model(
             )
         if Path(spec).is_dir():
             check_weights(Path(spec))
-        model = _with_weights(model_class, str(spec), config, dtype)
+        model = _with_weights(model_class, str(spec), config, dtype, heads_seed=seed if scores else None)
         grow(model, rows, seed)
         model.to(device)  # type: ignore[arg-type]  # transformers narrows `to` to its own overloads
     # What packing needs of every model: attention and experts that know segments, and no waits.
@@ -304,7 +310,9 @@ def check_weights(folder: Path) -> list[Path]:
     return files
 
 
-def _with_weights(model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _with_weights(
+    model_class: Any, name: str, config: PreTrainedConfig, dtype: torch.dtype, heads_seed: int | None
+) -> PreTrainedModel:
     with weights_of(name) as missing:
         model, info = model_class.from_pretrained(
             name,
@@ -316,6 +324,9 @@ def _with_weights(model_class: Any, name: str, config: PreTrainedConfig, dtype: 
             **_NO_CODE,
         )
         missing.update(info["missing_keys"])
+        if heads_seed is not None and SCORE_WEIGHT in missing:
+            initialise_score(model, heads_seed)
+            missing.remove(SCORE_WEIGHT)
     loaded: PreTrainedModel = model
     return loaded
 
@@ -360,6 +371,8 @@ def weights_of(name: str) -> Iterator[set[str]]:
 
 
 def _model_class(config: PreTrainedConfig) -> Any:
+    if is_scorer(config):
+        return AutoModelForSequenceClassification
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModelForMultimodalLM):
         if type(config) in auto._model_mapping:
             return auto

@@ -4,6 +4,7 @@ The model keeps its class, its forward and its names, but for the modules that t
 `q_proj.base_layer.weight`, beside `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`.
 """
 
+import json
 import math
 import re
 import warnings
@@ -26,11 +27,13 @@ from headway.errors import CheckpointError, ConfigError, UsageError, errors_in
 from headway.models.foreign import check_adapters, foreign, matching_names
 from headway.models.new_rows import add_new_rows, initialise_new_rows, new_rows, resize, without_new_rows
 from headway.models.parallel import fill
+from headway.models.scores import SCORE, SCORE_WEIGHT, is_scorer
 from headway.words import RUN_KEYS, Argument
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # peft's name for an adapter that is alone
 _ALL = "all-linear"  # peft's word for all linear modules, where names or a regular expression may stand
+_SCORING = "SEQ_CLS"  # peft's name of what a reward model does
 _BASE = ".base_layer."
 _PEFT_ROWS = ".token_adapter.trainable_tokens_delta"  # peft's name for rows of tokens, which are values and no changes
 
@@ -99,7 +102,7 @@ def add_adapters(
             lora_dropout=dropout,
             target_modules=list(modules),
             base_model_name_or_path=base,
-            task_type="CAUSAL_LM",
+            task_type=_SCORING if is_scorer(model.config) else "CAUSAL_LM",
             fan_in_fan_out=all(isinstance(model.get_submodule(name), Conv1D) for name in modules),
             trainable_token_indices={name: list(new_ids) for name in _holders(model)} if new_ids else None,
         ),
@@ -237,12 +240,22 @@ def merged(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[
 
 
 def adapters_alone(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The adapters among a model's tensors, under the names of peft's files."""
+    """The adapters among a model's tensors, and a reward model's head, under the names of peft's files."""
     return {
         f"base_model.model.{name.replace(f'.{_NAME}.', '.').replace(f'.{NEW_ROWS}.weight', _PEFT_ROWS)}": tensor
         for name, tensor in tensors.items()
-        if is_adapter(name)
+        if _goes_with_adapters(name)
     }
+
+
+def adapts_scorer(folder: Path) -> bool:
+    """Whether the adapters in a folder, whose adapter_config.json has been read before, are of a reward model."""
+    return bool(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("task_type") == _SCORING)
+
+
+def _goes_with_adapters(name: str) -> bool:
+    """Whether a tensor is of an adapter, or learns beside them: the head of a reward model."""
+    return is_adapter(name) or name == SCORE_WEIGHT
 
 
 def read_adapters(model: PreTrainedModel, folder: Path) -> None:
@@ -252,7 +265,7 @@ def read_adapters(model: PreTrainedModel, folder: Path) -> None:
         CheckpointError: the file is missing or damaged, or holds other tensors than the model has adapters.
     """
     path = folder / ADAPTER_WEIGHTS
-    ours = {name: tensor.detach() for name, tensor in model.named_parameters() if is_adapter(name)}
+    ours = {name: tensor.detach() for name, tensor in model.named_parameters() if _goes_with_adapters(name)}
     by_name = dict(zip(adapters_alone(ours), ours.values(), strict=True))
     try:
         theirs = load_file(path)
@@ -276,6 +289,7 @@ def read_adapters(model: PreTrainedModel, folder: Path) -> None:
 
 def _inject(model: PreTrainedModel, config: Any) -> None:
     rows, config.trainable_token_indices = config.trainable_token_indices, None  # peft's layer makes whole gradients
+    config.modules_to_save = None  # whose copies peft would train; the head of a reward model learns in its place
     with warnings.catch_warnings():
         # peft asks transformers for a name that is going away; nobody but peft can change that
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
@@ -284,6 +298,9 @@ def _inject(model: PreTrainedModel, config: Any) -> None:
     for _, layer in _layers(model):
         for part in (layer.lora_A, layer.lora_B):
             part.to(layer.base_layer.weight.dtype)
+    if is_scorer(model.config):
+        model.get_parameter(SCORE_WEIGHT).requires_grad_(True)
+        config.modules_to_save = [SCORE]
     if rows is not None:
         add_new_rows(model, next(iter(rows.values())))
         config.trainable_token_indices = rows  # which is what the model has noted

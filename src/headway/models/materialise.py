@@ -35,6 +35,7 @@ from headway.models.load import check_weights, load_config, load_model, weights_
 from headway.models.new_rows import embedding_rows, grown, vocabulary_names
 from headway.models.parallel import fill, local, own_classes
 from headway.models.quantised import layouts_by_name
+from headway.models.scores import SCORE_WEIGHT, initialise_score, is_scorer
 
 
 def read_weights(
@@ -54,7 +55,8 @@ def read_weights(
         device: where buffers live.
         keep_on: where parameters live, for those that are offloaded; `device` if not given.
         dtype: that values are read in, whatever they are held in; the model's own if not given.
-        seed: of the first values of rows that the model's vocabulary has beyond the saved ones.
+        seed: of the first values of rows that the model's vocabulary has beyond the saved ones, and of the head of a
+            reward model that is made of another model.
 
     Raises:
         UnknownModelError: nothing of that name, on this machine or on the Hub.
@@ -93,6 +95,9 @@ def read_weights(
         info.missing_keys -= done
         info = model._finalize_model_loading(model, plan, info)
         missing.update(info.missing_keys - model.all_tied_weights_keys.keys())
+        if SCORE_WEIGHT in missing and not is_scorer(config):  # of a model that becomes a reward model
+            initialise_score(model, seed)
+            missing.remove(SCORE_WEIGHT)
     # Buffers (rotary frequencies and the like) live on the device even where parameters are kept on the host.
     for module in model.modules():
         for buffer_name, buffer in module.named_buffers(recurse=False):

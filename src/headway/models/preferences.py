@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 
+from headway.models.unpaired import UNPAIRED, unpaired_loss
+
 
 @dataclass(frozen=True, slots=True)
 class Answers:
@@ -34,6 +36,8 @@ class Answers:
             as 0.
         counts: answers of each preference.
         best_tokens: targets of the best answers together [tokens].
+        desirable_A: whether each answer is wished for, where each counts by itself; a pair then is an answer and
+            itself.
     """
 
     starts_A: torch.Tensor
@@ -46,6 +50,7 @@ class Answers:
     reference_A: torch.Tensor | None = None
     counts: tuple[int, ...] = ()
     best_tokens: int = 0
+    desirable_A: torch.Tensor | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -138,11 +143,15 @@ class PairSettings(NamedTuple):
         beta: strength of the pull to the reference, or of the margin.
         label_smoothing: share of the pairs whose order is taken to be wrong, a fraction.
         gamma: margin that the better answer is to have, of `simpo` [nats per token, times beta].
+        center: factor on the squared sum of a pair's rewards, of `reward`.
+        weights: factors on the loss of answers that are wished for, and of the others, of `kto`.
     """
 
     beta: float
     label_smoothing: float = 0.0
     gamma: float = 0.0
+    center: float = 0.0
+    weights: tuple[float, float] = (1.0, 1.0)
 
 
 PairFunction = Callable[[Pairs, PairSettings], torch.Tensor]
@@ -192,6 +201,12 @@ def _smoothed(logit_P: torch.Tensor, wrong: float) -> torch.Tensor:
     return -F.logsigmoid(logit_P) * (1 - wrong) - F.logsigmoid(-logit_P) * wrong
 
 
+def reward(pairs: Pairs, settings: PairSettings) -> torch.Tensor:
+    """Negative log-likelihood of the order by the scores of a reward model, which stand for log-probabilities."""
+    total_P = pairs.chosen_P + pairs.rejected_P
+    return -F.logsigmoid(pairs.chosen_P - pairs.rejected_P) + settings.center * total_P.square()
+
+
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
     """log(1 - exp(x)) of x below 0, exact on both sides of log(1/2).
 
@@ -214,11 +229,15 @@ LOSSES: Mapping[str, PairFunction] = {
     "sigmoid_norm": sigmoid_norm,
     "orpo": orpo,
     "simpo": simpo,
+    "reward": reward,
 }
 """Losses of pairs by their names; `headway.config.preference.PAIR_LOSSES` has their papers and settings."""
 
 REWARDED_PER_TOKEN = ("orpo", "simpo")
 """Losses whose rewards are means over an answer's targets; those of all others are sums."""
+
+SCORED = ("reward",)
+"""Losses of the scores of a reward model, read at the last token of each answer."""
 
 
 class PairNumbers(NamedTuple):
@@ -230,12 +249,15 @@ class PairNumbers(NamedTuple):
             targets.
         log_p_2P: their log-probabilities [nats].
         nll: summed cross-entropy of the best answers [nats].
+        desirable: answers that are wished for, where each counts by itself; then rewards and log-probabilities of
+            answers that are not of the row's kind are 0.
     """
 
     loss_P: torch.Tensor
     rewards_2P: torch.Tensor
     log_p_2P: torch.Tensor
     nll: torch.Tensor
+    desirable: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -246,11 +268,29 @@ class Preferring:
         loss: name of the loss of each pair, of `LOSSES`.
         settings: its numbers.
         sft: factor on the mean cross-entropy of the best answers.
+        padding: the token that a reward model takes for padding; None where it takes none.
     """
 
     loss: str
     settings: PairSettings
     sft: float = 0.0
+    padding: int | None = None
+
+    def of_slots(self, answers: Answers, ids_T: torch.Tensor) -> torch.Tensor:
+        """The answer that each slot of a pack tells something of, and the number of answers if of none, shape (T,).
+
+        Args:
+            answers: of the pack, on the device.
+            ids_T: its tokens.
+        """
+        of_T = answers.of_slots(len(ids_T))
+        if self.loss not in SCORED:
+            return of_T
+        # A reward model is read at the last token of an answer that is none of padding, as transformers reads it.
+        slot_T = torch.arange(len(ids_T), device=ids_T.device)
+        read_T = slot_T if self.padding is None else torch.where(ids_T == self.padding, -1, slot_T)
+        last_A1 = slot_T.new_full((len(answers.ends_A) + 1,), -1).scatter_reduce(0, of_T, read_T, "amax")
+        return torch.where(slot_T == last_A1[of_T], of_T, len(answers.ends_A))
 
     def weigh(
         self,
@@ -261,16 +301,19 @@ class Preferring:
         *,
         per_pair: int = 1,
         per_token: int = 1,
+        kl: torch.Tensor | float = 0.0,
     ) -> tuple[torch.Tensor, PairNumbers]:
         """Find the factor on each slot's cross-entropy whose weighted sum has the gradients of the loss.
 
         Args:
             answers: of the pack, on the device.
-            of_L: the answer of each slot.
-            loss_L: cross-entropy of each slot, 0 where it is not supervised [nats]; without gradient.
+            of_L: the answer of each slot, as `of_slots` gives it.
+            loss_L: cross-entropy of each slot, 0 where it is not supervised [nats]; of a reward model its score, with
+                the sign turned; without gradient.
             group: the processes that compute the pack together.
             per_pair: what the summed losses of pairs are divided by, such as the pairs of a whole step.
             per_token: what the summed cross-entropy of best answers is divided by.
+            kl: divergence of the policy from the reference, where each answer counts by itself [nats].
 
         Returns:
             The factors, shape (L,), and the numbers of the pairs.
@@ -278,19 +321,33 @@ class Preferring:
         log_p_A = answers.log_probabilities(loss_L.detach(), of_L, group).requires_grad_()
         with torch.enable_grad(), torch.autocast(loss_L.device.type, enabled=False):
             pairs = self.pairs(answers, log_p_A)
-            loss_P = LOSSES[self.loss](pairs, self.settings)
+            loss_P = self._loss(answers, pairs, kl)
             (slope_A,) = torch.autograd.grad(loss_P.sum() / per_pair, log_p_A)
         # Cross-entropies are negative log-probabilities; those of the best answers also count by themselves.
         factor_A1 = F.pad(-slope_A, (0, 1))
         factor_A1[answers.best_B] += self.sft / per_token
         nll = -log_p_A.detach()[answers.best_B].sum()
-        return factor_A1.to(loss_L.dtype)[of_L], self._numbers(pairs, loss_P.detach(), nll)
+        return factor_A1.to(loss_L.dtype)[of_L], self._numbers(answers, pairs, loss_P.detach(), nll)
 
-    def _numbers(self, pairs: Pairs, loss_P: torch.Tensor, nll: torch.Tensor) -> PairNumbers:
+    def _loss(self, answers: Answers, pairs: Pairs, kl: torch.Tensor | float) -> torch.Tensor:
+        """Loss of each pair, or of each answer that counts by itself, shape (P,)."""
+        if self.loss not in UNPAIRED:
+            return LOSSES[self.loss](pairs, self.settings)
+        assert answers.desirable_A is not None
+        desirable_P = answers.desirable_A[answers.chosen_P]
+        return unpaired_loss(pairs.chosen_ratio, desirable_P, kl, self.settings.beta, self.settings.weights)
+
+    def _numbers(self, answers: Answers, pairs: Pairs, loss_P: torch.Tensor, nll: torch.Tensor) -> PairNumbers:
         rewards_2P = torch.stack([pairs.chosen_ratio, pairs.rejected_ratio]).detach() * self.settings.beta
         if self.loss in REWARDED_PER_TOKEN:
             rewards_2P = rewards_2P / torch.stack([pairs.chosen_tokens_P, pairs.rejected_tokens_P])
-        return PairNumbers(loss_P, rewards_2P, torch.stack([pairs.chosen_P, pairs.rejected_P]).detach(), nll)
+        log_p_2P = torch.stack([pairs.chosen_P, pairs.rejected_P]).detach()
+        if self.loss not in UNPAIRED:
+            return PairNumbers(loss_P, rewards_2P, log_p_2P, nll)
+        assert answers.desirable_A is not None
+        desirable_P = answers.desirable_A[answers.chosen_P]
+        of_kind_2P = torch.stack([desirable_P, ~desirable_P])
+        return PairNumbers(loss_P, rewards_2P * of_kind_2P, log_p_2P * of_kind_2P, nll, desirable_P.sum())
 
     def pairs(self, answers: Answers, log_p_A: torch.Tensor) -> Pairs:
         """Put the answers of a pack into pairs."""

@@ -16,6 +16,7 @@ from headway.data.new_tokens import NewIds, NewTokens, new_ids
 from headway.errors import ConfigError, UsageError, errors_in
 from headway.models.load import named_config
 from headway.models.lora import adapter_modules, add_adapters
+from headway.models.scores import scoring_config
 from headway.tracing import trace
 from headway.tracing.build import model_on_shapes
 from headway.words import RUN_KEYS
@@ -98,7 +99,9 @@ def rows_of(settings: ModelConfig) -> int:
 
 
 def with_new_rows(architecture: Any, learns: ModelConfig) -> Any:
-    """A transformers configuration with the rows of the vocabulary that a run's new tokens need."""
+    """A transformers configuration with the rows of a run's new tokens, and the head of a reward model if it is one."""
+    if learns.scores:
+        architecture = scoring_config(architecture)
     if not learns.adds_tokens:
         return architecture
     architecture = copy.deepcopy(architecture)
@@ -108,7 +111,7 @@ def with_new_rows(architecture: Any, learns: ModelConfig) -> Any:
 
 
 def learning_with_tokens(learns: ModelConfig) -> CostModel:
-    """The ledger of a recipe's model with new tokens, as it learns.
+    """The ledger of a recipe's model with new tokens or the head of a reward model, as it learns.
 
     Args:
         learns: the model, what of it is frozen, and its adapters.

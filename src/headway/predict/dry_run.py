@@ -184,8 +184,8 @@ def with_copies(config: TrainConfig, devices: int) -> TrainConfig:
 
 def learning_model(config: TrainConfig, cost_model: CostModel) -> CostModel:
     """Freeze what a recipe freezes, and put its adapters in place."""
-    if config.model.adds_tokens:
-        from headway.optim import learning_with_tokens  # whose tokenizer says how many rows they take
+    if config.model.has_own_shape:
+        from headway.optim import learning_with_tokens  # whose classes say what is changed
 
         return learning_with_tokens(config.model)
     learning = cost_model.freeze(config.model.freeze)

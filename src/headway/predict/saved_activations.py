@@ -30,7 +30,7 @@ def saved_as_trained(config: TrainConfig, precision: str) -> SavedActivations:
         TraceError: the model cannot be traced.
         ConfigError: something is to be frozen or adapted that the model does not have.
     """
-    if not config.model.freeze and config.model.lora is None and not config.model.adds_tokens:
+    if not config.model.freeze and config.model.lora is None and not config.model.has_own_shape:
         return saved_of(config.model.path, precision)
     return saved_of_partly_trained(named_config(config.model.path), config.model, precision)
 

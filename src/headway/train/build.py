@@ -30,6 +30,7 @@ from headway.models.parallel.sequence import share_packs
 from headway.models.precision import Precision
 from headway.models.products import align_widths
 from headway.models.recompute import recompute_blocks
+from headway.models.scores import scoring_config
 from headway.models.vision import tower_of_all
 from headway.optim import adapt, freeze, rows_of
 from headway.predict.speed import chosen_recompute, compiles, put_in_kernels
@@ -145,7 +146,15 @@ def build_model(
     # A checkpoint's weights come later, when there is an optimizer too; until then any will do.
     random_init = config.model.random_init or checkpoint is not None or device.type == "meta"
     rows, seed = rows_of(config.model), config.run.seed
-    return load_model(config.model.path, dtype=dtype, device=device, random_init=random_init, rows=rows, seed=seed)
+    return load_model(
+        config.model.path,
+        dtype=dtype,
+        device=device,
+        random_init=random_init,
+        rows=rows,
+        seed=seed,
+        scores=config.model.scores,
+    )
 
 
 def _holds_frozen(config: TrainConfig, precision: Precision) -> bool:
@@ -203,8 +212,8 @@ def give_weights(
 
 
 def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
-    wanted = _architecture(config.model.path, rows_of(config.model))
-    saved = _architecture(str(checkpoint.model_folder))
+    wanted = _architecture(config.model.path, rows_of(config.model), scores=config.model.scores)
+    saved = _architecture(str(checkpoint.model_folder), scores=config.model.scores)
     if wanted != saved:
         keys = [key for key in sorted(wanted.keys() | saved.keys()) if wanted.get(key) != saved.get(key)]
         raise CheckpointError(
@@ -213,16 +222,23 @@ def _refuse_another_model(config: TrainConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _architecture(path: str, rows: int = 0) -> dict[str, Any]:
-    """Configuration of a model without the keys that saving adds, with so many rows of its vocabulary or more."""
-    volatile = ("transformers_version", "_name_or_path", "dtype", "architectures")
+def _architecture(path: str, rows: int = 0, *, scores: bool = False) -> dict[str, Any]:
+    """Configuration of a model without the keys that saving adds, with so many rows of its vocabulary or more.
+
+    Args:
+        path: of the model.
+        rows: of its vocabulary.
+        scores: whether a reward model is made of it.
+    """
+    volatile = ["transformers_version", "_name_or_path", "dtype", "architectures"]
+    volatile += ["pad_token_id"] if scores else []  # which a reward model has from its tokenizer
 
     def clean(node: Any) -> Any:
         if isinstance(node, dict):
             return {key: clean(value) for key, value in node.items() if key not in volatile}
         return node
 
-    architecture = load_config(path)
+    architecture = scoring_config(load_config(path)) if scores else load_config(path)
     text = architecture.get_text_config()
     text.vocab_size = max(text.vocab_size, rows)
     cleaned: dict[str, Any] = clean(architecture.to_dict())

@@ -150,6 +150,7 @@ class _Steps:
         path = folder / METRICS
         self.digests, self.packs = array("Q"), array("Q")
         self.fields: list[tuple[Any, ...]] = []  # those of CHAINED
+        self.compares = False  # whether samples are preferences, of several segments each
         self._chains: dict[int, list[str]] = {}  # digests of the chains that begin after a step
         for record in _lines(path):
             if record.get("kind") != "step":
@@ -166,6 +167,7 @@ class _Steps:
             self.digests.append(_digest(record["samples_digest"]))
             self.packs.append(record["packs"])
             self.fields.append(tuple(record.get(name) for name in CHAINED))
+            self.compares = self.compares or "preference" in record
         self.sums = [0, *accumulate(self.digests, lambda total, digest: (total + digest) % 2**64)]
 
     def __len__(self) -> int:
@@ -276,6 +278,8 @@ def _compare_checkpoint(saved: dict[str, Any], step: int, steps: _Steps, witness
             )
     # What the feed counted for itself, against the records' totals.
     for name, count in _feed_counts(saved.get("report")).items():
+        if name == "segments" and steps.compares:
+            continue
         recorded = steps.total(name, step)
         if recorded is None:
             continue

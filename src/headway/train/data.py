@@ -80,7 +80,17 @@ def open_feed(
     bad = bad_samples(config)
     collator = make_collator(data, encoder, model, ranks, tuple(source.name for source in sources))
     dropout = config.model.drawing.dropout(config.run.seed)
-    maker = PackMaker(sources, encoder, collator, bad.skips, dropout, config.preference is not None)
+    preference = config.preference
+    maker = PackMaker(
+        sources,
+        encoder,
+        collator,
+        bad.skips,
+        dropout,
+        compares=preference is not None,
+        grades=preference is not None and preference.row.unpaired,
+        mismatches=preference is not None and preference.loss == "kto",
+    )
     accumulation = config.optim.accumulation
     share = Share(ranks.data_rank, ranks.num_data_ranks, accumulation, data.workers, data.prefetch_bytes, pin_memory)
     # Packs as samples come, without an index of lengths.

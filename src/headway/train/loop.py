@@ -28,6 +28,7 @@ from headway.meter.goodput_report import Bucket
 from headway.meter.window import SCHEMA_VERSION
 from headway.models.parallel import clip_, reduce_gradients
 from headway.optim import learning_rate, set_learning_rate, take_step
+from headway.train.mismatches import divergence
 from headway.train.prepare import Run
 from headway.train.progress import Progress, evaluation_line
 from headway.train.record import MetricsLog
@@ -184,13 +185,23 @@ class Loop:
         noised = [batch.noised(config.run.seed, self._step, shift).dealt(run.sequence_group) for batch in batches]
         if run.pairs is not None:
             noised = [run.pairs.ready(batch) for batch in noised]
+        kl: torch.Tensor | float = 0.0
+        if run.pairs is not None and run.pairs.mismatches is not None:
+            # KTO learns with how far the policy is from the reference, over all packs of the step.
+            phase.at("forward")
+            sums_2 = run.pairs.mismatches.sums(noised, shared.kinds, run.feed, run.ranks, run.meter)
+            kl = divergence(sums_2)
+            if run.ranks.is_first:
+                sums.add_mismatches(sums_2)
         per, per_drawn = max(1, shared.num_supervised), max(1, shared.workload.drawn)
         for number, batch in enumerate(on_device(noised, run.device), start=1):
             phase.at("forward", batch=batch)
             reduce_gradients(run.model, now=number == len(noised) or config.parallel.reduce == "pack")
             local = batch.local_slots(run.sequence_group)
             labels_L = batch.labels_1T[0, local]
-            weights = None if run.pairs is None else run.pairs.weights(batch, shared, run.sequence_group, run.meter)
+            weights = None
+            if run.pairs is not None:
+                weights = run.pairs.weights(batch, shared, run.sequence_group, run.meter, kl)
             with run.precision.autocast():
                 pack = run.trained.model_with_loss(
                     batch.model_inputs(),

@@ -4,7 +4,7 @@ Tensor letters as in `headway.models.preferences`.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from headway.count import CostModel
 from headway.data import Batch, Encoder
 from headway.data.feed import Feed, IndexedFeed
 from headway.data.index.build import index_folder
-from headway.data.samples import Preference, SampleError
+from headway.data.samples import Chat, Preference, SampleError
 from headway.errors import CheckpointError, ConfigError
 from headway.log.run_files import write_json
 from headway.meter.run_meter import RunMeter
@@ -26,7 +26,10 @@ from headway.models.lora import without_adapters
 from headway.models.parallel.ranks import Ranks
 from headway.models.parallel.shard import reshard
 from headway.models.preferences import PairNumbers, PairSettings, Preferring
+from headway.models.scores import name_padding
+from headway.models.unpaired import UNPAIRED
 from headway.train.build import Trained
+from headway.train.mismatches import Mismatches, saved_mismatches, stored_mismatches
 from headway.train.reference import (
     FOLDER,
     Scoring,
@@ -40,10 +43,21 @@ from headway.train.reference import (
 from headway.train.share import StepShare
 
 
-def preferring_of(settings: PreferenceConfig) -> Preferring:
-    """The loss of pairs, as a run's settings have it."""
-    numbers = PairSettings(settings.strength, settings.label_smoothing, settings.gamma)
-    return Preferring(settings.loss, numbers, settings.sft_weight)
+def preferring_of(settings: PreferenceConfig, padding: int | None = None) -> Preferring:
+    """The loss of pairs, as a run's settings have it.
+
+    Args:
+        settings: of the run.
+        padding: token that a reward model takes for padding.
+    """
+    weights = settings.desirable_weight, settings.undesirable_weight
+    numbers = PairSettings(settings.strength, settings.label_smoothing, settings.gamma, settings.center, weights)
+    return Preferring(settings.loss, numbers, settings.sft_weight, padding if settings.row.scores else None)
+
+
+def judging(preferring: Preferring) -> Preferring:
+    """How held-out pairs are judged: by the run's loss, or by that of DPO where answers have no pairs in training."""
+    return replace(preferring, loss="sigmoid") if preferring.loss in UNPAIRED else preferring
 
 
 class PackWeights:
@@ -55,24 +69,37 @@ class PackWeights:
         group: the processes that compute it together.
         per_pair: pairs of the whole step.
         per_token: targets of its best answers [tokens].
+        kl: divergence of the policy from the reference in the step [nats].
 
     Attributes:
         numbers: of the pack's pairs; None before they are known.
     """
 
     def __init__(
-        self, preferring: Preferring, batch: Batch, group: ProcessGroup | None, per_pair: int, per_token: int
+        self,
+        preferring: Preferring,
+        batch: Batch,
+        group: ProcessGroup | None,
+        per_pair: int,
+        per_token: int,
+        kl: torch.Tensor | float = 0.0,
     ) -> None:
         assert batch.answers is not None
         self.numbers: PairNumbers | None = None
         self._preferring, self._answers, self._group = preferring, batch.answers, group
-        self._of_L = self._answers.of_slots(batch.slots)[batch.local_slots(group)]
-        self._per_pair, self._per_token = per_pair, per_token
+        self._of_L = preferring.of_slots(self._answers, batch.input_ids_1T[0])[batch.local_slots(group)]
+        self._per_pair, self._per_token, self._kl = per_pair, per_token, kl
 
     def __call__(self, loss_L: torch.Tensor) -> torch.Tensor:
         """The factor on each slot's loss, shape (L,)."""
         factor_L, self.numbers = self._preferring.weigh(
-            self._answers, self._of_L, loss_L, self._group, per_pair=self._per_pair, per_token=self._per_token
+            self._answers,
+            self._of_L,
+            loss_L,
+            self._group,
+            per_pair=self._per_pair,
+            per_token=self._per_token,
+            kl=self._kl,
         )
         return factor_L
 
@@ -109,15 +136,19 @@ class PairTraining:
     Attributes:
         preferring: the loss of pairs.
         reference: what answers are compared with; None where with nothing.
+        mismatches: estimates KTO's divergence; None of other losses.
     """
 
     preferring: Preferring
     reference: StoredReference | AdaptersOff | None
+    mismatches: Mismatches | None = None
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines on the reference for the start of the run."""
-        return (self.reference.note,) if isinstance(self.reference, StoredReference) and self.reference.note else ()
+        notes = [self.reference.note] if isinstance(self.reference, StoredReference) else []
+        notes += [self.mismatches.note] if self.mismatches is not None else []
+        return tuple(note for note in notes if note)
 
     @property
     def ledgers(self) -> tuple[CostModel, ...]:
@@ -131,7 +162,12 @@ class PairTraining:
         return with_reference(batch, self.reference.of(batch))
 
     def weights(
-        self, batch: Batch, shared: StepShare, group: ProcessGroup | None, meter: RunMeter
+        self,
+        batch: Batch,
+        shared: StepShare,
+        group: ProcessGroup | None,
+        meter: RunMeter,
+        kl: torch.Tensor | float = 0.0,
     ) -> PackWeights | None:
         """The factors on a pack's losses; None of a pack of padding.
 
@@ -140,6 +176,7 @@ class PairTraining:
             shared: what all ranks compute in the step.
             group: the processes that compute the pack together.
             meter: counts the forward of a reference that is computed for each pack.
+            kl: divergence of the policy from the reference in the step [nats].
         """
         if isinstance(self.reference, AdaptersOff):
             # Also of padding, as processes that share their weights run equally many forwards.
@@ -147,7 +184,7 @@ class PairTraining:
             batch = batch if batch.answers is None else with_reference(batch, values_A)
         if batch.answers is None:
             return None
-        return PackWeights(self.preferring, batch, group, max(1, sum(shared.pairs)), max(1, shared.best_tokens))
+        return PackWeights(self.preferring, batch, group, max(1, sum(shared.pairs)), max(1, shared.best_tokens), kl)
 
 
 def pair_training(
@@ -179,13 +216,17 @@ def pair_training(
         DataError: rows of which the reference cannot be computed.
     """
     settings = config.preference
-    check_kinds(feed, compares=settings is not None)
+    check_kinds(feed, settings)
     pairs = None
     if settings is not None:
         if getattr(trained.model, "draws", False):
             raise ConfigError("preference has no effect on a model that draws images. Take it out.")
         reference = _reference(config, trained, feed, encoder, scoring, ranks, resumes=resumes)
-        pairs = PairTraining(preferring_of(settings), reference)
+        padding = name_padding(trained.model.config, encoder.tokenizer) if settings.row.scores else None
+        mismatches = None
+        if settings.loss == "kto":
+            mismatches = _mismatches(config, reference, feed, scoring, ranks, resumes=resumes)
+        pairs = PairTraining(preferring_of(settings, padding), reference, mismatches)
     _compare_held_out(pairs, eval_set, scoring, ranks, config.run.folder, resumes=resumes)
     reshard(trained.model)  # the loop takes the model's parameters, which are to be slices
     return pairs
@@ -206,7 +247,7 @@ def _reference(
     if kind == "none":
         return None
     if kind == "adapters-off":
-        plain = _plain_losses(trained.model_with_loss, model, config.speed.loss_chunk)
+        plain = plain_losses(trained.model_with_loss, model, config.speed.loss_chunk)
         return AdaptersOff(scoring, trained.plain_cost_model, plain)
     if resumes:
         return saved_reference(folder, feed.sources)
@@ -217,6 +258,27 @@ def _reference(
     reference = stored_reference(feed, scoring, ranks, trained.cost_model, folders, key)
     ranks.by_first(lambda: save_reference(folder, reference))
     return reference
+
+
+def _mismatches(
+    config: TrainConfig,
+    reference: StoredReference | AdaptersOff | None,
+    feed: Feed,
+    scoring: Scoring,
+    ranks: Ranks,
+    *,
+    resumes: bool,
+) -> Mismatches:
+    """What estimates the divergence of a run by KTO."""
+    if isinstance(reference, AdaptersOff):
+        return Mismatches(scoring, reference.metered)
+    if resumes:
+        return saved_mismatches(scoring, config.run.folder)
+    assert isinstance(feed, IndexedFeed)  # as for the reference of the answers themselves
+    steps = feed.steps_left(config.optim.steps)
+    steps = config.optim.steps if steps is None else steps
+    assert steps is not None  # the configuration has checked that epochs can be counted
+    return stored_mismatches(feed, scoring, ranks, steps, config.run.folder)
 
 
 def _compare_held_out(
@@ -238,7 +300,7 @@ def _compare_held_out(
         )
     if pairs is None:
         return
-    eval_set.preferring = pairs.preferring
+    eval_set.preferring = judging(pairs.preferring)
     if isinstance(pairs.reference, AdaptersOff):
         eval_set.refer = pairs.reference.of
     elif pairs.reference is not None:
@@ -261,20 +323,32 @@ def _kept(path: Path) -> dict[str, list[float]]:
     return values_of
 
 
-def check_kinds(feed: Feed, *, compares: bool) -> None:
+def check_kinds(feed: Feed, settings: PreferenceConfig | None) -> None:
     """Make sure that the first usable row of each source is what the configuration trains on.
+
+    Args:
+        feed: of the run.
+        settings: how it learns from preferences; None of a run on other samples.
 
     Raises:
         ConfigError: preferences without the section `preference`, or the section without them.
     """
+    compares, takes_labels = settings is not None, settings is not None and settings.row.unpaired
     for source in feed.sources:
         for number in range(min(_LOOKED_AT, len(source))):
             try:
                 sample = source[number]
             except SampleError:
                 continue  # told when it is used
-            if isinstance(sample, Preference) == compares:
+            has_label = isinstance(sample, Chat) and sample.desirable is not None
+            if isinstance(sample, Preference) == compares or (takes_labels and has_label):
                 break
+            if takes_labels:
+                raise ConfigError(
+                    f"{sample.origin} does not say whether its answer is wished for, as preference.loss "
+                    f"{settings.loss if settings else ''} needs it: give label, true or false, or chosen and rejected "
+                    "answers (docs/data.md)."
+                )
             if compares:
                 raise ConfigError(
                     f"preference is set, and {sample.origin} is no preference, but a "
@@ -291,7 +365,7 @@ def check_kinds(feed: Feed, *, compares: bool) -> None:
 _LOOKED_AT = 20  # rows of a source, to find one that can be used
 
 
-def _plain_losses(losses: ModelWithLoss, model: PreTrainedModel, chunk: int | None) -> ModelWithLoss:
+def plain_losses(losses: ModelWithLoss, model: PreTrainedModel, chunk: int | None) -> ModelWithLoss:
     """Compute losses of the model without adapters: as ever, unless its head has one."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers leaves it so
     with without_adapters(model):

@@ -55,7 +55,9 @@ from headway.models.new_rows import embedding_rows
 from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.parallel.ranks import Ranks, join_ranks
 from headway.models.precision import Precision, choose_device, choose_precision
+from headway.models.preferences import SCORED
 from headway.models.router import RouterLoad
+from headway.models.unpaired import UNPAIRED
 from headway.models.vision import vision_geometry
 from headway.optim import Optimizer, WeightAverage, make_optimizer
 from headway.packing.mesh import MeshShape
@@ -67,7 +69,7 @@ from headway.train.preference import PairTraining, pair_training
 from headway.train.record import describe_software
 from headway.train.reference import Scoring
 from headway.train.run_folder import RunFolder, from_weights_of
-from headway.train.step_numbers import PAIR_TERMS
+from headway.train.step_numbers import PAIR_TERMS, SCORE_TERMS, UNPAIRED_TERMS
 from headway.train.watch import LoopPhase
 
 
@@ -123,9 +125,10 @@ class Run:
 
     @property
     def loss_terms(self) -> tuple[str, ...]:
-        """Names of the losses beside that of tokens; see `step_numbers.TERMS` and `PAIR_TERMS`."""
+        """Names of the losses beside that of tokens; see `headway.train.step_numbers`."""
         if self.pairs is not None:
-            return PAIR_TERMS
+            by_loss = {**dict.fromkeys(SCORED, SCORE_TERMS), **dict.fromkeys(UNPAIRED, UNPAIRED_TERMS)}
+            return by_loss.get(self.pairs.preferring.loss, PAIR_TERMS)
         return ("flow",) if getattr(self.model, "draws", False) else ()
 
     @property

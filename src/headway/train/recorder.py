@@ -170,7 +170,7 @@ class StepRecorder:
     def _loss(self, numbers: StepNumbers, share: StepShare, pairs: Mapping[str, float] | None) -> float:
         """The loss that the step has differentiated, images aside."""
         mean = sum(numbers.losses) / sum(share.counted)
-        return mean if pairs is None else mean + self._sft * pairs["nll"]
+        return mean + self._sft * pairs["nll"] if pairs is not None and self._sft else mean
 
     def _not_finite(self, pending: LaunchedStep, loss: float, grad_norm: float) -> str:
         """Text of the error that ends the run; the samples that this rank had in the step go to a file."""
@@ -203,11 +203,25 @@ class StepRecorder:
         }
 
 
-def _of_pairs(sums: Mapping[str, float], share: StepShare) -> dict[str, float]:
+def _of_pairs(sums: Mapping[str, float], share: StepShare) -> dict[str, Any]:
     """Means over the pairs of a step, as its record has them."""
     pairs = sum(share.pairs)
+    if "desirable" in sums:
+        return _of_answers(sums, pairs)
     names = ("reward_chosen", "reward_rejected", "log_p_chosen", "log_p_rejected")
-    means = {name: sums[name] / pairs for name in names}
+    means = {name: sums[name] / pairs for name in names if name in sums}
     margin = means["reward_chosen"] - means["reward_rejected"]
-    accuracy, nll = sums["right"] / pairs, sums["nll"] / max(1, share.best_tokens)
-    return {"pairs": pairs, "accuracy": accuracy, "margin": margin, **means, "nll": nll}
+    nll = {"nll": sums["nll"] / max(1, share.best_tokens)} if "nll" in sums else {}
+    return {"pairs": pairs, "accuracy": sums["right"] / pairs, "margin": margin, **means, **nll}
+
+
+def _of_answers(sums: Mapping[str, float], rows: int) -> dict[str, float | None]:
+    """Likewise where each answer counts by itself: means over those that are wished for, and over the others."""
+    desirable = round(sums["desirable"])
+    means = {
+        f"{name}_{kind}": sums[f"{name}_{side}"] / count if count else None
+        for kind, side, count in (("desirable", "chosen", desirable), ("undesirable", "rejected", rows - desirable))
+        for name in ("reward", "log_p")
+    }
+    kl = max(0.0, sums["kl"] / max(1.0, sums["mismatched"]))
+    return {"rows": rows, "desirable": desirable, **means, "kl": kl, "mismatched": round(sums["mismatched"])}

@@ -23,6 +23,13 @@ PAIR_TERMS = ("nll", "reward_chosen", "reward_rejected", "right", "log_p_chosen"
 """Sums over the pairs of preferences: cross-entropy of the best answers [nats], rewards (beta times the log of policy /
 reference), pairs whose better answer has the larger reward, and log-probabilities of the answers [nats]."""
 
+SCORE_TERMS = PAIR_TERMS[1:4]
+"""Those of a reward model, whose rewards are its scores."""
+
+UNPAIRED_TERMS = ("reward_chosen", "reward_rejected", "log_p_chosen", "log_p_rejected", "desirable", "kl", "mismatched")
+"""Sums over answers that are wished for (chosen) and not (rejected): rewards, log-probabilities [nats], and how many
+are wished for; log-ratios of answers behind other prompts [nats], and how many these are."""
+
 
 class StepNumbers(NamedTuple):
     """Numbers of one step over all ranks, on the host.
@@ -91,7 +98,8 @@ class StepSums:
 
     Args:
         num_sources: of the data.
-        terms: names of the further losses that the model has, of `TERMS`; or `PAIR_TERMS`.
+        terms: names of the further losses that the model has, of `TERMS`; or `PAIR_TERMS`, `SCORE_TERMS` or
+            `UNPAIRED_TERMS`.
         device: of the model.
     """
 
@@ -116,8 +124,15 @@ class StepSums:
         self._loss_S.index_add_(0, source_P, numbers.loss_P.to(self._loss_S.dtype))
         rewards_2P = numbers.rewards_2P
         right = (rewards_2P[0] > rewards_2P[1]).sum().to(numbers.nll)
-        sums_M = torch.stack([numbers.nll, *rewards_2P.sum(1), right, *numbers.log_p_2P.sum(1)])
-        self._term_M += sums_M.to(self._term_M.dtype)
+        sums = (numbers.nll, *rewards_2P.sum(1), right, *numbers.log_p_2P.sum(1))
+        by_name = dict(zip(PAIR_TERMS, sums, strict=True))
+        if numbers.desirable is not None:
+            by_name |= {"desirable": numbers.desirable.to(right), "kl": 0.0 * right, "mismatched": 0.0 * right}
+        self._term_M += torch.stack([by_name[name] for name in self._terms]).to(self._term_M.dtype)
+
+    def add_mismatches(self, sums_2: torch.Tensor) -> None:
+        """Add the log-ratios of all ranks' answers behind other prompts and their number, on one of the processes."""
+        self._term_M[self._terms.index("kl") :] += sums_2.to(self._term_M.dtype)
 
     def over_ranks(
         self,

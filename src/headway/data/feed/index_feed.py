@@ -3,6 +3,7 @@
 import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Any
 
@@ -101,11 +102,32 @@ class IndexedFeed(Feed):
                 size = estimated_bytes(int(sizes.tokens[members].sum()), int(sizes.patches[members].sum()))
                 yield Job(self._pieces(ids[members]), size)
 
+        yield from self._made(jobs(), replace(self._maker, mismatches=False))
+
+    def planned(self, steps: int) -> Iterator[Batch]:
+        """Make this rank's packs of the first steps of the plan, beside those that are handed out.
+
+        Args:
+            steps: how many, or as many as there are.
+        """
+        share, items = self.share, self.plan.items
+
+        def jobs() -> Iterator[Job[list[Piece]]]:
+            for step, _ in islice(self.plan.steps(None), steps):
+                for number in deal(step.costs, share.ranks, share.accumulation)[share.rank]:
+                    sizes = items.sizes_of(step.packs[number])
+                    size = estimated_bytes(int(sizes.tokens.sum()), int(sizes.patches.sum()))
+                    yield Job(self._pieces(step.packs[number]), size)
+
+        yield from self._made(jobs(), self._maker)
+
+    def _made(self, jobs: Iterator[Job[list[Piece]]], maker: PackMaker) -> Iterator[Batch]:
+        share = self.share
         pool: Pool[list[Piece], FinishedPack] = Pool(
-            self._maker, workers=share.workers, prefetch_bytes=share.prefetch_bytes, pin_memory=share.pin_memory
+            maker, workers=share.workers, prefetch_bytes=share.prefetch_bytes, pin_memory=share.pin_memory
         )
         try:
-            for finished in pool.run(jobs()):
+            for finished in pool.run(jobs):
                 yield finished.batch
         finally:
             pool.close()

@@ -1,7 +1,7 @@
 """Making a pack in a worker process: read its rows, encode and cut them, collate."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from headway.data.encode import EncodedSample, Encoder
 from headway.data.pack_times import charged_to, take_charges
 from headway.data.samples import Origin, Preference, Sample, SampleError, supervised, unusable
 from headway.data.sources import Source
+from headway.data.unpaired import graded, grades_of, mismatched
 from headway.errors import DataError
 from headway.packing.parts import Dropout
 
@@ -94,6 +95,8 @@ class PackMaker:
         dropout: of conditions of what is drawn; None where all samples are whole.
         compares: whether samples must be preferences; otherwise these, and answers that were graded as bad ones, are
             refused.
+        grades: whether each answer is learnt by whether it is wished for: of samples that say so, or preferences.
+        mismatches: whether a pack's answers are also made behind other prompts of it.
     """
 
     sources: tuple[Source, ...]
@@ -102,6 +105,8 @@ class PackMaker:
     skips: bool
     dropout: Dropout | None = None
     compares: bool = False
+    grades: bool = False
+    mismatches: bool = False
 
     def __call__(self, pieces: Sequence[Piece]) -> FinishedPack:
         """Make a pack; one of which nothing is left is a pack of padding.
@@ -118,6 +123,7 @@ class PackMaker:
             DataError: as when called.
         """
         encoded, whole_tokens, used, skipped = [], [], [], []
+        rows: list[list[EncodedSample]] = []
         for piece, read_sample in pieces:
             try:
                 with charged_to("read"):
@@ -126,6 +132,11 @@ class PackMaker:
                     self._check_kind(sample)
                     full_sample = sample_without(self.encoder.encode(sample), self.dropout, piece.epoch)
                     part = part_of(full_sample, piece.start, piece.stop)
+                    if self.grades:
+                        part = graded(part, grades_of(sample))
+                    if self.mismatches:
+                        chats = sample.chats if isinstance(sample, Preference) else ()
+                        rows.append([self.encoder.encode(chat) for chat in chats] or [part])
                 except DataError as error:
                     raise sample_error(error, sample.origin) from error
             except SampleError as error:
@@ -137,10 +148,14 @@ class PackMaker:
             whole_tokens.append(full_sample.tokens)
             used.append(piece)
         batch = self.collator(encoded)
+        if self.mismatches:
+            batch = replace(batch, mismatched=self.collator(mismatched(rows)))
         return FinishedPack(batch, tuple(used), tuple(whole_tokens), tuple(skipped), making_s=take_charges())
 
     def _check_kind(self, sample: Sample) -> None:
-        if not self.compares:
+        if self.grades:
+            grades_of(sample)
+        elif not self.compares:
             supervised(sample)
         elif not isinstance(sample, Preference):
             raise unusable(
