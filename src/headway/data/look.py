@@ -189,7 +189,8 @@ def show_row(sample: Sample, encoder: Encoder, used: Sequence[tuple[int, int]] |
     if not isinstance(sample, Preference):
         return show_sample(sample, encoder, used)
     answers = tuple(show_sample(chat, encoder) for chat in sample.chats)
-    lengths = SampleLengths.of_answers([answer.lengths for answer in answers])
+    lengths = encoder.measure(sample)
+    lengths = lengths.with_prompt_once() if encoder.shares_prompts else lengths
     return ShownPreference(sample.where, answers, lengths, ((0, lengths.tokens),) if used is None else tuple(used))
 
 
