@@ -11,7 +11,7 @@ from fake_cuda.device import pretend_cuda
 from fake_cuda.test_drawing import instead_of_flex
 from fake_cuda.watch import Watch
 from headway.data.collate import Collator
-from headway.data.together import with_prompt_once
+from headway.data.encoded import with_prompt_once
 from headway.models.load import rope_index
 from headway.models.precision import choose_precision
 from headway.models.vision import vision_geometry

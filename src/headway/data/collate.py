@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from headway.count import Workload
 from headway.count.modalities import MODALITIES
 from headway.count.splits import branched
-from headway.data.encode import EncodedSample
+from headway.data.encoded import EncodedSample
 from headway.data.media.joining import Joinable, joined
 from headway.data.media.tensors import MediaTensors, joined_media, model_arguments
 from headway.data.samples import Origin

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,137 +20,22 @@ from transformers import PreTrainedTokenizerBase
 from headway.count.modalities import MODALITIES
 from headway.data.chat import ChatTemplate, Span, View
 from headway.data.chat_settings import TEMPLATE_FILE
+from headway.data.encoded import EncodedSample, joined_answers, joined_views, prompt_tokens, with_prompt_once
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
-from headway.data.media.joining import Joinable
 from headway.data.media.media_reader import MediaReader, OpenedKind, OpenedMedia, refused
 from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
 from headway.data.media.processor_images import SMALLEST_TRIED
 from headway.data.media.sizes import MediaSizes
-from headway.data.media.tensors import MediaTensors
 from headway.data.pack_times import charged_to
 from headway.data.samples import NOTHING, Chat, Document, Origin, Preference, Sample, SampleLengths, unusable
-from headway.data.together import joined_answers, joined_views, prompt_tokens, with_prompt_once
 from headway.models.foreign import foreign
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale
-from headway.packing.budget import Size, segments_within
-from headway.packing.parts import SamplePart
 from headway.packing.pieces import runs_of
 
 _VERSION = 3  # of what encoding does with a sample; raised when the same settings come to mean other tokens
 _BLANK = Document((), Origin("", "", 0, ""))  # where a blank image comes from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedSample:
-    """One chat or document as tensors on the CPU.
-
-    Attributes:
-        input_ids_S: token ids, placeholders expanded.
-        labels_S: the token's own id where it is supervised, else -100; not shifted.
-        position_ids_RS: positions; one row, or three for M-RoPE.
-        origin: where the sample came from.
-        token_types_S: 0 for text, 1 for images, 2 for videos, 3 for sounds; None for models that do not read it.
-        types_name: the model's argument that takes them; in PaliGemma's, 1 begins with the first answer instead.
-        media: tensors of each kind of media that there is, by the names of `headway.count.modalities`. Patches of
-            images are bytes of one frame where the encoder has a `pixel_scale`, else what the model reads.
-        processed: tensors of all images, by the model's own names, where they are as its processor gives them.
-        media_end: one past the last placeholder of an image, video or sound; 0 without any [tokens].
-        segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
-        answers: length of each answer of a preference, the best first; else empty [tokens].
-        prompt: what stands before all answers once; 0 where each has the prompt before it, as part of it [tokens].
-        parts: of what the sample is made, for a model that draws; empty for others.
-        drawn_images: images whose latents are drawn or referred to, -1 to 1, shape (3, height, width) each.
-    """
-
-    input_ids_S: torch.Tensor
-    labels_S: torch.Tensor
-    position_ids_RS: torch.Tensor
-    origin: Origin
-    token_types_S: torch.Tensor | None = None
-    types_name: str = "mm_token_type_ids"
-    media: dict[str, MediaTensors] = field(default_factory=dict)
-    processed: dict[str, Joinable] = field(default_factory=dict)
-    media_end: int = 0
-    segments: tuple[int, ...] = ()
-    answers: tuple[int, ...] = ()
-    prompt: int = 0
-    parts: tuple[SamplePart, ...] = ()
-    drawn_images: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def where(self) -> str:
-        """File and place, for messages to people."""
-        return str(self.origin)
-
-    @property
-    def tokens(self) -> int:
-        """Length [tokens]."""
-        return self.input_ids_S.shape[0]
-
-    @property
-    def patches(self) -> int:
-        """Vision patches of images and videos, before merging [patches]."""
-        return self.lengths.patches
-
-    @property
-    def size(self) -> Size:
-        """Tokens and patches that the sample takes of a pack."""
-        return Size(self.tokens, self.patches)
-
-    @property
-    def num_supervised(self) -> int:
-        """Targets that the loss counts: supervised tokens, except a first one, which nothing predicts."""
-        return int((self.labels_S[1:] != IGNORED).sum())
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory held [bytes]."""
-        values = [getattr(self, part.name) for part in fields(self)]
-        values += [joinable.tensor_X for joinable in self.processed.values()]
-        values += [tensor for media in self.media.values() for tensor in media]
-        values += self.drawn_images
-        return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
-
-    @property
-    def lengths(self) -> SampleLengths:
-        """The sizes that `Encoder.measure` gives of the same sample."""
-        targets = (self.labels_S[1:] != IGNORED).nonzero()
-        return SampleLengths(
-            tokens=self.tokens,
-            supervised=len(targets),
-            first_target=int(targets[0]) + 1 if len(targets) else 0,
-            media_end=self.media_end,
-            targets=runs_of((self.labels_S != IGNORED).numpy()),
-            media={name: _listed(media.sizes) for name, media in self.media.items()},
-            segments=self.segments,
-            parts=tuple(part.numbers for part in self.parts),
-            key=self.origin.key if self.parts else 0,
-        )
-
-    def truncated(self, tokens: int) -> "EncodedSample | None":
-        """The sample cut to its first tokens, or None if that would cut its media or leave nothing to learn."""
-        if tokens < self.media_end:
-            return None
-        cut = self.slice(0, tokens)
-        return cut if cut.num_supervised else None
-
-    def slice(self, start: int, stop: int) -> "EncodedSample":
-        """Tokens start .. stop - 1, with all media; positions of a later piece begin at 0 again."""
-        segments = segments_within(self.segments, start, stop)
-        positions_RS = self.position_ids_RS[:, start:stop].clone()
-        if start:
-            lengths = segments or (stop - start,)
-            positions_RS = torch.cat([torch.arange(length) for length in lengths]).expand(len(positions_RS), -1)
-        return replace(
-            self,
-            input_ids_S=self.input_ids_S[start:stop].clone(),
-            labels_S=self.labels_S[start:stop].clone(),
-            position_ids_RS=positions_RS,
-            token_types_S=None if self.token_types_S is None else self.token_types_S[start:stop].clone(),
-            segments=segments,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,10 +339,6 @@ class Encoder:
         arguments = media.rope_arguments()
         positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **arguments)
         return positions[:, 0].cpu()
-
-
-def _listed(sizes: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tuple(size) if isinstance(size, list) else size for size in sizes.tolist())
 
 
 def _settings(part: Any) -> Any:

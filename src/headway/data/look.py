@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from headway.count.modalities import MODALITIES
-from headway.data.encode import EncodedSample, Encoder
+from headway.data.encode import Encoder
+from headway.data.encoded import EncodedSample
 from headway.data.media.images import Picture
 from headway.data.samples import Chat, Media, Preference, Prompt, Sample, SampleLengths
 from headway.errors import DataError

@@ -126,9 +126,9 @@ def branch_costs(cost_model: CostModel, lengths: NDArray[Any], firsts: NDArray[A
     """
     # A pair of query and key costs what a segment of two tokens has more than two of one.
     pair = cost_model.count(Workload([2])).total - 2 * cost_model.count(Workload([1])).total
-    seen = np.repeat(lengths[firsts].astype(np.float64), np.diff([*firsts, len(lengths)]))
-    seen[firsts] = 0.0
-    costs: Floats = segment_costs(cost_model, lengths) + pair * seen * lengths
+    visible = np.repeat(lengths[firsts].astype(np.float64), np.diff([*firsts, len(lengths)]))
+    visible[firsts] = 0.0
+    costs: Floats = segment_costs(cost_model, lengths) + pair * visible * lengths
     return costs
 
 
