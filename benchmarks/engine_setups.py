@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headway.config import TrainConfig, load_config
 from headway.data.collate import Batch, Collator
-from headway.data.encode import EncodedSample
+from headway.data.encoded import EncodedSample
 from headway.data.media.tensors import MediaTensors
 from headway.data.samples import Origin
 from headway.models import load_model, rope_index

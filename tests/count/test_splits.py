@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headway.count import Workload
 from headway.count.drivers import parse
-from headway.count.splits import MODES
+from headway.count.splits import MODES, branched
 from headway.errors import WorkloadError
 
 RUNS = st.lists(st.tuples(st.sampled_from(MODES), st.integers(1, 9)), min_size=1, max_size=5)
@@ -24,9 +24,9 @@ def drawn(runs, past=0):
     for q in range(len(mode)):
         for k in range(len(mode)):
             if number[k] == number[q]:
-                mask[q, past + k] = mode[q] != "causal" or k <= q
+                mask[q, past + k] = mode[q] in ("full", "noise") or k <= q
             elif number[k] < number[q]:
-                mask[q, past + k] = mode[k] != "noise"
+                mask[q, past + k] = mode[k] in ("causal", "full")
     return mask
 
 
@@ -67,6 +67,15 @@ def test_block_diffusion_is_noise_then_the_same_block_in_full():
     assert pairs(Workload(splits=[[("noise", block), ("full", block)] * blocks])) == noisy + clean
 
 
+def test_answers_to_one_prompt_are_branches_that_pay_for_it_once():
+    # each answer alone behind the prompt has its own pairs, and the prompt's again
+    prompt, answers = 30, [5, 8, 1]
+    shared = pairs(Workload(splits=[branched(prompt, answers)]))
+    apart = pairs(Workload([prompt + answer for answer in answers]))
+    assert apart - shared == (len(answers) - 1) * prompt * (prompt + 1) // 2
+    assert Workload(splits=[branched(prompt, answers)]).supervised == prompt + sum(answers)
+
+
 def test_long_splits_do_not_overflow():
     n = 3 * 10**9
     assert pairs(Workload(splits=[[("full", n), ("causal", 1)]])) == n * n + n + 1
@@ -92,14 +101,14 @@ def test_tokens_by_kind():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"splits": [[("prefix", 1)]]}, "mode 'prefix': a mode is one of causal, full, noise"),
+        ({"splits": [[("prefix", 1)]]}, "mode 'prefix': a mode is one of causal, full, noise, branch"),
         ({"splits": [[("full", 0)]]}, "a run of 0 tokens"),
         ({"splits": [[]]}, "needs its length in segments"),
         ({"splits": [[("full", 3)]], "segments": [4]}, "hold 3 tokens where the segment has 4"),
         ({"splits": [[("full", 3)]], "segments": [3, 4]}, "got 1 for 2 segments"),
         ({"splits": np.array([[1, 3]]), "segments": [2, 2]}, "do not end where the segments end"),
         ({"splits": np.array([[1, 3]])}, "give segments"),
-        ({"splits": np.array([[7, 3]]), "segments": [3]}, "modes 0 to 2"),
+        ({"splits": np.array([[7, 3]]), "segments": [3]}, "modes 0 to 3"),
         ({"segments": [3], "latents": [(1, 2, 2)]}, "cannot hold 4 latent patches"),
         ({"segments": [3], "supervised": 4}, "supervised must be 0 to the 3 tokens"),
         ({"splits": [[("causal", 3), ("noise", 6)]], "latents": [(1, 2, 2)], "supervised": 6}, "0 to the 5 tokens"),

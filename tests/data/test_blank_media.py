@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from headway.data.blank_media import vision_kinds, with_blanks
 from headway.data.collate import Collator
-from headway.data.encode import EncodedSample
+from headway.data.encoded import EncodedSample
 from headway.data.samples import Origin
 from headway.models.load import load_model
 from headway.models.vision import vision_geometry

@@ -23,7 +23,7 @@ from headway.config import TrainConfig
 from headway.count import CostModel
 from headway.count.activations import SavedByPrecision
 from headway.data.collate import Batch, Collator
-from headway.data.encode import EncodedSample
+from headway.data.encoded import EncodedSample
 from headway.data.media.tensors import MediaTensors
 from headway.data.samples import Origin
 from headway.families.bagel.encoding import DrawingCollator

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from headway.data import Batch, Encoder
 from headway.data.collate import Collator
-from headway.data.encode import EncodedSample
+from headway.data.encoded import EncodedSample
 from headway.data.media.tensors import MediaTensors
 from headway.models import load_model, rope_index
 from headway.models.pixel_patches import normalised

@@ -65,7 +65,9 @@ def steps_of(raw):
     return [record for record in records if record["kind"] == "step"]
 
 
-def test_a_run_equals_trls_trainer_step_by_step(words, text, tmp_path):
+@pytest.mark.parametrize("shares", [True, False], ids=["shared prompts", "apart"])
+def test_a_run_equals_trls_trainer_step_by_step(words, text, tmp_path, shares):
+    words["preference"]["shared_prompts"] = shares
     config = parse_config(words)
     train(config)
 
@@ -73,9 +75,10 @@ def test_a_run_equals_trls_trainer_step_by_step(words, text, tmp_path):
     model, reference = (load_model(str(text[0]), random_init=True, attention="sdpa") for _ in range(2))
     reference.load_state_dict(model.state_dict())
     tokenizer = load_processor(str(text[0]))
-    encoder = Encoder(tokenizer)
+    encoder, packing = Encoder(tokenizer), Encoder(tokenizer)
+    packing.shares_prompts = shares
     by_place = {sample.where: sample for sample in read_samples(text[1])}
-    feed = open_feed(config, encoder, model, trace(model), Ranks(0, 1), pin_memory=False)
+    feed = open_feed(config, packing, model, trace(model).with_splits(), Ranks(0, 1), pin_memory=False)
     trainer = trainer_of(
         DPOTrainer, DPOConfig, tmp_path / "trl", model, tokenizer, ref_model=reference, options={"beta": 0.1}
     )

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from headway.data import Batch, Budget, Encoder, Sample
 from headway.data.collate import Collator
-from headway.data.encode import EncodedSample
+from headway.data.encoded import EncodedSample
 from headway.data.media.images import Picture
 from headway.data.samples import Chat, ImagePart, Part, TextPart
 from headway.errors import ConfigError

@@ -264,6 +264,7 @@ def eval_collator(encoder: Encoder, geometry: VisionGeometry | None, ranks: Rank
         position_rows=rows,
         blank=encoder.blank_image(),
         bucket_tokens=ranks.sequence,
+        shares_prompts=encoder.shares_prompts,
     )
 
 

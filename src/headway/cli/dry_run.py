@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
     from headway.config import TrainConfig
     from headway.config.model import ModelConfig
+    from headway.count import CostModel
     from headway.count.activations import SavedActivations, SavedByPrecision
+    from headway.data.index import LengthIndex
     from headway.devices import Device
     from headway.packing.lengths import LengthTable
     from headway.predict.collectives import Links
@@ -70,7 +72,7 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
     target = named_device(name) if name is not None else None
     if target is None:
         config = of_this_machine(config)
-    lengths = lengths_of_data(config)
+    lengths = lengths_of_data(config, cost_model)
     planned = dry_run(config, cost_model, saved_of_recipe(config), devices=count, device=target, lengths=lengths)
     print_result(planned.to_dict, lambda: in_red(_text(config, planned)), as_json=as_json)
     if planned.fits is False:
@@ -268,7 +270,7 @@ def _packs_pairs(config: "TrainConfig", planned: "DryRun", packs: "Packs") -> st
     return render_pairs(pairs)
 
 
-def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
+def measured_data(data: list[str], config: "TrainConfig", cost_model: "CostModel") -> "MeasuredData":
     """Index datasets, or read their indices, and time how fast their samples are made.
 
     A dataset of the recipe is read with its settings there: its columns, bounds on media and policy for long samples.
@@ -276,6 +278,7 @@ def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
     Args:
         data: files, folders, globs or URLs.
         config: of the run, whose model's processor measures.
+        cost_model: of its model.
 
     Raises:
         HeadwayError: no such model or data, or no row that can be used.
@@ -301,6 +304,7 @@ def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
         for name, (_, part) in zip(names, own, strict=True)
     }
     indices = build_indices(sources, config.model.path, config.data.max_characters, settings=settings)
+    indices = _with_prompts(indices, config, cost_model)
     with needs_extra("encoding samples"):
         from headway.data.encoders import open_encoder
         from headway.hub import located
@@ -314,7 +318,15 @@ def measured_data(data: list[str], config: "TrainConfig") -> "MeasuredData":
     return MeasuredData(", ".join(source.name for source in sources), lengths, making_s(sources, indices, encoder))
 
 
-def lengths_of_data(config: "TrainConfig") -> "tuple[str, LengthTable] | None":
+def _with_prompts(indices: "list[LengthIndex]", config: "TrainConfig", cost_model: "CostModel") -> "list[LengthIndex]":
+    """The lengths of preferences as packs hold them: a prompt once where that is not switched off and the model can."""
+    pairs = config.preference
+    if pairs is None or pairs.shared_prompts is False or cost_model.mixed_otherwise:
+        return indices
+    return [index.with_prompts_once() for index in indices]
+
+
+def lengths_of_data(config: "TrainConfig", cost_model: "CostModel") -> "tuple[str, LengthTable] | None":
     """Name and lengths of a recipe's own data, where its plan section names no others.
 
     They are measured as training measures them, and kept. Sources of a mixture count by their samples. Data that stream
@@ -338,6 +350,7 @@ def lengths_of_data(config: "TrainConfig") -> "tuple[str, LengthTable] | None":
         settings = ProcessorSettings.of(**config.of_processor())
         names = [source.name for source in sources]
         indices = build_indices(sources, config.model.path, config.data.max_characters, settings=settings)
+        indices = _with_prompts(indices, config, cost_model)
         lengths = joined(dict(zip(names, indices, strict=True)), overlong_of(config.data))
     except HeadwayError as error:
         warn(f"The lengths of data.train are not measured, so that no packs are planned from them: {error}")

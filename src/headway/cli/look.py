@@ -203,6 +203,7 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     from headway.packing.plan import Plan
     from headway.tracing import trace
     from headway.train.data import budget_of, open_stages, overlong_of
+    from headway.train.shared_prompts import share_prompts
 
     data = config.data
     if data.stream is not None:
@@ -224,7 +225,11 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
         max_characters=data.max_characters,
         learns_empty_thinking=settings.chats.learns_empty_thinking,
     )
+    share_prompts(config.preference, shell, costs, encoder)
     indices = _indices(sources, config.model.path, data.max_characters, settings)
+    if encoder.shares_prompts:
+        costs = costs.with_splits()
+        indices = {name: index.with_prompts_once() for name, index in indices.items()}
     # The plan of the run itself: the same items, order and packs.
     budget = budget_of(data)
     dropout = config.model.drawing.dropout(config.run.seed)

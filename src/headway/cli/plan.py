@@ -149,7 +149,7 @@ def plan(
     target = named_device(name) if name is not None else None
     saved = saved_of_recipe(config)
     reliability = _reliability(scale, mtbf, save, restart)
-    own = lengths_of_data(config) if pattern is None and not data else None
+    own = lengths_of_data(config, cost_model) if pattern is None and not data else None
     if epochs is not None and not (lengths or data or samples or own):
         raise UsageError(
             f"--epochs {epochs:g} needs data that end: give --data, --lengths or --samples, or --tokens instead."
@@ -181,7 +181,7 @@ def plan(
         _plan_rollout(config, cost_model, (target, count), saved, link_options, (tokens, price), as_json=as_json)
         return
     link_options.joining(target, count)  # or an error, before anything is measured
-    measured = measured_data(data, config) if data else None
+    measured = measured_data(data, config, cost_model) if data else None
     table = own if measured is None else (measured.name, measured.lengths)
     if pattern is not None:
         table = lengths_in_turn(config, pattern, config.parallel.mesh_shape(count))

@@ -239,11 +239,13 @@ def search_of(
     )
     shape = config.parallel.mesh_shape(count)
     # Lengths: of the data given, of the file that the recipe names, or of a mix drawn at this size.
-    measured = measured_data(data, config) if data else None
+    measured = measured_data(data, config, cost_model) if data else None
     if measured is not None:
         lengths: tuple[str, LengthTable] | None = (measured.name, measured.lengths)
     else:
-        lengths = lengths_of_data(config) or lengths_of(_of_size(config, space.step_tokens), learning, shape)
+        lengths = lengths_of_data(config, cost_model) or lengths_of(
+            _of_size(config, space.step_tokens), learning, shape
+        )
     if lengths is None:
         raise PlanError(
             "nothing says how long the samples are: give --lengths FILE or --data D, or set plan.lengths or plan.mix "

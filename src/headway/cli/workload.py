@@ -73,8 +73,8 @@ class WorkloadOptions:
         str | None,
         typer.Option(
             metavar="MODE:N,...;...",
-            help="Who sees whom, in place of --segments: runs of tokens that are causal, full or noise, `;` between "
-            "segments, as causal:102,noise:4098;full:4902,causal:302; (...)*N repeats a segment.",
+            help="Who sees whom, in place of --segments: runs of tokens that are causal, full, noise or a branch, `;` "
+            "between segments, as causal:102,noise:4098;full:4902,causal:302; (...)*N repeats a segment.",
         ),
         parse_splits,
     ] = None

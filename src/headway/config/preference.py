@@ -108,6 +108,12 @@ class PreferenceConfig(Section):
         "for stored where the loss has a reference",
     )
 
+    shared_prompts: Literal[True, False, "auto"] = Field(
+        default="auto",
+        description="Whether a prompt stands in a pack once for all of its answers, instead of once before each; auto "
+        "for where the model's attention allows it",
+    )
+
     @field_validator("loss")
     @classmethod
     def _loss_is_known(cls, loss: str) -> str:

@@ -38,6 +38,9 @@ over frames, height and width [pixels of the latents]."""
 _Coefficients = list[tuple[str, str, str, int, int, int, int]]
 
 
+_MIXING = ("language.attention", "language.recurrence")  # components in which tokens of the text meet
+
+
 @dataclass(frozen=True, repr=False)
 class CostModel:
     """The costs of a model's operations, per unit of their drivers.
@@ -317,15 +320,21 @@ class CostModel:
         """
         if "pairs:splits" in self._evaluators:
             return self
-        mixing = [row for row in self.rows if row.component in ("language.attention", "language.recurrence")]
-        other = sorted({row.driver for row in mixing if row.op != "attention" or row.driver != "pairs:causal"})
-        if other or not mixing:
+        if other := self.mixed_otherwise:
             raise WorkloadError(
-                f"{self.name} cannot be counted under splits: what mixes its text is {', '.join(other) or 'nothing'}, "
+                f"{self.name} cannot be counted under splits: what mixes its text is {other}, "
                 "and splits are runs in a causal mask. Leave the splits out, or name a model whose attention is causal."
             )
-        rows = tuple(replace(row, driver="pairs:splits") if row in mixing else row for row in self.rows)
+        rows = tuple(replace(row, driver="pairs:splits") if row.component in _MIXING else row for row in self.rows)
         return replace(self, rows=rows)
+
+    @cached_property
+    def mixed_otherwise(self) -> str:
+        """Drivers of what mixes its text besides causal attention, or "nothing"; empty where that alone does."""
+        mixing = [row for row in self.rows if row.component in _MIXING]
+        plain = ("pairs:causal", "pairs:splits")
+        other = {row.driver for row in mixing if row.op != "attention" or row.driver not in plain}
+        return ", ".join(sorted(other)) if mixing else "nothing"
 
     def with_input_gradients(self, inputs: Iterable[str] = ("inputs_embeds",)) -> "CostModel":
         """Return this model with gradients of its inputs, which something that is trained in front of it asks for.

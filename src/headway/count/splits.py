@@ -4,11 +4,12 @@ A segment is a list of runs, each with a mode:
 
 * `causal`: its tokens see every earlier visible token of the segment, and themselves causally;
 * `full`: its tokens see every earlier visible token of the segment, and each other;
-* `noise`: as full, but no token of another run sees it: a noised image must not be read by what follows.
+* `noise`: as full, but no token of another run sees it: a noised image must not be read by what follows;
+* `branch`: as causal, but no token of another run sees it: one of several answers to the same prompt.
 
 A segment without runs is one causal run. Source: the samples of Bagel (ByteDance-Seed/Bagel, data/data_utils.py);
 PaliGemma's prefix is a full run before a causal one, and the blocks of block diffusion (Arriola et al. 2025) are a
-noise run, then the same block as a full run.
+noise run, then the same block as a full run. A preference is its prompt as a causal run, then a branch per answer.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,12 @@ from numpy.typing import NDArray
 from headway.count.integers import NONE, Ints, as_ints
 from headway.errors import WorkloadError
 
-MODES = ("causal", "full", "noise")
-CAUSAL, FULL, NOISE = range(3)
+MODES = ("causal", "full", "noise", "branch")
+CAUSAL, FULL, NOISE, BRANCH = range(4)
+IS_CAUSAL = np.array([True, False, False, True])
+"""Whether a token of a run of each mode sees, of its own run, only the tokens up to itself."""
+IS_VISIBLE = np.array([True, True, False, False])
+"""Whether later runs of the segment see a run of each mode."""
 MODE_OF_PART = {"text": "causal", "read": "full", "reference": "full", "draw": "noise"}
 """Modes of the runs that a sample's parts are: text, images that are read or referred to, images that are drawn."""
 
@@ -163,6 +168,11 @@ def tokens_of(runs: Ints, mode: int) -> int:
     return int(runs[runs[:, 0] == mode, 1].sum())
 
 
+def causal_tokens(runs: Ints) -> int:
+    """Add up the tokens that see their own run causally, of which the next ones can be learnt."""
+    return int(runs[IS_CAUSAL[runs[:, 0]], 1].sum())
+
+
 def mask(runs: Ints) -> NDArray[np.bool_]:
     """Draw the mask of one segment.
 
@@ -174,9 +184,18 @@ def mask(runs: Ints) -> NDArray[np.bool_]:
     """
     number, mode = (np.repeat(column, runs[:, 1]) for column in (np.arange(len(runs)), runs[:, 0]))
     place = np.arange(len(number))
-    own = (number[:, None] == number) & ((mode[:, None] != CAUSAL) | (place[:, None] >= place))
-    earlier: NDArray[np.bool_] = own | ((number[:, None] > number) & (mode != NOISE))
+    own = (number[:, None] == number) & (~IS_CAUSAL[mode][:, None] | (place[:, None] >= place))
+    earlier: NDArray[np.bool_] = own | ((number[:, None] > number) & IS_VISIBLE[mode])
     return earlier
+
+
+def branched(prompt: int, branches: Sequence[int]) -> list[tuple[str, int]]:
+    """Write a prompt and its answers as the runs of one segment.
+
+    >>> branched(30, [5, 8])
+    [('causal', 30), ('branch', 5), ('branch', 8)]
+    """
+    return [("causal", prompt), *(("branch", length) for length in branches)]
 
 
 def by_mode(runs: Ints) -> dict[str, int]:
@@ -196,11 +215,13 @@ def split_pairs(segments: Ints, runs: Ints, past: Ints = NONE) -> int:
         Number of pairs; exact.
 
     Source: a run of s tokens behind v visible ones has s v pairs with them, and s (s + 1) / 2 of its own where it is
-    causal, s s where not; noise runs do not count towards v.
+    causal, s s where not; noise runs and branches do not count towards v.
 
     >>> runs, segments = runs_of([[("causal", 2), ("noise", 3), ("full", 2)]])
     >>> split_pairs(segments, runs)
     26
+    >>> split_pairs(*reversed(runs_of([[("causal", 3), ("branch", 2), ("branch", 1)]])))  # 6 + (6 + 3) + (3 + 1)
+    19
     """
     mode, s = runs[:, 0], runs[:, 1]
     if int(s.sum()) + int(past.sum()) > _SAFE_TOKENS:
@@ -208,10 +229,10 @@ def split_pairs(segments: Ints, runs: Ints, past: Ints = NONE) -> int:
     # the first run of each segment: the first that starts where the segment does
     first = np.searchsorted(s.cumsum() - s, segments.cumsum() - segments)
     num_runs = np.diff(np.concatenate([first, [len(s)]]))
-    visible = np.where(mode == NOISE, 0, s)
+    visible = np.where(IS_VISIBLE[mode], s, 0)
     before = visible.cumsum() - visible
     before = before - np.repeat(before[first], num_runs)
     if past.size:
         before = before + np.repeat(past, num_runs)
-    own = np.where(mode == CAUSAL, s * (s + 1) // 2, s * s)
+    own = np.where(IS_CAUSAL[mode], s * (s + 1) // 2, s * s)
     return int((s * before + own).sum())

@@ -44,7 +44,7 @@ class Workload:
         splits: where a segment's tokens do not all see each other causally, its runs of (mode, tokens), one list per
             segment: `[[("causal", 102), ("noise", 4098)]]`. They may stand in place of `segments`. See
             `headway.count.splits`.
-        supervised: tokens whose next token is learnt [tokens]; when None, those of causal runs.
+        supervised: tokens whose next token is learnt [tokens]; when None, those of causal runs and branches.
         logits: tokens that the head runs on, where it leaves some out, as it does with all but the last of a prompt
             that is answered [tokens]; all of them when None.
         media: sizes of other kinds of input, by their names in `headway.count.modalities`: `audio`, the lengths of
@@ -227,10 +227,10 @@ class Workload:
 
     @property
     def supervised(self) -> int:
-        """Tokens whose next token is learnt; those of causal runs where the workload was not told."""
+        """Tokens whose next token is learnt; those of causal runs and branches where the workload was not told."""
         if self._supervised is not None:
             return self._supervised
-        return runs.tokens_of(self._splits, runs.CAUSAL) if self._splits.size else self._tokens
+        return runs.causal_tokens(self._splits) if self._splits.size else self._tokens
 
     @property
     def knows_supervised(self) -> bool:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headway.data.collate import Batch, Collator
-    from headway.data.encode import EncodedSample, Encoder
+    from headway.data.encode import Encoder
+    from headway.data.encoded import EncodedSample
     from headway.data.samples import (
         AudioPart,
         Chat,
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "headway.data.collate": ("Batch", "Collator"),
-    "headway.data.encode": ("EncodedSample", "Encoder"),
+    "headway.data.encode": ("Encoder",),
+    "headway.data.encoded": ("EncodedSample",),
     "headway.data.sources": ("read_samples",),
     "headway.packing": ("Budget", "Size"),
 }  # all others are in samples

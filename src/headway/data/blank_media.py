@@ -16,6 +16,7 @@ from headway.count import Workload
 from headway.count.modalities import MODALITIES
 from headway.data.collate import PADDING_TOKEN, Batch, Collator
 from headway.data.media.tensors import MediaTensors
+from headway.models.attention.splits import SplitMask
 from headway.models.losses import IGNORED
 
 Kinds = frozenset[str]
@@ -86,6 +87,7 @@ def _with_tokens(batch: Batch, tokens_S: torch.Tensor, collator: Collator) -> Ba
     types_1T = batch.token_types_1T
     if types_1T is not None:
         types_1T = torch.cat([types_1T[:, :start], collator.types(tail_S)[None]], dim=1)
+    workload = batch.workload + Workload(slots=more)
     return replace(
         batch,
         input_ids_1T=torch.cat([batch.input_ids_1T[:, :start], tail_S[None]], dim=1),
@@ -95,5 +97,6 @@ def _with_tokens(batch: Batch, tokens_S: torch.Tensor, collator: Collator) -> Ba
         max_seqlen=max(batch.max_seqlen, len(tail_S)),
         token_types_1T=types_1T,
         source_ids_N=pad(batch.source_ids_N[: batch.num_segments], (0, 1)),
-        workload=batch.workload + Workload(slots=more),
+        workload=workload,
+        splits=None if batch.splits is None else SplitMask.of(workload),
     )

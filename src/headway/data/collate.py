@@ -14,11 +14,13 @@ from torch.nn.functional import pad
 
 from headway.count import Workload
 from headway.count.modalities import MODALITIES
-from headway.data.encode import EncodedSample
+from headway.count.splits import branched
+from headway.data.encoded import EncodedSample
 from headway.data.media.joining import Joinable, joined
 from headway.data.media.tensors import MediaTensors, joined_media, model_arguments
 from headway.data.samples import Origin
 from headway.errors import ConfigError, DataError
+from headway.models.attention.splits import SplitMask
 from headway.models.losses import IGNORED
 from headway.models.parallel.sequence import local_slots
 from headway.models.preferences import Answers
@@ -85,6 +87,8 @@ class Batch:
         family_inputs: what a model of a family of its own takes beside tokens and positions; None for other models.
         answers: of the preferences of a pack; None of one without any.
         mismatched: the pack's answers behind other prompts of it, which stays on the CPU; None where it is not needed.
+        splits: who sees whom where answers share a prompt, as `headway.models.attention` takes it; None where segments
+            say it.
     """
 
     input_ids_1T: torch.Tensor
@@ -107,6 +111,7 @@ class Batch:
     family_inputs: "FamilyInputs | None" = None
     answers: Answers | None = None
     mismatched: "Batch | None" = None
+    splits: SplitMask | None = None
 
     @property
     def slots(self) -> int:
@@ -212,8 +217,10 @@ class Batch:
         placeholders = None if self.placeholders is None else self.placeholders.moved(change)
         family_inputs = None if self.family_inputs is None else self.family_inputs.map_tensors(change)
         answers = None if self.answers is None else self.answers.map_tensors(change)
+        splits = None if self.splits is None else self.splits.map_tensors(change)
         parts = {"media": media, "processed": processed, "vision": vision, "placeholders": placeholders}
-        return replace(self, **{**values, **changed, **parts, "family_inputs": family_inputs, "answers": answers})
+        parts |= {"family_inputs": family_inputs, "answers": answers, "splits": splits}
+        return replace(self, **{**values, **changed, **parts})
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward, labels left out; uint8 patches are normalised here."""
@@ -228,6 +235,8 @@ class Batch:
             "pack_max_seqlen": self.max_seqlen,
             "use_cache": False,
         }
+        if self.splits is not None:
+            inputs["pack_splits"] = self.splits
         if self.placeholders is not None:
             inputs["pack_placeholders"] = self.placeholders
         if self.token_types_1T is not None:
@@ -253,6 +262,8 @@ class Collator:
         sources: names of all sources, so that losses can be told apart; one if not given.
         bucket_tokens: slots are padded up to a multiple of this [tokens]; None pads nothing.
         bucket_patches: patch buffers are padded up to a multiple of this [patches]; None pads nothing.
+        shares_prompts: whether every pack says who sees whom, as answers may share a prompt; otherwise packs where some
+            do.
 
     Padding is one segment more, at the end, without targets: nothing attends to it, and it is counted as slots, never
     as work. Padding patches are blank images of their own, whose placeholders stand in that segment.
@@ -268,6 +279,7 @@ class Collator:
     sources: tuple[str, ...] = ()
     bucket_tokens: int | None = None
     bucket_patches: int | None = None
+    shares_prompts: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket_tokens is not None and self.bucket_tokens < 1:
@@ -326,6 +338,15 @@ class Collator:
                 if MODALITIES[name].tower == "vision":
                     vision |= self.geometry.inputs(tensors.sizes, f"{MODALITIES[name].kind}_")
         input_ids_1T = torch.cat(ids)[None]
+        # Work is counted of the samples' own media, without the padding that fills buckets.
+        branches = any(sample.prompt for sample in samples)
+        workload = Workload(
+            lengths,
+            slots=int(segments_N.sum()),
+            packs=1,
+            splits=[runs for sample in samples for runs in _splits(sample)] if branches else (),
+            **sizes,
+        )
         # Source of each segment, by which losses are reported; padding counts to the first, with no label.
         numbers = [self.sources.index(sample.origin.source) if self.sources else 0 for sample in samples]
         source_ids = [number for number, segments in zip(numbers, views, strict=True) for _ in segments]
@@ -343,17 +364,12 @@ class Collator:
             vision=vision,
             placeholders=self.placeholders(input_ids_1T),
             source_ids_N=torch.tensor(source_ids + [0] * (len(segments_N) - len(source_ids))),
-            # Work is counted of the samples' own media, without the padding that fills buckets.
-            workload=Workload(
-                lengths,
-                slots=int(segments_N.sum()),
-                packs=1,
-                **sizes,
-            ),
+            workload=workload,
             supervised=tuple(sample.num_supervised for sample in samples),
             origins=tuple(sample.origin for sample in samples),
             sample_tokens=tuple(sample.tokens for sample in samples),
             answers=answers_of(samples, numbers),
+            splits=SplitMask.of(workload) if branches or self.shares_prompts else None,
         )
 
     def _pad(self, tokens: int, media: Mapping[str, MediaTensors]) -> tuple[torch.Tensor, dict[str, MediaTensors]]:
@@ -437,6 +453,11 @@ def answers_of(samples: Sequence[EncodedSample], sources: Sequence[int]) -> Answ
         best_tokens=sum(supervised[number] for number in best),
         desirable_A=torch.tensor(desirable) if desirable else None,
     )
+
+
+def _splits(sample: EncodedSample) -> list[list[tuple[str, int]]]:
+    """The runs of each segment of a sample; none of one that is causal."""
+    return [branched(sample.prompt, sample.answers)] if sample.prompt else [[] for _ in sample.segments or (0,)]
 
 
 def _processed(samples: Sequence[EncodedSample]) -> dict[str, torch.Tensor]:

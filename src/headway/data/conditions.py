@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from headway.data.encode import EncodedSample
+from headway.data.encoded import EncodedSample
 from headway.data.media.tensors import MediaTensors
 from headway.data.samples import Origin, SampleLengths
 from headway.packing.parts import KINDS, Dropout, Numbers, PartTable, SamplePart

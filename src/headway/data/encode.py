@@ -5,9 +5,9 @@ Tensor letters: S tokens of one sample, R rows of positions (1, or 3 for M-RoPE)
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,136 +20,22 @@ from transformers import PreTrainedTokenizerBase
 from headway.count.modalities import MODALITIES
 from headway.data.chat import ChatTemplate, Span, View
 from headway.data.chat_settings import TEMPLATE_FILE
+from headway.data.encoded import EncodedSample, joined_answers, joined_views, prompt_tokens, with_prompt_once
 from headway.data.media.images import MAX_IMAGE_PIXELS, check_limit
-from headway.data.media.joining import Joinable, joined
 from headway.data.media.media_reader import MediaReader, OpenedKind, OpenedMedia, refused
 from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeniser
 from headway.data.media.processor_images import SMALLEST_TRIED
 from headway.data.media.sizes import MediaSizes
-from headway.data.media.tensors import MediaTensors, joined_media
 from headway.data.pack_times import charged_to
 from headway.data.samples import NOTHING, Chat, Document, Origin, Preference, Sample, SampleLengths, unusable
 from headway.models.foreign import foreign
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale
-from headway.packing.budget import Size, segments_within
-from headway.packing.parts import SamplePart
 from headway.packing.pieces import runs_of
 
 _VERSION = 3  # of what encoding does with a sample; raised when the same settings come to mean other tokens
 _BLANK = Document((), Origin("", "", 0, ""))  # where a blank image comes from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedSample:
-    """One chat or document as tensors on the CPU.
-
-    Attributes:
-        input_ids_S: token ids, placeholders expanded.
-        labels_S: the token's own id where it is supervised, else -100; not shifted.
-        position_ids_RS: positions; one row, or three for M-RoPE.
-        origin: where the sample came from.
-        token_types_S: 0 for text, 1 for images, 2 for videos, 3 for sounds; None for models that do not read it.
-        types_name: the model's argument that takes them; in PaliGemma's, 1 begins with the first answer instead.
-        media: tensors of each kind of media that there is, by the names of `headway.count.modalities`. Patches of
-            images are bytes of one frame where the encoder has a `pixel_scale`, else what the model reads.
-        processed: tensors of all images, by the model's own names, where they are as its processor gives them.
-        media_end: one past the last placeholder of an image, video or sound; 0 without any [tokens].
-        segments: length of each view of a chat that has several, which do not see each other; else empty [tokens].
-        answers: length of each answer of a preference with the prompt before it, the best first; else empty [tokens].
-        desirable: whether each of the answers is wished for; empty where they are compared with each other.
-        parts: of what the sample is made, for a model that draws; empty for others.
-        drawn_images: images whose latents are drawn or referred to, -1 to 1, shape (3, height, width) each.
-    """
-
-    input_ids_S: torch.Tensor
-    labels_S: torch.Tensor
-    position_ids_RS: torch.Tensor
-    origin: Origin
-    token_types_S: torch.Tensor | None = None
-    types_name: str = "mm_token_type_ids"
-    media: dict[str, MediaTensors] = field(default_factory=dict)
-    processed: dict[str, Joinable] = field(default_factory=dict)
-    media_end: int = 0
-    segments: tuple[int, ...] = ()
-    answers: tuple[int, ...] = ()
-    desirable: tuple[bool, ...] = ()
-    parts: tuple[SamplePart, ...] = ()
-    drawn_images: tuple[torch.Tensor, ...] = ()
-
-    @property
-    def where(self) -> str:
-        """File and place, for messages to people."""
-        return str(self.origin)
-
-    @property
-    def tokens(self) -> int:
-        """Length [tokens]."""
-        return self.input_ids_S.shape[0]
-
-    @property
-    def patches(self) -> int:
-        """Vision patches of images and videos, before merging [patches]."""
-        return self.lengths.patches
-
-    @property
-    def size(self) -> Size:
-        """Tokens and patches that the sample takes of a pack."""
-        return Size(self.tokens, self.patches)
-
-    @property
-    def num_supervised(self) -> int:
-        """Targets that the loss counts: supervised tokens, except a first one, which nothing predicts."""
-        return int((self.labels_S[1:] != IGNORED).sum())
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory held [bytes]."""
-        values = [getattr(self, part.name) for part in fields(self)]
-        values += [joinable.tensor_X for joinable in self.processed.values()]
-        values += [tensor for media in self.media.values() for tensor in media]
-        values += self.drawn_images
-        return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
-
-    @property
-    def lengths(self) -> SampleLengths:
-        """The sizes that `Encoder.measure` gives of the same sample."""
-        targets = (self.labels_S[1:] != IGNORED).nonzero()
-        return SampleLengths(
-            tokens=self.tokens,
-            supervised=len(targets),
-            first_target=int(targets[0]) + 1 if len(targets) else 0,
-            media_end=self.media_end,
-            targets=runs_of((self.labels_S != IGNORED).numpy()),
-            media={name: _listed(media.sizes) for name, media in self.media.items()},
-            segments=self.segments,
-            parts=tuple(part.numbers for part in self.parts),
-            key=self.origin.key if self.parts else 0,
-        )
-
-    def truncated(self, tokens: int) -> "EncodedSample | None":
-        """The sample cut to its first tokens, or None if that would cut its media or leave nothing to learn."""
-        if tokens < self.media_end:
-            return None
-        cut = self.slice(0, tokens)
-        return cut if cut.num_supervised else None
-
-    def slice(self, start: int, stop: int) -> "EncodedSample":
-        """Tokens start .. stop - 1, with all media; positions of a later piece begin at 0 again."""
-        segments = segments_within(self.segments, start, stop)
-        positions_RS = self.position_ids_RS[:, start:stop].clone()
-        if start:
-            lengths = segments or (stop - start,)
-            positions_RS = torch.cat([torch.arange(length) for length in lengths]).expand(len(positions_RS), -1)
-        return replace(
-            self,
-            input_ids_S=self.input_ids_S[start:stop].clone(),
-            labels_S=self.labels_S[start:stop].clone(),
-            position_ids_RS=positions_RS,
-            token_types_S=None if self.token_types_S is None else self.token_types_S[start:stop].clone(),
-            segments=segments,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +69,9 @@ class Encoder:
             models whose processor does not tell how many patches an image has [pixels].
         learns_empty_thinking: whether an empty block of thoughts before an answer is learnt.
 
+    Attributes:
+        shares_prompts: whether a preference has its prompt before all answers once, for a model that takes branches.
+
     Raises:
         ConfigError: the limit cannot take effect.
     """
@@ -199,6 +88,7 @@ class Encoder:
         learns_empty_thinking: bool = True,
     ) -> None:
         self.processor: Any = processor
+        self.shares_prompts = False
         self.rope_index = rope_index
         self.max_image_pixels = check_limit(max_image_pixels)
         self.max_characters = max_characters
@@ -245,27 +135,53 @@ class Encoder:
                 place.
         """
         if isinstance(sample, Preference):
-            return joined_answers([self.encode(chat) for chat in sample.chats])
+            shared = self._with_prompt_once(sample) if self.shares_prompts else None
+            return shared or joined_answers([self.encode(chat) for chat in sample.chats])
         views = []
         for view in self._views(sample):
             with self._planned(view, decodes=True) as planned:
                 views.append(self._tensors(view.sample, planned))
         return joined_views(views)
 
+    def _with_prompt_once(self, sample: Preference) -> EncodedSample | None:
+        """A preference with its prompt before all answers once, whose media are decoded once; None where it cannot."""
+        answers = [self._views(chat) for chat in sample.chats]
+        if any(len(views) > 1 for views in answers):
+            return None
+        with ExitStack() as stack:
+            planned = [
+                stack.enter_context(self._planned(view, decodes=number == 0)) for number, (view,) in enumerate(answers)
+            ]
+            prompt = prompt_tokens(sample, [answer.tokens for answer in planned])
+            if not prompt:
+                return None
+            encoded = [self._tensors(sample, answer, media=number == 0) for number, answer in enumerate(planned)]
+        return with_prompt_once(encoded, prompt)
+
     def measure(self, sample: Sample) -> SampleLengths:
-        """The sizes of `encode(sample)`, from media headers, without decoding them.
+        """The sizes of a sample from media headers, without decoding them, each answer behind its own prompt.
+
+        They are those of `encode(sample)`; where that shares prompts, `with_prompt_once()` of them is.
 
         Raises:
             DataError: as `encode`, except for damage that shows only when media are decoded.
         """
         if isinstance(sample, Preference):
-            return SampleLengths.of_answers([self.measure(chat) for chat in sample.chats])
+            answers = [self._measured(chat) for chat in sample.chats]
+            lengths = SampleLengths.of_answers([SampleLengths.joined([size for size, _ in views]) for views in answers])
+            if any(len(views) > 1 for views in answers):
+                return lengths
+            return replace(lengths, prompt=prompt_tokens(sample, [tokens for ((_, tokens),) in answers]))
+        return SampleLengths.joined([lengths for lengths, _ in self._measured(sample)])
+
+    def _measured(self, sample: Chat | Document) -> list[tuple[SampleLengths, SampleTokens]]:
+        """Lengths and tokens of each view of a sample."""
         views = []
         for view in self._views(sample):
             with self._planned(view, decodes=False) as planned:
                 tokens = planned.tokens
                 if len(tokens.ids_S) < 2:  # of a document
-                    return NOTHING
+                    return [(NOTHING, tokens)]
                 targets = np.flatnonzero(tokens.supervised_S[1:]) + 1
                 lengths = SampleLengths(
                     tokens=len(tokens.ids_S),
@@ -275,8 +191,8 @@ class Encoder:
                     targets=runs_of(tokens.supervised_S),
                     media=planned.media.sizes,
                 )
-            views.append(lengths)
-        return SampleLengths.joined(views)
+            views.append((lengths, tokens))
+        return views
 
     def encode_prompt(self, sample: Chat) -> EncodedSample:
         """Encode a chat up to its last answer, opened for the model to answer; for evaluation.
@@ -387,11 +303,12 @@ class Encoder:
                 tokens = self.tokeniser.chat(text, spans, media.written, sample.where)
             yield _Planned(tokens, media, reader)
 
-    def _tensors(self, sample: Sample, planned: _Planned) -> EncodedSample:
-        tokens, media = planned.tokens, planned.media
+    def _tensors(self, sample: Sample, planned: _Planned, *, media: bool = True) -> EncodedSample:
+        """A sample as tensors; without its media, which another one has, if that is said."""
+        tokens, opened = planned.tokens, planned.media
         ids_S = torch.from_numpy(tokens.ids_S)
         types_S, types_name = torch.from_numpy(tokens.types_S), "mm_token_type_ids"
-        positions_RS = self._positions(ids_S, types_S, media)
+        positions_RS = self._positions(ids_S, types_S, opened)
         # Whether the model takes token types (1 and up for media), under which name, and whether answers count.
         reads_types = self.media.images is not None
         if self.media.processed is not None:
@@ -400,7 +317,7 @@ class Encoder:
             if self.media.processed.types_answers:
                 types_S = (torch.from_numpy(tokens.supervised_S).cumsum(0) > 0).int()
         with charged_to("decode"), foreign(partial(refused, sample.where, "its media")):
-            tensors = media.tensors()
+            tensors = opened.tensors() if media else {}
         return EncodedSample(
             input_ids_S=ids_S,
             labels_S=torch.from_numpy(np.where(tokens.supervised_S, tokens.ids_S, IGNORED)),
@@ -409,7 +326,7 @@ class Encoder:
             token_types_S=types_S if reads_types else None,
             types_name=types_name,
             media=tensors,
-            processed=media.processed,
+            processed=opened.processed if media else {},
             media_end=tokens.media_end,
         )
 
@@ -422,49 +339,6 @@ class Encoder:
         arguments = media.rope_arguments()
         positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **arguments)
         return positions[:, 0].cpu()
-
-
-def joined_views(views: Sequence[EncodedSample]) -> EncodedSample:
-    """The views of a chat one after the other, as one sample; of a single view itself."""
-    if len(views) == 1:
-        return views[0]
-    # Lengths follow the rule by which packs are planned, so that a plan's and a pack's agree.
-    lengths = SampleLengths.joined([view.lengths for view in views])
-    for view in views[1:]:
-        view.labels_S[0] = IGNORED  # which the view before must not predict
-    processed: dict[str, list[Joinable]] = {}
-    for view in views:
-        for name, joinable in view.processed.items():
-            processed.setdefault(name, []).append(joinable)
-    return replace(
-        views[0],
-        input_ids_S=torch.cat([view.input_ids_S for view in views]),
-        labels_S=torch.cat([view.labels_S for view in views]),
-        position_ids_RS=torch.cat([view.position_ids_RS for view in views], dim=1),
-        token_types_S=_end_to_end([view.token_types_S for view in views]),
-        media=joined_media([view.media for view in views]),
-        processed={
-            name: Joinable(joined([joinable.tensor_X for joinable in parts], parts[0].rule), parts[0].rule)
-            for name, parts in processed.items()
-        },
-        media_end=lengths.media_end,
-        segments=lengths.segments,
-    )
-
-
-def joined_answers(chats: Sequence[EncodedSample]) -> EncodedSample:
-    """The answers of a preference one after the other, each behind the prompt, as one sample that is never cut."""
-    answers = joined_views(chats)
-    return replace(answers, answers=tuple(chat.tokens for chat in chats), media_end=answers.tokens)
-
-
-def _end_to_end(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    tensors = [part for part in parts if part is not None]
-    return torch.cat(tensors) if tensors else None
-
-
-def _listed(sizes: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tuple(size) if isinstance(size, list) else size for size in sizes.tolist())
 
 
 def _settings(part: Any) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from headway.count.modalities import MODALITIES
-from headway.data.encode import EncodedSample, Encoder
+from headway.data.encode import Encoder
+from headway.data.encoded import EncodedSample
 from headway.data.media.images import Picture
 from headway.data.samples import Chat, Media, Preference, Prompt, Sample, SampleLengths
 from headway.errors import DataError
@@ -189,7 +190,8 @@ def show_row(sample: Sample, encoder: Encoder, used: Sequence[tuple[int, int]] |
     if not isinstance(sample, Preference):
         return show_sample(sample, encoder, used)
     answers = tuple(show_sample(chat, encoder) for chat in sample.chats)
-    lengths = SampleLengths.of_answers([answer.lengths for answer in answers])
+    lengths = encoder.measure(sample)
+    lengths = lengths.with_prompt_once() if encoder.shares_prompts else lengths
     return ShownPreference(sample.where, answers, lengths, ((0, lengths.tokens),) if used is None else tuple(used))
 
 

@@ -1,5 +1,6 @@
 """Samples as types: chats, documents and preferences, their media, where each is from, and its length once encoded."""
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -341,6 +342,8 @@ class SampleLengths:
         key: `Origin.key`, for a model that draws; 0 for others.
         targets: runs of the targets, each from its first place to one past its last [tokens].
         num_answers: how many answers of a preference there are; 0 of other samples.
+        prompt: of a preference, tokens that may stand before its answers once; 0 where there are none [tokens].
+        branches: length of each answer behind the prompt, where that stands before them once; else empty [tokens].
     """
 
     tokens: int
@@ -353,6 +356,8 @@ class SampleLengths:
     key: int = 0
     targets: tuple[Run, ...] = ()
     num_answers: int = 0
+    prompt: int = 0
+    branches: tuple[int, ...] = ()
 
     @property
     def patches(self) -> int:
@@ -394,6 +399,28 @@ class SampleLengths:
         """The lengths of a preference, whose answers stand one after the other and are never cut."""
         answers = cls.joined(chats)
         return replace(answers, media_end=answers.tokens, num_answers=len(chats))
+
+    def with_prompt_once(self) -> "SampleLengths":
+        """The lengths of a preference with its prompt before all answers once; of another sample its own."""
+        if not self.prompt:
+            return self
+        starts = list(accumulate(self.segments, initial=0))
+        tokens = starts[-1] - (self.num_answers - 1) * self.prompt
+        # The targets of an answer move up by the prompts that are left out before it.
+        moved = [
+            (start - answer * self.prompt, stop - answer * self.prompt)
+            for start, stop in self.targets
+            for answer in [bisect_right(starts, start) - 1]
+        ]
+        return replace(
+            self,
+            tokens=tokens,
+            media_end=tokens,
+            media={name: sizes[: len(sizes) // self.num_answers] for name, sizes in self.media.items()},
+            segments=(),
+            targets=tuple(moved),
+            branches=tuple(length - self.prompt for length in self.segments),
+        )
 
 
 NOTHING = SampleLengths(tokens=0, supervised=0, first_target=0)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from headway.data.encode import EncodedSample
+from headway.data.encoded import EncodedSample
 from headway.data.samples import Chat, Preference, Sample, unusable
 from headway.models.losses import IGNORED
 

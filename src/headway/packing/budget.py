@@ -113,6 +113,25 @@ def segment_costs(cost_model: CostModel, lengths: NDArray[Any]) -> Floats:
     return costs
 
 
+def branch_costs(cost_model: CostModel, lengths: NDArray[Any], firsts: NDArray[Any]) -> Floats:
+    """Count training on prompts and on the answers that share them, forward and backward.
+
+    Args:
+        cost_model: the trained model's costs, under splits.
+        lengths: of each prompt, and behind it of its answers [tokens], shape (N,), each >= 1.
+        firsts: which of them are prompts, shape (P,).
+
+    Returns:
+        FLOPs of each, shape (N,); those of an answer hold what it sees of its prompt.
+    """
+    # A pair of query and key costs what a segment of two tokens has more than two of one.
+    pair = cost_model.count(Workload([2])).total - 2 * cost_model.count(Workload([1])).total
+    visible = np.repeat(lengths[firsts].astype(np.float64), np.diff([*firsts, len(lengths)]))
+    visible[firsts] = 0.0
+    costs: Floats = segment_costs(cost_model, lengths) + pair * visible * lengths
+    return costs
+
+
 def grid_costs(cost_model: CostModel, grids: NDArray[Any], kind: str = "images") -> Floats:
     """Count training on images, videos or sounds, their tokens in the text left out.
 

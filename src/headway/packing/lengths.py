@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headway.count import CostModel
 from headway.errors import DataError
-from headway.packing.budget import grid_costs, patch_costs, segment_costs, square_grid
+from headway.packing.budget import branch_costs, grid_costs, patch_costs, segment_costs, square_grid
 from headway.packing.items import Overlong
 from headway.packing.pieces import TargetRuns
 
@@ -64,6 +64,7 @@ class LengthTable:
         places: of targets and media; None where they are not known.
         source: number of each sample's dataset in `sources`, shape (N,); None where all are of the first.
         sources: name of each dataset, and its policy for samples that exceed a pack, if it has one.
+        branches: of samples whose answers share a prompt, the prompt and each answer, by the sample [tokens].
     """
 
     tokens: Numbers
@@ -74,6 +75,7 @@ class LengthTable:
     places: SamplePlaces | None = None
     source: Numbers | None = None
     sources: tuple[tuple[str, Overlong | None], ...] = (("planned", None),)
+    branches: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     @property
     def first_target(self) -> Numbers:
@@ -119,9 +121,9 @@ class LengthTable:
             columns["places"] = SamplePlaces(
                 first_target[rows], media_end[rows], TargetRuns(owners, targets.values[at])
             )
-        if self.segments:
-            numbered = enumerate(rows.tolist())
-            columns["segments"] = {place: self.segments[row] for place, row in numbered if row in self.segments}
+        for name in ("segments", "branches"):
+            if of_row := getattr(self, name):
+                columns[name] = {place: of_row[row] for place, row in enumerate(rows.tolist()) if row in of_row}
         if self.source is not None:
             columns["source"] = self.source[rows]
         return replace(self, tokens=self.tokens[rows], patches=self.patches[rows], **columns)
@@ -151,6 +153,8 @@ class LengthTable:
         costs = segment_costs(cost_model, self.tokens)
         for row, segments in self.segments.items():
             costs[row] = segment_costs(cost_model, np.array(segments)).sum()
+        for row, lengths in self.branches.items():
+            costs[row] = branch_costs(cost_model, np.array(lengths), np.array([0])).sum()
         if self.grids is not None and self.grid_rows is not None:
             return costs + np.bincount(self.grid_rows, grid_costs(cost_model, self.grids), len(costs))
         return costs + patch_costs(cost_model, self.patches) if self.patches.any() else costs

@@ -88,6 +88,7 @@ def headline(sample: "ShownRow") -> str:
     grade = getattr(sample, "desirable", None)
     parts = [] if grade is None else [f"graded as a {'good' if grade else 'bad'} answer"]
     parts += [f"{lengths.num_answers} answers to one prompt"] if lengths.num_answers else []
+    parts += [f"prompt of {format_count(lengths.prompt)} tokens once"] if lengths.branches else []
     parts.append(f"{format_count(lengths.tokens)} tokens")
     parts.append(f"{format_count(lengths.supervised)} learnt ({format_share(lengths.supervised / lengths.tokens)})")
     if lengths.patches:

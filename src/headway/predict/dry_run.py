@@ -16,6 +16,7 @@ from headway.count import CostModel, FlopCount, Workload
 from headway.count.activations import SavedActivations
 from headway.count.recompute import choice_in_words, with_head
 from headway.count.rows import ParamCount
+from headway.count.splits import branched
 from headway.devices import Device
 from headway.errors import ConfigError
 from headway.packing import Budget, Items, Order, OverlongCounts, Plan, PlanReport
@@ -383,6 +384,7 @@ def plan_packs(
     if named_lengths is None:
         return None
     name, table = named_lengths
+    cost_model = cost_model.with_splits() if table.branches else cost_model
     data, accumulation = config.data, config.optim.accumulation
     # the planner of training, over one epoch of these lengths
     budget = Budget(data.tokens_per_pack, data.patches_per_pack, data.samples_per_pack)
@@ -408,13 +410,15 @@ def plan_packs(
     grids = table.grids[np.isin(table.grid_rows, rows)]
     # a sample that is split goes into packs in pieces, of which each has its own segments
     pieces = zip(rows.tolist(), origins.start.tolist(), origins.stop.tolist(), strict=True)
-    lengths_N = [
-        length
-        for row, start, stop in pieces
-        for length in segments_within(table.segments_of(row), start, stop) or (stop - start,)
-    ]
+    lengths_N, splits_N = list[int](), list[list[tuple[str, int]]]()
+    for row, start, stop in pieces:
+        own = segments_within(table.segments_of(row), start, stop) or (stop - start,)
+        lengths_N += own
+        prompt, *answers = table.branches.get(row, [0])
+        splits_N += [branched(prompt, answers)] if answers else [[] for _ in own]
     # the FLOPs of all these packs, divided by their steps, are those of a mean step
-    work = Workload(lengths_N, images=grids, packs=len(full_steps) * ranks * accumulation)
+    splits = splits_N if table.branches else ()
+    work = Workload(lengths_N, images=grids, splits=splits, packs=len(full_steps) * ranks * accumulation)
     recompute = with_head(recompute) if config.weighs_losses else recompute
     count = cost_model.count(work, recompute=recompute).split(len(full_steps))[0]
     num_packs = sum(len(step.packs) for step in full_steps)

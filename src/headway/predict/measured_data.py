@@ -64,6 +64,7 @@ def joined(indices: Mapping[str, LengthIndex], overlong: Policies) -> LengthTabl
     columns: dict[str, list[Numbers]] = {name: [] for name in ("tokens", "patches", "first_target", "media_end")}
     grids, grid_rows, runs, run_rows, source = [], [], [], [], []
     segments: dict[int, list[int]] = {}
+    branches: dict[int, list[int]] = {}
     start = 0
     for number, index in enumerate(indices.values()):
         ok = np.asarray(index.ok)
@@ -78,6 +79,8 @@ def joined(indices: Mapping[str, LengthIndex], overlong: Policies) -> LengthTabl
         runs.append(index.targets.values[ok[of_row]].reshape(-1, 2))
         run_rows.append(place[of_row[ok[of_row]]])
         segments |= {int(place[row]): index.segments_of(row) for row in set(index.segments.rows.tolist()) if ok[row]}
+        of_prompts = np.flatnonzero(np.diff(index.branches.offsets))
+        branches |= {int(place[row]): index.branches[row].tolist() for row in of_prompts.tolist() if ok[row]}
         source.append(np.full(int(ok.sum()), number))
         start += int(ok.sum())
     joint = {name: _whole(column) for name, column in columns.items()}
@@ -91,6 +94,7 @@ def joined(indices: Mapping[str, LengthIndex], overlong: Policies) -> LengthTabl
         SamplePlaces(joint["first_target"], joint["media_end"], targets),
         _whole(source),
         tuple((name, overlong if isinstance(overlong, str) else overlong[name]) for name in indices),
+        branches,
     )
 
 

@@ -1,7 +1,7 @@
 """Build a run's model: open it, trace it, apply the settings, and shard it over the processes."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,11 @@ class Trained:
     compiles: bool
     compile_watch: CompileWatch
     notes: tuple[str, ...]
+
+    def under_splits(self) -> "Trained":
+        """The same with ledgers that count packs whose answers share prompts."""
+        ledgers = (self.cost_model.with_splits(), self.plain_cost_model.with_splits())
+        return replace(self, cost_model=ledgers[0], plain_cost_model=ledgers[1])
 
 
 def build_trained(

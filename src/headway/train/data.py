@@ -164,6 +164,7 @@ def make_collator(
         sources=sources,
         bucket_tokens=math.lcm(data.bucket_tokens or 1, ranks.sequence),  # those who share a pack have equally many
         bucket_patches=data.bucket_patches,
+        shares_prompts=encoder.shares_prompts,
     )
 
 
@@ -177,7 +178,8 @@ def _indices(
     indices = {}
     for source in sources:
         with measuring_rows(source.name) as progress:
-            indices[source.name] = build_index(source, encoder, workers=workers, policy=bad, progress=progress)
+            index = build_index(source, encoder, workers=workers, policy=bad, progress=progress)
+        indices[source.name] = index.with_prompts_once() if encoder.shares_prompts else index
     if ranks.is_first:
         ranks.wait()
     return indices

@@ -69,6 +69,7 @@ from headway.train.preference import PairTraining, pair_training
 from headway.train.record import describe_software
 from headway.train.reference import Scoring
 from headway.train.run_folder import RunFolder, from_weights_of
+from headway.train.shared_prompts import share_prompts
 from headway.train.step_numbers import PAIR_TERMS, SCORE_TERMS, UNPAIRED_TERMS
 from headway.train.watch import LoopPhase
 
@@ -195,9 +196,9 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     phase.at("building the model")
     _seed_everything(config.run.seed)  # the same on every rank, which gives the same random weights
     trained = build_trained(config, mesh, checkpoint, precision, device)
+    _check_drawing(config, trained.model)
+    encoder, trained, apart = _with_encoder(config, trained, checkpoint)
     model, cost_model = trained.model, trained.cost_model
-    _check_drawing(config, model)
-    encoder = _encoder(config, model, checkpoint)
     optimizer = make_optimizer(model, config.optim, cost_model, ranks)
     ema = WeightAverage(model, config.optim.ema) if config.optim.ema is not None else None
 
@@ -250,7 +251,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         meter=_meter(config, trained, optimizer, device, precision, ranks, pairs, checkpoint),
         feed=feed,
         steps=steps,
-        notes=(*notes, *(pairs.notes if pairs is not None else ())),
+        notes=(*notes, *apart, *(pairs.notes if pairs is not None else ())),
         router_load=RouterLoad(model, device),
         eval_set=eval_set,
         best=_best_so_far(config, position),
@@ -429,6 +430,15 @@ def _facts(run: Run) -> dict[str, Any]:
         "model": {"class": model_name(run.model), "parameters": params.total, "trainable": params.trainable},
         "resumed_from": str(run.checkpoint.folder) if run.checkpoint else None,
     }
+
+
+def _with_encoder(
+    config: TrainConfig, trained: Trained, checkpoint: Checkpoint | None
+) -> tuple[Encoder, Trained, tuple[str, ...]]:
+    """The encoder of a run, the model with ledgers of what it encodes, and a line on prompts for the start."""
+    encoder = _encoder(config, trained.model, checkpoint)
+    apart = share_prompts(config.preference, trained.model, trained.cost_model, encoder)
+    return encoder, trained.under_splits() if encoder.shares_prompts else trained, apart
 
 
 def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint | None) -> Encoder:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from headway.count import Workload, splits
+from headway.count.splits import branched
 from headway.errors import WorkloadError
 from headway.models.attention import attend
 from headway.models.attention.splits import SplitMask, _flex, split_attention
@@ -17,6 +18,7 @@ from headway.models.attention.splits import SplitMask, _flex, split_attention
 RUN = st.tuples(st.sampled_from(splits.MODES), st.integers(1, 9))
 SEGMENTS = st.lists(st.lists(RUN, min_size=1, max_size=4), min_size=1, max_size=4)
 MIXED = Workload(splits=[[("causal", 5), ("noise", 7)], [("full", 6), ("causal", 4), ("noise", 3), ("causal", 2)]] * 2)
+ANSWERED = Workload(splits=[branched(300, [140, 20]), branched(9, [1, 70, 2])], slots=600)
 
 
 def drawn(workload):
@@ -77,6 +79,18 @@ def test_single_precision_agrees_to_1e_5_and_long_prefixes_are_walked_in_blocks(
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+def test_an_answer_behind_a_shared_prompt_gets_what_it_gets_alone():
+    prompt, answers = 11, [5, 8, 1]
+    shared = Workload(splits=[branched(prompt, answers)])
+    tensors, start = heads(shared.slots), prompt
+    found = split_attention(*tensors, SplitMask.of(shared), 0.3)
+    for length in answers:
+        place = torch.cat([torch.arange(prompt), torch.arange(start, start + length)])
+        alone = split_attention(*(x[place] for x in tensors), SplitMask.of(Workload([len(place)])), 0.3)
+        torch.testing.assert_close(found[place], alone)
+        start += length
+
+
 def test_packed_segments_give_what_each_gives_alone():
     parts = [[("full", 6), ("causal", 4)], [("causal", 5), ("noise", 7)], [("full", 6), ("causal", 4)], [("causal", 9)]]
     workload = Workload(splits=parts, slots=50)
@@ -122,6 +136,7 @@ def test_a_leak_would_be_seen():
     "workload",
     [
         MIXED,
+        ANSWERED,
         Workload(splits=[[("causal", 300), ("noise", 500)], [("full", 129), ("causal", 130)]], slots=1100),
         Workload(splits=[[("noise", 128)], [("full", 256)], [("causal", 128)]]),
         Workload([700, 40]),

@@ -12,6 +12,7 @@ from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from headway.count import CostModel, Workload
+from headway.count.splits import branched
 from headway.data.bad_rows import sample_error
 from headway.data.conditions import lengths_without
 from headway.data.feed.lane_source import LaneSource, ReadPosition
@@ -88,6 +89,7 @@ class Streaming:
             return float(self.cost_model.count(workload_of(lengths.parts)).total)
         workload = Workload(
             segments_within(lengths.segments, start, stop) or [tokens],
+            splits=[branched(lengths.prompt, lengths.branches)] if lengths.branches else (),
             **lengths.media,
         )
         return float(self.cost_model.count(workload).total)
@@ -276,7 +278,10 @@ class Lane:
         streaming, budget = self._streaming, self._streaming.budget
         try:
             # Lengths without decoding media; a sample that cannot be read is skipped, an empty one dropped.
-            full_lengths = streaming.maker.encoder.measure(buffered.sample)
+            encoder = streaming.maker.encoder
+            full_lengths = encoder.measure(buffered.sample)
+            if encoder.shares_prompts:
+                full_lengths = full_lengths.with_prompt_once()
         except DataError as error:
             self._skip(sample_error(error, buffered.sample.origin))
             return

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from headway.data.bad_rows import sample_error
 from headway.data.collate import Batch, Collator
 from headway.data.conditions import sample_without
-from headway.data.encode import EncodedSample, Encoder
+from headway.data.encode import Encoder
+from headway.data.encoded import EncodedSample
 from headway.data.pack_times import charged_to, take_charges
 from headway.data.samples import Origin, Preference, Sample, SampleError, supervised, unusable
 from headway.data.sources import Source

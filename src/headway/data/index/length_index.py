@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.count import CostModel, Workload
+from headway.count.splits import branched
 from headway.data.index.table import BAD, KEY, LAYOUT, MEDIA, NUMBERS, PARTS, SEGMENTS, TARGETS, bad_rows
 from headway.data.samples import SampleError
 from headway.errors import CostModelError, DataError
-from headway.packing.budget import grid_costs, segment_costs
+from headway.packing.budget import branch_costs, grid_costs, segment_costs
 from headway.packing.parts import COLUMNS, PartCosts, PartTable, workload_of
 
 Ints = np.ndarray[Any, np.dtype[Any]]
@@ -86,6 +87,8 @@ class LengthIndex:
         targets: runs of each row's targets, from the first place to one past the last [tokens].
         part_lists: of what each row is made, by the columns of `headway.packing.parts`, for a model that draws.
         num_answers: how many answers each preference has, int32, shape (N,); 0 in other rows.
+        prompt: tokens that may stand before all answers once, int32, shape (N,); 0 in other rows.
+        branches: where they do, each such row's prompt and answers behind it [tokens]; nothing for other rows.
         keys: a number for where each row is from, int64, shape (N,); 0 but for a model that draws.
         bad: why rows cannot be used, by row.
         description: source, fingerprints and versions that the index was made from.
@@ -102,6 +105,8 @@ class LengthIndex:
     targets: RaggedArray = field(default_factory=lambda: RaggedArray.empty(0, 2))
     part_lists: RaggedArray = field(default_factory=lambda: RaggedArray.empty(0, len(COLUMNS)))
     num_answers: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    prompt: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    branches: RaggedArray = field(default_factory=lambda: RaggedArray.empty(0))
     keys: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     bad: dict[int, SampleError] = field(default_factory=dict)
     description: dict[str, Any] = field(default_factory=dict)
@@ -154,6 +159,50 @@ class LengthIndex:
         """Lengths of a row's views, of a chat that has several; nothing for other rows [tokens]."""
         return self.segments[row].tolist() if len(self.segments.values) else []
 
+    def splits_of(self, row: int) -> list[tuple[str, int]]:
+        """Runs of a row with its prompt before all answers once; nothing for other rows."""
+        prompt, *answers = self.branches[row].tolist() if len(self.branches.values) else [0]
+        return branched(prompt, answers) if answers else []
+
+    def with_prompts_once(self) -> "LengthIndex":
+        """The lengths of the same rows with each prompt that may before all of its answers once.
+
+        Vision patches, media and targets follow: a prompt's media count once, and targets move up.
+        """
+        rows = np.flatnonzero(self.prompt)
+        if not len(rows):
+            return self
+        is_shared, copies = self.prompt > 0, np.maximum(self.num_answers, 1)
+        left_out = (copies - 1) * self.prompt
+        tokens = (self.tokens - left_out).astype(self.tokens.dtype)
+        # Views of such a row are its answers: the prompt is taken from each, and put before them.
+        views = is_shared[self.segments.rows]
+        answers = self.segments.values - self.prompt[self.segments.rows]
+        counts = np.where(is_shared, self.num_answers + 1, 0)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        values = np.empty(offsets[-1], self.segments.values.dtype)
+        firsts = np.zeros(offsets[-1], bool)
+        firsts[offsets[rows]] = True
+        values[firsts], values[~firsts] = self.prompt[rows], answers[views]
+        # The answer of each target, by places in all rows end to end.
+        begins = np.concatenate([[0], np.cumsum(self.tokens[:-1], dtype=np.int64)])
+        view_ends = begins[self.segments.rows] + _running(self.segments)
+        place = begins[self.targets.rows] + self.targets.values[:, 0]
+        before = np.searchsorted(view_ends[views], place, side="right")
+        first_view = np.concatenate([[0], np.cumsum(np.where(is_shared, self.num_answers, 0))])[:-1]
+        moved = np.where(is_shared, self.prompt, 0)[self.targets.rows] * (before - first_view[self.targets.rows])
+        targets = self.targets.values - moved.astype(self.targets.values.dtype)[:, None]
+        return replace(
+            self,
+            tokens=tokens,
+            media_end=np.where(is_shared, tokens, self.media_end),
+            patches=np.where(is_shared, self.patches // copies, self.patches),
+            media={name: _first_of(ragged, np.where(is_shared, copies, 1)) for name, ragged in self.media.items()},
+            segments=_kept(self.segments, ~views),
+            targets=RaggedArray(self.targets.offsets, targets),
+            branches=RaggedArray(offsets, values),
+        )
+
     def costs(self, cost_model: CostModel) -> Ints:
         """Count the useful FLOPs of training on each row, forward and backward.
 
@@ -176,6 +225,11 @@ class LengthIndex:
             rows += np.bincount(
                 self.segments.rows, segment_costs(cost_model, self.segments.values), minlength=len(self)
             )
+        if len(self.branches.values):
+            firsts = self.branches.offsets[:-1][np.diff(self.branches.offsets) > 0]
+            rows[self.branches.rows[firsts]] = 0
+            costs = branch_costs(cost_model, self.branches.values, firsts)
+            rows += np.bincount(self.branches.rows, costs, minlength=len(self))
         for kind, ragged in self.media.items():
             if len(ragged.values):
                 rows += np.bincount(ragged.rows, grid_costs(cost_model, ragged.values, kind), minlength=len(self))
@@ -257,6 +311,26 @@ def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, An
     return columns | {"media": media, "keys": columns.pop(KEY), "part_lists": columns.pop(PARTS)}
 
 
+def _running(ragged: RaggedArray) -> Ints:
+    """Sums of each row's values up to each of them, shape (M,)."""
+    sums = np.cumsum(ragged.values, dtype=np.int64)
+    before = np.concatenate([[0], sums])[ragged.offsets[:-1]]
+    running: Ints = sums - np.repeat(before, np.diff(ragged.offsets))
+    return running
+
+
+def _kept(ragged: RaggedArray, chosen: Ints) -> RaggedArray:
+    """The values that are chosen, in their rows."""
+    offsets = np.concatenate([[0], np.cumsum(chosen)])[ragged.offsets]
+    return RaggedArray(offsets, ragged.values[chosen])
+
+
+def _first_of(ragged: RaggedArray, parts: Ints) -> RaggedArray:
+    """The first of so many equal parts of each row's values."""
+    place = np.arange(len(ragged.values)) - np.repeat(ragged.offsets[:-1], np.diff(ragged.offsets))
+    return _kept(ragged, place < (np.diff(ragged.offsets) // parts)[ragged.rows])
+
+
 def _ragged(chunk: pa.ListArray) -> RaggedArray:
     flat = chunk.flatten()
     if pa.types.is_struct(flat.type):
@@ -285,7 +359,9 @@ def _check_additive(index: LengthIndex, rows: Ints, cost_model: CostModel) -> No
         return
     row = int(index.patches.argmax())
     media: dict[str, Any] = {name: ragged[row] for name, ragged in index.media.items()}
-    workload = Workload(index.segments_of(row) or [int(index.tokens[row])], **media)
+    splits = index.splits_of(row)
+    segments = index.segments_of(row) or [int(index.tokens[row])]
+    workload = Workload(segments, splits=[splits] if splits else (), **media)
     flops = cost_model.count(workload).total
     if not np.isclose(rows[row], flops, rtol=1e-9):
         raise CostModelError(

@@ -13,10 +13,10 @@ from headway.count.modalities import in_chats
 from headway.data.samples import Origin, SampleError, SampleLengths
 from headway.packing.parts import COLUMNS
 
-LAYOUT = 6
+LAYOUT = 7
 """Version of the columns' names and meaning; part of every index's key."""
 
-NUMBERS = ("tokens", "supervised", "first_target", "media_end", "patches", "num_answers")
+NUMBERS = ("tokens", "supervised", "first_target", "media_end", "patches", "num_answers", "prompt")
 MEDIA = {row.column: row for row in in_chats().values()}  # kinds of media by their columns
 TARGETS = "targets"
 SEGMENTS = "segments"

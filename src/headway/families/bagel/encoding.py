@@ -21,7 +21,8 @@ import transformers
 from PIL import Image as Pillow
 
 from headway.data.collate import PADDING_TOKEN, Batch, Collator
-from headway.data.encode import EncodedSample, Encoder, tokenizer_settings
+from headway.data.encode import Encoder, tokenizer_settings
+from headway.data.encoded import EncodedSample
 from headway.data.media.images import MAX_IMAGE_PIXELS, Picture, check_limit
 from headway.data.media.media_reader import MediaReader
 from headway.data.media.placeholders import MAX_CHARACTERS

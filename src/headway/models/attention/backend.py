@@ -5,7 +5,8 @@ length in one call, L their length, D head size.
 
 The language pack's boundaries travel as model-forward keywords that transformers hands down to every attention call:
 `pack_cu_seqlens` (int32, shape (N+1,), on the model's device) and `pack_max_seqlen` (int). A vision tower passes the
-boundaries of its own images or windows, and those win. Without either, each batch row is one segment. Where
+boundaries of its own images or windows, and those win. Without either, each batch row is one segment. Where answers
+share a prompt, `pack_splits` is the mask. Where
 several processes share the pack (or the tower's patches), `pack_split` says how, and attention exchanges this process's
 slots of all heads for all slots of its heads and back (`parallel.exchange`). Bidirectional
 attention without boundaries of its own (a vision tower that works on a batch of equal images) takes rows as segments
@@ -132,6 +133,7 @@ def attend(
     pack_cu_seqlens: torch.Tensor | None = None,
     pack_max_seqlen: int | None = None,
     pack_split: Split | None = None,
+    pack_splits: SplitMask | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within segments; the function that transformers' models call.
@@ -154,6 +156,7 @@ def attend(
         pack_cu_seqlens: the language pack's segment boundaries, shape (N+1,).
         pack_max_seqlen: the longest of those segments [tokens].
         pack_split: how the slots are dealt to several processes; T are this process's then, and B is 1.
+        pack_splits: who sees whom within the language pack's segments, where that is more than causality.
 
     Returns:
         The attended values, shape (B, T, H, Dv), and None where transformers has a place for attention weights.
@@ -178,6 +181,9 @@ def attend(
 
     # The mask is one of three: runs within segments, a rule to evaluate, or a boolean tensor written out.
     splits = attention_mask if isinstance(attention_mask, SplitMask) else None
+    if pack_splits is not None and causal and cu_seq_lens_q is None:
+        splits = pack_splits
+        _check_plain(attention_mask, window, softcap, s_aux)
     own = attention_mask if isinstance(attention_mask, SegmentMask) else None
     written = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.numel() else None
     if (own is not None or written is not None) and pack_split is not None:
@@ -216,6 +222,18 @@ def attend(
     if pack_split is not None:
         out_THD = heads_to_tokens(out_THD, query.shape[2], query.shape[1], pack_split)
     return out_THD.reshape(query.shape[0], query.shape[2], *out_THD.shape[1:]), None
+
+
+def _check_plain(mask: Any, window: int | None, softcap: float | None, sinks_H: torch.Tensor | None) -> None:
+    """Refuse attention that is more than causal where a pack's splits take the place of its mask."""
+    written = isinstance(mask, SegmentMask) or (isinstance(mask, torch.Tensor) and mask.numel() > 0)
+    more = {"a mask of its own": written, f"a window of {window} tokens": window is not None}
+    more |= {f"scores capped at {softcap}": softcap is not None, "sinks": sinks_H is not None}
+    if reasons := [what for what, is_there in more.items() if is_there]:
+        raise ConfigError(
+            f"Answers of this pack share a prompt, and the model attends with {', '.join(reasons)}, which does not go "
+            "with it. Set preference.shared_prompts to false."
+        )
 
 
 def _within_segments(

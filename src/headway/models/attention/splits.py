@@ -1,4 +1,4 @@
-"""Attention under splits: the runs of a segment that see each other causally, in full, or as noise that nobody reads.
+"""Attention under splits: runs of a segment that see themselves causally or in full, and are seen by later ones or not.
 
 Made once per pack, on the CPU; the same object serves every layer. On a CPU, segments of the same runs are one batch,
 and each run is a few fused kernel calls on the keys that it sees; on CUDA it is FlexAttention with a block mask, whose
@@ -34,7 +34,8 @@ class SplitMask:
 
     Attributes:
         groups: the segments by their runs, each with its slots, shape (M L,); padding is a segment of its own.
-        place_3T: number of the segment and of the run, and the run's mode, of each slot, int32.
+        place_4T: number of the segment and of the run of each slot, and whether the run sees itself causally and
+            whether later ones see it, int32.
         blocks: which blocks of keys each block of queries sees in part and in full, each as a number, shape (Q,), and
             indices, shape (Q, Q); int32.
         order: where each slot lies among the rows that attention is given, and the slot of each row, shape (T,) each;
@@ -42,7 +43,7 @@ class SplitMask:
     """
 
     groups: tuple[tuple[Runs, torch.Tensor], ...]
-    place_3T: torch.Tensor
+    place_4T: torch.Tensor
     blocks: tuple[torch.Tensor, ...]
     order: tuple[torch.Tensor, ...] = ()
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -71,15 +72,16 @@ class SplitMask:
             slots.setdefault(own, []).append(torch.arange(start, start + length))
             first, start = last, start + length
         segment = np.repeat(np.arange(len(lengths)), lengths)
-        run, mode = (np.repeat(column, runs[:, 1]) for column in (np.arange(len(runs)), runs[:, 0]))
-        groups = tuple((own, torch.cat(places)) for own, places in slots.items())
-        return cls(groups, torch.from_numpy(np.stack([segment, run, mode]).astype(np.int32)), _blocks(lengths, runs))
+        columns = (np.arange(len(runs)), splits.IS_CAUSAL[runs[:, 0]], splits.IS_VISIBLE[runs[:, 0]])
+        places = np.stack([segment, *(np.repeat(column, runs[:, 1]) for column in columns)]).astype(np.int32)
+        groups = tuple((own, torch.cat(parts)) for own, parts in slots.items())
+        return cls(groups, torch.from_numpy(places), _blocks(lengths, runs))
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SplitMask":
         """The same mask with its tensors changed: moved, or pinned."""
         groups = tuple((runs, change(slots)) for runs, slots in self.groups)
         blocks, order = tuple(map(change, self.blocks)), tuple(map(change, self.order))
-        return replace(self, groups=groups, place_3T=change(self.place_3T), blocks=blocks, order=order, _cache={})
+        return replace(self, groups=groups, place_4T=change(self.place_4T), blocks=blocks, order=order, _cache={})
 
     def of_rows(self, slots_T: torch.Tensor) -> "SplitMask":
         """The same mask for rows that are the slots in another order, such as that of the processes that hold them."""
@@ -87,29 +89,29 @@ class SplitMask:
 
     def dense(self) -> torch.Tensor:
         """Whether each query sees each key, shape (1, 1, T, T)."""
-        slot = torch.arange(self.place_3T.shape[1], device=self.place_3T.device)
-        return _rule(self.place_3T)(None, None, slot[:, None], slot)[None, None]
+        slot = torch.arange(self.place_4T.shape[1], device=self.place_4T.device)
+        return _rule(self.place_4T)(None, None, slot[:, None], slot)[None, None]
 
     def block_mask(self) -> Any:
         """The mask as FlexAttention takes it; made at the first call."""
         from torch.nn.attention.flex_attention import BlockMask
 
         if "block_mask" not in self._cache:
-            slots = self.place_3T.shape[1]
+            slots = self.place_4T.shape[1]
             part, part_indices, full, full_indices = (block[None, None] for block in self.blocks)
             self._cache["block_mask"] = BlockMask.from_kv_blocks(
-                part, part_indices, full, full_indices, _BLOCK, _rule(self.place_3T), seq_lengths=(slots, slots)
+                part, part_indices, full, full_indices, _BLOCK, _rule(self.place_4T), seq_lengths=(slots, slots)
             )
         return self._cache["block_mask"]
 
 
-def _rule(place_3T: torch.Tensor) -> Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]:
+def _rule(place_4T: torch.Tensor) -> Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]:
     """Say whether a query sees a key, as FlexAttention asks: by batch row, head and their slots."""
 
     def sees(_row: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        segment_T, run_T, mode_T = place_3T
-        own = (run_T[query] == run_T[key]) & ((mode_T[query] != splits.CAUSAL) | (key <= query))
-        earlier = (run_T[query] > run_T[key]) & (mode_T[key] != splits.NOISE)
+        segment_T, run_T, causal_T, visible_T = place_4T
+        own = (run_T[query] == run_T[key]) & ((causal_T[query] == 0) | (key <= query))
+        earlier = (run_T[query] > run_T[key]) & (visible_T[key] != 0)
         visible: torch.Tensor = (segment_T[query] == segment_T[key]) & (own | earlier)
         return visible
 
@@ -141,8 +143,8 @@ def split_attention(
         WorkloadError: the mask is of another number of slots.
         ConfigError: dropout on CUDA.
     """
-    if len(q_THD) != mask.place_3T.shape[1]:
-        raise WorkloadError(f"the mask is of {mask.place_3T.shape[1]} slots, and attention of {len(q_THD)}.")
+    if len(q_THD) != mask.place_4T.shape[1]:
+        raise WorkloadError(f"the mask is of {mask.place_4T.shape[1]} slots, and attention of {len(q_THD)}.")
     if q_THD.shape[1] == 0:  # more processes than heads: this one has none to attend with
         return q_THD.reshape(len(q_THD), 0, v_TKD.shape[2])
     if not mask.order:
@@ -195,7 +197,7 @@ def _by_run(
     start, before = 0, list[slice]()  # the visible runs behind
     for mode, tokens in runs:
         run = slice(start, start + tokens)
-        if mode != splits.CAUSAL:
+        if not splits.IS_CAUSAL[mode]:
             yield attend(run, before, run)
         elif not before:
             yield attend(run, before, run, is_causal=True)
@@ -205,7 +207,7 @@ def _by_run(
                 rows = slice(first, min(first + _ROWS, run.stop))
                 allowed = torch.ones(rows.stop - first, visible + rows.stop - start, dtype=torch.bool)
                 yield attend(rows, before, slice(start, rows.stop), attn_mask=allowed.tril(visible + first - start))
-        if mode != splits.NOISE:
+        if splits.IS_VISIBLE[mode]:
             before.append(run)
         start = run.stop
 
@@ -233,14 +235,14 @@ def _blocks(lengths: list[int], runs: NDArray[np.int64]) -> tuple[torch.Tensor, 
         own, queries = overlap(start, start + tokens), np.arange(start, start + tokens)
         pairs += np.outer(own, visible)
         # Within a causal run, query q sees q + 1 - first of its own keys: counted exactly for each block.
-        if mode == splits.CAUSAL:
+        if splits.IS_CAUSAL[mode]:
             causal_pairs = np.clip(queries[:, None] + 1 - np.maximum(starts, start), 0, own)
             blocks, firsts = np.unique(queries // _BLOCK, return_index=True)
             pairs[blocks] += np.add.reduceat(causal_pairs, firsts)
         else:
             pairs += np.outer(own, own)
-        # A run of noise is seen by nobody but itself.
-        visible = visible + own * (mode != splits.NOISE)
+        # Noise and branches are seen by nobody but themselves.
+        visible = visible + own * int(splits.IS_VISIBLE[mode])
         start += tokens
         # A new segment sees nothing of the last one.
         if start == ends[number]:

@@ -125,7 +125,7 @@ def _cut_deepstack(inputs: dict[str, Any], local: slice) -> None:
 
 def _check_attention(decoder: PreTrainedModel, degree: int) -> None:
     config: Any = decoder.config.get_text_config()
-    mixing = _mixes_tokens(decoder)
+    mixing = mixes_tokens(decoder)
     if mixing is not None:
         raise ConfigError(
             f"parallel.sequence is {degree}, but {mixing} mixes tokens outside attention, so its tokens cannot be "
@@ -144,7 +144,7 @@ def _check_attention(decoder: PreTrainedModel, degree: int) -> None:
         )
 
 
-def _mixes_tokens(decoder: PreTrainedModel) -> str | None:
+def mixes_tokens(decoder: PreTrainedModel) -> str | None:
     """Name the first layer that mixes tokens by a state or a convolution; None if all do by attention alone."""
     modules = dict(decoder.named_modules())
     for name, module in modules.items():
