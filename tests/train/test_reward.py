@@ -212,7 +212,9 @@ def test_what_a_run_exports_scores_in_plain_transformers_as_here(words, base, lo
     trained = AutoModelForSequenceClassification.from_pretrained(summary.model if not lora else base, num_labels=1)
     if not lora:
         assert not torch.equal(first.score.weight, trained.score.weight)
-    assert "reward-model" in (summary.model / "README.md").read_text()
+    card = (summary.model / "README.md").read_text()
+    assert "reward-model" in card
+    assert "of 7 pairs right" in card
     # held-out pairs are judged in the run as afterwards, by the run and by what it exported
     records = read_metrics(folder / "metrics.jsonl")
     (in_run,) = [record for record in records if record["kind"] == "evaluation"]

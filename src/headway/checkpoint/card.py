@@ -179,11 +179,12 @@ def _facts(machine: Mapping[str, Any], sums: _Sums) -> list[tuple[str, str]]:
         facts.append(("loss", f"{losses.first:.4f} first, {losses.last:.4f} at the end"))
     if sums.evaluation is not None:
         evaluation = sums.evaluation
-        facts.append((
-            "held-out samples",
-            f"{format_share(evaluation['exact_match'])} exact ({evaluation['exact']:,} of {evaluation['samples']:,}), "
-            f"loss {evaluation['loss']:.4f} after step {evaluation['step']:,}",
-        ))  # fmt: skip
+        if "pairs" in evaluation:
+            right = f"{format_share(evaluation['accuracy'])} of {evaluation['pairs']:,} pairs right"
+        else:
+            counts = f"{evaluation['exact']:,} of {evaluation['samples']:,}"
+            right = f"{format_share(evaluation['exact_match'])} exact ({counts})"
+        facts.append(("held-out samples", f"{right}, loss {evaluation['loss']:.4f} after step {evaluation['step']:,}"))
     facts += [
         ("FLOPs", f"{sums.flops:.4g} of the model, convention `{last['convention']}`"),
         ("time in steps", format_duration(sums.wall_s)),
