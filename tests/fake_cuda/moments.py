@@ -4,7 +4,6 @@ The engine's own code trains: `build_trained`, `ModelWithLoss`, clipping, the op
 them. Every living storage on the device is counted, in units of the allocator's 512 bytes.
 """
 
-import math
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from headway.families.bagel.model import BagelConfig
 from headway.models.load import rope_index
 from headway.models.losses import IGNORED
 from headway.models.parallel import local, reduce_gradients
-from headway.models.parallel.clip import clip_
+from headway.models.parallel.clip import clipping_factor, gradient_norm
 from headway.models.parallel.ranks import Ranks
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
@@ -288,9 +287,10 @@ def train(
                     torch.autograd.backward(pack.total)
                 sources.index_add_(0, moved.source_of_slots()[local_part], pack.loss_T)
         with watch.at(f"{first}update"):
-            norm = clip_(parameters, config.optim.clip or math.inf)
+            norm = gradient_norm(parameters)
+            factor = None if config.optim.clip is None else clipping_factor(norm, config.optim.clip)
             numbers = torch.cat([sources, norm.to(sources)[None], load.take(lambda _: None)])
-            take_step(optimizer, numbers, skips=config.optim.on_nonfinite == "skip")
+            take_step(optimizer, numbers, factor=factor, skips=config.optim.on_nonfinite == "skip")
             if average is not None:
                 average.update(step)
             held = held_by(model, optimizer)

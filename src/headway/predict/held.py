@@ -45,6 +45,7 @@ class State:
     compute_bytes: int = BFLOAT16  # bytes of a weight as matrix products see it
     moment_bytes: float = FLOAT32  # bytes of an optimizer moment; 8-bit codes and their scales are 1 + 4 / 256
     muon: bool = False  # whether matrices of hidden layers have one moment instead of two
+    clips: bool = True  # whether gradients are scaled to a norm
     averaged: bool = False  # whether there is a moving average of the weights that learn, in float32
     average_every: int = 1  # steps between its updates
     muon_iterations: int = 5  # of Newton-Schulz

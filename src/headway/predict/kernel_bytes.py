@@ -86,6 +86,27 @@ def update_bytes(state: State, trained: int, moments: int, update: Update) -> fl
     return num_bytes
 
 
+def clipping_bytes(state: State, trained: int, update: Update) -> int:
+    """Count the bytes that the norm of gradients and clipping move.
+
+    The norm reads gradients. A kernel that makes one pass scales them as it reads them; others have them scaled first,
+    in float32: gradients themselves or copies.
+
+    Args:
+        state: dtypes of weights, which gradients have, and of moments.
+        trained: weights that learn.
+        update: how the optimizer computes.
+
+    >>> clipping_bytes(State(weight_bytes=2, moment_bytes=2), 1, "one pass")
+    2
+    >>> clipping_bytes(State(weight_bytes=4, moment_bytes=4), 1, "one pass")
+    12
+    """
+    is_kernel_s = update == "one pass" and BFLOAT16 <= min(state.weight_bytes, state.moment_bytes) < FLOAT32
+    scaled = 2 * FLOAT32 if state.clips and not is_kernel_s else 0
+    return (state.weight_bytes + scaled) * trained
+
+
 def loss_bytes(cost_model: CostModel, slots: float, state: State, *, fused: bool) -> float:
     """Count the bytes that a pack's loss moves beside its products; 0 without a language head.
 

@@ -31,6 +31,7 @@ from headway.predict.kernel_bytes import (
     SUMMED,
     TOP_K_S,
     Kernels,
+    clipping_bytes,
     loss_bytes,
     routed_values,
     update_bytes,
@@ -399,8 +400,8 @@ class StepTimes:
     def _optimizer_s(self, work: StepWork, state: State) -> Cases:
         """Time of an update: bytes of what it reads and writes, and Muon's products."""
         # gradients are read for their norm and scaled; then the update reads and writes what it is about
-        trained, moments = self._trained, num_moments(self._cost_model, muon=state.muon)
-        num_bytes = 3 * state.weight_bytes * trained + update_bytes(state, trained, moments, self._kernels.update)
+        trained, moments, update = self._trained, num_moments(self._cost_model, muon=state.muon), self._kernels.update
+        num_bytes = clipping_bytes(state, trained, update) + update_bytes(state, trained, moments, update)
         # the moving average is read and written, and the weights read for it, at some of the steps
         if state.averaged:
             num_bytes += (2 * FLOAT32 + state.weight_bytes) * self._trained / state.average_every
