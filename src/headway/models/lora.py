@@ -284,6 +284,8 @@ def _inject(model: PreTrainedModel, config: Any) -> None:
     for _, layer in _layers(model):
         for part in (layer.lora_A, layer.lora_B):
             part.to(layer.base_layer.weight.dtype)
+        # Autocast casts inputs for adapters as for the layer beside them; peft would have cast them to float32 before.
+        layer.cast_input_dtype_enabled = False
     if rows is not None:
         add_new_rows(model, next(iter(rows.values())))
         config.trainable_token_indices = rows  # which is what the model has noted
