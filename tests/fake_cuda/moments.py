@@ -42,10 +42,13 @@ from headway.packing.parts import SamplePart
 from headway.plugins import register_families
 from headway.predict.dry_run import memory_plan
 from headway.predict.memory import MemoryPlan
+from headway.predict.reference import is_each_step
 from headway.predict.saved_activations import saved_of_partly_trained
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
 from headway.tracing.build import model_on_shapes
+from headway.train.preference import AdaptersOff
+from headway.train.reference import Scoring
 
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
 """When memory is looked at; the last three are of the second step, in which moments are there from the start."""
@@ -268,6 +271,10 @@ def train(
         optimizer = make_optimizer(model, config.optim, trained.cost_model, Ranks(0, 1))
         average = None if config.optim.ema is None else WeightAverage(model, config.optim.ema)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # preferences weigh losses once they are known; where adapters are off, their reference is computed for each pack
+    weigh = None if config.preference is None else torch.ones_like
+    scoring = Scoring(trained.model_with_loss, device, precision.autocast, group)
+    off = AdaptersOff(scoring, trained.plain_cost_model, trained.model_with_loss) if is_each_step(config) else None
     load = RouterLoad(model, device)
     watch.pinned = {t.untyped_storage()._cdata for t in steps._tensors(batch)}
     held: Counter[str] = Counter()
@@ -279,7 +286,9 @@ def train(
             reduce_gradients(model, now=number + 1 == config.optim.accumulation or config.parallel.reduce == "pack")
             with watch.at(f"{first}forward"), precision.autocast():
                 moved = batch.to(device)
-                pack = trained.model_with_loss(moved.model_inputs(), moved.labels_1T[0, local_part], per=1)
+                if off is not None:
+                    off.of(moved)
+                pack = trained.model_with_loss(moved.model_inputs(), moved.labels_1T[0, local_part], weigh=weigh)
             with watch.at(f"{first}backward"):
                 if device.type == "cuda":
                     backward(pack.total, watch)
