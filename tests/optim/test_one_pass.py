@@ -201,7 +201,8 @@ def test_on_cuda_the_kernel_and_copies_come_to_the_same(dtype, held):
             for parameters in both:
                 parameters[place].grad = gradient.clone()
         for optimizer in optimizers:
-            take_step(optimizer, torch.tensor([norm], device="cuda"), skips=True)
+            factor = torch.tensor(0.3 * norm, device="cuda")
+            take_step(optimizer, torch.tensor([norm], device="cuda"), factor=factor, skips=True)
         assert all(torch.equal(a, b) for a, b in zip(before, both[0], strict=True)) == math.isnan(norm), number
     for one, other in zip(*both, strict=True):
         states = [optimizer.state[p] for optimizer, p in zip(optimizers, (one, other), strict=True)]
