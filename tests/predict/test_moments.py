@@ -71,7 +71,8 @@ SLOW = {
 
 
 def check(found, plan):
-    assert plan.peak == pytest.approx(found.peak, rel=TARGET)
+    # torch 2.11 holds one block's input longer, which is 8 of 285 MiB with adapters
+    assert plan.peak == pytest.approx(found.peak, rel=TARGET if IS_NEW else 0.06)
     assert tuple(one.name for one in plan.moments) == MOMENTS == PLANNED
     # A moment that is not the fullest is allowed what is small beside the peak; torch 2.11 has up to 8 % more there.
     for one in plan.moments if IS_NEW else ():
