@@ -33,7 +33,7 @@ from headway.devices.ceilings import matmul_ceiling
 from headway.meter import Meter, Window
 from headway.meter.profile import ProfiledSteps, profile
 from headway.models import load_model
-from headway.models.parallel import clip_
+from headway.models.parallel import clipping_factor, gradient_norm
 from headway.models.parallel.ranks import Ranks
 from headway.models.precision import choose_device, choose_precision
 from headway.optim import learning_rate, make_optimizer, set_learning_rate
@@ -183,7 +183,8 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         with precision.autocast():
             pack = trained.model_with_loss(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised)
         torch.autograd.backward(pack.total)
-        clip_(parameters, math.inf if config.optim.clip is None else config.optim.clip)
+        norm = gradient_norm(parameters)
+        optimizer.factor = None if config.optim.clip is None else clipping_factor(norm, config.optim.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return pack.total.detach()

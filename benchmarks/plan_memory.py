@@ -55,12 +55,15 @@ ON_CUDA: tuple[tuple[str, ...], ...] = (
     ("image", "model.freeze=[vision]"), ("image", _TWICE, _HALF), ("image", _LORA, _FULL), ("video",), ("video", _FULL),
     ("video", _PARAMS, _KEPT), ("video", "model.freeze=[language]"), ("video", "model.freeze=[vision]"), ("experts",),
     ("experts", _FULL), ("experts", _PARAMS), ("experts", _CODES, _HALF), ("experts", _MUON), ("experts", _LORA),
+    # adapters under autocast, whose blocks are computed again
+    ("text", _LORA, _FULL, _CHUNK), ("text", _LORA, _KEPT, _CHUNK), ("text", _LORA, _PARAMS, _FULL, _CHUNK),
     # models on which no rule of the plan was mended
     ("llama",), ("llama", _KEPT), ("llama", _PARAMS, _MUON), ("llama", _CODES, _FULL), ("llama", _LORA, _TWICE),
     ("mixtral",), ("mixtral", _FULL), ("mixtral", _PARAMS, _CHUNK),
     # frozen bases in 4 and 8 bits
     ("text", _LORA, _NF4), ("text", _LORA, _NF4, _FULL), ("text", _LORA, _NF4, _PARAMS), ("llama", _LORA, _NF4, _FULL),
     ("experts", _LORA, _NF4, _FULL), ("image", _LORA, _NF4), ("text", _LORA, _INT8, _FULL),
+    ("text", _LORA, _NF4, _FULL, _CHUNK), ("llama", _LORA, _FULL, _CHUNK),
 )  # fmt: skip
 """Kind of model and settings, on one pretended CUDA device."""
 

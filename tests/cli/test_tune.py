@@ -1,5 +1,6 @@
 """`headway tune`: what it prints and writes, and what it refuses."""
 
+import importlib
 import json
 
 import pytest
@@ -137,7 +138,8 @@ def test_a_device_without_bandwidth_is_refused(headway, monkeypatch, tmp_path):
 
 
 def test_a_model_without_saved_activations_is_refused(headway, monkeypatch):
-    monkeypatch.setattr("headway.count.activations._shipped", dict)
+    # the module that the command will import, which is not its package's attribute where a test has imported it anew
+    monkeypatch.setattr(importlib.import_module("headway.count.activations"), "_shipped", dict)
     result = headway("tune", RECIPE)
     assert (result.code, "no saved activations of 'qwen2.5-7b' ship" in result.err) == (1, True)
 

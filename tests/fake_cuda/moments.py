@@ -4,7 +4,6 @@ The engine's own code trains: `build_trained`, `ModelWithLoss`, clipping, the op
 them. Every living storage on the device is counted, in units of the allocator's 512 bytes.
 """
 
-import math
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from headway.families.bagel.model import BagelConfig
 from headway.models.load import rope_index
 from headway.models.losses import IGNORED
 from headway.models.parallel import local, reduce_gradients
-from headway.models.parallel.clip import clip_
+from headway.models.parallel.clip import clipping_factor, gradient_norm
 from headway.models.parallel.ranks import Ranks
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
@@ -43,10 +42,13 @@ from headway.packing.parts import SamplePart
 from headway.plugins import register_families
 from headway.predict.dry_run import memory_plan
 from headway.predict.memory import MemoryPlan
+from headway.predict.reference import is_each_step
 from headway.predict.saved_activations import saved_of_partly_trained
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
 from headway.tracing.build import model_on_shapes
+from headway.train.preference import AdaptersOff
+from headway.train.reference import Scoring
 
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
 """When memory is looked at; the last three are of the second step, in which moments are there from the start."""
@@ -269,6 +271,10 @@ def train(
         optimizer = make_optimizer(model, config.optim, trained.cost_model, Ranks(0, 1))
         average = None if config.optim.ema is None else WeightAverage(model, config.optim.ema)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # preferences weigh losses once they are known; where adapters are off, their reference is computed for each pack
+    weigh = None if config.preference is None else torch.ones_like
+    scoring = Scoring(trained.model_with_loss, device, precision.autocast, group)
+    off = AdaptersOff(scoring, trained.plain_cost_model, trained.model_with_loss) if is_each_step(config) else None
     load = RouterLoad(model, device)
     watch.pinned = {t.untyped_storage()._cdata for t in steps._tensors(batch)}
     held: Counter[str] = Counter()
@@ -280,7 +286,9 @@ def train(
             reduce_gradients(model, now=number + 1 == config.optim.accumulation or config.parallel.reduce == "pack")
             with watch.at(f"{first}forward"), precision.autocast():
                 moved = batch.to(device)
-                pack = trained.model_with_loss(moved.model_inputs(), moved.labels_1T[0, local_part], per=1)
+                if off is not None:
+                    off.of(moved)
+                pack = trained.model_with_loss(moved.model_inputs(), moved.labels_1T[0, local_part], weigh=weigh)
             with watch.at(f"{first}backward"):
                 if device.type == "cuda":
                     backward(pack.total, watch)
@@ -288,9 +296,10 @@ def train(
                     torch.autograd.backward(pack.total)
                 sources.index_add_(0, moved.source_of_slots()[local_part], pack.loss_T)
         with watch.at(f"{first}update"):
-            norm = clip_(parameters, config.optim.clip or math.inf)
+            norm = gradient_norm(parameters)
+            factor = None if config.optim.clip is None else clipping_factor(norm, config.optim.clip)
             numbers = torch.cat([sources, norm.to(sources)[None], load.take(lambda _: None)])
-            take_step(optimizer, numbers, skips=config.optim.on_nonfinite == "skip")
+            take_step(optimizer, numbers, factor=factor, skips=config.optim.on_nonfinite == "skip")
             if average is not None:
                 average.update(step)
             held = held_by(model, optimizer)

@@ -31,7 +31,7 @@ from headway.data import EncodedSample, Origin
 from headway.data.collate import Batch, Collator
 from headway.data.media.tensors import MediaTensors
 from headway.models.load import load_model, rope_index
-from headway.models.parallel.clip import clip_
+from headway.models.parallel.clip import clipping_factor, gradient_norm
 from headway.models.precision import choose_precision
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
@@ -199,9 +199,10 @@ def _step(
     }
     del pack
     with watch.at("update"):
-        norm = clip_(parameters, config.optim.clip or math.inf)
+        norm = gradient_norm(parameters)
+        factor = None if config.optim.clip is None else clipping_factor(norm, config.optim.clip)
         numbers = torch.cat([sources, norm.to(sources)[None], load.take(lambda _: None)])
-        take_step(optimizer, numbers, skips=config.optim.on_nonfinite == "skip")
+        take_step(optimizer, numbers, factor=factor, skips=config.optim.on_nonfinite == "skip")
         optimizer.zero_grad(set_to_none=True)
     workload = batch.workload
     patches = sum(math.prod(map(int, grid)) for grid in (*workload.images, *workload.videos))

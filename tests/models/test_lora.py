@@ -71,6 +71,24 @@ def test_adapters_start_as_pefts_and_change_nothing():
         assert 0.95 / 48**0.5 < numbers.abs().max() < 1 / 48**0.5
 
 
+def test_under_autocast_adapters_read_what_their_layer_reads_and_learn_as_with_pefts_casts():
+    """peft casts inputs to the adapter's float32, which autocast casts back: the same numbers, in more memory."""
+    gradients, read = [], []
+    for casts in (False, True):
+        model, dtypes = adapted("qwen3"), set()
+        for layer in (module for module in model.modules() if hasattr(module, "lora_A")):
+            layer.cast_input_dtype_enabled = casts or layer.cast_input_dtype_enabled
+            layer.lora_A["default"].register_forward_pre_hook(lambda _, inputs, to=dtypes: to.add(inputs[0].dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=IDS, labels=IDS).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        read.append(dtypes)
+    assert torch.bfloat16 in read[0]
+    assert read[1] == {torch.float32}
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+
+
 def test_first_weights_follow_from_seed_and_name_alone():
     one, other = adapted("qwen3", trained=False), adapted("qwen3", ["q_proj"], trained=False)
     names = [name for name, _ in other.named_parameters() if is_adapter(name)]

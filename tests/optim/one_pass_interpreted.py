@@ -24,9 +24,9 @@ def tensors_of(numel, weight_type, moment_type, seed=0):
     return [weight.to(weight_type), gradient.to(weight_type), first.to(moment_type), second.to(moment_type)]
 
 
-def update(tensors, count=3, seed=1, group=GROUP, found_inf=None):
+def update(tensors, count=3, seed=1, group=GROUP, found_inf=None, factor=None):
     tensors = [tensor.clone() for tensor in tensors]
-    update_(tensors, numbers_of([torch.tensor(float(count))], group, found_inf)[0], group, seed)
+    update_(tensors, numbers_of([torch.tensor(float(count))], group, found_inf, factor)[0], group, seed)
     return tensors
 
 
@@ -101,6 +101,22 @@ def test_a_step_that_is_left_out_changes_nothing(types):
     assert not torch.equal(update(tensors, found_inf=torch.tensor(0.0))[0], tensors[0])
 
 
+@pytest.mark.parametrize("types", TYPES)
+def test_a_factor_multiplies_the_gradient_in_float32_and_leaves_it(types):
+    tensors, factor = tensors_of(5001, *types), torch.tensor(0.3)
+    scaled = [tensors[0], tensors[1].float() * factor, *tensors[2:]]
+    eps = 4 * torch.finfo(FP32).eps
+    after = update(tensors, factor=factor)
+    for result, expected in zip(after[::2] + after[3:], [exact(scaled)[place] for place in (0, 2, 3)], strict=True):
+        rtol = eps if result.dtype is FP32 else torch.finfo(BF16).eps
+        torch.testing.assert_close(result.float(), expected, rtol=rtol, atol=eps)
+    assert torch.equal(after[1], tensors[1])
+    # a product rounded to bfloat16 would have been another one, and a factor of 1 is none
+    assert not torch.equal(scaled[1].to(BF16).float(), scaled[1])
+    for one, none in zip(update(tensors, factor=torch.tensor(1.0)), update(tensors), strict=True):
+        assert torch.equal(one, none)
+
+
 def test_nan_stays_nan_whatever_its_bits():
     tensors = tensors_of(4096, BF16, BF16)
     tensors[1].view(torch.int16).fill_(0x7FFF)
@@ -145,7 +161,7 @@ def test_an_optimizer_steps_skips_and_goes_on_with_the_kernel_as_without(held, m
         before = [p.detach().clone() for p in parameters]
         for each, its_optimizer in ((parameters, optimizer), (copies, by_copies)):
             give_gradients(each, number)
-            take_step(its_optimizer, torch.tensor([norm]), skips=True)
+            take_step(its_optimizer, torch.tensor([norm]), factor=torch.tensor(0.25 * norm), skips=True)
         assert math.isnan(norm) == all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     assert len(set(launched)) == len(launched) == 2 * 3  # two large parameters, each with noise of its own
     # two steps' rounding apart, of weights and moments
@@ -163,7 +179,7 @@ def test_an_optimizer_steps_skips_and_goes_on_with_the_kernel_as_without(held, m
     for copy in (resumed, parameters):
         give_gradients(copy, 9)
     for each in (theirs, optimizer):
-        each.step()
+        take_step(each, torch.ones(1), skips=False)
     assert all(torch.equal(one, copy) for one, copy in zip(parameters, resumed, strict=True))
 
 

@@ -48,9 +48,10 @@ def test_large_parameters_whose_memory_is_whole_fit_one_pass():
 
 def test_numbers_of_a_step_are_those_of_double_precision():
     steps = [torch.tensor(float(count)) for count in (1, 2, 1000, 10**6)]
-    for found_inf in (None, torch.tensor(1.0)):
-        for step, numbers in zip(steps, numbers_of(steps, GROUP, found_inf), strict=True):
-            expected = [3e-4 / (1 - 0.9 ** int(step)), (1 - 0.999 ** int(step)) ** -0.5, 3e-5, float(found_inf or 0)]
+    for found_inf, factor in ((None, None), (torch.tensor(1.0), torch.tensor(0.3))):
+        last = [0.0, 1.0] if found_inf is None else [1.0, 0.3]
+        for step, numbers in zip(steps, numbers_of(steps, GROUP, found_inf, factor), strict=True):
+            expected = [3e-4 / (1 - 0.9 ** int(step)), (1 - 0.999 ** int(step)) ** -0.5, 3e-5, *last]
             assert numbers.dtype is FP32
             assert numbers.tolist() == pytest.approx(expected, rel=1e-7)
 
@@ -200,7 +201,8 @@ def test_on_cuda_the_kernel_and_copies_come_to_the_same(dtype, held):
             for parameters in both:
                 parameters[place].grad = gradient.clone()
         for optimizer in optimizers:
-            take_step(optimizer, torch.tensor([norm], device="cuda"), skips=True)
+            factor = torch.tensor(0.3 * norm, device="cuda")
+            take_step(optimizer, torch.tensor([norm], device="cuda"), factor=factor, skips=True)
         assert all(torch.equal(a, b) for a, b in zip(before, both[0], strict=True)) == math.isnan(norm), number
     for one, other in zip(*both, strict=True):
         states = [optimizer.state[p] for optimizer, p in zip(optimizers, (one, other), strict=True)]

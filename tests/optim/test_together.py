@@ -115,7 +115,7 @@ def test_operations_do_not_grow_with_parameters_and_none_waits(rule, dtype, held
         give_gradients(parameters, 0)
         optimizer.step()  # makes the state
         with Calls() as calls:
-            take_step(optimizer, torch.ones(2), skips=skips)
+            take_step(optimizer, torch.ones(2), factor=torch.tensor(0.5), skips=skips)
         counts.append(calls.num)
         assert calls.waits == []
     assert counts[1] <= counts[0]
@@ -133,7 +133,7 @@ def test_a_step_that_is_left_out_leaves_weights_moments_and_counts_to_the_bit(ru
     give_gradients(parameters, 1)
     for parameter in parameters:
         parameter.grad.view(-1)[0] = bad
-    take_step(optimizer, torch.tensor([1.0, bad]), skips=True)
+    take_step(optimizer, torch.tensor([1.0, bad]), factor=torch.tensor(1.0 / bad), skips=True)
     assert_same(everything(optimizer), before)
     give_gradients(parameters, 2)
     take_step(optimizer, torch.tensor([1.0, 2.0]), skips=True)
@@ -153,6 +153,40 @@ def test_looking_at_the_numbers_changes_nothing_where_they_are_finite(rule, dtyp
             take_step(optimizer, torch.ones(2), skips=skips)
         outcomes.append(everything(optimizer))
     assert_same(*outcomes)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("dtype", "held"), KINDS)
+def test_a_factor_is_gradients_scaled_in_float32(rule, dtype, held):
+    """To the bit, of gradients that were scaled beforehand by 1/4, which bfloat16 holds too."""
+    outcomes = []
+    for factor, before in ((torch.tensor(0.25), 1.0), (None, 0.25), (torch.tensor(1.0), 0.25)):
+        parameters = parameters_of(rule, dtype)
+        optimizer = optimizer_of(parameters, rule, held)
+        for number in range(2):
+            give_gradients(parameters, number)
+            for parameter in parameters:
+                parameter.grad.mul_(before)
+            gradients = [parameter.grad.clone() for parameter in parameters]
+            take_step(optimizer, torch.ones(2), factor=factor, skips=True)
+            if dtype is torch.bfloat16:  # only read
+                assert all(torch.equal(p.grad, gradient) for p, gradient in zip(parameters, gradients, strict=True))
+        outcomes.append(everything(optimizer))
+    assert_same(outcomes[0], outcomes[1])
+    assert_same(outcomes[2], outcomes[1])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_product_of_a_gradient_and_a_factor_is_not_rounded_to_bfloat16(rule):
+    """Moments in float32 after a step: one of a gradient times 0.3 in float32, which bfloat16 cannot hold."""
+    parameters = parameters_of(rule, torch.bfloat16)
+    optimizer = optimizer_of(parameters, rule, "float32")
+    give_gradients(parameters, 0)
+    take_step(optimizer, torch.ones(2), factor=torch.tensor(0.3), skips=False)
+    moment, rest = {"adamw": ("exp_avg", 1 - 0.9), "muon": ("momentum_buffer", 1 - MuonConfig().momentum)}[rule]
+    for parameter in parameters:
+        expected = rest * 0.3 * parameter.grad.double()
+        torch.testing.assert_close(optimizer.state[parameter][moment].double(), expected, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -47,6 +47,7 @@ MOVES = [
     ("optim.muon.iterations=10", TIME, ("optim.name=muon",)),
     ("optim.state=bfloat16", BOTH, ()),
     ("optim.state=8bit", BOTH, ()),
+    ("optim.clip=null", TIME, ()),
     ("optim.ema.decay=0.999", BOTH, ()),
     ("optim.ema.every=10", TIME, ("optim.ema.decay=0.999",)),
     ("optim.accumulation=1", BOTH, ()),
@@ -97,7 +98,6 @@ FREE = {
     "optim.nonfinite_limit": "a count",
     "optim.ema.warmup": "changes a factor of the average",
     "optim.ema.evaluate": "a plan has no evaluations",
-    "optim.clip": "the norm is read and gradients are scaled whatever the limit is",
 }
 
 

@@ -30,6 +30,9 @@ ON_CUDA = {
         "text", "model.lora={rank: 8}", "model.base=nf4", "run.dtype=bfloat16-params", "speed.recompute=full",
         "speed.loss_chunk=256"
     ),
+    "adapters under autocast, computed again": (
+        "text", "model.lora={rank: 8}", "speed.recompute=full", "speed.loss_chunk=512"
+    ),
     "bfloat16 in one pass": ("text", "run.dtype=bfloat16-params", "speed.recompute=full", "speed.loss_chunk=512"),
 }  # fmt: skip
 SLOW = {
@@ -68,7 +71,8 @@ SLOW = {
 
 
 def check(found, plan):
-    assert plan.peak == pytest.approx(found.peak, rel=TARGET)
+    # torch 2.11 holds one block's input longer, which is 8 of 285 MiB with adapters
+    assert plan.peak == pytest.approx(found.peak, rel=TARGET if IS_NEW else 0.06)
     assert tuple(one.name for one in plan.moments) == MOMENTS == PLANNED
     # A moment that is not the fullest is allowed what is small beside the peak; torch 2.11 has up to 8 % more there.
     for one in plan.moments if IS_NEW else ():
@@ -89,7 +93,11 @@ def test_one_device_holds_what_the_plan_says(case):
     [
         pytest.param(1, ("run.dtype=float32",), marks=pytest.mark.slow),
         (2, ("run.dtype=bfloat16-autocast", "speed.recompute=full")),
-        (2, ("run.dtype=bfloat16-autocast", "speed.recompute=full", "model.lora={rank: 8}", "model.base=nf4")),
+        pytest.param(
+            2,
+            ("run.dtype=bfloat16-autocast", "speed.recompute=full", "model.lora={rank: 8}", "model.base=nf4"),
+            marks=pytest.mark.skipif(not IS_NEW, reason="FSDP2 of torch 2.11 shards floats alone"),
+        ),
         pytest.param(
             4, ("run.dtype=bfloat16-autocast", "parallel.sequence=2", "speed.recompute=full"), marks=pytest.mark.slow
         ),

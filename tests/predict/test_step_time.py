@@ -12,7 +12,7 @@ from headway.count.activations import SavedActivations, SavedBlock, shipped_acti
 from headway.count.rows import Gradient, Parameter, Row
 from headway.devices import named_device
 from headway.predict.held import State
-from headway.predict.kernel_bytes import Kernels, loss_bytes, routed_values, update_bytes
+from headway.predict.kernel_bytes import Kernels, clipping_bytes, loss_bytes, routed_values, update_bytes
 from headway.predict.speeds import HEAD_SIZE, PRODUCTS, Cases, Speeds
 from headway.predict.step_time import StepTimes, StepWork, product_shape, shapes_of
 
@@ -252,8 +252,20 @@ def test_an_update_counts_the_bytes_of_all_its_passes():
     )
     # read and written, gradients read: of weights and moments in float32 both ways
     assert one == {"float32": 280, "bfloat16": 140, "8bit": 160}
-    # 16.1 billion numbers took 690 ms on a H200, with their clipping, whose 3 passes are counted beside these
+    # 16.1 billion numbers took 690 ms on a H200, with clipping that read and scaled gradients in bfloat16 beforehand
     assert apart["float32"] == one["float32"]
     took = (apart["bfloat16"] + 3 * 2 * 10) / 10 * 16.116e9 / (0.8 * 4.8e12)
     assert took == pytest.approx(0.690, rel=0.03)
     assert apart["8bit"] > one["8bit"]
+
+
+def test_clipping_moves_what_the_norm_reads_and_no_kernel_scales_on_its_way():
+    types = {"float32": (4, 4), "bfloat16": (2, 2), "moments in bfloat16": (4, 2), "8bit": (2, 1)}
+    held = {name: State(weight_bytes=weight, moment_bytes=moment) for name, (weight, moment) in types.items()}
+    for update, scaled in (
+        ("one pass", {"float32": 8, "bfloat16": 0, "moments in bfloat16": 0, "8bit": 8}),
+        ("separate", dict.fromkeys(types, 8)),
+    ):
+        for name, state in held.items():
+            assert clipping_bytes(state, 10, update) == 10 * (state.weight_bytes + scaled[name])
+            assert clipping_bytes(replace(state, clips=False), 10, update) == 10 * state.weight_bytes

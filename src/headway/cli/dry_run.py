@@ -145,7 +145,7 @@ def _text(config: "TrainConfig", planned: "DryRun") -> str:
     if planned.ways:
         sections.append(ways_text(planned.device, planned.ways))
     if packs is not None:
-        sections += [_flops_table(packs), _packs_pairs(config, planned, packs)]
+        sections += [_flops_table(planned, packs), _packs_pairs(config, planned, packs)]
     notes = [*planned.notes, _left_out(config, planned)]
     return "\n\n".join([*sections, render_lines(notes)])
 
@@ -230,13 +230,16 @@ def ways_text(device: "Device | None", ways: "Sequence[Way]") -> str:
     return render_table(columns, [[str(way), format_bytes(way.peak_bytes), way.price] for way in ways])
 
 
-def _flops_table(packs: "Packs") -> str:
+def _flops_table(planned: "DryRun", packs: "Packs") -> str:
     by_name: dict[str, list[int]] = {}
     for row in packs.flops.rows:
         sums = by_name.setdefault(row.name, [0, 0])
         sums[0] += row.total
         sums[1] += row.recompute
-    total = packs.flops.total
+    assert planned.flops is not None
+    total = planned.flops.total
+    if total > packs.flops.total:
+        by_name["reference, forward without adapters"] = [total - packs.flops.total, 0]
     rows: list[list[Any]] = [
         [name, format_flops(useful), format_share(useful / total), format_flops(again) if again else "-"]
         for name, (useful, again) in sorted(by_name.items(), key=lambda item: -item[1][0])
@@ -263,6 +266,9 @@ def _packs_pairs(config: "TrainConfig", planned: "DryRun", packs: "Packs") -> st
             f"{report.balance:.4f}: mean over heaviest FLOPs of the {ranks:,} ranks that have packs of their own",
         ),
     ]
+    if packs.reference is not None and planned.refers == "once":
+        flops = format_flops(packs.reference.total)
+        pairs.append(("reference", f"stored: a forward of the data before the first step, {flops} for a step's packs"))
     if packs.most_patches:
         pairs.append(("patches", f"at most {packs.most_patches:,} in a pack"))
     if left:

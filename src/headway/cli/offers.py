@@ -177,5 +177,6 @@ def plan_offers(
         lambda kind: speeds_of(config, cost_model, kind, devices or MOST_DEVICES),
         None if within is None else 86400 * within,
         devices,
+        ends.passes,
     )
     print_offers(search, offers, as_json=as_json)

@@ -173,7 +173,9 @@ def plan(
         _refuse_with_scale({"--devices": devices, "--data": data})
         sizes = _sizes(scale, config, cost_model, target, saved, link_options, reliability, pattern or own)
         rows = ends.rows(own, lengths)
-        _print_sizes(config, sizes, [ends.total(size.packs, rows) for size in sizes[1]], price, as_json=as_json)
+        _print_sizes(
+            config, sizes, [ends.total(size.packs, rows) for size in sizes[1]], ends.passes, price, as_json=as_json
+        )
         return
     count = devices or config.plan.devices or 1
     config = with_copies(config, count)
@@ -195,7 +197,11 @@ def plan(
     time = Forecaster(learning, saved, speeds, count, links, making_s=making_s).predict(config, planned.packs)
     total = ends.total(planned.packs, planned.packs.counts.read)
     planned = _with_note_on_auto(config, learning, saved, planned, time, (target, count, links, making_s))
-    run = None if total is None else WholeRun.of(total, time, count, price, speeds)
+    run = (
+        None
+        if total is None
+        else WholeRun.of(total, time, count, price, speeds, before=time.before(total / ends.passes))
+    )
     print_result(
         lambda: to_dict(planned, time, speeds, run),
         lambda: in_red(as_text(config, planned, time, speeds, run, count, links, making_s)),
@@ -376,6 +382,7 @@ def _print_sizes(
     config: "TrainConfig",
     sizes: "tuple[Scaling, list[SizedRun]]",
     totals: "list[float | None]",
+    passes: float,
     price: float | None,
     *,
     as_json: bool,
@@ -394,7 +401,15 @@ def _print_sizes(
         runs.append(
             None
             if total is None
-            else WholeRun.of(total, size.time, size.devices, price, scaling.speeds, goodput=lasting)
+            else WholeRun.of(
+                total,
+                size.time,
+                size.devices,
+                price,
+                scaling.speeds,
+                before=size.time.before(total / passes),
+                goodput=lasting,
+            )
         )
     sizes_and_runs = config, scaling, sized, runs
     print_result(lambda: scale_record(*sizes_and_runs), lambda: in_red(scale_text(*sizes_and_runs)), as_json=as_json)

@@ -10,6 +10,7 @@ from headway.report import (
     format_bytes,
     format_count,
     format_duration,
+    format_flops,
     format_share,
     render_lines,
     render_pairs,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from headway.config import TrainConfig
+    from headway.count import FlopCount
     from headway.predict.collectives import Links
     from headway.predict.dry_run import DryRun
     from headway.predict.rollout import RlForecast
@@ -50,6 +52,7 @@ class WholeRun:
         price: float | None,
         speeds: "Speeds",
         *,
+        before: "Cases | None" = None,
         goodput: float = 1.0,
     ) -> "WholeRun":
         """Extend a mean step to a run of so many tokens.
@@ -60,10 +63,12 @@ class WholeRun:
             devices: of the run.
             price: of a device-hour, in any currency.
             speeds: of the device, for its board's power.
+            before: time before the first step [s]; None for none.
             goodput: share of the time that failures do not take back.
         """
         steps = tokens / time.tokens
         seconds = time.seconds.times(steps / goodput)
+        seconds = seconds if before is None else seconds + before.times(1 / goodput)
         hours = seconds.times(devices / 3600)
         power_w = speeds.board_power_w
         return cls(
@@ -139,6 +144,8 @@ def as_text(
         ("MFU", cases_text(time.mfu, format_share)),
         ("tokens/s", cases_text(time.tokens_per_s, lambda rate: format_count(round(rate)))),
     ]
+    if packs.reference is not None:
+        pairs.append(("reference", _reference_text(planned, packs.reference, time)))
     sections = [render_pairs(pairs + ([] if run is None else run.to_pairs()))]
     if planned.ways:
         sections.append(ways_text(planned.device, planned.ways))
@@ -182,6 +189,15 @@ def _lines(time: "StepForecast") -> str:
         if abs(line.seconds.worst) >= 5e-4 * time.seconds.worst
     ]
     return render_table(columns, rows, footer=["the step", *_milliseconds(time.seconds, step_s)])
+
+
+def _reference_text(planned: "DryRun", reference: "FlopCount", time: "StepForecast") -> str:
+    """Say what preferences' reference takes, and when."""
+    flops = format_flops(reference.total)
+    if planned.refers == "each step":
+        return f"a forward of each step without adapters, {flops} of its {format_flops(time.flops)}"
+    once = cases_text(time.reference, format_duration)
+    return f"stored: before the first step a forward of the data, for a step's packs {flops} in {once}"
 
 
 def _milliseconds(seconds: "Cases", step_s: float) -> list[str]:

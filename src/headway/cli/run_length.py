@@ -25,6 +25,11 @@ class RunLength:
         """Whether any says it."""
         return any(value is not None for value in (self.tokens, self.epochs, self.samples))
 
+    @property
+    def passes(self) -> float:
+        """How often the run plays its data, at least 1; 1 where nothing says it."""
+        return max(1.0, self.epochs or 1.0)
+
     def rows(self, own: "tuple[str, LengthTable] | None", lengths: Path | None) -> int:
         """Samples of the data that --epochs repeats; 0 where something else says how long the run is."""
         from headway.packing.lengths import read_lengths

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,23 @@ class PackLoss(NamedTuple):
     drawn_K: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """Options of the losses of a pack.
+
+    Attributes:
+        per: what the sum of the losses is divided by, such as the supervised tokens of a whole step.
+        per_drawn: what that of drawn patches is divided by, such as those of a whole step.
+        judge: whether to say which slots are right.
+        weigh: gives the factor on each slot's loss, once all are known; 1 when None.
+    """
+
+    per: int = 1
+    per_drawn: int = 1
+    judge: bool = False
+    weigh: Weigh | None = None
+
+
 class ModelWithLoss(ABC):
     """Runs a model on a pack and returns its losses.
 
@@ -70,40 +87,21 @@ class ModelWithLoss(ABC):
         labels_T: torch.Tensor,
         *,
         per: int = 1,
-        per_drawn: int = 1,  # noqa: ARG002 - a model that draws divides the loss of its images by it
+        per_drawn: int = 1,
         judge: bool = False,
         weigh: Weigh | None = None,
     ) -> PackLoss:
-        """Run the model on a pack; see `run`.
-
-        Args:
-            inputs: keywords of the model's forward.
-            labels_T: the token that each slot is to predict, -100 where it is not supervised, shape (T,).
-            per: what the sum of the losses is divided by, such as the supervised tokens of a whole step.
-            per_drawn: what that of drawn patches is divided by, such as those of a whole step.
-            judge: whether to say which slots are right.
-            weigh: gives the factor on each slot's loss, once all are known; 1 when None.
-        """
-        return self.run(inputs, labels_T, per=per, judge=judge, weigh=weigh)[0]
+        """Run the model on a pack; see `run`, and `LossOptions` for the rest."""
+        return self.run(inputs, labels_T, LossOptions(per, per_drawn, judge, weigh))[0]
 
     @abstractmethod
-    def run(
-        self,
-        inputs: dict[str, Any],
-        labels_T: torch.Tensor,
-        *,
-        per: int = 1,
-        judge: bool = False,
-        weigh: Weigh | None = None,
-    ) -> tuple[PackLoss, Any]:
+    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, options: LossOptions) -> tuple[PackLoss, Any]:
         """Run the model.
 
         Args:
             inputs: keywords of the model's forward.
             labels_T: the token that each slot is to predict, -100 where it is not supervised, shape (T,).
-            per: what the sum of the losses is divided by, such as the supervised tokens of a whole step.
-            judge: whether to say which slots are right.
-            weigh: gives the factor on each slot's loss, once all are known; 1 when None.
+            options: of the losses.
 
         Returns:
             The losses, and what the model returned.
@@ -135,23 +133,15 @@ def model_with_loss(
 class WholeLogits(ModelWithLoss):
     """Losses from the logits of a whole pack, as the model returns them."""
 
-    def run(
-        self,
-        inputs: dict[str, Any],
-        labels_T: torch.Tensor,
-        *,
-        per: int = 1,
-        judge: bool = False,
-        weigh: Weigh | None = None,
-    ) -> tuple[PackLoss, Any]:
+    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, options: LossOptions) -> tuple[PackLoss, Any]:
         """Run the model; see `ModelWithLoss`."""
         output = self.model(**inputs)
         logits_TV = output.logits.flatten(0, -2)
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         loss_T = F.cross_entropy(logits_TV.to(wide), labels_T, ignore_index=IGNORED, reduction="none")
-        right_T = logits_TV.argmax(-1) == labels_T if judge else None
-        weighed_T = loss_T if weigh is None else loss_T * weigh(loss_T.detach())
-        return PackLoss(weighed_T.sum() / per, loss_T.detach(), right_T), output
+        right_T = logits_TV.argmax(-1) == labels_T if options.judge else None
+        weighed_T = loss_T if options.weigh is None else loss_T * options.weigh(loss_T.detach())
+        return PackLoss(weighed_T.sum() / options.per, loss_T.detach(), right_T), output
 
 
 class ChunkedLoss(ModelWithLoss):
@@ -174,15 +164,7 @@ class ChunkedLoss(ModelWithLoss):
         self._losses: list[PackLoss] = []
         layer.forward = self._forward
 
-    def run(
-        self,
-        inputs: dict[str, Any],
-        labels_T: torch.Tensor,
-        *,
-        per: int = 1,
-        judge: bool = False,
-        weigh: Weigh | None = None,
-    ) -> tuple[PackLoss, Any]:
+    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, options: LossOptions) -> tuple[PackLoss, Any]:
         """Run the model; see `ModelWithLoss`.
 
         Where losses are weighed, the chunks' logits are computed twice: the factors depend on all losses of a pack.
@@ -190,8 +172,8 @@ class ChunkedLoss(ModelWithLoss):
         Raises:
             TrainingError: the model does not call its output layer once, with a hidden state for each label.
         """
-        self._task, self._losses = Task(labels_T, per, self._chunk, self._after, judge), []
-        self._weigh = weigh
+        self._task, self._losses = Task(labels_T, options.per, self._chunk, self._after, options.judge), []
+        self._weigh = options.weigh
         try:
             output = self.model(**inputs)
         finally:
@@ -306,42 +288,22 @@ class LossOfDrawing(ModelWithLoss):
         super().__init__(words.model)
         self._words, self._flow_weight = words, flow_weight
 
-    def __call__(
-        self,
-        inputs: dict[str, Any],
-        labels_T: torch.Tensor,
-        *,
-        per: int = 1,
-        per_drawn: int = 1,
-        judge: bool = False,
-        weigh: Weigh | None = None,
-    ) -> PackLoss:
-        """Run the model on a pack; see `ModelWithLoss`."""
-        token_loss, output = self.run(inputs, labels_T, per=per, judge=judge, weigh=weigh)
-        if output.flow is None:
-            return token_loss
-        wide = torch.promote_types(output.flow.dtype, torch.float32)
-        drawn_K = (output.flow.to(wide) - output.flow_target.to(wide)).square().mean(-1)
-        total = token_loss.total + self._flow_weight * drawn_K.sum() / per_drawn
-        return token_loss._replace(total=total, drawn_K=drawn_K.detach())
-
-    def run(
-        self,
-        inputs: dict[str, Any],
-        labels_T: torch.Tensor,
-        *,
-        per: int = 1,
-        judge: bool = False,
-        weigh: Weigh | None = None,
-    ) -> tuple[PackLoss, Any]:
-        """Run the model; the losses are those of tokens."""
+    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, options: LossOptions) -> tuple[PackLoss, Any]:
+        """Run the model; see `ModelWithLoss`."""
+        # words are judged on the slots that the head ran on; all others are right and lose nothing
         slots_S = inputs["understood_slots"][inputs["supervised_rows"]]
-        loss, output = self._words.run(inputs, labels_T[slots_S], per=per, judge=judge, weigh=weigh)
+        loss, output = self._words.run(inputs, labels_T[slots_S], options)
         loss_T = loss.loss_T.new_zeros(len(labels_T)).index_copy(0, slots_S, loss.loss_T)
         right_T = None
         if loss.right_T is not None:
             right_T = torch.ones_like(loss_T, dtype=torch.bool).index_copy(0, slots_S, loss.right_T)
-        return PackLoss(loss.total, loss_T, right_T), output
+        if output.flow is None:
+            return PackLoss(loss.total, loss_T, right_T), output
+        # drawn patches by the error of their velocity
+        wide = torch.promote_types(output.flow.dtype, torch.float32)
+        drawn_K = (output.flow.to(wide) - output.flow_target.to(wide)).square().mean(-1)
+        total = loss.total + self._flow_weight * drawn_K.sum() / options.per_drawn
+        return PackLoss(total, loss_T, right_T, drawn_K.detach()), output
 
 
 def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:

@@ -298,6 +298,8 @@ def _inject(model: PreTrainedModel, config: Any) -> None:
     for _, layer in _layers(model):
         for part in (layer.lora_A, layer.lora_B):
             part.to(layer.base_layer.weight.dtype)
+        # Autocast casts inputs for adapters as for the layer beside them; peft would have cast them to float32 before.
+        layer.cast_input_dtype_enabled = False
     if is_scorer(model.config):
         model.get_parameter(SCORE_WEIGHT).requires_grad_(True)
         config.modules_to_save = [SCORE]

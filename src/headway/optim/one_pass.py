@@ -28,7 +28,10 @@ def fits_one_pass(tensors: Sequence[torch.Tensor], device_type: str) -> bool:
 
 
 def numbers_of(
-    steps: Sequence[torch.Tensor], group: dict[str, Any], found_inf: torch.Tensor | None
+    steps: Sequence[torch.Tensor],
+    group: dict[str, Any],
+    found_inf: torch.Tensor | None,
+    factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Compute a step's numbers for each of P parameters on their device, which nobody waits for.
 
@@ -36,10 +39,11 @@ def numbers_of(
         steps: counts of steps with this one, a scalar on the device for each parameter.
         group: settings of the parameters' group.
         found_inf: above 0 where the step is left out; None for never.
+        factor: of gradients; None for 1.
 
     Returns:
-        For each parameter in float32: lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step), lr x weight decay, and above 0
-        if its step is left out.
+        For each parameter in float32: lr / (1 - beta1^step), 1 / sqrt(1 - beta2^step), lr x weight decay, above 0 if
+        its step is left out, and the factor of its gradient.
     """
     (beta1, beta2), lr = group["betas"], group["lr"]
     count_P = torch.stack(list(steps)).double()  # 1 - 0.999 has four digits in float32
@@ -49,6 +53,7 @@ def numbers_of(
         (1.0 - beta2**count_P).rsqrt(),
         zeros_P + lr * group["weight_decay"],
         zeros_P if found_inf is None else zeros_P + found_inf,
+        zeros_P + (1.0 if factor is None else factor),
     )
     return torch.stack(numbers, dim=1).float().unbind()
 
@@ -95,7 +100,10 @@ def why_not(kinds: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.devi
 
 
 def _is_right(weight_type: torch.dtype, moment_type: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel's second step is PyTorch's, but for rounding of the types in which it is held."""
+    """Whether the kernel's second step is PyTorch's, but for rounding of the types in which it is held.
+
+    Gradients are halved by the kernel, and beforehand for PyTorch's.
+    """
     generator = torch.Generator().manual_seed(0)
     types = (weight_type, weight_type, moment_type, moment_type)
     scales = (1.0, 1.0, 0.1, 0.01)
@@ -109,10 +117,10 @@ def _is_right(weight_type: torch.dtype, moment_type: torch.dtype, device: torch.
         {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8},
     )
     torch._fused_adamw_(
-        [weight], [gradient], [first], [second], [], [steps], lr=0.1, beta1=0.9, beta2=0.95, weight_decay=0.1,
+        [weight], [gradient / 2], [first], [second], [], [steps], lr=0.1, beta1=0.9, beta2=0.95, weight_decay=0.1,
         eps=1e-8, amsgrad=False, maximize=False,
     )  # fmt: skip
-    update_(values, numbers_of([steps], group, None)[0], group, 1)
+    update_(values, numbers_of([steps], group, None, torch.full((), 0.5, device=device))[0], group, 1)
     results, expected = (values[0], *values[2:]), (weight, first, second)
     return all(
         torch.allclose(result.float(), value, rtol=4 * torch.finfo(result.dtype).eps, atol=1e-6)

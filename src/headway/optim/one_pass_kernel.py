@@ -9,7 +9,7 @@ import triton.language as tl
 HALF = 1024
 """Values that a program takes at a time: 8 of each of 128 threads, 16 bytes in bfloat16. It does so twice."""
 
-NUMBERS = ("rate", "root", "decay", "skip")
+NUMBERS = ("rate", "root", "decay", "skip", "factor")
 """Numbers of a parameter's step, on the device: see `headway.optim.one_pass.numbers_of`."""
 
 # The fewest with which no statistical test of TestU01's BigCrush fails.
@@ -73,8 +73,8 @@ def _update(tensors, numbers, places_V, mask_V, noise, settings):
     """Update some values of a parameter, of which two words of noise each are rounded with."""
     weights, gradients, first, second = tensors
     beta1, beta2, rest1, rest2, eps = settings
-    rate, root, decay = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
-    gradient_V = tl.load(gradients + places_V, mask=mask_V).to(tl.float32)
+    rate, root, decay, factor = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 4)
+    gradient_V = factor * tl.load(gradients + places_V, mask=mask_V).to(tl.float32)
     first_V = beta1 * tl.load(first + places_V, mask=mask_V).to(tl.float32) + rest1 * gradient_V
     second_V = beta2 * tl.load(second + places_V, mask=mask_V).to(tl.float32) + rest2 * gradient_V * gradient_V
     weight_V = tl.load(weights + places_V, mask=mask_V).to(tl.float32)

@@ -39,6 +39,8 @@ class Optimizer(torch.optim.Optimizer):
     Attributes:
         updates: steps taken, left-out ones among them; what noise for rounding follows from.
         found_inf: 1.0, on a device, makes steps leave everything as it is, and 0.0 does nothing; None for no look.
+        factor: what steps multiply gradients by as they read them, in float32, a scalar on a device; None for 1. Only
+            gradients in float32 hold the product afterwards.
         one_pass_on: type of the devices on which AdamW runs in one pass, see `choose_update`; None for nowhere.
         notes: lines on it for the start of the run.
 
@@ -58,9 +60,11 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self.updates = 0
         self.found_inf: torch.Tensor | None = None
+        self.factor: torch.Tensor | None = None
         self.one_pass_on: str | None = None
         self.notes: tuple[str, ...] = ()
         self._found_inf: torch.Tensor | None = None  # where the parameters are
+        self._factor: torch.Tensor | None = None
         self._skip: torch.Tensor | None = None
         self._muon = muon
         self._moment_type = moment_type
@@ -127,6 +131,8 @@ class Optimizer(torch.optim.Optimizer):
         in_float32 = [p for p in parameters if self._is_float32(p)]
         if in_float32:
             gradients = [local(p.grad) for p in in_float32 if p.grad is not None]
+            if self._factor is not None:
+                torch._foreach_mul_(gradients, self._factor)
             moments = ([local(self.state[p][name]) for p in in_float32] for name in _MOMENTS["adamw"])
             self._fused(group, in_float32, [local(p) for p in in_float32], gradients, *moments)
         others = [p for p in parameters if not self._is_float32(p)]
@@ -139,6 +145,7 @@ class Optimizer(torch.optim.Optimizer):
                 states = [self.state[owner] for owner in owners]
                 weights = Values([part.of(part.parameter) for part in parts])
                 gradient = Values([part.gradient for part in parts])
+                gradient.scale(self._factor)
                 first = open_moment(states, "exp_avg", parts, signed=True)
                 second = open_moment(states, "exp_avg_sq", parts, signed=False)
                 self._fused(group, owners, weights.parts, gradient.parts, first.parts, second.parts)
@@ -157,9 +164,9 @@ class Optimizer(torch.optim.Optimizer):
             if fits_one_pass(tensors, self.one_pass_on):
                 fitting[parameter] = tensors
         if fitting:
-            numbers_P4 = numbers_of([self.state[p]["step"] for p in fitting], group, self._found_inf)
-            for (parameter, tensors), numbers_4 in zip(fitting.items(), numbers_P4, strict=True):
-                update_(tensors, numbers_4, group, self._seed_of(parameter))
+            numbers_PK = numbers_of([self.state[p]["step"] for p in fitting], group, self._found_inf, self._factor)
+            for (parameter, tensors), numbers_K in zip(fitting.items(), numbers_PK, strict=True):
+                update_(tensors, numbers_K, group, self._seed_of(parameter))
         return set(fitting)
 
     def _is_float32(self, parameter: torch.Tensor) -> bool:
@@ -215,6 +222,7 @@ class Optimizer(torch.optim.Optimizer):
                 states = [self.state[part.parameter] for part in parts]
                 momentum = open_moment(states, "momentum_buffer", parts, signed=True, copied=True)
                 gradients = Values([part.gradient for part in parts], copied=True)
+                gradients.scale(self._factor)
                 # momentum, and with Nesterov's a step further, both in float32
                 if self._skip is not None:  # the mean of a number and itself is that number
                     gradients.put(torch.where(self._skip, momentum.flat, gradients.flat))
@@ -241,9 +249,10 @@ class Optimizer(torch.optim.Optimizer):
                     new_moment(state, name, parameter, self._moment_type or _own_type(parameter))
         if parameters:
             torch._foreach_add_([self.state[p]["step"] for p in parameters], 1.0)
-            found_inf = self.found_inf
-            # Weights that were offloaded to the host wait for it there, as they have for their gradients.
-            self._found_inf = None if found_inf is None else found_inf.to(parameters[0].device)
+            # Weights that were offloaded to the host wait for these there, as they have for their gradients.
+            found_inf, factor, device = self.found_inf, self.factor, parameters[0].device
+            self._found_inf = None if found_inf is None else found_inf.to(device)
+            self._factor = None if factor is None else factor.to(device)
             self._skip = None if self._found_inf is None else self._found_inf > 0
         return parameters
 
@@ -299,7 +308,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr * group["lr_factor"]
 
 
-def take_step(optimizer: Optimizer, numbers_K: torch.Tensor, *, skips: bool, learns: bool = True) -> None:
+def take_step(
+    optimizer: Optimizer,
+    numbers_K: torch.Tensor,
+    *,
+    factor: torch.Tensor | None = None,
+    skips: bool,
+    learns: bool = True,
+) -> None:
     """Update the weights; where numbers are not finite, leave the update out if `skips` is set.
 
     The optimizer looks at the numbers on the device: nothing waits for them. A step with nothing to learn from leaves
@@ -308,12 +324,14 @@ def take_step(optimizer: Optimizer, numbers_K: torch.Tensor, *, skips: bool, lea
     Args:
         optimizer: with the gradients in place.
         numbers_K: the step's losses and gradient norm, the same on all ranks, shape (K,).
+        factor: of the gradients, a scalar, from `headway.models.parallel.clipping_factor`; None for no clipping.
         skips: whether an update may be left out.
         learns: whether there was anything to learn from, on any rank.
     """
     if not learns:
         optimizer.updates += 1
         return
+    optimizer.factor = factor
     if skips:
         optimizer.found_inf = 1.0 - torch.isfinite(numbers_K).all().to(torch.float32)
     optimizer.step()

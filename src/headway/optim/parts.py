@@ -116,6 +116,13 @@ class Values:
         self.flat = flat
         self.parts = laid_as(self._stored, flat)
 
+    def scale(self, factor: torch.Tensor | None) -> None:
+        """Multiply the values by a scalar on their device, in float32; None for 1."""
+        if factor is not None and self._is_copy:
+            self.flat.mul_(factor)
+        elif factor is not None:
+            torch._foreach_mul_(self.parts, factor)
+
     def write(self, noise: torch.Generator, skip: torch.Tensor | None) -> None:
         """Write the values back; bfloat16 is rounded stochastically, so that changes below a step of it are not lost.
 

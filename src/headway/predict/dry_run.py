@@ -30,6 +30,7 @@ from headway.predict.memory import MemoryPlan, plan_memory
 from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.planned_lengths import fullest_pack, lengths_of, most_patches, one_picture, policies_of
 from headway.predict.recompute import least_within
+from headway.predict.reference import is_each_step, reference_model
 
 SCHEMA_VERSION = 1
 USABLE = 0.9
@@ -53,6 +54,7 @@ class Packs:
         mean_patches: of a pack on average [patches].
         flops: of a mean step, all devices together, by component.
         epoch_tokens: of all samples once, those that are left out not among them.
+        reference: FLOPs of the forward that a mean step's preferences are compared with, likewise; None without one.
     """
 
     lengths: str
@@ -65,6 +67,7 @@ class Packs:
     mean_patches: float
     flops: FlopCount
     epoch_tokens: int
+    reference: FlopCount | None = None
 
     @property
     def tokens_per_sample(self) -> float:
@@ -89,6 +92,7 @@ class DryRun:
         params: numbers of parameters.
         memory: of each device.
         packs: None without lengths to plan over.
+        refers: when the reference of preferences is computed.
         ways: settings that make it fit, where it does not, or all of them together, if they are not enough.
         notes: what a size recomputes, and what the numbers leave open.
     """
@@ -101,6 +105,15 @@ class DryRun:
     packs: Packs | None
     ways: tuple[Way, ...]
     notes: tuple[str, ...]
+    refers: Literal["each step", "once"] = "once"
+
+    @property
+    def flops(self) -> FlopCount | None:
+        """Of a mean step, all devices together, with a reference that each step computes; None without lengths."""
+        if self.packs is None:
+            return None
+        reference = self.packs.reference
+        return self.packs.flops if reference is None or self.refers == "once" else self.packs.flops + reference
 
     @property
     def fits(self) -> bool | None:
@@ -111,6 +124,7 @@ class DryRun:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         shape, params, device = self.shape, self.params, self.device
+        reference = None if self.packs is None else self.packs.reference
         return {
             "schema_version": SCHEMA_VERSION,
             "model": self.model,
@@ -121,7 +135,8 @@ class DryRun:
             "memory": self.memory.to_dict(),
             "fits": self.fits,
             "ways": [way.to_dict() for way in self.ways],
-            "flops": None if self.packs is None else _flops_json(self.packs.flops),
+            "flops": None if self.flops is None else _flops_json(self.flops),
+            "reference": None if reference is None else {"runs": self.refers, "flops": reference.total},
             "packs": None if self.packs is None else self.packs.to_dict(),
             "notes": list(self.notes),
         }
@@ -175,7 +190,8 @@ def dry_run(
     planned, ways = memory_and_ways(config, learning, saved, devices, device, (tokens, patches), padded)
     if left_out:
         notes.append(f"activations of {', '.join(left_out[:3])} are not explained, and missing")
-    return DryRun(cost_model.name, shape, device, learning.params, planned, packs, ways, tuple(notes))
+    refers: Literal["each step", "once"] = "each step" if is_each_step(config) else "once"
+    return DryRun(cost_model.name, shape, device, learning.params, planned, packs, ways, tuple(notes), refers)
 
 
 def with_copies(config: TrainConfig, devices: int) -> TrainConfig:
@@ -327,6 +343,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         moment_bytes=moments[config.optim.state],
         base=config.model.base,
         muon=config.optim.name == "muon",
+        clips=config.optim.clip is not None,
         averaged=config.optim.ema is not None,
         average_every=1 if config.optim.ema is None else config.optim.ema.every,
         muon_iterations=config.optim.muon.iterations,
@@ -339,6 +356,7 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         liger=config.speed.kernels == "liger",
         inputs_on_host=inputs_on_host(config),
         chunk=config.speed.loss_chunk,
+        weighs=config.weighs_losses,
     )
 
 
@@ -421,6 +439,8 @@ def plan_packs(
     work = Workload(lengths_N, images=grids, splits=splits, packs=len(full_steps) * ranks * accumulation)
     recompute = with_head(recompute) if config.weighs_losses else recompute
     count = cost_model.count(work, recompute=recompute).split(len(full_steps))[0]
+    refers = reference_model(config, cost_model)
+    reference = None if refers is None else refers.count(work).split(len(full_steps))[0]
     num_packs = sum(len(step.packs) for step in full_steps)
     # of the largest packs, tokens and patches need not be of the same one
     most = [
@@ -448,6 +468,7 @@ def plan_packs(
         patches,
         count,
         epoch,
+        reference,
     )
 
 

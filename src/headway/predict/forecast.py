@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from headway.config import TrainConfig
 from headway.count import CostModel, Workload
@@ -15,6 +16,7 @@ from headway.predict.exchanges import exchanges_of
 from headway.predict.held import State
 from headway.predict.kernel_bytes import HEADWAY, Kernels
 from headway.predict.planned_lengths import one_picture
+from headway.predict.reference import is_each_step, reference_config, reference_model
 from headway.predict.slices import trained_of_process
 from headway.predict.speeds import Speeds
 from headway.predict.step_time import StepForecast, StepTimes, StepWork
@@ -54,6 +56,7 @@ class Forecaster:
         self._speeds, self._links, self._making_s, self._kernels = speeds, links, making_s or 0.0, kernels
         self._times: dict[str, StepTimes] = {}
         self._exchanges: dict[tuple[object, ...], Exchanges] = {}
+        self._references: dict[bool, Forecaster] = {}  # by whether each step computes it
 
     def predict(self, config: TrainConfig, packs: Packs) -> StepForecast:
         """Predict a mean step of a recipe; a millisecond once the first is known.
@@ -105,7 +108,33 @@ class Forecaster:
             links=self._links,
             making_s=self._making_s * tokens * config.optim.accumulation / max(1, config.data.workers),
         )
-        return self._times[precision].predict(work, state)
+        step = self._times[precision].predict(work, state)
+        return step if packs.reference is None else self._with_reference(step, config, packs)
+
+    def _with_reference(self, step: StepForecast, config: TrainConfig, packs: Packs) -> StepForecast:
+        """Add the forward that preferences are compared with: to the step, or as what comes before the first one."""
+        each_step, model = is_each_step(config), reference_model(config, self._cost_model)
+        assert model is not None
+        assert packs.reference is not None
+        if each_step not in self._references:
+            self._references[each_step] = Forecaster(
+                model,
+                self._saved,
+                self._speeds,
+                self._devices,
+                self._links,
+                making_s=None if each_step else self._making_s,  # a step's packs are made once
+                kernels=self._kernels,
+            )
+        packs = replace(packs, flops=packs.reference, reference=None)
+        forward = self._references[each_step].predict(reference_config(config), packs)
+        if not each_step:
+            return replace(step, reference=forward.seconds)
+        lines = {line.key: line for line in step.lines}
+        for line in forward.lines:
+            mine = lines.get(line.key)
+            lines[line.key] = line if mine is None else replace(mine, seconds=mine.seconds + line.seconds)
+        return replace(step, lines=tuple(lines.values()), flops=step.flops + forward.flops)
 
     def _gradients(self, config: TrainConfig, shape: MeshShape) -> int:
         """Numbers of gradients that a device adds up over the packs of a step."""

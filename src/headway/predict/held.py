@@ -45,6 +45,7 @@ class State:
     compute_bytes: int = BFLOAT16  # bytes of a weight as matrix products see it
     moment_bytes: float = FLOAT32  # bytes of an optimizer moment; 8-bit codes and their scales are 1 + 4 / 256
     muon: bool = False  # whether matrices of hidden layers have one moment instead of two
+    clips: bool = True  # whether gradients are scaled to a norm
     averaged: bool = False  # whether there is a moving average of the weights that learn, in float32
     average_every: int = 1  # steps between its updates
     muon_iterations: int = 5  # of Newton-Schulz
@@ -56,6 +57,7 @@ class State:
     fused: bool = False  # whether blocks are compiled or run on fused kernels
     liger: bool = False  # whether Liger computes the loss, and gated products, whose gradients it writes over them
     inputs_on_host: bool = False  # whether what enters recomputed blocks waits there for backward
+    weighs: bool = False  # whether the output layer runs once more, for the losses that its chunks are weighed by
     chunk: int | None = None  # slots whose logits exist at a time [slots]; None for those of a whole pack
     base: Base | None = None  # how frozen matrices are held, where not in the dtype of the products
     # tokens and patches of a pack if its segments were all as long as the longest; None where attention's sums are not

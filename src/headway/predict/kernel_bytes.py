@@ -86,18 +86,40 @@ def update_bytes(state: State, trained: int, moments: int, update: Update) -> fl
     return num_bytes
 
 
-def loss_bytes(cost_model: CostModel, slots: float, state: State, *, fused: bool) -> float:
+def clipping_bytes(state: State, trained: int, update: Update) -> int:
+    """Count the bytes that the norm of gradients and clipping move.
+
+    The norm reads gradients. A kernel that makes one pass scales them as it reads them; others have them scaled first,
+    in float32: gradients themselves or copies.
+
+    Args:
+        state: dtypes of weights, which gradients have, and of moments.
+        trained: weights that learn.
+        update: how the optimizer computes.
+
+    >>> clipping_bytes(State(weight_bytes=2, moment_bytes=2), 1, "one pass")
+    2
+    >>> clipping_bytes(State(weight_bytes=4, moment_bytes=4), 1, "one pass")
+    12
+    """
+    is_kernel_s = update == "one pass" and BFLOAT16 <= min(state.weight_bytes, state.moment_bytes) < FLOAT32
+    scaled = 2 * FLOAT32 if state.clips and not is_kernel_s else 0
+    return (state.weight_bytes + scaled) * trained
+
+
+def loss_bytes(cost_model: CostModel, slots: float, state: State, *, fused: bool, learns: bool = True) -> float:
     """Count the bytes that a pack's loss moves beside its products; 0 without a language head.
 
     PyTorch's operations cast logits to float32, take their log-softmax, exponentiate that in place and cast it back. A
     fused kernel, such as Liger's, reads logits twice and writes their slopes over them. The weight's gradient is
-    zeroed, scaled and cast, and scaled again in backward.
+    zeroed, scaled and cast, and scaled again in backward. A pass for losses alone ends with the log-softmax.
 
     Args:
         cost_model: of the model.
         slots: whose logits this process computes [slots].
         state: dtypes.
         fused: whether one kernel makes the loss and its slopes.
+        learns: whether slopes are made.
     """
     features, number = head_features(cost_model), head_parameter(cost_model)
     if features is None:
@@ -105,13 +127,17 @@ def loss_bytes(cost_model: CostModel, slots: float, state: State, *, fused: bool
     width, vocabulary = features
     compute, stored = state.compute_bytes, state.weight_bytes
     casts = compute + FLOAT32 if compute < FLOAT32 else 0
+    losses_alone = casts + (LOG_SOFTMAX_READS + 1) * FLOAT32  # bytes of a logit in a pass for losses alone
+    if not learns:
+        return slots * vocabulary * losses_alone
     weight = FLOAT32 + (FLOAT32 + stored) + 2 * stored  # zeroed, cast, scaled by the slope of the loss
     if fused:
         logit, weight = 3 * compute, weight + 2 * stored
     else:
         logit, weight = 2 * casts + (LOG_SOFTMAX_READS + 1 + 2) * FLOAT32, weight + 2 * FLOAT32
-    learns = number is not None and cost_model.parameters[number].trainable
-    return slots * vocabulary * logit + (width * vocabulary * weight if learns else 0)
+    logit += losses_alone if state.weighs else 0
+    has_gradient = number is not None and cost_model.parameters[number].trainable
+    return slots * vocabulary * logit + (width * vocabulary * weight if has_gradient else 0)
 
 
 @remembered

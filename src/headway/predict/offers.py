@@ -191,6 +191,7 @@ class OfferSearch:
         speeds: rates of a device.
         within_s: time that the run may take [s]; None for any.
         devices: number of devices; None to look for it.
+        passes: how often the run plays its data, at least 1.
     """
 
     config: TrainConfig
@@ -201,6 +202,7 @@ class OfferSearch:
     speeds: Callable[[Device], Speeds]
     within_s: float | None = None
     devices: int | None = None
+    passes: float = 1.0
 
     def run(self, offers: Sequence[Offer]) -> list[OfferResult]:
         """Plan each offer.
@@ -318,7 +320,7 @@ class OfferSearch:
 
     def _priced(self, offer: Offer, size: SizedRun, settings: tuple[str, ...]) -> PricedRun:
         tokens = self.total(size.packs)
-        seconds = size.time.seconds.times(tokens / size.time.tokens)
+        seconds = size.time.seconds.times(tokens / size.time.tokens) + size.time.before(tokens / self.passes)
         return PricedRun(offer, size, settings, tokens, seconds, seconds.times(size.devices * offer.price / 3600))
 
 

@@ -17,7 +17,7 @@ from headway.count import CostModel, FlopCount, Workload, drivers
 from headway.count.activations import SavedActivations, bytes_of
 from headway.count.flop_count import FlopRow
 from headway.count.quantised import quantised_parameters
-from headway.count.recompute import kind_of
+from headway.count.recompute import kind_of, with_head
 from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
 from headway.count.units import block_of, chosen_blocks, remembered
@@ -31,6 +31,7 @@ from headway.predict.kernel_bytes import (
     SUMMED,
     TOP_K_S,
     Kernels,
+    clipping_bytes,
     loss_bytes,
     routed_values,
     update_bytes,
@@ -51,6 +52,7 @@ DEQUANTISED = 22
 """Bytes that dequantising a value moves: its code as an index (2 written, 2 read), its value in float32 (written, then
 read and written with its scale, then read: 16), and rounded (2). Not measured on a device yet."""
 
+_NOTHING = Cases.exact(0.0)
 _PHASES = ("forward", "dgrad", "wgrad", "recompute")
 # "attention", "experts", "float8" or "product"; the features of a linear module
 _Kind = tuple[str, tuple[int, int] | None]
@@ -80,12 +82,18 @@ class StepForecast:
         flops: useful FLOPs of a mean step, all devices together.
         peak_flops_per_s: of all devices together [FLOP/s].
         tokens: real tokens of a mean step, all devices together.
+        reference: forward of its packs that a stored reference takes, once, before the first step [s].
     """
 
     lines: tuple[TimeLine, ...]
     flops: int
     peak_flops_per_s: float
     tokens: float
+    reference: Cases = _NOTHING
+
+    def before(self, tokens: float) -> Cases:
+        """Time that a stored reference of so many tokens takes before the first step [s]."""
+        return self.reference.times(tokens / self.tokens)
 
     @property
     def seconds(self) -> Cases:
@@ -117,6 +125,7 @@ class StepForecast:
             "tokens": self.tokens,
             "flops": self.flops,
             "peak_flops_per_s": self.peak_flops_per_s,
+            "reference_s": [*self.reference],
             "lines": lines,
         }
 
@@ -280,9 +289,10 @@ class StepTimes:
 
     def _run_again(self, work: StepWork, state: State) -> list[FlopRow]:
         """The rows of a step with what is computed again: the same share of each forward in any pack."""
+        recompute = with_head(state.recompute) if state.weighs else state.recompute
         share = {
             (row.name, row.driver): Fraction(row.recompute, row.forward)
-            for row in self._cost_model.count(work.pack, recompute=state.recompute).rows
+            for row in self._cost_model.count(work.pack, recompute=recompute).rows
             if row.forward
         }
         return [
@@ -345,9 +355,10 @@ class StepTimes:
         alive = sum(size for name, size in sizes.items() if name in self._alive)
         moved: float = FORWARD_MOVES * (sum(sizes.values()) + again) + BACKWARD_MOVES * alive
         moved += 2 * self._inputs(work, state)
-        fused = state.liger if self._kernels.fuses_loss is None else self._kernels.fuses_loss
+        # no kernel of Liger's weighs losses
+        fused = state.liger and not state.weighs if self._kernels.fuses_loss is None else self._kernels.fuses_loss
         slots = work.pack.slots / work.sequence
-        moved += work.sequence * loss_bytes(self._cost_model, slots, state, fused=fused)
+        moved += work.sequence * loss_bytes(self._cost_model, slots, state, fused=fused, learns=bool(self._alive))
         gradients = self._trained if work.gradients is None else work.gradients
         accumulated = 3 * state.weight_bytes * gradients if work.packs > 1 else 0
         return moved / work.sequence + accumulated + self._dequantising_bytes(work, state)
@@ -399,8 +410,8 @@ class StepTimes:
     def _optimizer_s(self, work: StepWork, state: State) -> Cases:
         """Time of an update: bytes of what it reads and writes, and Muon's products."""
         # gradients are read for their norm and scaled; then the update reads and writes what it is about
-        trained, moments = self._trained, num_moments(self._cost_model, muon=state.muon)
-        num_bytes = 3 * state.weight_bytes * trained + update_bytes(state, trained, moments, self._kernels.update)
+        trained, moments, update = self._trained, num_moments(self._cost_model, muon=state.muon), self._kernels.update
+        num_bytes = clipping_bytes(state, trained, update) + update_bytes(state, trained, moments, update)
         # the moving average is read and written, and the weights read for it, at some of the steps
         if state.averaged:
             num_bytes += (2 * FLOAT32 + state.weight_bytes) * self._trained / state.average_every

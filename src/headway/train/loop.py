@@ -10,7 +10,6 @@ of answers of the step, whose slopes weigh the cross-entropies of their tokens (
 runs on every token of a pack, supervised or not, because that is what the ledger counts: what is billed is what runs.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from headway.log.run_files import SAMPLES
 from headway.meter import Goodput
 from headway.meter.goodput_report import Bucket
 from headway.meter.window import SCHEMA_VERSION
-from headway.models.parallel import clip_, reduce_gradients
+from headway.models.parallel import clipping_factor, gradient_norm, reduce_gradients
 from headway.optim import learning_rate, set_learning_rate, take_step
 from headway.train.mismatches import divergence
 from headway.train.prepare import Run
@@ -222,19 +221,21 @@ class Loop:
         return noised, sums
 
     def _update(self, sums: StepSums, lr: float, shared: StepShare, batches: list[Batch]) -> None:
-        """Clip the gradients and take the optimizer's step; its numbers are recorded once the device has passed it."""
+        """Take the optimizer's step on clipped gradients; its numbers are recorded once the device has passed it."""
         run, optim, ranks = self._run, self._config.optim, self._run.ranks
         self._phase.at("update")
         self._last.updating()
         compilations = run.trained.compile_watch.since()
-        max_norm = optim.clip if optim.clip is not None else math.inf
         numbers = sums.over_ranks(
             len(compilations.guards),
             ranks.sum_,
-            norm=lambda: clip_(self._parameters, max_norm),
+            norm=lambda: gradient_norm(self._parameters),
             router=run.router_load.take,
         )
-        take_step(run.optimizer, numbers.vector(), skips=optim.on_nonfinite == "skip", learns=shared.learns)
+        # the optimizer multiplies gradients by the factor that clips them, while it reads them
+        factor = None if optim.clip is None else clipping_factor(numbers.grad_norm_1[0], optim.clip)
+        skips = optim.on_nonfinite == "skip"
+        take_step(run.optimizer, numbers.vector(), factor=factor, skips=skips, learns=shared.learns)
         if run.ema is not None and shared.learns:
             run.ema.update(self._step)
         run.optimizer.zero_grad(set_to_none=True)

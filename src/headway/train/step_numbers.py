@@ -147,7 +147,7 @@ class StepSums:
         Args:
             recompiles: guards that failed on this rank.
             sum_: replaces a tensor by its sum over the ranks.
-            norm: clips the gradients; gives their norm.
+            norm: gives the norm of the gradients.
             router: gives the numbers of a `RouterSummary`, summed by what it is given.
         """
         recompiles_1 = torch.full((1,), recompiles, device=self._loss_S.device)

@@ -1,4 +1,4 @@
-"""The norm of all gradients and its clipping, for parameters on any mesh or on none."""
+"""The norm of all gradients and the factor that clips it, for parameters on any mesh or on none."""
 
 from collections.abc import Iterable
 
@@ -16,20 +16,17 @@ Spread = tuple[DeviceMesh, tuple[int, ...]] | None
 
 
 @torch.no_grad()
-def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Scale all gradients down so that their common norm is at most `max_norm`; no device is waited for.
+def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Compute the common norm of all gradients; no device is waited for.
 
     Gradients that are cut over processes are squared and summed there, mesh by mesh, and whole ones, which every
     process holds alike, once; so the norm is that of the whole gradient, and the same on all.
 
     Args:
         parameters: those without a gradient are passed over, which must be the same ones on every process.
-        max_norm: infinity only measures.
 
     Returns:
-        The norm before scaling, a scalar; on the device of the first gradient.
-
-    Source: Pascanu et al. 2013 (arXiv:1211.5063), algorithm 1; scaled as torch.nn.utils.clip_grad_norm_.
+        The norm, a scalar; on the device of the first gradient.
     """
     grads: dict[Spread, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -39,10 +36,20 @@ def clip_(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         return torch.zeros(())
     norms = [_norm(group, spread) for spread, group in grads.items()]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([group_norm.to(norms[0].device) for group_norm in norms]))
-    scale = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
-    for group in grads.values():
-        torch._foreach_mul_(group, scale.to(group[0].device))
     return norm
+
+
+def clipping_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Compute what to multiply gradients by, so that their norm is at most `max_norm`; on the norm's device.
+
+    The optimizer multiplies by it while it reads gradients (`headway.optim.Optimizer.factor`).
+
+    Source: Pascanu et al. 2013 (arXiv:1211.5063), algorithm 1; the factor of torch.nn.utils.clip_grad_norm_.
+
+    >>> clipping_factor(torch.tensor(4.0), 1.0), clipping_factor(torch.tensor(0.5), 1.0)
+    (tensor(0.2500), tensor(1.))
+    """
+    return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
 
 
 def _norm(grads: list[torch.Tensor], spread: Spread) -> torch.Tensor:
