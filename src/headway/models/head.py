@@ -233,15 +233,7 @@ class ScoreLosses(ModelWithLoss):
         self._scores: list[torch.Tensor] = []
         layer.forward = self._forward
 
-    def run(
-        self,
-        inputs: dict[str, Any],
-        labels_T: torch.Tensor,
-        *,
-        per: int = 1,
-        judge: bool = False,
-        weigh: Weigh | None = None,
-    ) -> tuple[PackLoss, Any]:
+    def run(self, inputs: dict[str, Any], labels_T: torch.Tensor, options: LossOptions) -> tuple[PackLoss, Any]:
         """Run the model; see `ModelWithLoss`.
 
         Raises:
@@ -259,10 +251,10 @@ class ScoreLosses(ModelWithLoss):
                 "cannot be trained on packs."
             )
         loss_L = -self._scores.pop()
-        right_L = torch.zeros_like(loss_L, dtype=torch.bool) if judge else None
-        weighed_L = loss_L if weigh is None else loss_L * weigh(loss_L.detach())
+        right_L = torch.zeros_like(loss_L, dtype=torch.bool) if options.judge else None
+        weighed_L = loss_L if options.weigh is None else loss_L * options.weigh(loss_L.detach())
         # The zero brings no gradient, but backward then passes through every module's outputs, where hooks wait for it.
-        total = weighed_L.sum() / per + 0.0 * output.logits.sum()
+        total = weighed_L.sum() / options.per + 0.0 * output.logits.sum()
         return PackLoss(total, loss_L.detach(), right_L), output
 
     def _forward(self, hidden_1LH: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
