@@ -1,6 +1,7 @@
 """Attention under splits: equal to the mask drawn cell by cell, forward and backward, and no leak."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -145,14 +146,16 @@ def test_a_leak_would_be_seen():
 def test_flex_attention_sees_the_same_blocks_and_cells(workload):
     mask = SplitMask.of(workload)
     made = mask.block_mask()
-    asked = create_block_mask(made.mask_mod, None, None, workload.slots, workload.slots, "cpu")
+    padded = made.seq_lengths[0]
+    assert padded >= workload.slots
+    asked = create_block_mask(made.mask_mod, None, None, padded, padded, "cpu")
     assert torch.equal(made.to_dense(), asked.to_dense())
     assert torch.equal(made.full_kv_num_blocks, asked.full_kv_num_blocks)
     assert made.sparsity() == asked.sparsity()
-    q, k, v = (x.detach().float().transpose(0, 1)[None] for x in heads(workload.slots))
-    out = flex_attention(q, k, v, block_mask=made, scale=0.3, enable_gqa=True)
-    expected = by_dense(*(x[0].transpose(0, 1) for x in (q, k, v)), drawn(workload))
-    torch.testing.assert_close(out[0].transpose(0, 1), expected, atol=1e-5, rtol=1e-5)
+    tensors = [x.detach().float() for x in heads(workload.slots)]
+    with patch.multiple("headway.models.attention.splits", _runs_flex=lambda _: True, _flex=lambda: flex_attention):
+        out = split_attention(*tensors, mask, 0.3)
+    torch.testing.assert_close(out, by_dense(*tensors, drawn(workload)), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -170,6 +173,21 @@ def test_flex_attention_is_compiled_once_for_all_packs_of_a_length():
             out = compiled(q, k, v, block_mask=SplitMask.of(workload).block_mask(), scale=0.3, enable_gqa=True)
         expected = by_dense(*(x[0].transpose(0, 1) for x in (q, k, v)), drawn(workload))
         torch.testing.assert_close(out[0].transpose(0, 1), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_compiled_block_takes_packs_of_any_length_and_answers():
+    """As on CUDA, where a compiled block holds FlexAttention; inductor has none on a CPU for such strides."""
+    torch._dynamo.reset()
+    block = torch.compile(lambda q, k, v, mask: split_attention(q * 1.5, k, v, mask, 0.3) + 1, backend="aot_eager")
+    packs = [[branched(200, [50, 70])], [branched(150, [20, 30, 9]), branched(60, [100, 40])], [branched(37, [8, 90])]]
+    with patch("headway.models.attention.splits._runs_flex", lambda _: True):
+        for number, runs in enumerate([*packs, *packs]):
+            workload = Workload(splits=runs)
+            tensors = [x.detach().float() for x in heads(workload.slots, seed=number)]
+            with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=number > 2):
+                out = block(*tensors, SplitMask.of(workload))
+            q, k, v = tensors
+            torch.testing.assert_close(out, by_dense(q * 1.5, k, v, drawn(workload)) + 1, atol=1e-5, rtol=1e-5)
 
 
 def test_the_backend_takes_it_as_the_mask():

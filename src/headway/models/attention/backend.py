@@ -6,11 +6,10 @@ length in one call, L their length, D head size.
 The language pack's boundaries travel as model-forward keywords that transformers hands down to every attention call:
 `pack_cu_seqlens` (int32, shape (N+1,), on the model's device) and `pack_max_seqlen` (int). A vision tower passes the
 boundaries of its own images or windows, and those win. Without either, each batch row is one segment. Where answers
-share a prompt, `pack_splits` is the mask. Where
-several processes share the pack (or the tower's patches), `pack_split` says how, and attention exchanges this process's
-slots of all heads for all slots of its heads and back (`parallel.exchange`). Bidirectional
-attention without boundaries of its own (a vision tower that works on a batch of equal images) takes rows as segments
-too.
+share a prompt, `pack_splits` says who sees whom. Where several processes share the pack (or the tower's patches),
+`pack_split` says how, and attention exchanges this process's slots of all heads for all slots of its heads and back
+(`parallel.exchange`). Bidirectional attention without boundaries of its own (a vision tower that works on a batch of
+equal images) takes rows as segments too.
 """
 
 import functools

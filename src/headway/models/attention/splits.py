@@ -2,10 +2,11 @@
 
 Made once per pack, on the CPU; the same object serves every layer. On a CPU, segments of the same runs are one batch,
 and each run is a few fused kernel calls on the keys that it sees; on CUDA it is FlexAttention with a block mask, whose
-changing parts are tensors, so that one compiled kernel serves all packs.
+changing parts are tensors, so that one compiled kernel serves all packs of a length. Packs are padded to one of a few
+lengths for it, by slots that see themselves alone.
 
 Tensor letters as in `attention`: H query heads, K key/value heads, T slots, M segments of equal runs, L their length, D
-head size; Q blocks of queries.
+head size; P slots of a padded pack, Q blocks of its queries.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ class SplitMask:
         groups: the segments by their runs, each with its slots, shape (M L,); padding is a segment of its own.
         place_4T: number of the segment and of the run of each slot, and whether the run sees itself causally and
             whether later ones see it, int32.
+        padded_4P: the same of the padded pack.
         blocks: which blocks of keys each block of queries sees in part and in full, each as a number, shape (Q,), and
             indices, shape (Q, Q); int32.
         order: where each slot lies among the rows that attention is given, and the slot of each row, shape (T,) each;
@@ -44,6 +46,7 @@ class SplitMask:
 
     groups: tuple[tuple[Runs, torch.Tensor], ...]
     place_4T: torch.Tensor
+    padded_4P: torch.Tensor
     blocks: tuple[torch.Tensor, ...]
     order: tuple[torch.Tensor, ...] = ()
     _cache: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -75,13 +78,18 @@ class SplitMask:
         columns = (np.arange(len(runs)), splits.IS_CAUSAL[runs[:, 0]], splits.IS_VISIBLE[runs[:, 0]])
         places = np.stack([segment, *(np.repeat(column, runs[:, 1]) for column in columns)]).astype(np.int32)
         groups = tuple((own, torch.cat(parts)) for own, parts in slots.items())
-        return cls(groups, torch.from_numpy(places), _blocks(lengths, runs))
+        # Each slot of the padding is a run of its own, which nobody else sees, of a segment that is no pack's.
+        more = _padded(start) - start
+        ones, number = np.ones(more, np.int32), np.arange(more, dtype=np.int32)
+        padded = np.concatenate([places, np.stack([-ones, number, ones, 0 * ones])], axis=1)
+        return cls(groups, torch.from_numpy(places), torch.from_numpy(padded), _blocks(lengths, runs, more))
 
     def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SplitMask":
         """The same mask with its tensors changed: moved, or pinned."""
         groups = tuple((runs, change(slots)) for runs, slots in self.groups)
         blocks, order = tuple(map(change, self.blocks)), tuple(map(change, self.order))
-        return replace(self, groups=groups, place_4T=change(self.place_4T), blocks=blocks, order=order, _cache={})
+        places = {"place_4T": change(self.place_4T), "padded_4P": change(self.padded_4P)}
+        return replace(self, groups=groups, blocks=blocks, order=order, _cache={}, **places)
 
     def of_rows(self, slots_T: torch.Tensor) -> "SplitMask":
         """The same mask for rows that are the slots in another order, such as that of the processes that hold them."""
@@ -97,12 +105,22 @@ class SplitMask:
         from torch.nn.attention.flex_attention import BlockMask
 
         if "block_mask" not in self._cache:
-            slots = self.place_4T.shape[1]
+            slots = self.padded_4P.shape[1]
             part, part_indices, full, full_indices = (block[None, None] for block in self.blocks)
             self._cache["block_mask"] = BlockMask.from_kv_blocks(
-                part, part_indices, full, full_indices, _BLOCK, _rule(self.place_4T), seq_lengths=(slots, slots)
+                part, part_indices, full, full_indices, _BLOCK, _rule(self.padded_4P), seq_lengths=(slots, slots)
             )
         return self._cache["block_mask"]
+
+
+def _padded(slots: int) -> int:
+    """Round up to one of four lengths between a power of two and the next, and to whole blocks.
+
+    >>> [_padded(slots) for slots in (100, 1100, 10240, 31000)]
+    [128, 1280, 10240, 32768]
+    """
+    step = max(_BLOCK, 1 << slots.bit_length() >> 3)
+    return -(-slots // step) * step
 
 
 def _rule(place_4T: torch.Tensor) -> Callable[[Any, Any, torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -157,15 +175,24 @@ def split_attention(
 def _in_order(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, mask: SplitMask, scale: float, dropout: float
 ) -> torch.Tensor:
-    if q_THD.is_cuda:
+    if _runs_flex(q_THD):
         if dropout > 0.0:
             raise ConfigError(f"Attention under splits has no dropout on CUDA, and {dropout} is asked for: set 0.")
-        q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
+        slots, more = len(q_THD), mask.padded_4P.shape[1] - len(q_THD)
+        q, k, v = q_THD, k_TKD, v_TKD
+        if torch.compiler.is_compiling() or more:  # a compiled block has one code for packs with and without padding
+            q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (q, k, v))
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
         out: torch.Tensor = _flex()(q, k, v, block_mask=mask.block_mask(), scale=scale, enable_gqa=grouped)
-        return out[0].transpose(0, 1)
+        return out[0].transpose(0, 1)[:slots]
     attended: torch.Tensor = _by_segment(q_THD, k_TKD, v_TKD, mask, scale, dropout)
     return attended
+
+
+def _runs_flex(x: torch.Tensor) -> bool:
+    """Whether FlexAttention computes it: on a CPU it has no backward."""
+    return x.is_cuda
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; runs are read on the host
@@ -212,16 +239,21 @@ def _by_run(
         start = run.stop
 
 
-@cache
 def _flex() -> Any:
+    """FlexAttention, compiled by itself unless it is a part of what is compiled."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
 
 
-def _blocks(lengths: list[int], runs: NDArray[np.int64]) -> tuple[torch.Tensor, ...]:
-    """Tell the blocks of keys that each block of queries sees in part or in full, from the runs alone."""
-    starts = np.arange(0, sum(lengths), _BLOCK)
+@cache
+def _compiled(function: Callable[..., Any]) -> Any:
+    return torch.compile(function, dynamic=False)
+
+
+def _blocks(lengths: list[int], runs: NDArray[np.int64], more: int) -> tuple[torch.Tensor, ...]:
+    """Tell the blocks of keys that each block of queries sees in part or in full, from the runs and padding alone."""
+    starts = np.arange(0, sum(lengths) + more, _BLOCK)
     pairs = np.zeros((len(starts), len(starts)), np.int64)  # pairs of each block of queries and block of keys
 
     def overlap(first: int, end: int) -> NDArray[np.int64]:
@@ -247,9 +279,9 @@ def _blocks(lengths: list[int], runs: NDArray[np.int64]) -> tuple[torch.Tensor, 
         # A new segment sees nothing of the last one.
         if start == ends[number]:
             visible, number = np.zeros_like(visible), number + 1
-    # A block in which all pairs are seen is computed without the rule; the last block may be short.
-    size = np.minimum(starts + _BLOCK, start) - starts
-    full = pairs == np.outer(size, size)
+    pairs += np.diag(overlap(start, start + more))  # slots of the padding see themselves
+    # A block in which all pairs are seen is computed without the rule.
+    full = pairs == _BLOCK * _BLOCK
     return (*_listed((pairs > 0) & ~full), *_listed(full))
 
 
