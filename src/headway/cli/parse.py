@@ -307,7 +307,8 @@ class HeadwayCommand(TyperCommand):
 
             option = str(getattr(error, "option_name", "")).lstrip("-")
             places = [setting.name for setting in walk(TrainConfig) if setting.name.rpartition(".")[2] == option]
-            answer = translated(option) or (f"the setting is {' or '.join(map(repr, places[:2]))}" if places else None)
+            highest = [name for name in places if name.count(".") == min(other.count(".") for other in places)]
+            answer = translated(option) or (f"the setting is {' or '.join(map(repr, highest))}" if highest else None)
             if answer is None:
                 raise
             raise UsageError(

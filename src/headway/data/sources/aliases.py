@@ -29,7 +29,7 @@ def with_known_letters(fields: Mapping[str, Any], columns: Collection[str], *, i
     >>> with_known_letters({"Question": "1 + 1?", "Answer ": "2"}, ("question", "answer"), is_readable=False)
     {'question': '1 + 1?', 'answer': '2'}
     """
-    names = {}
+    names: dict[str, str] = {}
     for name in fields:
         plain = name.strip().lower().replace(" ", "_")
         is_there = plain in fields or plain in names.values()
