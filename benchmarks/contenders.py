@@ -139,7 +139,7 @@ def run_trainer(
             per_device_train_batch_size=shape.batch,
             train_sampling_strategy=sampling,
             remove_unused_columns=False,
-            **_arguments(folder, shape, device),
+            **trainer_arguments(folder, shape, device),
         )
         rows = [{"input_ids": sample.input_ids_S, "sample": sample} for sample in mix.samples]
         trainer = Trainer(
@@ -147,7 +147,7 @@ def run_trainer(
             args=arguments,
             train_dataset=rows,
             data_collator=collated,
-            callbacks=[_Stamp(clock)],
+            callbacks=[Stamp(clock)],
         )
         trainer.remove_callback(PrinterCallback)  # its final metrics would stand between our lines
         trainer.train()
@@ -169,14 +169,14 @@ def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
             packing=True,
             max_length=length,
             gradient_checkpointing=False,
-            **_arguments(folder, shape, device),
+            **trainer_arguments(folder, shape, device),
         )
         trainer = SFTTrainer(
             model=build_model(mix, "sdpa", device),
             args=arguments,
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer(mix.config.vocab_size),
-            callbacks=[_Stamp(clock)],
+            callbacks=[Stamp(clock)],
         )
         trainer.remove_callback(PrinterCallback)
         plain = trainer.data_collator
@@ -192,8 +192,8 @@ def run_trl(mix: Mix, shape: Shape, device: torch.device) -> Timing:
     return timing(clock, work, slots, shape.warmup)
 
 
-def _arguments(folder: str, shape: Shape, device: torch.device) -> dict[str, Any]:
-    """What both trainers are told alike."""
+def trainer_arguments(folder: str, shape: Shape, device: torch.device) -> dict[str, Any]:
+    """Arguments that all trainers get."""
     return {
         "output_dir": folder,
         "max_steps": shape.steps,
@@ -216,7 +216,7 @@ def _arguments(folder: str, shape: Shape, device: torch.device) -> dict[str, Any
     }
 
 
-class _Stamp(TrainerCallback):
+class Stamp(TrainerCallback):
     """Tells the clock that the Trainer has ended a step."""
 
     def __init__(self, clock: Clock) -> None:

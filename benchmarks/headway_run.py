@@ -40,15 +40,7 @@ def run_headway_train(mix: Mix, shape: Shape, device: torch.device, *, compiled:
     Returns:
         What the throughput benchmark keeps of a round; FLOPs, tokens and patches are the run's own records'.
     """
-    lengths = [sample.tokens for sample in mix.samples]
-    patches = sum(sample.patches for sample in mix.samples) / len(lengths)
-    tokens_per_pack = max(*lengths, round(shape.batch * sum(lengths) / len(lengths)))
-    data = {
-        "train": [str(_files(mix).samples)],
-        "tokens_per_pack": tokens_per_pack,
-        "prefetch_bytes": AHEAD * estimated_bytes(tokens_per_pack, round(shape.batch * patches)),
-    }
-    clock, records = _trained(mix, data, {"steps": shape.steps}, device, compiled=compiled)
+    clock, records = train(mix, packs_of(mix, shape), {"steps": shape.steps}, device, compiled=compiled)
     timed = records[shape.warmup :]
     wall_s, cpu_s = clock.spent_s(shape.warmup)
     return {
@@ -60,20 +52,36 @@ def run_headway_train(mix: Mix, shape: Shape, device: torch.device, *, compiled:
     }
 
 
+def packs_of(mix: Mix, shape: Shape) -> dict[str, Any]:
+    """Settings of a mix's data, in packs as long as a step of the others on average; none is too long for one."""
+    lengths = [sample.tokens for sample in mix.samples]
+    patches = sum(sample.patches for sample in mix.samples) / len(lengths)
+    tokens_per_pack = max(*lengths, round(shape.batch * sum(lengths) / len(lengths)))
+    return {
+        "train": [str(_files(mix).samples)],
+        "tokens_per_pack": tokens_per_pack,
+        "prefetch_bytes": AHEAD * estimated_bytes(tokens_per_pack, round(shape.batch * patches)),
+    }
+
+
+def first_samples(mix: Mix, number: int) -> dict[str, Any]:
+    """Settings of a mix's first samples alone, all in one pack."""
+    files = _files(mix)
+    first = files.samples.with_name("first_step.jsonl")
+    lines = files.samples.read_text(encoding="utf-8").splitlines(keepends=True)
+    first.write_text("".join(lines[:number]), encoding="utf-8")
+    tokens = sum(sample.tokens for sample in mix.samples[:number])
+    return {"train": [str(first)], "tokens_per_pack": math.ceil(ROOM * tokens)}
+
+
 def first_loss(mix: Mix, batch_size: int, cost_model: CostModel) -> float:
     """Loss on the CPU of the first step of a run whose data are the samples of one, which the other sides begin with.
 
     Raises:
         SystemExit: the run has trained on other samples than those, or billed them other FLOPs than the benchmark does.
     """
-    samples, files = mix.samples[:batch_size], _files(mix)
-    tokens = sum(sample.tokens for sample in samples)
-    first = files.samples.with_name("first_step.jsonl")
-    lines = files.samples.read_text(encoding="utf-8").splitlines(keepends=True)
-    first.write_text("".join(lines[:batch_size]), encoding="utf-8")
-    data = {"train": [str(first)], "tokens_per_pack": math.ceil(ROOM * tokens)}
-    _, records = _trained(mix, data, {"epochs": 1}, torch.device("cpu"))
-    work = Collator()(samples).workload
+    _, records = train(mix, first_samples(mix, batch_size), {"epochs": 1}, torch.device("cpu"))
+    work = Collator()(mix.samples[:batch_size]).workload
     expected = [1, work.tokens, work.patches, cost_model.count(work).total]
     record = records[0]
     actual = [len(records), record["tokens"], record["patches"], record["flops"]["total"]]
@@ -82,10 +90,25 @@ def first_loss(mix: Mix, batch_size: int, cost_model: CostModel) -> float:
     return float(record["loss"])
 
 
-def _trained(
-    mix: Mix, data: dict[str, Any], length: dict[str, int], device: torch.device, *, compiled: bool = False
+def train(
+    mix: Mix,
+    data: dict[str, Any],
+    length: dict[str, int],
+    device: torch.device,
+    *,
+    compiled: bool = False,
+    sections: dict[str, Any] | None = None,
 ) -> tuple[Clock, list[dict[str, Any]]]:
-    """Run `headway train`; returns the ends of its steps and its records of them."""
+    """Run `headway train`; returns the ends of its steps and its records of them.
+
+    Args:
+        mix: model folder with weights, and samples.
+        data: settings of the section `data`.
+        length: steps or epochs.
+        device: where to train.
+        compiled: train with `speed.compile`.
+        sections: further sections of the configuration.
+    """
     files = _files(mix)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -99,6 +122,7 @@ def _trained(
             "checkpoint": {"export": "never"},
             "speed": {"compile": compiled},
             "run": {"folder": str(folder / "run"), "device": str(device), "threads": torch.get_num_threads()},
+            **(sections or {}),
         }  # fmt: skip
         (folder / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         command = [sys.executable, str(Path(__file__).with_name("step_clock.py")), str(folder / "ends.json")]

@@ -24,7 +24,7 @@ from headway.models.pixel_patches import normalised
 from headway.models.vision import patch_size_of
 from headway.packing.lengths import MIXES
 from headway.synthetic.digits import write_digits, write_reader
-from headway.synthetic.small_data import vocabulary_texts, write_small_data
+from headway.synthetic.small_data import into_pairs, vocabulary_texts, write_small_data
 from headway.synthetic.small_model import write_small_model
 from headway.tracing.build import preset_config
 
@@ -119,12 +119,18 @@ def _text_sample(token_ids: Any, row: int) -> EncodedSample:
     )
 
 
-def images_mix(num_samples: int, seed: int = 0, folder: Path | None = None) -> Mix:
+def images_mix(num_samples: int, seed: int = 0, folder: Path | None = None, *, in_pairs: bool = False) -> Mix:
     """Long-tailed chats about images, and Qwen3-VL-8B, both an eighth as large as real ones.
 
     Attention's FLOPs are to those of projections as length is to width, so with both divided by the same number, text
     and images have about the shares of a step that they have in the real model on the real lengths. Within the vision
     tower attention has less, and the mergers more, as a tower of three layers keeps all of them.
+
+    Args:
+        num_samples: chats, or pairs of answers.
+        seed: of everything random.
+        folder: where files stay; None for a temporary one.
+        in_pairs: each chat with a worse answer beside its own, as a preference.
     """
     mix = MIXES["images"]
     with place(folder) as here:
@@ -143,6 +149,8 @@ def images_mix(num_samples: int, seed: int = 0, folder: Path | None = None) -> M
             merge_size=vision.spatial_merge_size,
             seed=seed,
         )
+        if in_pairs:
+            into_pairs(path)
         config, samples, facts = encoded(here / "model", path)
     description = f"{mix.description}; lengths and widths divided by {IMAGES_SCALE}: {facts}"
     files = None if folder is None else MixFiles(folder / "model", path)

@@ -98,6 +98,28 @@ def test_the_throughput_benchmark_runs_and_all_sides_agree(tmp_path, mix):
         assert path.with_suffix(".md").read_text().count("(dense mask)") == 2
 
 
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("mix", ["text", "images"])
+def test_the_benchmark_of_preferences_trains_the_same_on_both_sides(tmp_path, mix):
+    shape = ("--rounds", 1, "--steps", 2, "--batch", 2, "--threads", 1)
+    run("preferences.py", "--mix", mix, *shape, "--out", tmp_path)
+    (path,) = tmp_path.glob("preferences_*.json")
+    (measured,) = json.loads(path.read_text())["mixes"]
+    theirs, ours = (measured["first_steps"][name] for name in ("trl", "headway_train"))
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=4e-3)
+    assert ours["log_ps"] == pytest.approx(theirs["log_ps"], rel=1e-4)
+    assert theirs["losses"][1] < theirs["losses"][0]  # both have learnt from the same pairs
+    contenders = measured["contenders"]
+    assert contenders.keys() == {"trl", "trl_reference", "headway_train"}
+    assert contenders["headway_train"]["padding_share"] == 0
+    for name, entry in contenders.items():
+        (found,) = entry["rounds"]
+        assert min(found["wall_s"], found["cpu_s"], found["flops"]) > 0, name
+        assert 0 < found["pairs"] < measured["num_pairs"], name  # of an epoch, without its first step
+    assert "padding" in path.with_suffix(".md").read_text()
+
+
 def listed_packages(folder):
     """An environment whose processes find the packages that the page on benchmarks lists, and no others."""
     page = (BENCHMARKS / "README.md").read_text(encoding="utf-8")

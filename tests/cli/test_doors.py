@@ -54,6 +54,21 @@ def test_a_table_of_classes_is_measured_and_its_empty_text_left_out(headway, dat
     assert "1 documents without words, left out" in " ".join(measured.out.split())
 
 
+@pytest.mark.slow
+def test_a_configuration_for_pairs_of_answers_compares_them(headway, data):
+    rows = [{"prompt": f"Say {n}.", "chosen": f"It is {n}.", "rejected": "No."} for n in range(8)]
+    (data / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert headway("new-model", "tiny", "--data", "pairs.jsonl", "--size", "100k").code == 0
+    assert headway("init", "--model", "tiny", "--data", "pairs.jsonl", "-o", "a.yaml").code == 0
+    assert "preference:\n  loss: sigmoid" in (data / "a.yaml").read_text()
+    trained = headway("train", "a.yaml", "--set", "optim.steps=1", "--set", "run.device=cpu")
+    assert trained.code == 0, trained.err
+    assert '"preference": {"pairs": ' in (data / "runs/a/metrics.jsonl").read_text()
+    # beside chats nothing is taken to be meant
+    mixed = headway("init", "--model", "tiny", "--data", "pairs.jsonl", "--data", "reviews.csv", "-o", "b.yaml")
+    assert (mixed.code, "preference:" in (data / "b.yaml").read_text()) == (0, False)
+
+
 @pytest.mark.parametrize(
     ("files", "says"),
     [
@@ -70,7 +85,7 @@ def test_a_table_of_classes_is_measured_and_its_empty_text_left_out(headway, dat
         ({"a.csv": "text,label\na,b,c\n"}, "it has 3 values, and the first line names 2 columns"),
         ({"a.csv": 'text,label\n"a,b\n'}, "the value in quotes that begins on line 2 does not end"),
         ({"metadata.csv": "file_name,text\nnone.png,a\n"}, "the image 'none.png' does not exist in the folder"),
-        ({"a.xlsx": "x"}, "a.xlsx is not known by its extension. Known are .jsonl"),
+        ({"a.xlsx": "x"}, "a.xlsx is not known by its extension. Save the sheet as CSV in UTF-8. Known are .jsonl"),
     ],
 )
 def test_data_that_cannot_be_read_are_one_error_with_the_way_out(headway, data, files, says):
@@ -98,6 +113,8 @@ def test_data_that_cannot_be_read_are_one_error_with_the_way_out(headway, data, 
             ("--per-device-train-batch-size=2",),
             "--per-device-train-batch-size; in Headway it is `data.",
         ),
+        (("--lr", "1"), "There is no option --lr; the setting is 'optim.lr'. Settings"),
+        (("--device", "H100", "--device", "A100"), "--device stands 2 times, with H100 and A100, and takes one value"),
         (("--set", "optim.lr=1", "--set", "optim.lr=2"), "--set optim.lr=1 has no effect, as optim.lr=2 stands"),
         (
             ("--set", "optim.steps=1", "--set", "optim.epochs=2"),
@@ -114,6 +131,24 @@ def test_settings_that_cannot_be_meant_are_one_error_with_the_way_out(headway, d
     result = headway("train", "theirs.yaml", *arguments)
     assert (result.code in (1, 2), says in " ".join(result.err.split())) == (True, True), result.err
     assert "Error: " in result.err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("reviews.csv", None, "`headway init --model MODEL --data FILE` writes one for data of yours"),
+        ("chats.jsonl", b'{"text": "a"}\n{"text": "b"}\n', "writes one for data of yours"),
+        ("pictures", None, "Is a directory. Give the path of a YAML file; `headway init"),
+        ("a.yaml", "model: {path: m}".encode("utf-16"), "it is not UTF-8 text (invalid start byte at byte 0). Save"),
+        ("a.yaml", b"model: {path: m}\n", "'data' is required, such as data: {tokens_per_pack: ...}; 'optim' is"),
+        ("a.yaml", b"model: {path: m}\n", "'run' is required, such as run: {folder: ...}"),
+    ],
+)
+def test_a_file_that_is_no_configuration_says_how_one_is_made(headway, data, name, content, says):
+    if content is not None:
+        (data / name).write_bytes(content)
+    result = headway("train", name)
+    assert (result.code, says in " ".join(result.err.split())) == (2, True), result.err
 
 
 def test_a_script_for_another_shell_is_refused_with_those_that_there_are(headway):

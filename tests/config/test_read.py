@@ -278,6 +278,11 @@ def test_words_of_other_tools_are_understood_at_every_level(section, minimal):
         ("stage", "write a section `preference` for DPO"),
         ("pref_loss", "`preference.loss`"),
         ("rl_beta", "`preference.beta`"),
+        ("nproc_per_node", "`parallel.shard` processes that torchrun starts"),
+        ("image_size", "`data.max_pixels`, an area in pixels"),
+        ("train_data", "`data.train`, a file or a folder"),
+        ("patience", "`eval.stop_after`, in evaluations"),
+        ("bnb_4bit_use_double_quant", "a frozen base is nf4 or int8"),
     ]:
         with pytest.raises(ConfigError) as caught:
             load_config(minimal, (f"{section}{word}=x",))
@@ -296,6 +301,8 @@ PUBLISHED = {
     "lora_target_linear val_set_size output_dir sequence_len sample_packing wandb_project gradient_accumulation_steps "
     "micro_batch_size num_epochs optimizer lr_scheduler learning_rate train_on_inputs group_by_length bf16 fp16 "
     "gradient_checkpointing",
+    # QwenLM/Qwen2.5-VL, qwen-vl-finetune/scripts/sft_7b.sh
+    "Qwen-VL": "model_name_or_path dataset_use data_flatten tune_mm_vision tune_mm_mlp tune_mm_llm bf16 output_dir",
 }
 
 

@@ -9,7 +9,7 @@ from headway.count import CostModel, load_cost_model
 from headway.count.activations import SavedByPrecision, shipped_activations
 from headway.count.rows import Parameter
 from headway.devices import named_device
-from headway.predict.suggest import MeasuredLengths, _epochs, _fitted
+from headway.predict.suggest import MeasuredLengths, _epochs, _fitted, _learning_rate
 
 CHATS = MeasuredLengths(np.array([100, 200]), bad=0, images=0, are_documents=False)
 CORPUS = replace(CHATS, are_documents=True)
@@ -32,6 +32,13 @@ def test_data_play_as_often_as_a_model_needs(lengths, model, from_scratch, steps
     assert _epochs(steps, model, lengths, from_scratch=from_scratch) == epochs
 
 
+@pytest.mark.parametrize(("adapters", "rate"), [(False, 1e-5), (True, 2e-4)])
+def test_pairs_learn_at_a_tenth_of_the_rate(adapters, rate):
+    assert _learning_rate(LARGE, CHATS, adapters=adapters) == rate
+    pairs = replace(CHATS, are_pairs=True)
+    assert _learning_rate(LARGE, pairs, adapters=adapters) == pytest.approx(rate / 10)
+
+
 @pytest.mark.parametrize(("device", "base"), [("H100", None), ("4090", None), ("4080", "nf4")])
 def test_a_base_in_4_bits_is_suggested_where_adapters_do_not_fit_without(device, base):
     name = "qwen3-8b"
@@ -42,7 +49,7 @@ def test_a_base_in_4_bits_is_suggested_where_adapters_do_not_fit_without(device,
         "run": {"folder": "run"},
     }
     saved = SavedByPrecision(lambda precision: shipped_activations(name, precision))
-    fitted, planned = _fitted(raw, load_cost_model(name), saved, named_device(device))
+    fitted, planned = _fitted(raw, load_cost_model(name), saved, named_device(device), 2e-4)
     assert planned.fits
     assert fitted["model"].get("base") == base
     assert "lora" in fitted["model"]

@@ -294,6 +294,7 @@ class HeadwayCommand(TyperCommand):
             return super().parse_args(ctx, args)
         kinds = _numeric(self.callback) if self.callback else {}
         options = {name: kinds[param.name] for param in self.params if param.name in kinds for name in param.opts}
+        _refuse_repeats(args, self.params)
         try:
             return super().parse_args(ctx, _plain(args, options))
         except Exception as error:
@@ -301,14 +302,48 @@ class HeadwayCommand(TyperCommand):
             if type(error).__name__ != "NoSuchOption" or all(param.name != "settings" for param in self.params):
                 raise
             from headway.config.other_tools import translated
+            from headway.config.read import TrainConfig
+            from headway.config.tree import walk
 
             option = str(getattr(error, "option_name", "")).lstrip("-")
-            if (answer := translated(option)) is None:
+            places = [setting.name for setting in walk(TrainConfig) if setting.name.rpartition(".")[2] == option]
+            highest = [name for name in places if name.count(".") == min(other.count(".") for other in places)]
+            answer = translated(option) or (f"the setting is {' or '.join(map(repr, highest))}" if highest else None)
+            if answer is None:
                 raise
             raise UsageError(
                 f"There is no option --{option}; {answer}. Settings of a run are changed by --set, such as --set "
                 "optim.lr=1e-3."
             ) from error
+
+
+def _refuse_repeats(arguments: list[str], params: list[Any]) -> None:
+    """Refuse an option of one value that is given twice, where the last would count and the others have no effect.
+
+    Raises:
+        UsageError: an option stands twice with different values.
+    """
+    takes_value = {
+        name: param
+        for param in params
+        if param.param_type_name == "option" and not getattr(param, "is_flag", False) and not getattr(param, "count", 0)
+        for name in param.opts
+    }
+    values: dict[str, list[str]] = {}
+    iterator = iter(arguments)
+    for argument in iterator:
+        if argument == "--":
+            break
+        name, equals, value = argument.partition("=")
+        if name in takes_value:
+            param = takes_value[name]
+            values.setdefault(max(param.opts, key=len), []).append(value if equals else next(iterator, ""))
+    for name, stated in values.items():
+        if len({*stated}) > 1 and not takes_value[name].multiple:
+            raise UsageError(
+                f"{name} stands {len(stated)} times, with {' and '.join(dict.fromkeys(stated))}, and takes one value: "
+                "the last would count alone. Give it once."
+            )
 
 
 def _words_of(command: TyperCommand) -> tuple[Words, ...]:

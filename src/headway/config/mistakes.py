@@ -45,7 +45,9 @@ def describe(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     name = ".".join(str(part) for part in place)
     meaning = f" ({info.description})" if info is not None and info.description else ""
     if error["type"] == "missing" and place == error["loc"]:
-        return f"{name!r} is required" + meaning
+        section = _section(annotation)
+        example = "" if section is None else f", such as {name}: {{{_first_key(section)}: ...}}"
+        return f"{name!r} is required" + (example or meaning)
     value = error.get("input")
     if error["type"] == "value_error":
         message = str(error["ctx"]["error"])  # of the check itself
@@ -76,9 +78,7 @@ def _values(annotation: Any, info: Any) -> str:
     """Name the values that a setting takes, with an example where it is easily written in another way."""
     section = _section(annotation)
     if section is not None:
-        keys = list(_fields(section))
-        first = next((key for key, field in _fields(section).items() if field.is_required()), keys[0])
-        return f"its settings, such as {{{first}: ...}}; it has {', '.join(keys)}"
+        return f"its settings, such as {{{_first_key(section)}: ...}}; it has {', '.join(_fields(section))}"
     values = words_of(annotation, bounds_of(info.metadata) if info is not None else "")
     *others, last = values.split(" | ")
     listed = f"{', '.join(others)} or {last}" if others else last
@@ -163,6 +163,12 @@ def _section(annotation: Any) -> Any:
 
 def _fields(section: type[BaseModel]) -> dict[str, Any]:
     return {info.alias or name: info for name, info in section.model_fields.items()}
+
+
+def _first_key(section: type[BaseModel]) -> str:
+    """The first setting of a section that must be there, or else its first."""
+    fields = _fields(section)
+    return next((key for key, field in fields.items() if field.is_required()), next(iter(fields)))
 
 
 def _keys_at(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:

@@ -15,6 +15,16 @@ _SAME: dict[str, str] = {
     "bnb_4bit_quant_type qlora": "`model.base`, nf4 for 4 bits and int8 for 8, beside `model.lora`",
     "freeze_vision_tower freeze_vision_encoder freeze_vit freeze_vision": "`model.freeze=[vision]`",
     "freeze_language_model freeze_llm freeze_backbone": "`model.freeze=[language]`",
+    "tune_mm_llm tune_mm_mlp tune_mm_vision tune_mm_mlp_adapter train_mm_proj_only": (
+        "`model.freeze`, such as [vision] or [language], for what does not learn"
+    ),
+    "adapter_name_or_path lora_model_dir adapters resume_from_adapter": (
+        "`model.path`, which takes a run's folder or its export"
+    ),
+    "model_name llm_path": "`model.path`",
+    "nf4 quantization_config bnb_config bitsandbytes": "`model.base`, nf4 beside `model.lora`",
+    "bnb_4bit_compute_dtype compute_dtype": "`run.dtype`, in which a base of 4 bits computes",
+    "enable_thinking": "`model.chat_template_kwargs`, as in {enable_thinking: false}",
     "freeze_parameters freeze_multi_modal_projector freeze_aligner freeze_projector unfrozen_parameters "
     "trainable_parameters": "`model.freeze`, which takes patterns over the names of parameters",
     "add_tokens add_new_tokens extra_tokens tokens_to_add": "`model.new_tokens`",
@@ -34,6 +44,12 @@ _SAME: dict[str, str] = {
         "`data.max_frames`, or `data.train.N.max_frames` of a source"
     ),
     "video_total_pixels": "`data.video_max_pixels`, for models that bound a whole video",
+    "image_size img_size resolution max_image_size": "`data.max_pixels`, an area in pixels",
+    "dataset_dir dataset_use hf_dataset custom_dataset data_file data_files data_root train_data train_path "
+    "training_data training_file": "`data.train`, a file or a folder",
+    "val_data val_path val_file valid_data validation_data validation_dataset eval_data eval_file eval_dataset_path "
+    "test_data test_file": "`data.eval`, a file or a folder",
+    "max_train_samples num_train_samples dataset_sample": "`data.train.N.limit`",
     "dataset datasets train_dataset train_file train_files dataset_name dataset_path data_path": "`data.train`",
     "eval_dataset val_dataset val_datasets validation_file test_datasets": "`data.eval`",
     "val_size val_set_size split_dataset_ratio eval_split": "`data.eval`, a file of held-out samples",
@@ -47,6 +63,15 @@ _SAME: dict[str, str] = {
     "packing sample_packing neat_packing multipack padding_free group_by_length": (
         "`data.strategy`, as samples are always packed; none for one sample in a pack"
     ),
+    "pad_to_sequence_len data_flatten data_packing flatten_packing": "`data.strategy`, as samples are always packed",
+    "batchsize bs batch_size_training per_gpu_train_batch_size": (
+        "`data.tokens_per_pack`, since a batch is a pack of as many samples as fit"
+    ),
+    "max_prompt_length max_completion_length max_target_length max_source_length": (
+        "`data.overlong`, for samples longer than `data.tokens_per_pack`; prompts and answers have no bounds of their "
+        "own"
+    ),
+    "sequence_length max_tokens max_len": "`data.tokens_per_pack`, the tokens of a packed row",
     "truncation_strategy excess_length_strategy truncation": "`data.overlong`, or `data.train.N.overlong` of a source",
     "streaming": "`data.stream`",
     "dataloader_num_workers num_workers preprocessing_num_workers dataset_num_proc": "`data.workers`",
@@ -64,12 +89,21 @@ _SAME: dict[str, str] = {
     "num_warmup_steps lr_warmup_iters": "`optim.warmup_steps`",
     "lr_scheduler_type lr_scheduler lr_decay_style scheduler": "`optim.schedule`",
     "min_lr min_lr_rate cosine_min_lr_ratio": "`optim.min_lr_ratio`, a fraction of `optim.lr`",
+    "mm_projector_lr mm_vision_tower_lr loraplus_lr_ratio": "`optim.lr_of`",
+    "grad_accum_steps grad_accumulation_steps": "`optim.accumulation`",
+    "ema_decay use_ema": "`optim.ema`",
     "max_grad_norm grad_clip clip_grad gradient_clip_val gradient_clipping": "`optim.clip`",
     "optimizer optim_type optimizer_type": "`optim.name`, and `optim.state=8bit` for moments in 8 bits",
     "adam_beta1 adam_beta2 beta1 beta2": "`optim.betas`, both in a list",
     "adam_epsilon epsilon": "`optim.eps`",
     # speed and memory
     "gradient_checkpointing activation_checkpointing recompute_granularity": "`speed.recompute=full`",
+    "use_gradient_checkpointing grad_checkpointing vit_gradient_checkpointing": "`speed.recompute=full`",
+    "use_unsloth unsloth xformers_attention": "`speed.attention` and `speed.kernels=liger`",
+    "nproc_per_node nnodes num_nodes num_gpus num_processes n_gpu ngpu gpus gpu_ids world_size accelerator "
+    "cuda_visible_devices": (
+        "`run.device` for one; for several, `parallel.shard` processes that torchrun starts, as docs/parallel.md has it"
+    ),
     "activation_offloading enable_activation_offloading fine_grained_activation_offloading cpu_offloading": (
         "`speed.offload` beside `speed.recompute`, for the inputs of recomputed blocks"
     ),
@@ -88,6 +122,8 @@ _SAME: dict[str, str] = {
     "expert_model_parallel_size expert_parallel_size ep_size expert_parallel_degree parallel.ep": "`parallel.expert`",
     # the run
     "output_dir save_dir": "`run.folder`",
+    "log_dir project_name experiment_name wandb_name wandb_run_name": "`run.folder`, and `run.trackers` for trackers",
+    "wandb tensorboard mlflow swanlab comet trackio": "`run.trackers`, as in `run.trackers=[wandb]`",
     "report_to wandb_project use_wandb logger loggers use_swanlab use_mlflow swanlab_project": (
         "`run.trackers`, as in `run.trackers=[wandb]`"
     ),
@@ -96,6 +132,17 @@ _SAME: dict[str, str] = {
     "logging_dir run_name": "`run.folder`, which holds all that a run writes",
     "save_steps save_interval saves_per_epoch save_strategy": "`checkpoint.every`",
     "save_total_limit": "`checkpoint.keep`",
+    "save_every save_freq checkpoint_every checkpoint_interval checkpointing_steps ckpt_interval": (
+        "`checkpoint.every`"
+    ),
+    "keep_last_n max_checkpoints checkpoints_total_limit": "`checkpoint.keep`",
+    "save_best_only": "`checkpoint.keep_best`",
+    "eval_every validation_steps validation_interval val_check_interval": "`eval.every`",
+    "patience early_stopping": "`eval.stop_after`, in evaluations",
+    "greater_is_better": "`eval.best_by`, whose direction is known",
+    "max_eval_samples": "`eval.max_samples`",
+    "predict_with_generate": "`eval.generate`",
+    "max_generated_tokens generation_max_length": "`eval.max_new_tokens`",
     "per_device_eval_batch_size": "`data.tokens_per_pack`, also of evaluations",
     "eval_steps eval_interval evals_per_epoch eval_strategy evaluation_strategy": "`eval.every`",
     "early_stopping_patience early_stopping_steps": "`eval.stop_after`, in evaluations",
@@ -116,6 +163,42 @@ _ABSENT: dict[str, str] = {
         "leave it out"
     ),
     "trust_remote_code": "no code of a model's folder is run; nearest: a `model.path` of transformers' own",
+    "model_type tokenizer_type processor_type tokenizer processor vision_tower mm_vision_tower mm_projector_type "
+    "is_llama_derived_model tokenizer_name tokenizer_name_or_path use_fast_tokenizer": (
+        "a folder says by itself what it holds; nearest: `model.path`"
+    ),
+    "overwrite_cache lazy_preprocess dataset_prepared_path tokenized_path dataloader_pin_memory dataset_kwargs "
+    "formatting_func response_template instruction_template save_only_model save_safetensors plot_loss strict "
+    "logging_first_step local_rank do_predict prediction_loss_only skip_prepare_dataset": (
+        "lengths are kept in an index, chats learn their answers alone, and a run writes all that is needed; nearest: "
+        "leave it out; `data.train` and `run.folder` suffice"
+    ),
+    "rope_scaling rope_theta": "positions are the model's own; nearest: its config.json in `model.path`",
+    "init_lora_weights pissa_init lora_bias lora_fan_in_fan_out lora_init_scale": (
+        "adapters begin at zero and have no bias; nearest: `model.lora.rank` and `model.lora.alpha`"
+    ),
+    "bnb_4bit_use_double_quant double_quantization bnb_config_kwargs gptq awq hqq eetq": (
+        "a frozen base is nf4 or int8; nearest: `model.base`"
+    ),
+    "use_galore galore use_apollo apollo use_badam badam lisa_activated_layers use_adalora": (
+        "every weight that learns has its own moments; nearest: `optim.name` and `optim.state=8bit`"
+    ),
+    "drop_last dataloader_drop_last": (
+        "packs are planned, the last ones too; nearest: `data.strategy`, how they are filled"
+    ),
+    "num_classes num_labels label_column class_names": (
+        "classes are words that the model writes; nearest: a file with the column label in `data.train`"
+    ),
+    "default_system_message default_system system_prompt system": (
+        "a system message stands in the rows; nearest: the column system in `data.train`, or `model.chat_template`"
+    ),
+    "split train_split dataset_split dataset_config": (
+        "a file or a folder is read whole; nearest: the split's own file in `data.train`"
+    ),
+    "mix_strategy": "sources are mixed by their weights; nearest: `data.train.N.weight`",
+    "do_sample num_beams temperature top_p top_k": (
+        "evaluations write the likeliest answer; nearest: `eval.max_new_tokens`"
+    ),
     "train_on_prompt train_on_inputs": (
         "prompts of chats are never learnt; nearest: documents in `data.train`, which are learnt from end to end"
     ),
@@ -133,6 +216,10 @@ _ABSENT: dict[str, str] = {
     ),
     "push_to_hub hub_model_id": (
         "a run uploads nothing; nearest: `checkpoint.export`, whose folder `headway export --push-to-hub` sends"
+    ),
+    "hub_token hub_private_repo hf_token hf_use_auth_token hub_strategy": (
+        "a run uploads nothing, and hf auth login keeps the token; nearest: `checkpoint.export`, whose folder "
+        "`headway export --push-to-hub` sends"
     ),
 }
 

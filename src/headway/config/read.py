@@ -25,6 +25,8 @@ from headway.words import Argument
 EXTENDS = "extends"
 _EITHER = {"steps": "epochs", "epochs": "steps", "train": "stages", "stages": "train"}
 """Settings that say one thing in two ways: whoever gives one over a file that has the other, means it instead."""
+_SUFFIXES = (".yaml", ".yml", ".json", "")
+_BY_INIT = "; `headway init --model MODEL --data FILE` writes one for data of yours."
 
 
 @dataclass(frozen=True)
@@ -253,15 +255,19 @@ def _read(path: Path, extending: tuple[Path, ...]) -> dict[str, Any]:
         raw = load_yaml(text)
     except OSError as error:
         raise ConfigError(
-            f"cannot read the configuration {path}: {error.strerror}. Give the path of a YAML file."
+            f"cannot read the configuration {path}: {error.strerror}. Give the path of a YAML file{_BY_INIT}"
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {_what_is_wrong(error)}") from error
+        hint = f" Give a configuration{_BY_INIT}" if path.suffix not in _SUFFIXES else ""
+        raise ConfigError(f"{path} is not YAML: {_what_is_wrong(error)}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {_beyond(error)}.") from error
     if not isinstance(raw, dict):
         sections = ", ".join(TrainConfig.model_fields)
-        raise ConfigError(f"{path} holds no configuration; it must be a YAML mapping with the sections {sections}.")
+        hint = "." if path.suffix in _SUFFIXES else _BY_INIT
+        raise ConfigError(
+            f"{path} holds no configuration; it must be a YAML mapping with the sections {sections}{hint}"
+        )
     base = raw.pop(EXTENDS, None)
     if base is None:
         return raw
@@ -341,6 +347,8 @@ def _beyond(error: Exception) -> str:
 
 def _what_is_wrong(error: yaml.YAMLError | UnicodeDecodeError) -> str:
     mark = getattr(error, "problem_mark", None)
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 text ({error.reason} at byte {error.start}). Save the file as UTF-8."
     if mark is None:
         return " ".join(str(error).split())
     place = f"line {mark.line + 1}, column {mark.column + 1}"

@@ -36,6 +36,7 @@ _MEDIANS = 8  # samples of the median's length that a pack holds, so that packs 
 _LEAST_STEPS = 10  # in an epoch, where there are samples for so many
 _SAMPLES_PER_STEP = 16  # at least, by accumulation
 _SMALL_MODEL = 100_000_000  # parameters; nobody fine-tunes so few
+_PAIRS_RATE = 0.1  # of the usual learning rate, where answers are compared: full fine-tuning by DPO at TRL's 1e-6
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class MeasuredLengths:
         images: pictures and videos in them.
         are_documents: whether every token is learnt, so that long samples can be split.
         empty: rows that hold nothing to learn, which training leaves out.
+        are_pairs: whether every sample is answers of which some are better.
     """
 
     tokens: np.ndarray[Any, np.dtype[Any]]
@@ -55,6 +57,7 @@ class MeasuredLengths:
     images: int
     are_documents: bool
     empty: int = 0
+    are_pairs: bool = False
 
     @classmethod
     def of(cls, indices: Sequence[LengthIndex]) -> "MeasuredLengths":
@@ -71,7 +74,8 @@ class MeasuredLengths:
         supervised = sum(int(index.supervised.sum(dtype=np.int64)) for index in indices)
         images = sum(len(index.media[name].values) for index in indices for name in ("images", "videos"))
         bad, empty = sum(len(index.bad) for index in indices), sum(int(index.empty.sum()) for index in indices)
-        return cls(tokens, bad, images, supervised == int((tokens - 1).sum()), empty)
+        are_pairs = all(bool((index.num_answers[index.ok] > 0).all()) for index in indices if index.ok.any())
+        return cls(tokens, bad, images, supervised == int((tokens - 1).sum()), empty, are_pairs)
 
     @property
     def median(self) -> int:
@@ -158,7 +162,8 @@ def suggest(
         | ({} if chat_template is None else {"chat_template": chat_template})
         | added,
         "data": {"train": _train(data, columns or {}), "tokens_per_pack": pack},
-        "optim": {"steps": 1, "lr": _learning_rate(cost_model, adapters=False)},
+        "optim": {"steps": 1, "lr": _learning_rate(cost_model, lengths, adapters=False)},
+        **({"preference": {"loss": "sigmoid"}} if lengths.are_pairs else {}),
         "run": {"folder": run_folder},
     }
     if lengths.longest > pack:
@@ -168,7 +173,7 @@ def suggest(
     if device is not None:
         if len(data) == 1:  # a plan over the data themselves; over full packs where there are several
             raw["plan"] = {"lengths": str(next(iter(data.values())).path)}
-        raw, planned = _fitted(raw, cost_model, saved, device)
+        raw, planned = _fitted(raw, cost_model, saved, device, _learning_rate(cost_model, lengths, adapters=True))
         raw.pop("plan", None)
         raw["plan"] = {"device": device.key}
     # packs of a step for enough samples, then epochs for enough steps
@@ -228,28 +233,33 @@ def _train(data: Mapping[str, LengthIndex], columns: Mapping[str, str]) -> list[
     return [{"mix": [{"path": path, "weight": int(index.ok.sum()), **own_columns} for path, index in data.items()]}]
 
 
-def _learning_rate(cost_model: CostModel, *, adapters: bool) -> float:
+def _learning_rate(cost_model: CostModel, lengths: MeasuredLengths, *, adapters: bool) -> float:
     """Peak learning rate by rule of thumb.
 
     Source: adapters 2e-4 (Dettmers et al. 2023, QLoRA, table 9); fine-tuning 1e-5, as LLaMA-Factory's
     examples/train_full (0.9.3); below 100 M parameters 0.003239 - 0.0001395 ln(parameters) (Kaplan et al. 2020,
-    equation D.1).
+    equation D.1); a tenth of each for pairs (TRL 1.16, DPOConfig: 1e-6).
     """
     parameters = cost_model.params.total
-    if adapters:
-        return 2e-4
-    return float(f"{0.003239 - 0.0001395 * math.log(parameters):.1e}") if parameters < _SMALL_MODEL else 1e-5
+    rate = 2e-4 if adapters else 1e-5
+    if not adapters and parameters < _SMALL_MODEL:
+        rate = 0.003239 - 0.0001395 * math.log(parameters)
+    return float(f"{rate * (_PAIRS_RATE if lengths.are_pairs else 1.0):.1e}")
 
 
 def _fitted(
-    raw: dict[str, Any], cost_model: CostModel, saved: Mapping[str, SavedActivations], device: Device
+    raw: dict[str, Any],
+    cost_model: CostModel,
+    saved: Mapping[str, SavedActivations],
+    device: Device,
+    rate_of_adapters: float,
 ) -> tuple[dict[str, Any], DryRun]:
     """Settings that fit a device: as it is, with the gentlest setting that is enough, with adapters, with both."""
     planned = None
     for adapters in (False, True):
         if adapters:
             raw = raw | {"model": raw["model"] | {"lora": {"rank": LORA_RANK}}}
-            raw["optim"] = raw["optim"] | {"lr": _learning_rate(cost_model, adapters=True)}
+            raw["optim"] = raw["optim"] | {"lr": rate_of_adapters}
         planned = _plan(raw, cost_model, saved, device)
         if planned.fits is not False:
             return raw, planned
@@ -305,6 +315,8 @@ def _comments(
     rate = "adapters learn at higher rates (QLoRA)" if adapters else "the usual rate of full fine-tuning"
     if not adapters and cost_model.params.total < _SMALL_MODEL:
         rate = f"by size, for {format_count(cost_model.params.total)} parameters (Kaplan et al. 2020, D.1)"
+    if lengths.are_pairs:
+        rate = "a tenth of the usual rate, as pairs are learnt (TRL)"
     # numbers that the comments name
     over = int((lengths.tokens > pack).sum())
     samples_per_pack = max(1.0, pack / float(lengths.tokens.mean()))
@@ -331,6 +343,8 @@ def _comments(
         "speed": "Chosen so that the run fits the device's memory.",
         "checkpoint": "The last one is exported as a folder that transformers opens.",
         "checkpoint.every": "steps from one to the next; `headway train --resume` goes on from the newest",
+        "preference": "The data are answers of which some are better: DPO. docs/preferences.md has the other losses.",
+        "preference.loss": "sigmoid is DPO; orpo and simpo need no reference",
         "run": "Where everything goes: metrics.jsonl, checkpoints, summary.json, export/.",
         "run.folder": "one run each",
     }

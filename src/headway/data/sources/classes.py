@@ -46,7 +46,7 @@ def with_class(fields: Mapping[str, Any], text_column: str, *, has_media: bool) 
     asks = "question" if has_question else text_column if has_text else None
     if asks == text_column and not has_media and not str(fields[asks] or "").strip():  # left out as an empty document
         return {name: value for name, value in fields.items() if name != LABEL}
-    answer = words_of(fields[LABEL])
+    answer = (words_of(fields[LABEL]) or "").strip()  # a space behind a separator is no part of a class
     if not answer:
         raise DataError(
             f'"{LABEL}" is {shortened(fields[LABEL])}, and a class is a word or a number. Delete rows without one; of '

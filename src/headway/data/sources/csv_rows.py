@@ -8,7 +8,7 @@ from headway.data.sources.reader import ParsedRow
 from headway.data.sources.spans import Record, SpanReader, lines
 from headway.errors import DataError
 
-_SEPARATORS = {".csv": ",;", ".tsv": "\t"}
+_SEPARATORS = {".csv": ",;\t|", ".tsv": "\t"}
 _MAX_ROW_BYTES = 64 * 2**20  # a quote that is not closed would take the rest of the file for one value
 
 
@@ -16,7 +16,8 @@ class DelimitedReader(SpanReader):
     """A table of comma- or tab-separated values, with a line of names above them.
 
     A value may stand in quotes, and then hold separators, line breaks and doubled quotes. A .csv file whose names are
-    separated by semicolons alone, as spreadsheets of many countries write it, is read by those.
+    separated by semicolons alone, as spreadsheets of many countries write it, is read by those; likewise by tabs or
+    upright bars.
 
     Args:
         file: the file to read.
@@ -77,7 +78,7 @@ class DelimitedReader(SpanReader):
         return names, separator
 
     def _separator_of(self, header: bytes) -> bytes:
-        separators = _SEPARATORS.get(self.file.extension, ",;\t")
+        separators = _SEPARATORS.get(self.file.extension, ",;\t|")
         return next((separator for separator in separators if separator.encode() in header), separators[0]).encode()
 
 

@@ -11,7 +11,7 @@ from headway.data.samples import Document, Sample
 from headway.data.sources.classes import ClassFolder, class_folder
 from headway.data.sources.csv_rows import DelimitedReader
 from headway.data.sources.documents import SampleBy, Text, TokenFile
-from headway.data.sources.files import COMPRESSIONS, File, find_files, without_query
+from headway.data.sources.files import COMPRESSIONS, DAMAGE, File, find_files, without_query
 from headway.data.sources.json_rows import JsonArray, JsonLines
 from headway.data.sources.reader import Reader
 from headway.data.sources.references import MediaRules, kind_of
@@ -53,6 +53,17 @@ EXTENSIONS = {
 _METADATA_FILES = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 # What `datasets`' imagefolder, videofolder and audiofolder read beside their media. Source: datasets 5.2.
 _TABLES = ("parquet", "arrow")
+_WAYS_OUT = {
+    ".xls .xlsx .ods .numbers": "Save the sheet as CSV in UTF-8.",
+    ".zip .7z .rar .tar.bz2 .xz .bz2": "Unpack it, and give the folder or the file within.",
+    ".md .rst .tex .html .py .log": "Name the format text to learn its words.",
+    ".pdf .doc .docx .epub .odt": "Save its words as .txt.",
+    ".pkl .pickle .pt .pth .h5 .hdf5 .npz .db .sqlite": "Write its rows as JSON Lines or Parquet.",
+    ".yaml .yml .toml": "A configuration is for `headway train`; its data are in files of their own.",
+}
+"""What to do with files of other kinds, by their extensions."""
+_UNREAD_MEDIA = (".heic", ".heif", ".svg", ".psd", ".raw", ".cr2", ".nef", ".dng", ".eps")
+_PEEK_BYTES = 2**20
 _SETTINGS = {"text": ("sample_by",), "tokens": ("token_dtype", "end_token")}
 
 
@@ -180,6 +191,12 @@ def _with_formats(files: list[File], folder: str | None, format: str) -> list[tu
                 f"The folder {folder} holds files of several formats, {', '.join(sorted(formats))}, so what its "
                 f"dataset is cannot be told. Give a glob, such as {folder}/*{data_files[0].extension}, or one file."
             )
+        other = next((file for file in files if file.extension in _UNREAD_MEDIA), None)
+        if not data_files and other is not None:
+            raise DataError(
+                f"The folder {folder} holds {other.name}, and pictures of the kind {other.extension} are not read. "
+                "Convert them to JPEG or PNG, or move them elsewhere."
+            )
         if not data_files and any(kind_of(file.url) for file in files):
             raise DataError(
                 f"The folder {folder} holds pictures, videos or sounds and no file that says what is to be learnt of "
@@ -189,8 +206,9 @@ def _with_formats(files: list[File], folder: str | None, format: str) -> list[tu
         if formats == {"text"} and (media := next((file for file in files if kind_of(file.url)), None)):
             raise DataError(
                 f"The folder {folder} holds texts, such as {data_files[0].name}, beside pictures, videos or sounds, "
-                f"such as {media.name}, and nothing says how they belong together. Give {folder}/*.txt for the texts "
-                "alone, or put a file metadata.csv there with the columns file_name and text."
+                f"such as {media.name}, and nothing says how they belong together. Put a file metadata.csv there with "
+                f"the columns file_name and text; or give {folder}/{_beside(data_files[0])} for the texts alone, or "
+                "move them elsewhere where each folder of pictures is a class."
             )
         files = data_files or files
     return [(file, _format_of(file)) for file in files]
@@ -207,13 +225,35 @@ def _data_files(files: list[File]) -> list[File]:
 
 def _format_of(file: File) -> str:
     file_format = EXTENSIONS.get(file.extension)
+    if file_format == "json" and _holds_lines(file):
+        return "jsonl"
     if file_format is None or (file_format in _TABLES and file.compression):
+        way_out = next((text + " " for names, text in _WAYS_OUT.items() if file.extension in names.split()), "")
+        if kind := kind_of(file.url):
+            way_out = f"It is one {kind}: give its folder, with a file metadata.csv, or a folder for each class. "
         raise DataError(
-            f"The format of {file.url} is not known by its extension. Known are {', '.join(EXTENSIONS)}, those of "
-            f"tables excepted also followed by {' or '.join(COMPRESSIONS)}; or name the format, one of "
+            f"The format of {file.url} is not known by its extension. {way_out}Known are {', '.join(EXTENSIONS)}, "
+            f"those of tables excepted also followed by {' or '.join(COMPRESSIONS)}; or name the format, one of "
             f"{', '.join(FORMATS)}."
         )
     return file_format
+
+
+def _beside(file: File) -> str:
+    """A glob of the files of a kind that lie beside one, from the dataset's folder."""
+    return file.name.rpartition("/")[0] + "/" * ("/" in file.name) + f"*{file.extension}"
+
+
+def _holds_lines(file: File) -> bool:
+    """Whether a .json file has a whole object on its first line and more below, as JSON Lines under that name."""
+    try:
+        with file.opened() as stream:
+            first = stream.readline(_PEEK_BYTES)
+            if not first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") or not stream.read(1):
+                return False
+        return isinstance(json.loads(first.decode("utf-8-sig")), dict)
+    except (*DAMAGE, ValueError, RecursionError):
+        return False  # told when the file is read
 
 
 def _saved_by_datasets(files: list[File], folder: str) -> list[File]:

@@ -8,6 +8,7 @@ from typing import Any
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Chat, Document, Media, MediaPart, Message, Origin, Part, Sample, TextPart, unlearnt
 from headway.data.sources import preferences
+from headway.data.sources.aliases import with_context, with_known_letters, with_media_column, with_own_pair
 from headway.data.sources.classes import LABEL, with_class
 from headway.data.sources.json_rows import shortened, words_of
 from headway.data.sources.marks import GRADES, check_columns_of, check_words, grade_of
@@ -45,16 +46,24 @@ ALIASES = (
     {"question": "question", "completion": "answer"},
     {"conversation": "conversations"},
     {"texts": "conversations"},
+    {"question": "question", "response": "answer"},
+    {"input": "question", "target": "answer"},
+    {"inputs": "question", "targets": "answer"},
+    {"source": "question", "target": "answer"},
+    {"user": "question", "assistant": "answer"},
+    {"human": "question", "assistant": "answer"},
+    {"document": "question", "summary": "answer"},
 )
 """Columns of other tools and what they are here, where a row has none of a schema's own; the first that fits is taken.
 
-Source: ms-swift's query and response, and conversation; the_cauldron's and FineVision's texts; axolotl's completion.
+Source: ms-swift's query and response, and conversation; the_cauldron's and FineVision's texts; axolotl's completion;
+OpenOrca's response; Natural Instructions' inputs and targets; XSum's document and summary.
 """
 
 SCHEMAS = ("auto", *NEEDS, "caption", "text", *preferences.SCHEMAS)
 """Values of `schema`; "auto" takes the one whose columns a row has."""
 
-VERSION = 5
+VERSION = 6
 """Raised when rows come to be other samples, or can be used that could not be, so that no index says otherwise."""
 
 
@@ -95,7 +104,7 @@ class Normaliser:
         Raises:
             DataError: the row does not have the schema's form.
         """
-        row_fields = with_own_names(renamed(row.fields, self.columns) if self.columns else row.fields)
+        row_fields = self.named(row.fields)
         if self.names_files and (kind := kind_of(str(row_fields.get("file_name")))) is not None:
             row_fields = {kind: row_fields["file_name"], **row_fields}
         layout = self._layout_of({name: value for name, value in row_fields.items() if value is not None})
@@ -115,6 +124,19 @@ class Normaliser:
                 )
             chats.append(preferences.beginning_as(chat, chats))
         return preferences.preference_of(chats, is_explicit=all("completion" in chat_row for chat_row in rows))
+
+    def named(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A row's columns under the names that schemas read, of which the text column is one.
+
+        Raises:
+            DataError: the row lacks a column that is mapped.
+        """
+        if self.columns:
+            return with_own_names(renamed(fields, self.columns))
+        fields = with_known_letters(fields, COLUMNS, is_readable=has_schema(fields) or self.text_column in fields)
+        is_readable = has_schema(fields) or self.text_column in fields
+        fields = with_media_column(fields, names_files=self.names_files or not is_readable)
+        return with_own_names(with_context(with_own_pair(fields)))
 
     def _layout_of(self, fields: Mapping[str, Any]) -> Layout | None:
         """The layout of a row of preferences; None of any other row."""
@@ -229,10 +251,13 @@ class Normaliser:
 def _lacks_columns(fields: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> DataError:
     """The error of a row that has the columns of none of some schemas."""
     allowed = "; ".join(f"{' and '.join(columns)} ({name})" for name, columns in needs.items())
+    own = [str(name) for name in fields]
+    example = {"question": own[-2], "answer": own[-1]} if len(own) > 1 else {"text": own[0]} if own else {}
+    written = ", ".join(f"{name}: {column}" for name, column in example.items()) or "question: Frage, answer: Antwort"
     return DataError(
         f"got {shortened(dict(fields))}, but the row needs the columns of a schema: {allowed}. The row has "
-        f"{', '.join(fields) or 'no columns'}; say which of them is which with columns, such as "
-        "{question: Frage, answer: Antwort}, or name the schema and its text column."
+        f"{', '.join(own) or 'no columns'}; say which of them is which with columns, such as {{{written}}}, or "
+        "name the schema and its text column. Of CSV the first line names the columns."
     )
 
 

@@ -14,7 +14,7 @@ from headway.data.sources.classes import CAPTIONS
 from headway.data.sources.marks import unread_keys
 from headway.data.sources.preferences import num_ties, read_columns
 from headway.data.sources.reader import Raw, Reader
-from headway.data.sources.schemas import COLUMNS, Normaliser, has_schema, renamed, with_own_names
+from headway.data.sources.schemas import COLUMNS, Normaliser, has_schema
 from headway.errors import DataError
 
 _DIM = 65536 // 8  # of 16 bits
@@ -81,11 +81,10 @@ class Shard:
 
     def _first(self, most: int) -> Iterator[Mapping[str, Any]]:
         """The columns of the first rows that can be read."""
-        columns = self.normaliser.columns
         for raw in islice(self.reader.stream(), most):
             try:
                 row = {} if isinstance(raw.content, DataError) else self.reader.parse(raw.content).fields
-                yield with_own_names(renamed(row, columns) if columns else row)
+                yield self.normaliser.named(row)
             except DataError:
                 continue  # told when the row is used
 
