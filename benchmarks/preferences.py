@@ -30,7 +30,10 @@ from preference_sides import BETA, FirstSteps, first_steps, pictured_pairs, refe
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
 TRL = {"trl": "TRL DPO, padded, stored reference", "trl_reference": "TRL DPO, padded, reference in each step"}
-HEADWAY: dict[str, tuple[str, dict[str, Any]]] = {"headway_train": ("headway train, stored reference", {})}
+HEADWAY: dict[str, tuple[str, dict[str, Any]]] = {
+    "headway_train": ("headway train, stored reference, shared prompts", {}),
+    "headway_train_copies": ("headway train, stored reference, a prompt an answer", {"shared_prompts": False}),
+}
 """Rows of `headway train`: a title, and settings of its section `preference` beside the loss and beta."""
 TITLES = TRL | {name: title for name, (title, _) in HEADWAY.items()}
 PEER = "trl"
