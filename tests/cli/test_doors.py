@@ -39,6 +39,12 @@ def test_a_folder_of_classes_is_trained_on_and_the_run_is_the_next_ones_model(he
     answers = headway("generate", "runs/a", "--input", "pictures/test", "--max-new-tokens", 2)
     assert [json.loads(line)["gold"] for line in answers.out.splitlines()] == ["blue"] * 4 + ["red"] * 4
 
+    answers = [
+        headway("generate", "runs/a", *prompt, "--image", "pictures/test/red/0.png", "--max-new-tokens", 2)
+        for prompt in ((), ("--prompt", ""))
+    ]
+    assert (answers[0].code, answers[0].out) == (0, answers[1].out), answers[0].err
+
     again = headway("train", "a.yaml", *few, "--set", "model.path=runs/a", "--set", "run.folder=runs/b")
     assert (again.code, "runs/a/export/step-000001" in again.err) == (0, True), again.err
     assert "runs/a/export/step-000001" in (data / "runs/b/config.yaml").read_text()
