@@ -120,7 +120,7 @@ def test_data_that_cannot_be_read_are_one_error_with_the_way_out(headway, data, 
             "--per-device-train-batch-size; in Headway it is `data.",
         ),
         (("--lr", "1"), "There is no option --lr; the setting is 'optim.lr'. Settings"),
-        (("--device", "H100", "--device", "A100"), "--device stands 2 times, with H100 and A100, and takes one value"),
+        (("--device", "H100", "--device", "A100"), "--device H100 has no effect, as --device A100 follows"),
         (("--set", "optim.lr=1", "--set", "optim.lr=2"), "--set optim.lr=1 has no effect, as optim.lr=2 stands"),
         (
             ("--set", "optim.steps=1", "--set", "optim.epochs=2"),
