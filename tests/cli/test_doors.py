@@ -39,6 +39,12 @@ def test_a_folder_of_classes_is_trained_on_and_the_run_is_the_next_ones_model(he
     answers = headway("generate", "runs/a", "--input", "pictures/test", "--max-new-tokens", 2)
     assert [json.loads(line)["gold"] for line in answers.out.splitlines()] == ["blue"] * 4 + ["red"] * 4
 
+    answers = [
+        headway("generate", "runs/a", *prompt, "--image", "pictures/test/red/0.png", "--max-new-tokens", 2)
+        for prompt in ((), ("--prompt", ""))
+    ]
+    assert (answers[0].code, answers[0].out) == (0, answers[1].out), answers[0].err
+
     again = headway("train", "a.yaml", *few, "--set", "model.path=runs/a", "--set", "run.folder=runs/b")
     assert (again.code, "runs/a/export/step-000001" in again.err) == (0, True), again.err
     assert "runs/a/export/step-000001" in (data / "runs/b/config.yaml").read_text()
@@ -114,7 +120,7 @@ def test_data_that_cannot_be_read_are_one_error_with_the_way_out(headway, data, 
             "--per-device-train-batch-size; in Headway it is `data.",
         ),
         (("--lr", "1"), "There is no option --lr; the setting is 'optim.lr'. Settings"),
-        (("--device", "H100", "--device", "A100"), "--device stands 2 times, with H100 and A100, and takes one value"),
+        (("--device", "H100", "--device", "A100"), "--device H100 has no effect, as --device A100 follows"),
         (("--set", "optim.lr=1", "--set", "optim.lr=2"), "--set optim.lr=1 has no effect, as optim.lr=2 stands"),
         (
             ("--set", "optim.steps=1", "--set", "optim.epochs=2"),

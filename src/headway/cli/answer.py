@@ -216,10 +216,12 @@ def generate(
 
     The answer to --prompt goes to stdout as text. Answers to --input are JSON lines with the prompt, the answer, its
     tokens, whether the model ended it itself and, where the data have one, the gold answer. A model without a chat
-    template continues the text.
+    template continues the text. With --image alone the picture is all that is asked, as where folders are classes.
 
     Example: headway generate runs/mine --prompt "What is this?" --image photo.jpg
     """
+    if prompt is None and source is None and image:
+        prompt = ""  # a model of classes was shown pictures and no words
     if (prompt is None) == (source is None):
         raise UsageError('Give either --prompt TEXT or --input FILE: what the model is asked, such as --prompt "Hi".')
     if source is not None and (image or as_json):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
+from headway.cli.output import warn
 from headway.count.modalities import GRID, LATENT, LENGTH, MODALITIES
 from headway.errors import UsageError, WorkloadError, errors_in
 from headway.report.quantity import MONEY, advice, parse_number
@@ -294,7 +295,7 @@ class HeadwayCommand(TyperCommand):
             return super().parse_args(ctx, args)
         kinds = _numeric(self.callback) if self.callback else {}
         options = {name: kinds[param.name] for param in self.params if param.name in kinds for name in param.opts}
-        _refuse_repeats(args, self.params)
+        _warn_of_repeats(args, self.params)
         try:
             return super().parse_args(ctx, _plain(args, options))
         except Exception as error:
@@ -317,12 +318,8 @@ class HeadwayCommand(TyperCommand):
             ) from error
 
 
-def _refuse_repeats(arguments: list[str], params: list[Any]) -> None:
-    """Refuse an option of one value that is given twice, where the last would count and the others have no effect.
-
-    Raises:
-        UsageError: an option stands twice with different values.
-    """
+def _warn_of_repeats(arguments: list[str], params: list[Any]) -> None:
+    """Warn of an option of one value that is given twice with different ones: the last counts, as in most shells."""
     takes_value = {
         name: param
         for param in params
@@ -340,10 +337,7 @@ def _refuse_repeats(arguments: list[str], params: list[Any]) -> None:
             values.setdefault(max(param.opts, key=len), []).append(value if equals else next(iterator, ""))
     for name, stated in values.items():
         if len({*stated}) > 1 and not takes_value[name].multiple:
-            raise UsageError(
-                f"{name} stands {len(stated)} times, with {' and '.join(dict.fromkeys(stated))}, and takes one value: "
-                "the last would count alone. Give it once."
-            )
+            warn(f"{name} {' and '.join(dict.fromkeys(stated[:-1]))} has no effect, as {name} {stated[-1]} follows.")
 
 
 def _words_of(command: TyperCommand) -> tuple[Words, ...]:
