@@ -185,12 +185,14 @@ def digits_mix(num_samples: int, folder: Path | None = None) -> Mix:
     return Mix("digits", f"1 to 4 digits per sample: {facts}", config, samples, files)
 
 
-def encoded(folder: Path, path: Path) -> tuple[PreTrainedConfig, list[EncodedSample], str]:
+def encoded(
+    folder: Path, path: Path, *, shares_prompts: bool = False
+) -> tuple[PreTrainedConfig, list[EncodedSample], str]:
     """A model folder's configuration, the samples as the model reads them, and what there is to say of them."""
     config = load_config(folder)
     model = load_model(config, random_init=True)  # only for its rule of M-RoPE positions
     encoder = Encoder(load_processor(folder), rope_index(model), patch_size=patch_size_of(config))
-    scale = encoder.pixel_scale
+    encoder.shares_prompts, scale = shares_prompts, encoder.pixel_scale
     samples = []
     for sample in map(encoder.encode, read_samples(path)):
         grids_M3, pixels_PD = sample.media.get("images", (None, None))

@@ -25,7 +25,7 @@ from headway.count import CostModel
 from headway.data.collate import Collator
 from headway.tracing import trace
 from headway_run import first_samples, packs_of, train, write_weights
-from mixes import Mix
+from mixes import Mix, encoded
 from preference_sides import BETA, FirstSteps, first_steps, pictured_pairs, reference_of, run_dpo, text_pairs
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
@@ -115,6 +115,15 @@ def measure(mix: Mix, options: argparse.Namespace, device: torch.device) -> dict
     }
 
 
+def laid_out(mix: Mix, name: str) -> Mix:
+    """The pairs of a mix as a row of `headway train` lays them out: prompts shared, or one before each answer."""
+    if HEADWAY[name][1].get("shared_prompts", True) is False:
+        return mix
+    assert mix.files is not None  # the mix was made with a folder
+    _, samples, _ = encoded(mix.files.model, mix.files.samples, shares_prompts=True)
+    return Mix(mix.name, mix.description, mix.config, samples, mix.files)
+
+
 def section_of(name: str) -> dict[str, Any]:
     """The section `preference` of a row of `headway train`."""
     return {"preference": {"loss": "sigmoid", "beta": BETA, **HEADWAY[name][1]}}
@@ -122,7 +131,7 @@ def section_of(name: str) -> dict[str, Any]:
 
 def first_of_headway(mix: Mix, batch: int, name: str) -> FirstSteps:
     """Two epochs of `headway train` on the first pairs alone, a step each."""
-    data = first_samples(mix, batch)
+    data = first_samples(laid_out(mix, name), batch)
     _, records = train(mix, data, {"epochs": 2}, torch.device("cpu"), sections=section_of(name))
     if [record["preference"]["pairs"] for record in records] != [batch, batch]:
         raise SystemExit(f"{mix.name}: two epochs of {batch} pairs are steps of {records}")
@@ -133,7 +142,8 @@ def first_of_headway(mix: Mix, batch: int, name: str) -> FirstSteps:
 
 def run_headway(mix: Mix, shape: Shape, device: torch.device, name: str) -> dict[str, Any]:
     """An epoch of `headway train`; tokens and FLOPs are its own records'."""
-    clock, records = train(mix, packs_of(mix, shape), {"epochs": 1}, device, sections=section_of(name))
+    data = packs_of(laid_out(mix, name), shape)
+    clock, records = train(mix, data, {"epochs": 1}, device, sections=section_of(name))
     num_pairs = sum(record["preference"]["pairs"] for record in records)
     if num_pairs != len(mix.samples):
         raise SystemExit(f"{mix.name}: an epoch of {len(mix.samples)} pairs has trained {num_pairs}")

@@ -106,13 +106,15 @@ def test_the_benchmark_of_preferences_trains_the_same_on_both_sides(tmp_path, mi
     run("preferences.py", "--mix", mix, *shape, "--out", tmp_path)
     (path,) = tmp_path.glob("preferences_*.json")
     (measured,) = json.loads(path.read_text())["mixes"]
-    theirs, ours = (measured["first_steps"][name] for name in ("trl", "headway_train"))
-    assert ours["losses"] == pytest.approx(theirs["losses"], abs=4e-3)
-    assert ours["log_ps"] == pytest.approx(theirs["log_ps"], rel=1e-4)
+    steps = measured["first_steps"]
+    theirs = steps["trl"]
+    for name in ("headway_train", "headway_train_copies"):
+        assert steps[name]["losses"] == pytest.approx(theirs["losses"], abs=4e-3)
+        assert steps[name]["log_ps"] == pytest.approx(theirs["log_ps"], rel=1e-4)
     assert theirs["losses"][1] < theirs["losses"][0]  # both have learnt from the same pairs
     contenders = measured["contenders"]
-    assert contenders.keys() == {"trl", "trl_reference", "headway_train"}
-    assert contenders["headway_train"]["padding_share"] == 0
+    assert contenders.keys() == {"trl", "trl_reference", "headway_train", "headway_train_copies"}
+    assert contenders["headway_train"]["padding_share"] == contenders["headway_train_copies"]["padding_share"] == 0
     for name, entry in contenders.items():
         (found,) = entry["rounds"]
         assert min(found["wall_s"], found["cpu_s"], found["flops"]) > 0, name

@@ -144,8 +144,9 @@ class PreferenceConfig(Section):
     @staticmethod
     def _reads(row: PairLoss, setting: str) -> bool:
         """Whether a loss takes a setting."""
-        common = setting == "beta" and not row.scores, setting == "sft" and not (row.scores or row.unpaired)
-        return setting in row.settings or any(common)
+        of_pairs = not (row.scores or row.unpaired)
+        common = {"beta": not row.scores, "sft": of_pairs, "shared_prompts": not row.unpaired}
+        return setting in row.settings or common.get(setting, False)
 
     @model_validator(mode="after")
     def _everything_takes_effect(self) -> Self:

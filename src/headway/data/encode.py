@@ -76,6 +76,8 @@ class Encoder:
         ConfigError: the limit cannot take effect.
     """
 
+    shares_prompts = False
+
     def __init__(
         self,
         processor: Processor,
@@ -88,7 +90,6 @@ class Encoder:
         learns_empty_thinking: bool = True,
     ) -> None:
         self.processor: Any = processor
-        self.shares_prompts = False
         self.rope_index = rope_index
         self.max_image_pixels = check_limit(max_image_pixels)
         self.max_characters = max_characters
