@@ -26,13 +26,14 @@ def test_a_plan_has_the_flops_of_the_run(raw, tmp_path, monkeypatch, reference):
     if reference == "adapters-off":
         raw["model"]["lora"] = {"rank": 4, "targets": ["q_proj", "down_proj"]}
     config = parse_config(raw)
+    ledger = resolve_ledger(config.model)
     planned = dry_run(
         config,
-        resolve_ledger(config.model),
+        ledger,
         saved_of_recipe(config),
         devices=1,
         device=None,
-        lengths=lengths_of_data(config),
+        lengths=lengths_of_data(config, ledger),
     )
     train(config)
     steps = [r for r in read_metrics(Path(raw["run"]["folder"]) / "metrics.jsonl") if r["kind"] == "step"]
