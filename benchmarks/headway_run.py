@@ -53,7 +53,7 @@ def run_headway_train(mix: Mix, shape: Shape, device: torch.device, *, compiled:
 
 
 def packs_of(mix: Mix, shape: Shape) -> dict[str, Any]:
-    """Settings of a mix's data, in packs as long as a step of the others on average; none is too long for one."""
+    """Settings of a mix's data: a pack holds as many tokens as a step of the other sides, and the longest sample."""
     lengths = [sample.tokens for sample in mix.samples]
     patches = sum(sample.patches for sample in mix.samples) / len(lengths)
     tokens_per_pack = max(*lengths, round(shape.batch * sum(lengths) / len(lengths)))

@@ -30,7 +30,7 @@ PROMPT_MEDIAN, ANSWER_MEDIAN, SIGMA, LONGEST = 64, 128, 1.0, 1000  # words; medi
 
 
 class FirstSteps(NamedTuple):
-    """Two steps on the same pairs: the first by what they are, the second by what was learnt of them.
+    """Numbers of two steps on the same pairs: the second step shows that the first update was the same.
 
     Attributes:
         losses: of each step.

@@ -34,25 +34,17 @@ from headway.train.reference import Scoring, with_reference
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
 from helpers.rollouts import assert_same, gradients, opened, pair, their_loss, turn, write_pairs
-from helpers.runs import read_metrics, write_model
+from helpers.runs import read_metrics
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning", "ignore:.is_gradient_checkpointing."
-)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A model of text with weights."""
-    folder = write_model(tmp_path_factory.mktemp("base") / "model", "qwen3")
-    torch.manual_seed(5)
-    load_model(str(folder), random_init=True).save_pretrained(folder)
-    return folder
+pytestmark = [
+    pytest.mark.usefixtures("own_cache"),
+    pytest.mark.filterwarnings(
+        "ignore::FutureWarning",
+        "ignore::UserWarning",
+        "ignore::DeprecationWarning",
+        "ignore:.is_gradient_checkpointing.",
+    ),
+]
 
 
 def labelled(number):

@@ -7,46 +7,24 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from typer.testing import CliRunner
 
 from headway.cli.app import app
 from headway.config import parse_config
-from headway.models.load import load_model
 from headway.train.check import check_run
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes, start_processes
-from helpers.rollouts import write_pairs
-from helpers.runs import read_metrics, write_model
+from helpers.runs import read_metrics
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A model of text with weights."""
-    folder = write_model(tmp_path_factory.mktemp("base") / "model", "qwen3")
-    torch.manual_seed(5)
-    load_model(str(folder), random_init=True).save_pretrained(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
-def words(raw, base, tmp_path):
-    """A configuration of text, as plain types, with held-out pairs."""
-    raw["model"] = {"path": str(base)}
-    raw["data"] |= {
-        "train": str(write_pairs(tmp_path / "pairs.jsonl", 24)),
-        "eval": str(write_pairs(tmp_path / "held_out.jsonl", 7)),
-        "tokens_per_pack": 300,
-    }
-    raw["optim"] = {"steps": 3, "lr": 5e-3, "schedule": "constant", "accumulation": 2}
-    raw["eval"] = {"at_end": True}
-    return raw
+def words(pair_words):
+    """A configuration of text, as plain types, whose held-out pairs are judged at the end."""
+    pair_words["eval"] = {"at_end": True}
+    return pair_words
 
 
 def judged(*command):

@@ -38,39 +38,25 @@ from helpers.rollouts import (
     turn,
     write_pairs,
 )
-from helpers.runs import read_metrics, write_model
+from helpers.runs import read_metrics
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning", "ignore:.is_gradient_checkpointing."
-)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A model of text with weights, which writes."""
-    folder = write_model(tmp_path_factory.mktemp("base") / "model", "qwen3")
-    torch.manual_seed(5)
-    load_model(str(folder), random_init=True).save_pretrained(folder)
-    return folder
+pytestmark = [
+    pytest.mark.usefixtures("own_cache"),
+    pytest.mark.filterwarnings(
+        "ignore::FutureWarning",
+        "ignore::UserWarning",
+        "ignore::DeprecationWarning",
+        "ignore:.is_gradient_checkpointing.",
+    ),
+]
 
 
 @pytest.fixture
-def words(raw, base, tmp_path):
-    """A configuration of text, as plain types, with held-out pairs."""
-    raw["model"] = {"path": str(base)}
-    raw["data"] |= {
-        "train": str(write_pairs(tmp_path / "pairs.jsonl", 24)),
-        "eval": str(write_pairs(tmp_path / "held_out.jsonl", 7)),
-        "tokens_per_pack": 300,
-    }
-    raw["optim"] = {"steps": 4, "lr": 5e-3, "schedule": "constant", "accumulation": 2}
-    raw["preference"] = {"loss": "reward"}
-    return raw
+def words(pair_words):
+    """A configuration of a reward model, as plain types, with held-out pairs."""
+    pair_words["optim"]["steps"] = 4
+    pair_words["preference"] = {"loss": "reward"}
+    return pair_words
 
 
 def scorer(folder):

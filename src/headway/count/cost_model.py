@@ -330,7 +330,7 @@ class CostModel:
 
     @cached_property
     def mixed_otherwise(self) -> str:
-        """Drivers of what mixes its text besides causal attention, or "nothing"; empty where that alone does."""
+        """Drivers of operations other than causal attention that mix the text; "nothing" where none mixes it."""
         mixing = [row for row in self.rows if row.component in _MIXING]
         plain = ("pairs:causal", "pairs:splits")
         other = {row.driver for row in mixing if row.op != "attention" or row.driver not in plain}

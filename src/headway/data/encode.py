@@ -145,7 +145,7 @@ class Encoder:
         return joined_views(views)
 
     def _with_prompt_once(self, sample: Preference) -> EncodedSample | None:
-        """A preference with its prompt before all answers once, whose media are decoded once; None where it cannot."""
+        """Encode a preference as its prompt, then all answers; None where its answers cannot share the prompt."""
         answers = [self._views(chat) for chat in sample.chats]
         if any(len(views) > 1 for views in answers):
             return None

@@ -264,7 +264,7 @@ class ScoreLosses(ModelWithLoss):
             return scores_1L1
         scores_L = scores_1L1.flatten()
         self._scores.append(scores_L.to(torch.promote_types(scores_L.dtype, torch.float32)))
-        # The model reads one of them, by a place among all slots of the pack, of which this process may have a part.
+        # The model picks one score by its slot in the whole pack, and this process may have only a part of the slots.
         return (0.0 * scores_1L1.sum()).expand(1, self._slots, 1)
 
 

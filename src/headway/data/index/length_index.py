@@ -312,7 +312,7 @@ def _columns(tables: Iterable[pa.Table], rows: int, source: str) -> dict[str, An
 
 
 def _running(ragged: RaggedArray) -> Ints:
-    """Sums of each row's values up to each of them, shape (M,)."""
+    """Running sums of the values within each row, shape (M,)."""
     sums = np.cumsum(ragged.values, dtype=np.int64)
     before = np.concatenate([[0], sums])[ragged.offsets[:-1]]
     running: Ints = sums - np.repeat(before, np.diff(ragged.offsets))

@@ -19,7 +19,7 @@ _ASKS = {"instruction": ("output", "response", "completion"), "question": ("answ
 
 
 def with_known_letters(fields: Mapping[str, Any], columns: Collection[str], *, is_readable: bool) -> Mapping[str, Any]:
-    """A row's columns, those that differ from known names in capitals or spaces alone under these.
+    """A row's columns, renamed to the names that schemas read where only capitals or spaces differ.
 
     Args:
         fields: the row's columns.
