@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -90,9 +91,10 @@ def test_the_loss_equals_trls(base, tmp_path, center):
 def test_the_loss_on_pictures_equals_trls(tmp_path):
     """Of a family for which transformers has a class: the same tokens and pixels, a row for each answer, padded."""
     folder = write_vlm(tmp_path / "model", "qwen3_5_vl", weights=True)
-    lines = []
+    rng, lines = np.random.default_rng(0), []
     for number in range(3):
-        Image.new("RGB", (40 + 16 * number, 56), (40 * number, 90, 10)).save(tmp_path / f"{number}.png")
+        noise = rng.integers(0, 256, (56, 40 + 16 * number, 3), dtype=np.uint8)  # of one colour, patches would be equal
+        Image.fromarray(noise).save(tmp_path / f"{number}.png")
         prompt = [{"role": "user", "content": [{"type": "image", "image": f"{number}.png"}, *text("What is it?")]}]
         right, wrong = turn("assistant", f"It is {number}."), turn("assistant", "It is none, and no other one")
         lines.append(json.dumps({"prompt": prompt, "chosen": right, "rejected": wrong}))
