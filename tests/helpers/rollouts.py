@@ -236,9 +236,17 @@ def their_loss(trainer, model, inputs):
 
 
 def assert_same(ours, theirs):
-    """Losses and gradients are equal to 1e-5, gradients relative to the largest of their parameter."""
+    """Losses and gradients are equal to 1e-5, gradients relative to the largest of their parameter.
+
+    Prints the largest differences, which `pytest -rP` shows.
+    """
     (loss, grads), (their, their_grads) = ours, theirs
-    assert abs(loss - their) <= 1e-5 * max(1.0, abs(their))
     assert grads.keys() == their_grads.keys()
-    for name, grad in grads.items():
-        assert (grad - their_grads[name]).abs().max() <= 1e-5 * max(1e-3, their_grads[name].abs().max()), name
+    differences = {
+        name: ((grad - their_grads[name]).abs().max() / their_grads[name].abs().max().clamp_min(1e-3)).item()
+        for name, grad in grads.items()
+    }
+    worst = max(differences, key=differences.get)
+    print(f"losses differ by {abs(loss - their):.1e}, gradients by {differences[worst]:.1e}, most in {worst}")
+    assert abs(loss - their) <= 1e-5 * max(1.0, abs(their))
+    assert differences[worst] <= 1e-5, worst

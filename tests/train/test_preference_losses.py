@@ -74,19 +74,20 @@ def test_dpo_equals_trl(text, tmp_path, name):
     assert_same((loss, grads), their_loss(trainer, theirs, trainer.data_collator(ids_of(samples))))
 
 
-def test_dpo_on_pictures_equals_trl(digits, tmp_path):
+@pytest.mark.parametrize("name", DPO)
+def test_dpo_on_pictures_equals_trl(digits, tmp_path, name):
     """The same tokens and pixels, a row for each answer, padded; each prompt's pictures once for each answer."""
+    settings, options = DPO[name]
     folder = digits / "model"
     data = write_pictured_pairs(digits, digits / "data" / "few_preferences.jsonl", 4)
     policy, reference = opened(folder, shift=0.3), opened(folder)
     samples, batch = packed(folder, data, policy)
-    loss, grads, _ = our_loss(policy, batch, {"sft": 0.2}, reference)
+    loss, grads, _ = our_loss(policy, batch, settings, reference)
 
     theirs, their_reference = opened(folder, shift=0.3), opened(folder)
     for model in (theirs, their_reference):
         model.set_attn_implementation("sdpa")
     processor = load_processor(str(folder))
-    options = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2], "beta": 0.1}
     tokenizer = processor.tokenizer
     trainer = trainer_of(DPOTrainer, DPOConfig, tmp_path, theirs, tokenizer, ref_model=their_reference, options=options)
     inputs = trainer.data_collator(ids_of(samples))
