@@ -102,17 +102,22 @@ def test_a_torn_last_line_is_left_out_and_a_lost_record_leaves_no_card(run, tmp_
     assert (tmp_path / "none/model.safetensors").is_file()
 
 
-def test_adapters_name_their_base(raw, digits, tmp_path):
+@pytest.mark.parametrize(
+    ("held", "advice"), [(None, ""), ("nf4", "load_in_4bit=True"), ("int8", "beside a base in 8 bits")]
+)
+def test_adapters_name_their_base_and_how_it_was_held(raw, digits, tmp_path, held, advice):
     base = tmp_path / "some/model"
     shutil.copytree(digits / "model", base)
     load_model(str(base), random_init=True).save_pretrained(base)
-    raw["model"] = {"path": str(base), "lora": {"rank": 2, "targets": ["q_proj"]}}
+    raw["model"] = {"path": str(base), "lora": {"rank": 2, "targets": ["q_proj"]}, "base": held}
     raw["optim"]["steps"] = 2
     train(parse_config(raw))
     config = Path(raw["run"]["folder"]) / "config.yaml"
     config.write_text(config.read_text().replace(str(base), "some/model"))  # as it is on the Hub
-    data = ModelCard.load(card_of(raw["run"]["folder"], tmp_path / "model")).data.to_dict()
-    assert data == {
+    card = ModelCard.load(card_of(raw["run"]["folder"], tmp_path / "model"))
+    assert ("--merge-lora" in card.text) == bool(held)
+    assert advice in card.text
+    assert card.data.to_dict() == {
         "base_model": "some/model",
         "library_name": "peft",
         "pipeline_tag": "image-text-to-text",

@@ -7,6 +7,7 @@ Below them, pairs of answers as rows and packs, and TRL's trainers of preference
 """
 
 import json
+import logging
 import warnings
 from contextlib import nullcontext
 
@@ -238,7 +239,7 @@ def their_loss(trainer, model, inputs):
 def assert_same(ours, theirs):
     """Losses and gradients are equal to 1e-5, gradients relative to the largest of their parameter.
 
-    Prints the largest differences, which `pytest -rP` shows.
+    Logs the largest differences, which `pytest -rP` shows.
     """
     (loss, grads), (their, their_grads) = ours, theirs
     assert grads.keys() == their_grads.keys()
@@ -247,6 +248,7 @@ def assert_same(ours, theirs):
         for name, grad in grads.items()
     }
     worst = max(differences, key=differences.get)
-    print(f"losses differ by {abs(loss - their):.1e}, gradients by {differences[worst]:.1e}, most in {worst}")
+    told = "losses differ by %.1e, gradients by %.1e, most in %s"
+    logging.getLogger(__name__).warning(told, abs(loss - their), differences[worst], worst)
     assert abs(loss - their) <= 1e-5 * max(1.0, abs(their))
     assert differences[worst] <= 1e-5, worst

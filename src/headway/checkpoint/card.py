@@ -148,6 +148,7 @@ def _card(
         f"{format_count(sums.tokens)} tokens.",
         *([_stop_sentence(stops)] if stops else []),
         *([_ROWS_MESSAGE] if adapters and config.model.adds_tokens else []),
+        *([_BASE_MESSAGES[config.model.base]] if adapters and config.model.base else []),
         "## Training",
         markdown_table(_FACTS, _facts(machine, sums), None),
         "## Data",
@@ -163,6 +164,14 @@ _ROWS_MESSAGE = (
     "fewer: `model.resize_token_embeddings(len(tokenizer))`, and then `PeftModel.from_pretrained`, which has their "
     "values."
 )
+
+_MERGED = "a merged export (`headway export RUN FOLDER --merge-lora`) answers exactly as in training"
+_BASE_MESSAGES = {
+    "nf4": "The adapters learnt beside a base in 4 bits. Give `from_pretrained` of the base "
+    '`BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)`, whose weights '
+    f"are nearly the same; {_MERGED}.",
+    "int8": f"The adapters learnt beside a base in 8 bits; {_MERGED}.",
+}
 
 
 def _stop_sentence(stops: list[str]) -> str:
