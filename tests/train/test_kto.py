@@ -289,17 +289,18 @@ def test_a_resumed_run_is_the_same_to_the_bit(words):
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("parallel", [{}, {"sequence": 2}])
-def test_two_ranks_have_the_losses_of_one(words, tmp_path, parallel):
+@pytest.mark.parametrize(("ranks", "parallel"), [(3, {}), (2, {"sequence": 2})])
+def test_several_ranks_have_the_losses_of_one(words, tmp_path, ranks, parallel):
     words["data"]["strategy"] = "first_fit"
+    words["optim"]["accumulation"] = ranks
     train(parse_config(words))
     alone = steps_of(words)
-    words["optim"]["accumulation"] = 2 if parallel else 1
+    words["optim"]["accumulation"] = ranks if parallel else 1
     words["parallel"] = parallel
-    words["run"]["folder"] += "-two"
+    words["run"]["folder"] += "-several"
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(words))
-    run_processes([*TRAIN, path], 2)
+    run_processes([*TRAIN, path], ranks)
     for one, two in zip(alone, steps_of(words), strict=True):
         assert two["samples_digest"] == one["samples_digest"]
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)

@@ -203,19 +203,18 @@ def load_count(raw):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{}, {"sequence": 2}])
-def test_two_ranks_have_the_losses_of_one(pictures, tmp_path, parallel):
-    pictures["optim"]["accumulation"] = 2
+@pytest.mark.parametrize(("ranks", "parallel"), [(3, {}), (2, {"sequence": 2})])
+def test_several_ranks_have_the_losses_of_one(pictures, tmp_path, ranks, parallel):
+    pictures["optim"]["accumulation"] = ranks
     train(parse_config(pictures))
     alone = steps_of(pictures)
-    accumulation = 2 if parallel else 1
-    pictures["optim"]["accumulation"] = accumulation
+    pictures["optim"]["accumulation"] = ranks if parallel else 1
     pictures["parallel"] = parallel
-    pictures["run"]["folder"] += "-two"
+    pictures["run"]["folder"] += "-several"
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(pictures))
     shutil.rmtree(tmp_path / "cache")
-    run_processes([*TRAIN, path], 2)
+    run_processes([*TRAIN, path], ranks)
     for one, two in zip(alone, steps_of(pictures), strict=True):
         assert two["samples_digest"] == one["samples_digest"]
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
