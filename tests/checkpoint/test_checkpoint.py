@@ -4,7 +4,9 @@ import dataclasses
 import json
 import random
 import threading
+import time
 from concurrent import futures
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from headway.checkpoint import (
     training_tensors,
 )
 from headway.checkpoint.folder import clear_unfinished
+from headway.checkpoint.saver import writers
 from headway.errors import CheckpointError, RankLostError
 from headway.models.parallel.ranks import Ranks
 from helpers.cases import a_full_disk
@@ -210,6 +213,28 @@ def test_a_background_failure_is_told_at_the_next_step(tmp_path):
         assert saver.finished(wait=False) == []
         with pytest.raises(CheckpointError, match="cannot write the checkpoint of step 10"):
             saver.finished(wait=True)
+
+
+class SlowToGo:
+    """Takes a while to be let go of, as gigabytes do."""
+
+    def __call__(self, folder):
+        pass
+
+    def __del__(self):
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_nothing_is_left_of_what_wrote_a_checkpoint_once_it_is_told_to_be_whole(tmp_path, error):
+    """An interpreter that ends while another thread lets go of tensors aborts."""
+    with suppress(ValueError), CheckpointSaver(tmp_path, ALONE, keep=1) as saver:
+        saver.save(10, dataclasses.replace(contents(*parts()), write_model=SlowToGo()))
+        if error is not None:
+            raise error
+        saver.wait()
+        assert not writers(tmp_path)
+    assert not writers()
 
 
 def test_a_process_that_has_lost_the_others_waits_for_nothing(tmp_path):

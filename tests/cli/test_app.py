@@ -32,6 +32,29 @@ def test_libraries_that_complain_as_they_are_imported_are_quiet_before_that():
     assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "True\n"
 
 
+_STILL_WRITING = """
+import sys, threading, torch
+from headway.checkpoint.saver import _thread_name
+from headway.cli.app import main
+from pathlib import Path
+
+def free():
+    while True:
+        tensors = [torch.empty(100) for _ in range(100)]
+
+threading.Thread(target=free, daemon=True, name=_thread_name(Path("run"))).start()
+sys.argv = ["headway", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(("argument", "code"), [("--version", 0), ("no-such-command", 2)])
+def test_a_checkpoint_that_is_still_written_does_not_make_an_exit_an_abort(argument, code):
+    done = subprocess.run([sys.executable, "-c", _STILL_WRITING, argument], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ("" if code else f"headway {package.__version__}\n")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["no-such-command"], ["flops"], ["flops", "gpt2", "--no-such-option"], ["flops", "gpt2", "--slots", "many"]],

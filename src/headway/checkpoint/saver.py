@@ -43,6 +43,7 @@ from headway.errors import CheckpointError, RankLostError
 from headway.models.parallel.ranks import Ranks
 
 T = TypeVar("T")
+_WRITES = "checkpoint to "  # begins the names of threads that write one
 _SLOWEST_WRITE = timedelta(hours=2)  # until the slowest process has written its part
 
 
@@ -65,9 +66,12 @@ class Contents:
     write_model: Callable[[Path], None]
 
 
-def writers(root: Path) -> list[threading.Thread]:
-    """The threads of this process that are writing a checkpoint below a root, as after an interrupt."""
-    return [thread for thread in threading.enumerate() if thread.name == _thread_name(root)]
+def writers(root: Path | None = None) -> list[threading.Thread]:
+    """The threads of this process that are writing a checkpoint below a root, or anywhere, as after an interrupt."""
+    alive = threading.enumerate()
+    if root is None:
+        return [thread for thread in alive if thread.name.startswith(_WRITES)]
+    return [thread for thread in alive if thread.name == _thread_name(root)]
 
 
 class CheckpointSaver:
@@ -98,6 +102,7 @@ class CheckpointSaver:
         self._asynchronous = asynchronous
         self._copies = HostCopies()  # the checkpoint before is written when the next one is copied
         self._in_flight: futures.Future[Checkpoint] | None = None
+        self._writer: threading.Thread | None = None  # of the checkpoint in flight
         self._last: Checkpoint | None = None
 
     def save(self, step: int, contents: Contents, *, goes_on: bool = True) -> None:
@@ -118,9 +123,11 @@ class CheckpointSaver:
             contents = Contents(**{**vars(contents), "tensors": self._copies.take(contents.tensors)})
         self._in_flight = futures.Future()
         # A process that has lost the others must be able to end without waiting for what it writes with them.
-        threading.Thread(
-            target=self._write_for, args=(self._in_flight, step, contents), name=_thread_name(self._root), daemon=True
-        ).start()
+        arguments = self._in_flight, step, contents
+        self._writer = threading.Thread(
+            target=self._write_for, args=arguments, name=_thread_name(self._root), daemon=True
+        )
+        self._writer.start()
         if not self._asynchronous:
             self._settle()
 
@@ -156,7 +163,13 @@ class CheckpointSaver:
     def _settle(self) -> None:
         if self._in_flight is not None:
             in_flight, self._in_flight = self._in_flight, None
+            self._ended()
             self._last = in_flight.result()
+
+    def _ended(self) -> None:
+        """Wait until the thread is gone, its tensors too: an interpreter that ends while it lets go of them aborts."""
+        assert self._writer is not None  # something is in flight
+        self._writer.join()
 
     def __enter__(self) -> Self:
         return self
@@ -171,7 +184,7 @@ class CheckpointSaver:
         if error is None:
             self._settle()
         elif self._in_flight is not None and isinstance(error, Exception) and not isinstance(error, RankLostError):
-            futures.wait([self._in_flight])
+            self._ended()
 
     def _write_for(self, waiting: futures.Future[Checkpoint], step: int, contents: Contents) -> None:
         try:
@@ -243,7 +256,7 @@ class CheckpointSaver:
 
 
 def _thread_name(root: Path) -> str:
-    return f"checkpoint to {root.resolve()}"
+    return f"{_WRITES}{root.resolve()}"
 
 
 def _reason(error: BaseException) -> str:

@@ -119,6 +119,13 @@ def main() -> NoReturn:
                 app(prog_name="headway")
         finally:
             sys.stdout.flush()  # while what is lost can still be told
+    except SystemExit as error:
+        # A thread that writes a checkpoint, as is left after Ctrl-C, frees tensors: an ordinary exit aborts below it (-6)
+        saver = sys.modules.get("headway.checkpoint.saver")
+        if saver is not None and saver.writers():
+            sys.stderr.flush()
+            os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
+        raise
     except ReaderGoneError as error:
         sys.exit(error.exit_code)
     except OSError as error:  # a file, a folder or a disk that is not as a command needs it, wherever it was met
