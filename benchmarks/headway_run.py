@@ -114,7 +114,7 @@ def train(
         folder = Path(name)
         config = {
             "model": {"path": str(files.model)},
-            "data": {"workers": 0, **data},
+            "data": data,
             "optim": {
                 **length, "lr": LEARNING_RATE, "schedule": "constant", "betas": [*BETAS], "eps": EPS,
                 "weight_decay": WEIGHT_DECAY, "clip": CLIP,

@@ -23,6 +23,7 @@ import torch
 
 from contenders import Shape, build_model, compare_first_losses, run_headway, run_trainer, run_trl
 from family_mixes import FAMILY_MIXES, family_mix
+from headway.config import DataConfig
 from headway.count import CostModel
 from headway.tracing import trace
 from headway_run import AHEAD, first_loss, run_headway_train, write_weights
@@ -84,7 +85,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     record: dict[str, Any] = {"what": "throughput", "environment": environment(device), "rounds": options.rounds}
-    record["mixes"] = []
+    record |= {"workers": DataConfig.model_fields["workers"].default, "mixes": []}
     cases = {
         "text": (partial(text_mix, POOL_STEPS * text.batch), text),
         "images": (partial(images_mix, POOL_STEPS * text.batch), text),
@@ -233,10 +234,12 @@ def _notes(record: dict[str, Any], *, on_cpu: bool) -> list[str]:
         "and PyTorch's optimizer; without its index, plan, feed, meter and records.",
     ]
     if has_train:
+        workers = record.get("workers", 0)  # earlier records were of a thread
+        place = f"in {workers} processes beside it, the default" if workers else "in a thread"
         shares = [one["recorded_s"] / one["wall_s"] for name, rounds in entries if name in TRAIN for one in rounds]
         rows.append(
             "* headway train: the command, in a process of its own. It reads the samples from files (token ids; chats "
-            f"with images), and encodes them while it trains, in a thread, at most {AHEAD} packs ahead. Index, plan, "
+            f"with images), and encodes them while it trains, {place}, at most {AHEAD} packs ahead. Index, plan, "
             "meter and records are at work; the automatic profile is on, as it is by default, and leaves out runs as "
             "short as these. One pack a step, of as many tokens as a step of the others on average. The clock hangs on "
             "PyTorch's hook behind an optimizer's step, in all other rows behind a step as well; by the runs' own "

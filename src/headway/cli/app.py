@@ -120,7 +120,7 @@ def main() -> NoReturn:
         finally:
             sys.stdout.flush()  # while what is lost can still be told
     except SystemExit as error:
-        # A thread that writes a checkpoint, as is left after Ctrl-C, frees tensors: an ordinary exit aborts below it (-6)
+        # A checkpoint that is still written, as after Ctrl-C, frees tensors: an ordinary exit aborts below it (-6).
         saver = sys.modules.get("headway.checkpoint.saver")
         if saver is not None and saver.writers():
             sys.stderr.flush()
