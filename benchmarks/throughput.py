@@ -23,7 +23,7 @@ import torch
 
 from contenders import Shape, build_model, compare_first_losses, run_headway, run_trainer, run_trl
 from family_mixes import FAMILY_MIXES, family_mix
-from headway.config import DataConfig
+from headway.config.data import DataConfig
 from headway.count import CostModel
 from headway.tracing import trace
 from headway_run import AHEAD, first_loss, run_headway_train, write_weights
