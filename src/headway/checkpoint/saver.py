@@ -163,10 +163,10 @@ class CheckpointSaver:
     def _settle(self) -> None:
         if self._in_flight is not None:
             in_flight, self._in_flight = self._in_flight, None
-            self._ended()
+            self._join_writer()
             self._last = in_flight.result()
 
-    def _ended(self) -> None:
+    def _join_writer(self) -> None:
         """Wait until the thread is gone, its tensors too: an interpreter that ends while it lets go of them aborts."""
         assert self._writer is not None  # something is in flight
         self._writer.join()
@@ -184,7 +184,7 @@ class CheckpointSaver:
         if error is None:
             self._settle()
         elif self._in_flight is not None and isinstance(error, Exception) and not isinstance(error, RankLostError):
-            self._ended()
+            self._join_writer()
 
     def _write_for(self, waiting: futures.Future[Checkpoint], step: int, contents: Contents) -> None:
         try:
