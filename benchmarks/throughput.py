@@ -222,7 +222,7 @@ def _notes(record: dict[str, Any], *, on_cpu: bool) -> list[str]:
         method += f" Load of the machine as rounds began: {min(loads):.1f} to {max(loads):.1f}."
     shared = (
         "All sides: the same initial weights, fused AdamW with decay groups, a constant learning rate, clipping at "
-        "1.0, the same threads, no workers beside them, no checkpoint and no evaluation within timed steps; fp32 on a "
+        "1.0, the same threads, no checkpoint and no evaluation within timed steps; fp32 on a "
         f"CPU, bf16 autocast on CUDA. {'All but headway train get' if has_train else 'They get'} the same samples, "
         "encoded beforehand and held in memory, but for TRL as many per optimizer step, and but for TRL and "
         "group_by_length the same ones, and log nothing."
