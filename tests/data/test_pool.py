@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from headway.data import transfer
-from headway.data.pool import Job, Pool
+from headway.data.pool import Job, Pool, _Group, worker_context
 from headway.errors import ConfigError, DataError
 
 
@@ -108,6 +109,24 @@ def test_a_worker_that_is_always_killed_is_one_clear_error(tmp_path):
         pytest.warns(RuntimeWarning),
     ):
         next(results)
+
+
+def ignore_terminate(begun):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    begun.touch()
+    time.sleep(600)
+
+
+def test_what_is_left_of_a_group_that_lost_a_process_is_killed(tmp_path):
+    """An executor waits for a process that began as it lost another; such a one is not asked to end."""
+    executor = ProcessPoolExecutor(1, mp_context=worker_context())
+    executor.submit(ignore_terminate, tmp_path / "begun")
+    while not (tmp_path / "begun").exists():
+        time.sleep(0.01)
+    executor._broken = "as where another one was killed"
+    (process,) = executor._processes.values()
+    _Group(executor, None).shut_down(wait=True)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_a_task_that_kills_is_told_from_those_beside_it(tmp_path):

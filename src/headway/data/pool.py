@@ -154,7 +154,7 @@ class Pool(Generic[Task, Result]):
         for group in groups:  # all are told before any is waited for
             group.stop.set()
         for group in groups:
-            group.executor.shutdown(wait=wait, cancel_futures=True)
+            group.shut_down(wait=wait)
         self._groups = [None] * len(self._groups)
         if self._pinner is not None:  # no job that it waits for is left under way
             self._pinner.shutdown(wait=wait, cancel_futures=True)
@@ -201,7 +201,7 @@ class Pool(Generic[Task, Result]):
         self.replaced += 1
         group = self._groups[place]
         if group is not None:
-            group.executor.shutdown(wait=True, cancel_futures=True)
+            group.shut_down(wait=True)
             self._groups[place] = None
 
     def _begun(self, item: _Pending[Task]) -> _Pending[Task]:
@@ -259,6 +259,17 @@ class _Group(NamedTuple):
 
     executor: Executor
     stop: Any
+
+    def shut_down(self, *, wait: bool) -> None:
+        """End the processes. Once one of them was killed, the others are too: not all would end when they are asked to.
+
+        A process that started while the executor saw it happen is not asked at all (CPython to 3.14), and waits for
+        a lock that the killed one may have held; the executor would wait for it without end.
+        """
+        if getattr(self.executor, "_broken", False):
+            for process in list((getattr(self.executor, "_processes", None) or {}).values()):
+                process.kill()
+        self.executor.shutdown(wait=wait, cancel_futures=True)
 
 
 def worker_context() -> BaseContext:
