@@ -54,7 +54,6 @@ from headway.predict.slices import (
     trained_by_block,
     trained_of_process,
     values_of_spread,
-    widest_of_experts,
 )
 
 
@@ -265,10 +264,6 @@ def _backward_blocks(
                 if values > widest[row.block]:
                     widest[row.block] = values
                     (gated.add if row.component.endswith(".mlp") else gated.discard)(row.block)
-    for name, values in widest_of_experts(in_slices, saved).items():  # their rows of the ledger know no features
-        if values * pack.slots > widest[name]:
-            widest[name] = values * pack.slots
-            gated.discard(name)
     order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model
     inputs = {name: sizes[name].entry for name in chosen.keys() & sizes.keys() if state.inputs_on_host}
     sizes = {name: replace(size, entry=0) if name in inputs else size for name, size in sizes.items()}

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 
 from headway.count import CostModel
@@ -106,31 +106,14 @@ def values_of_spread(cost_model: CostModel, saved: SavedActivations, expert: int
         saved: names its blocks.
         expert: processes that the experts of a layer are spread over.
     """
-    values: Counter[str] = Counter()
-    for parameter, chosen, width, inside in _matrices_of_experts(cost_model):
-        if spread_over(parameter, expert) > 1:
-            values[block_of(parameter, saved)] += chosen * (width + inside)
-    return values
-
-
-@remembered
-def widest_of_experts(cost_model: CostModel, saved: SavedActivations) -> dict[str, int]:
-    """Count the values per token of the largest result of experts' products, one row for each chosen, by block."""
-    widest: dict[str, int] = {}
-    for parameter, chosen, width, inside in _matrices_of_experts(cost_model):
-        block = block_of(parameter, saved)
-        widest[block] = max(widest.get(block, 0), chosen * max(width, inside))
-    return widest
-
-
-def _matrices_of_experts(cost_model: CostModel) -> Iterator[tuple[Parameter, int, int, int]]:
-    """Matrices of routed experts: how many a token chooses, the size of hidden states, and the other side."""
     features, rows = head_features(cost_model), rows_of(cost_model)
+    values: Counter[str] = Counter()
     for parameter in cost_model.parameters:
-        if features and parameter.component.endswith(".experts") and parameter.active < parameter.numel:
+        if features and spread_over(parameter, expert) > 1:
             width, count = features[0], rows.count(parameter)
-            chosen = -(-parameter.active * count // parameter.numel)  # slices that are filled up have more than active
-            yield parameter, chosen, width, parameter.numel // count // width
+            chosen, size = parameter.active * count // parameter.numel, parameter.numel // count
+            values[block_of(parameter, saved)] += chosen * (width + size // width)
+    return values
 
 
 class Rows:
