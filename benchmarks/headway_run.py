@@ -18,6 +18,7 @@ import yaml
 from transformers.utils import logging
 
 from contenders import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Shape, build_model
+from headway.config.data import DataConfig
 from headway.count import CostModel
 from headway.data.collate import Collator
 from headway.data.feed.feed import estimated_bytes
@@ -25,6 +26,7 @@ from mixes import Mix, MixFiles
 from step_clock import Clock
 
 AHEAD = 2  # packs made ahead: samples are read while steps are timed, as in a long run
+WORKERS: int = DataConfig.model_fields["workers"].default
 ROOM = 1.02  # of a pack that is to hold all samples there are, as the planner leaves a hundredth free
 
 
@@ -50,6 +52,12 @@ def run_headway_train(mix: Mix, shape: Shape, device: torch.device, *, compiled:
         **{name: sum(record[name] for record in timed) for name in ("tokens", "patches", "slots")},
         "flops": sum(record["flops"]["total"] for record in timed),
     }
+
+
+def place_of_encoding(record: dict[str, Any]) -> str:
+    """Say where the runs of a record encode their samples; those of records without a number of workers had none."""
+    workers = record.get("workers", 0)
+    return f"in {workers} processes beside it, the default" if workers else "in a thread"
 
 
 def packs_of(mix: Mix, shape: Shape) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from contenders import Shape, build_model
 from headway.count import CostModel
 from headway.data.collate import Collator
 from headway.tracing import trace
-from headway_run import first_samples, packs_of, train, write_weights
+from headway_run import WORKERS, first_samples, packs_of, place_of_encoding, train, write_weights
 from mixes import Mix, encoded
 from preference_sides import BETA, FirstSteps, first_steps, pictured_pairs, reference_of, run_dpo, text_pairs
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
@@ -66,7 +66,7 @@ def main() -> None:
     os.environ["TQDM_DISABLE"] = "1"  # TRL's bars would stand between our lines
     device = torch.device(options.device)
     record: dict[str, Any] = {"what": "preferences", "environment": environment(device) | {"trl": version("trl")}}
-    record |= {"rounds": options.rounds, "mixes": []}
+    record |= {"rounds": options.rounds, "workers": WORKERS, "mixes": []}
     for name in MIXES if options.mix == "all" else [options.mix]:
         with tempfile.TemporaryDirectory() as folder:
             mix = MIXES[name](options.batch * options.steps, folder=Path(folder))
@@ -235,9 +235,9 @@ def _notes(record: dict[str, Any], *, on_cpu: bool) -> list[str]:
     method += f" Load of the machine as rounds began: {min(loads):.1f} to {max(loads):.1f}."
     shared = (
         f"All: DPO (sigmoid, beta {BETA}), the same initial weights, fused AdamW with decay groups, a constant "
-        "learning rate, clipping at 1.0, the same threads, no workers beside them, no recomputation of layers, no "
-        "checkpoint and no evaluation within timed steps; fp32 on a CPU, bf16 autocast on CUDA. Stored references are "
-        "computed before the first step and outside the timed part, on both sides."
+        "learning rate, clipping at 1.0, the same threads, no recomputation of layers, no checkpoint and no "
+        "evaluation within timed steps; fp32 on a CPU, bf16 autocast on CUDA. Stored references are computed before "
+        "the first step and outside the timed part, on both sides."
     )
     rows = [
         f"* {TITLES['trl']}: TRL {record['environment']['trl']}'s DPOTrainer with sdpa attention, rows padded to a "
@@ -249,8 +249,8 @@ def _notes(record: dict[str, Any], *, on_cpu: bool) -> list[str]:
         rows.append(f"* {TITLES['trl_reference']}: as TRL does unless told otherwise, by a second model.")
     rows += [
         f"* {TITLES[name]}: the command, in a process of its own. It reads pairs and images from files and encodes "
-        "them while it trains, in a thread. Index, plan, meter and records are at work. One pack a step, of as many "
-        f"tokens as a step of TRL on average{_words(HEADWAY[name][1])}."
+        f"them while it trains, {place_of_encoding(record)}. Index, plan, meter and records are at work. One pack a "
+        f"step, of as many tokens as a step of TRL on average{_words(HEADWAY[name][1])}."
         for name in HEADWAY
         if name in names
     ]

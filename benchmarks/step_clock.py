@@ -27,7 +27,7 @@ class Clock:
         self.cpu_ends_s: list[float] = []
 
     def step_ended(self) -> None:
-        """Note the time, and the processor time of this process and of what loads its data; called after each step."""
+        """Note the wall time, and the processor time of this process and its data workers; called after each step."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self.ends_s.append(time.perf_counter())

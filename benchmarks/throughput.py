@@ -23,10 +23,9 @@ import torch
 
 from contenders import Shape, build_model, compare_first_losses, run_headway, run_trainer, run_trl
 from family_mixes import FAMILY_MIXES, family_mix
-from headway.config.data import DataConfig
 from headway.count import CostModel
 from headway.tracing import trace
-from headway_run import AHEAD, first_loss, run_headway_train, write_weights
+from headway_run import AHEAD, WORKERS, first_loss, place_of_encoding, run_headway_train, write_weights
 from mixes import Mix, digits_mix, images_mix, text_mix
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
@@ -85,7 +84,7 @@ def main() -> None:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     record: dict[str, Any] = {"what": "throughput", "environment": environment(device), "rounds": options.rounds}
-    record |= {"workers": DataConfig.model_fields["workers"].default, "mixes": []}
+    record |= {"workers": WORKERS, "mixes": []}
     cases = {
         "text": (partial(text_mix, POOL_STEPS * text.batch), text),
         "images": (partial(images_mix, POOL_STEPS * text.batch), text),
@@ -234,18 +233,16 @@ def _notes(record: dict[str, Any], *, on_cpu: bool) -> list[str]:
         "and PyTorch's optimizer; without its index, plan, feed, meter and records.",
     ]
     if has_train:
-        workers = record.get("workers", 0)  # earlier records were of a thread
-        place = f"in {workers} processes beside it, the default" if workers else "in a thread"
         shares = [one["recorded_s"] / one["wall_s"] for name, rounds in entries if name in TRAIN for one in rounds]
         rows.append(
             "* headway train: the command, in a process of its own. It reads the samples from files (token ids; chats "
-            f"with images), and encodes them while it trains, {place}, at most {AHEAD} packs ahead. Index, plan, "
-            "meter and records are at work; the automatic profile is on, as it is by default, and leaves out runs as "
-            "short as these. One pack a step, of as many tokens as a step of the others on average. The clock hangs on "
-            "PyTorch's hook behind an optimizer's step, in all other rows behind a step as well; by the runs' own "
-            f"records the timed steps took {min(shares):.3f} to {max(shares):.3f} of that time. FLOPs are those "
-            "records'. Its first loss is of a run whose data are the first step's samples alone, and the FLOPs that "
-            "this run records are what the other rows are billed for them."
+            f"with images), and encodes them while it trains, {place_of_encoding(record)}, at most {AHEAD} packs "
+            "ahead. Index, plan, meter and records are at work; the automatic profile is on, as it is by default, and "
+            "leaves out runs as short as these. One pack a step, of as many tokens as a step of the others on average. "
+            "The clock hangs on PyTorch's hook behind an optimizer's step, in all other rows behind a step as well; by "
+            f"the runs' own records the timed steps took {min(shares):.3f} to {max(shares):.3f} of that time. FLOPs "
+            "are those records'. Its first loss is of a run whose data are the first step's samples alone, and the "
+            "FLOPs that this run records are what the other rows are billed for them."
         )
     if "trl" in names:
         rows.append(

@@ -61,7 +61,7 @@ def _own_accelerator():
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of a module, which draw models too
 def pytest_runtest_setup():
-    """Draw the same weights and inputs in every run: one draw in twenty rounds a law's difference over its bound."""
+    """Seed torch, so that weights and inputs that a test draws without a seed of its own are the same in every run."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 

@@ -34,23 +34,29 @@ def test_libraries_that_complain_as_they_are_imported_are_quiet_before_that():
 
 _STILL_WRITING = """
 import sys, threading, torch
-from headway.checkpoint.saver import _thread_name
-from headway.cli.app import main
 from pathlib import Path
+from headway.checkpoint import CheckpointSaver, Contents
+from headway.cli.app import main
+from headway.models.parallel.ranks import Ranks
 
-def free():
+begun = threading.Event()
+
+def free(folder):
+    begun.set()
     while True:
         tensors = [torch.empty(100) for _ in range(100)]
 
-threading.Thread(target=free, daemon=True, name=_thread_name(Path("run"))).start()
-sys.argv = ["headway", *sys.argv[1:]]
+saver = CheckpointSaver(Path(sys.argv.pop()), Ranks(0, 1), keep=1)
+saver.save(1, Contents({"weight": torch.zeros(1)}, {}, {}, {}, free))
+begun.wait()
 main()
 """
 
 
 @pytest.mark.parametrize(("argument", "code"), [("--version", 0), ("no-such-command", 2)])
-def test_a_checkpoint_that_is_still_written_does_not_make_an_exit_an_abort(argument, code):
-    done = subprocess.run([sys.executable, "-c", _STILL_WRITING, argument], capture_output=True, text=True, check=False)
+def test_a_checkpoint_that_is_still_written_does_not_make_an_exit_an_abort(tmp_path, argument, code):
+    command = [sys.executable, "-c", _STILL_WRITING, argument, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert done.stdout == ("" if code else f"headway {package.__version__}\n")
 

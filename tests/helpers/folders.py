@@ -106,7 +106,7 @@ def write_vlm(folder: Path, family: str | Family, *, weights: bool = False) -> P
         with torch.no_grad():  # norms and biases start at one and zero, which hides mistakes
             for name, parameter in model.named_parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))
-                if name.endswith("A_log"):  # decays of up to 16 a token forget at once, with gradients of mere rounding
+                if name.endswith("A_log"):  # by default up to 16: states decay at once, gradients are rounding
                     parameter.uniform_(0.05, 0.5).log_()
         model.save_pretrained(folder)
     else:

@@ -30,6 +30,7 @@ from headway.train.preference import PackWeights, preferring_of
 from headway.train.reference import Scoring, with_reference
 from helpers.folders import tiny_tokenizer
 from helpers.models import checkpointing_name
+from helpers.runs import write_model
 
 PEAK = Peak("test", 1e12, "fp32", "made up for a test")
 NUM_WORDS, EOS, PAD = 12, 2, 0  # few words, so that answers end early now and then
@@ -146,6 +147,42 @@ def write_pairs(path, rows=20, row=pair):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(json.dumps(row(number)) for number in range(rows)) + "\n")
     return path
+
+
+LIBRARY_WARNINGS = pytest.mark.filterwarnings(
+    "ignore::FutureWarning",
+    "ignore::UserWarning",
+    "ignore::DeprecationWarning",
+    "ignore:.is_gradient_checkpointing.",
+)
+"""What TRL and transformers warn of in tests of preferences."""
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """A model of text with weights."""
+    folder = write_model(tmp_path_factory.mktemp("base") / "model", "qwen3")
+    torch.manual_seed(5)
+    load_model(str(folder), random_init=True).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def pair_words(raw, base, tmp_path):
+    """Settings of a short run of a text model, with pairs to learn from and held-out pairs."""
+    raw["model"] = {"path": str(base)}
+    raw["data"] |= {
+        "train": str(write_pairs(tmp_path / "pairs.jsonl", 24)),
+        "eval": str(write_pairs(tmp_path / "held_out.jsonl", 7)),
+        "tokens_per_pack": 300,
+    }
+    raw["optim"] = {"steps": 3, "lr": 5e-3, "schedule": "constant", "accumulation": 2}
+    return raw
 
 
 def write_pictured_pairs(digits, path, rows=None):

@@ -33,18 +33,10 @@ from headway.train.preference import PackWeights, preferring_of
 from headway.train.reference import Scoring, with_reference
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.rollouts import assert_same, gradients, opened, pair, their_loss, turn, write_pairs
+from helpers.rollouts import LIBRARY_WARNINGS, assert_same, gradients, opened, pair, their_loss, turn, write_pairs
 from helpers.runs import read_metrics
 
-pytestmark = [
-    pytest.mark.usefixtures("own_cache"),
-    pytest.mark.filterwarnings(
-        "ignore::FutureWarning",
-        "ignore::UserWarning",
-        "ignore::DeprecationWarning",
-        "ignore:.is_gradient_checkpointing.",
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("own_cache"), LIBRARY_WARNINGS]
 
 
 def labelled(number):

@@ -23,14 +23,12 @@ from helpers.processes import TRAIN, run_processes
 from helpers.rollouts import ids_of, trainer_of, turn, write_pairs, write_pictured_pairs
 from helpers.runs import read_metrics, write_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::UserWarning", "ignore:.is_gradient_checkpointing.:FutureWarning"
-)
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+pytestmark = [
+    pytest.mark.usefixtures("own_cache"),
+    pytest.mark.filterwarnings(
+        "ignore::FutureWarning", "ignore::UserWarning", "ignore:.is_gradient_checkpointing.:FutureWarning"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 @pytest.fixture
 def words(pair_words):
-    """A configuration of text, as plain types, whose held-out pairs are judged at the end."""
+    """Settings of a short run whose held-out pairs are evaluated after the last step."""
     pair_words["eval"] = {"at_end": True}
     return pair_words
 

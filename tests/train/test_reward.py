@@ -31,6 +31,7 @@ from headway.train.run import train
 from helpers.folders import write_vlm
 from helpers.processes import TRAIN, run_processes
 from helpers.rollouts import (
+    LIBRARY_WARNINGS,
     assert_same,
     our_loss,
     packed,
@@ -41,20 +42,12 @@ from helpers.rollouts import (
 )
 from helpers.runs import read_metrics
 
-pytestmark = [
-    pytest.mark.usefixtures("own_cache"),
-    pytest.mark.filterwarnings(
-        "ignore::FutureWarning",
-        "ignore::UserWarning",
-        "ignore::DeprecationWarning",
-        "ignore:.is_gradient_checkpointing.",
-    ),
-]
+pytestmark = [pytest.mark.usefixtures("own_cache"), LIBRARY_WARNINGS]
 
 
 @pytest.fixture
 def words(pair_words):
-    """A configuration of a reward model, as plain types, with held-out pairs."""
+    """Settings of a short run that trains a reward model, with held-out pairs."""
     pair_words["optim"]["steps"] = 4
     pair_words["preference"] = {"loss": "reward"}
     return pair_words

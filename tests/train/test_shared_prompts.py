@@ -27,12 +27,10 @@ from headway.train.shared_prompts import why_apart
 from helpers.rollouts import assert_same, opened, our_loss, pair, turn, write_pairs, write_pictured_pairs
 from helpers.runs import read_metrics, write_model
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
+pytestmark = [
+    pytest.mark.usefixtures("own_cache"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+]
 
 
 def ranked(number):

@@ -167,7 +167,10 @@ class CheckpointSaver:
             self._last = in_flight.result()
 
     def _join_writer(self) -> None:
-        """Wait until the thread is gone, its tensors too: an interpreter that ends while it lets go of them aborts."""
+        """Wait for the end of the thread that writes, by which it has freed the checkpoint's tensors.
+
+        A process aborts (-6) if the interpreter ends while another thread frees tensors.
+        """
         assert self._writer is not None  # something is in flight
         self._writer.join()
 

@@ -261,10 +261,11 @@ class _Group(NamedTuple):
     stop: Any
 
     def shut_down(self, *, wait: bool) -> None:
-        """End the processes. Once one of them was killed, the others are too: not all would end when they are asked to.
+        """End the worker processes; kill those that are left where one of them was killed before.
 
-        A process that started while the executor saw it happen is not asked at all (CPython to 3.14), and waits for
-        a lock that the killed one may have held; the executor would wait for it without end.
+        The executor sends SIGTERM to the processes that it has when it finds one dead, and then waits for all of them.
+        In Python 3.11 `submit` can start another process in between, as the two share no lock (3.12 has one); that
+        process may never end, as the dead one may have held the lock of the queue that it reads.
         """
         if getattr(self.executor, "_broken", False):
             for process in list((getattr(self.executor, "_processes", None) or {}).values()):
