@@ -130,6 +130,8 @@ def _liger(monkeypatch):
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(kernels, "find_spec", lambda _: object())
+    yield
+    kernels.put_back_functions()
 
 
 @pytest.mark.usefixtures("_liger")
@@ -142,6 +144,17 @@ def test_off_cuda_a_model_with_liger_computes_and_is_traced_as_without():
     ids = torch.randint(7, 160, (1, 12))
     assert torch.equal(other(input_ids=ids).logits, model(input_ids=ids).logits)
     assert trace(other) == trace(model)
+
+
+@pytest.mark.usefixtures("_liger")
+def test_rotary_functions_are_transformers_own_again_for_the_next_model():
+    model = build("qwen3_vl")
+    own = rotary_functions(model)
+    for _ in range(2):
+        use_kernels(model, "liger", CUDA)
+        assert all(rotary_functions(model)[name] != function for name, function in own.items())
+    use_kernels(build("qwen3"), "torch", CUDA)
+    assert rotary_functions(model) == own
 
 
 @pytest.mark.usefixtures("_liger")

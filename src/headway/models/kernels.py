@@ -7,7 +7,8 @@ are functions of transformers' modelling files: there the function is replaced, 
 one. The fused linear cross-entropy is in `losses`.
 
 Liger's own per-architecture patches were looked at (0.8.5): they replace the classes and functions of a whole process,
-leave the gated MLPs of some models as they are (Qwen3-VL's), and know a list of architectures.
+leave the gated MLPs of some models as they are (Qwen3-VL's), and know a list of architectures. The rotary functions are
+all that is a process' here, and each call of `use_kernels` begins with transformers' own: the last model decides.
 """
 
 import copy
@@ -28,6 +29,7 @@ from headway.errors import ConfigError
 from headway.models.products import PROJECTIONS, multiply_by_onednn, project_patches
 
 _ROTARY = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
+_replaced: dict[str, Callable[..., Any]] = {}  # transformers' own rotary functions, by the full name of a kernel's
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def use_kernels(
     Raises:
         ConfigError: the kernels cannot run here, or the model has nothing for them.
     """
+    put_back_functions()
     project_patches(model)
     if device.type == "cpu":
         multiply_by_onednn(model, but=model.get_output_embeddings())  # type: ignore[no-untyped-call]  # untyped there
@@ -108,6 +111,14 @@ def use_kernels(
     _put_in(norms, mlps, rotaries)
     where = " outside of compiled blocks, which fuse their own" if within else ""
     return (f"Liger kernels: {len(norms)} RMSNorms, {len(mlps)} gated MLPs, {len(rotaries)} rotary functions{where}",)
+
+
+def put_back_functions() -> None:
+    """Give transformers its own rotary functions again, for all models of the process."""
+    while _replaced:
+        full_name, function = _replaced.popitem()
+        file, _, name = full_name.rpartition(".")
+        setattr(sys.modules[file], name, function)
 
 
 def rms_norms(model: nn.Module) -> dict[nn.Module, Norm]:
@@ -233,7 +244,8 @@ def _put_in(
         module.forward = gate
     for full_name, (name, function) in rotaries.items():
         kernel = liger_rotary_pos_emb_vision if name.endswith("vision") else liger_rotary_pos_emb
-        setattr(sys.modules[full_name.removesuffix(f".{name}")], name, _on_cuda(inspect.unwrap(function), kernel))
+        setattr(sys.modules[full_name.removesuffix(f".{name}")], name, _on_cuda(function, kernel))
+        _replaced[full_name] = function
 
 
 def _on_cuda(function: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
