@@ -57,6 +57,7 @@ ON_CUDA: tuple[tuple[str, ...], ...] = (
     ("experts", _FULL), ("experts", _PARAMS), ("experts", _CODES, _HALF), ("experts", _MUON), ("experts", _LORA),
     # adapters under autocast, whose blocks are computed again
     ("text", _LORA, _FULL, _CHUNK), ("text", _LORA, _KEPT, _CHUNK), ("text", _LORA, _PARAMS, _FULL, _CHUNK),
+    ("experts", _LORA, _FULL, _CHUNK), ("experts", _FULL, _CHUNK), ("mixtral", _LORA, _FULL, _CHUNK),
     # models on which no rule of the plan was mended
     ("llama",), ("llama", _KEPT), ("llama", _PARAMS, _MUON), ("llama", _CODES, _FULL), ("llama", _LORA, _TWICE),
     ("mixtral",), ("mixtral", _FULL), ("mixtral", _PARAMS, _CHUNK),

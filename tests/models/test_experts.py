@@ -8,7 +8,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from headway.errors import ConfigError
 from headway.models.experts import NAME, experts_of, register, use_experts
-from headway.models.grouped import grouped_linear
+from headway.models.grouped import grouped_linear, permute_rows
 from helpers.models import tiny_config
 
 FAMILIES = (
@@ -52,6 +52,21 @@ def test_a_model_has_the_loss_and_gradients_of_its_own_loop_over_experts(family)
         )
     new = {name: grad for name, grad in our_gradients.items() if name not in gradients}
     assert not any(grad.any() for grad in new.values())  # of experts that the loop did not come by
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_rows_that_are_cast_before_they_are_copied_are_those_cast_afterwards_to_the_bit(copies):
+    x_TD = torch.randn(20, 8)
+    order_S = torch.randperm(20 * copies)
+    weights_SD = torch.randn(20 * copies, 8).bfloat16()
+
+    def rows_and_gradient(*dtype):
+        x = x_TD.clone().requires_grad_()
+        rows_SD = permute_rows(x, order_S, order_S.argsort(), copies, *dtype).bfloat16()
+        (rows_SD * weights_SD).sum().backward()
+        return rows_SD, x.grad
+
+    torch.testing.assert_close(rows_and_gradient(torch.bfloat16), rows_and_gradient(), rtol=0, atol=0)
 
 
 @pytest.fixture

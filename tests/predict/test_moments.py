@@ -41,6 +41,13 @@ SLOW = {
     "a frozen part": ("text", "model.freeze=[language.mlp]", "speed.loss_chunk=null"),
     "Muon": ("text", "optim.name=muon", "speed.recompute=full", "speed.loss_chunk=512"),
     "adapters": ("experts", "model.lora={rank: 8}"),
+    "experts, computed again": ("experts", "speed.recompute=full", "speed.loss_chunk=512"),
+    "adapters beside experts, computed again": (
+        "experts",
+        "model.lora={rank: 8}",
+        "speed.recompute=full",
+        "speed.loss_chunk=512",
+    ),
     "experts in 4 bits": ("experts", "model.lora={rank: 8}", "model.base=nf4"),
     "images in 8 bits": ("image", "model.lora={rank: 8}", "model.base=int8"),
     "images": ("image", "speed.recompute=full,-attention"),

@@ -114,8 +114,13 @@ class PlaceSampler:
         ]
 
     def close(self) -> None:
-        """Look no more."""
+        """Look no more.
+
+        A look holds the frame that the loop is in. Its thread may be the last to let go of the tensors there, and a
+        process aborts if the interpreter ends meanwhile, so the thread is waited for.
+        """
         self._stop.set()
+        self._thread.join(_LOOK_S)
         self._phases.looks = ()
 
     def _gap_ended(self, border: str, name: str) -> None:

@@ -80,8 +80,11 @@ def run_experts(
     if module.training and hasattr(module, "router_load"):
         module.router_load.add_(sizes_of(ends_E))
 
-    rows_SD = permute_rows(hidden_TD, order_S, place_S, chosen_TK.shape[1])
-    out_SD = apply_experts(module, rows_SD, ends_E, sorted_S)
+    dtype = _product_dtype(module, hidden_TD)
+    # no name for the rows here, so that they are gone once they were multiplied
+    out_SD = apply_experts(
+        module, permute_rows(hidden_TD, order_S, place_S, chosen_TK.shape[1], dtype), ends_E, sorted_S
+    )
     out_TKD = permute_rows(out_SD, place_S, order_S).view(*chosen_TK.shape, out_SD.shape[-1])
     out_TD: torch.Tensor = (out_TKD * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
     return out_TD
@@ -99,8 +102,7 @@ def apply_experts(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, expe
     Returns:
         What the experts made of the rows, shape (S, D).
     """
-    layouts, first = layouts_of(module), module.down_proj
-    dtype = product_dtype(rows_SD, first if first.is_floating_point() else rows_SD)
+    layouts, dtype = layouts_of(module), _product_dtype(module, rows_SD)
 
     def linear(rows: torch.Tensor, name: str) -> torch.Tensor:
         weight, turned = local(getattr(module, name)), module.is_transposed
@@ -110,13 +112,18 @@ def apply_experts(module: Any, rows_SD: torch.Tensor, ends_E: torch.Tensor, expe
             out = grouped_linear(rows.to(dtype), weight.to(dtype), ends_E, is_transposed=turned)
         return out + local(getattr(module, name + "_bias")).to(dtype)[expert_S] if module.has_bias else out
 
-    if module.has_gate:
-        inside_SF = module._apply_gate(linear(rows_SD, "gate_up_proj"))
-    else:
-        inside_SF = module.act_fn(linear(rows_SD, "up_proj"))
+    up_SF = linear(rows_SD, "gate_up_proj" if module.has_gate else "up_proj")
+    del rows_SD  # as large as the output; experts that learn have kept them
+    inside_SF = module._apply_gate(up_SF) if module.has_gate else module.act_fn(up_SF)
     out_SD = linear(inside_SF, "down_proj")
     has_norm = getattr(module, "has_post_expert_norm", False)  # transformers 5.17 knows no such experts
     return module.post_expert_norm(out_SD) if has_norm else out_SD
+
+
+def _product_dtype(module: Any, x: torch.Tensor) -> torch.dtype:
+    """The type that the experts' products compute in; a base in 4 or 8 bits is dequantised to that of `x`."""
+    weight = module.down_proj
+    return product_dtype(x, weight if weight.is_floating_point() else x)
 
 
 def sizes_of(ends_E: torch.Tensor) -> torch.Tensor:

@@ -127,16 +127,24 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 _linear.register_autograd(_backward, setup_context=_save)
 
 
-def permute_rows(x: torch.Tensor, index_S: torch.Tensor, back_S: torch.Tensor, copies: int = 1) -> torch.Tensor:
+def permute_rows(
+    x: torch.Tensor,
+    index_S: torch.Tensor,
+    back_S: torch.Tensor,
+    copies: int = 1,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Take rows of a tensor, each of its rows `copies` times, in another order.
 
-    Each index also says how to go back, so that the gradient is taken by index as well, and not scattered.
+    Each index also says how to go back, so that the gradient is taken by index as well, and not scattered. The
+    gradients of a row's copies are added up in the type of `x`.
 
     Args:
         x: shape (S / copies, D).
         index_S: which copy comes at each place, shape (S,); copy i is of row i // copies.
         back_S: at which place each copy is, the inverse of `index_S`, shape (S,).
         copies: how often each row is taken.
+        dtype: of the rows, cast before there are copies of them; None for that of `x`.
 
     Returns:
         The rows, shape (S, D).
@@ -145,24 +153,26 @@ def permute_rows(x: torch.Tensor, index_S: torch.Tensor, back_S: torch.Tensor, c
     >>> permute_rows(torch.tensor([[1.0], [2.0]]), index, back, copies=2).tolist()
     [[2.0], [1.0], [2.0], [1.0]]
     """
-    rows_SD: torch.Tensor = _PermuteRows.apply(x, index_S, back_S, copies)  # type: ignore[no-untyped-call]  # torch's own
+    rows_SD: torch.Tensor = _PermuteRows.apply(x, index_S, back_S, copies, dtype)  # type: ignore[no-untyped-call]  # torch's own
     return rows_SD
 
 
 class _PermuteRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index_S: torch.Tensor, back_S: torch.Tensor, copies: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, index_S: torch.Tensor, back_S: torch.Tensor, copies: int, dtype: torch.dtype | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(back_S)
-        ctx.copies = copies
-        return x[index_S // copies if copies > 1 else index_S]
+        ctx.copies, ctx.dtype = copies, x.dtype
+        return x.to(dtype or x.dtype)[index_S // copies if copies > 1 else index_S]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (back_S,) = ctx.saved_tensors
         grad = grads[0][back_S]
         if ctx.copies > 1:
-            grad = grad.view(grad.shape[0] // ctx.copies, ctx.copies, grad.shape[-1]).sum(1)
-        return grad, None, None, None
+            grad = grad.view(grad.shape[0] // ctx.copies, ctx.copies, grad.shape[-1]).sum(1, dtype=ctx.dtype)
+        return grad.to(ctx.dtype), None, None, None, None
 
 
 class Copies(NamedTuple):

@@ -53,6 +53,7 @@ from headway.predict.slices import (
     sliced,
     trained_by_block,
     trained_of_process,
+    values_of_experts,
     values_of_spread,
 )
 
@@ -264,6 +265,11 @@ def _backward_blocks(
                 if values > widest[row.block]:
                     widest[row.block] = values
                     (gated.add if row.component.endswith(".mlp") else gated.discard)(row.block)
+    passing = {name: (2 - (state.liger and name in gated)) * widest[name] for name in sizes}
+    # Behind routed experts: the gradient of what they gave, its product with that, for the router, and under autocast
+    # the cast of the gradient that arrived.
+    for name, values in values_of_experts(cost_model, saved).items():
+        passing[name] = max(passing.get(name, 0), (2 + _casts(state, sharing)) * values * pack.slots)
     order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model
     inputs = {name: sizes[name].entry for name in chosen.keys() & sizes.keys() if state.inputs_on_host}
     sizes = {name: replace(size, entry=0) if name in inputs else size for name, size in sizes.items()}
@@ -280,7 +286,7 @@ def _backward_blocks(
             is_recomputed=name in chosen,
             input=inputs.get(name, 0),
             gradients=shared(state.weight_bytes * gradients[name], sharing),
-            passing=(2 - (state.liger and name in gated)) * state.compute_bytes * widest[name] // sharing.sequence,
+            passing=compute * passing[name] // sequence,
             unit=units.get(name, NO_UNIT),
             spread=units.get(f"{name}{SPREAD}", NO_UNIT),
             by_spread=state.compute_bytes * pack.slots * by_spread[name] // sharing.sequence,

@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from headway.count import CostModel
@@ -106,14 +106,29 @@ def values_of_spread(cost_model: CostModel, saved: SavedActivations, expert: int
         saved: names its blocks.
         expert: processes that the experts of a layer are spread over.
     """
-    features, rows = head_features(cost_model), rows_of(cost_model)
     values: Counter[str] = Counter()
+    for parameter, chosen, width, inside in _matrices_of_experts(cost_model):
+        if spread_over(parameter, expert) > 1:
+            values[block_of(parameter, saved)] += chosen * (width + inside)
+    return values
+
+
+@remembered
+def values_of_experts(cost_model: CostModel, saved: SavedActivations) -> dict[str, int]:
+    """Count the values per token that routed experts give, a hidden state for each that is chosen, by block."""
+    return {
+        block_of(parameter, saved): chosen * width for parameter, chosen, width, _ in _matrices_of_experts(cost_model)
+    }
+
+
+def _matrices_of_experts(cost_model: CostModel) -> Iterator[tuple[Parameter, int, int, int]]:
+    """Weights of routed experts, each with how many a token chooses, the width of hidden states, and the other side."""
+    features, rows = head_features(cost_model), rows_of(cost_model)
     for parameter in cost_model.parameters:
-        if features and spread_over(parameter, expert) > 1:
+        if features and parameter.component.endswith(".experts") and parameter.active < parameter.numel:
             width, count = features[0], rows.count(parameter)
             chosen, size = parameter.active * count // parameter.numel, parameter.numel // count
-            values[block_of(parameter, saved)] += chosen * (width + size // width)
-    return values
+            yield parameter, chosen, width, size // width
 
 
 class Rows:
