@@ -25,7 +25,7 @@ from headway.predict.step_time import StepTimes, StepWork
 from headway.report.step_lines import NAMES
 
 _SETTINGS = {"FlashAttention-2": "torch", "FlashAttention-3": "fa3", "cuDNN's ragged attention": "cudnn"}
-_ONE_PASS = "AdamW on CUDA: in one pass"  # begins the line of a run whose optimizer is one kernel
+ONE_PASS_NOTE = "AdamW on CUDA: in one pass"  # begins the line of a run whose optimizer is one kernel
 _HEAD = "language.head"  # apart from the tower that it stands behind
 OTHERS = "copies, idle, the rest"
 
@@ -110,7 +110,7 @@ class PlannedCase:
         ((precision, saved),) = saved_of(setup, config, layers, is_small=False).items()
         recompute = recompute_of(config, cost_model, {precision: saved}, config.parallel.mesh_shape(1))
         speeds = Speeds.of_device(target, "bf16", attention=attention)
-        is_one_pass = any(note.startswith(_ONE_PASS) for note in case["notes"])
+        is_one_pass = any(note.startswith(ONE_PASS_NOTE) for note in case["notes"])
         return PlannedCase(
             cost_model,
             StepTimes(cost_model, saved, speeds, kernels=Kernels(update="one pass" if is_one_pass else "separate")),

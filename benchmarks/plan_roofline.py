@@ -1,0 +1,111 @@
+"""What a step of each recipe would reach on an H200, with one more of the engine's means at a time, as planned.
+
+    .venv/bin/python benchmarks/plan_roofline.py      # a minute; nothing is trained
+
+Packs and models are those of benchmarks/engine_gpu.py; what of this was measured is in plan_measured_*.md.
+Writes benchmarks/results/plan_roofline_<hardware>_<yyyymm>.json and the .md table.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine_forecast import ONE_PASS_NOTE, PlannedCase, packs_of
+from engine_setups import SETUPS
+from headway.count import Workload
+from headway.devices import named_device
+from headway.errors import PlanError
+from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
+
+DEVICE = "NVIDIA H200"
+ROOM_GIB = 126  # nine tenths of its memory
+PACKS = 3
+LAYERS = {"vqa": 24}  # of 48, which fit one device; the others are whole
+FA2 = ["Attention on CUDA: PyTorch's variable-length FlashAttention-2"]
+CUDNN = ["Attention on CUDA: cuDNN's ragged attention (cudnn)"]
+MEANS: dict[str, dict[str, Any]] = {
+    "FlashAttention-2, AdamW in separate passes": {"notes": FA2},
+    "cuDNN's ragged attention": {"notes": CUDNN},
+    "AdamW in one pass": {"notes": [*CUDNN, ONE_PASS_NOTE]},
+    "what fits is not computed again": {"recompute": "memory:SIZE"},
+}
+"""What each row changes; it keeps what the rows before it changed."""
+REVIEWED = {"text": (46, 52), "image": (38, 47), "video": (39, 48), "vqa": (22, 25)}
+"""Estimates of 25 November 2026, by rates taken from publications: with the first row's means, and with all [%]."""
+
+
+def main() -> None:
+    """Plan every step of every recipe, write the record and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
+    options = parser.parse_args()
+    record = {"what": "plan_roofline", "environment": environment(torch.device("cpu")), "device": DEVICE,
+              "recipes": {name: planned_steps(name) for name in SETUPS}}  # fmt: skip
+    table = render(record)
+    write(result_paths(options.out, record), record, table)
+    print(table)
+
+
+def planned_steps(setup: str) -> list[dict[str, Any]]:
+    """Plan the mean step of a recipe's packs with each of `MEANS`."""
+    layers = LAYERS.get(setup, SETUPS[setup].layers(is_small=False))
+    case: dict[str, Any] = {"setup": setup, "layers": layers, "dtype": "bfloat16-params", "kernels": "torch",
+                            "compiled": True, "recompute": None}  # fmt: skip
+    packs, peak = packs_of(setup, PACKS), named_device(DEVICE).peak_flops_per_s["bf16"]
+    rows = []
+    for name, change in MEANS.items():
+        case |= change
+        planned = _fullest(case, packs) if case["recompute"] else PlannedCase.of(case, DEVICE, packs)
+        flops = [planned.cost_model.count(pack, recompute=planned.state.recompute) for pack in packs]
+        step_s = sum(planned.lines(pack).step_s for pack in packs)
+        rows.append({
+            "means": name, "step_s": step_s / PACKS, "bytes": int(planned.memory.peak),
+            "mfu": sum(one.total for one in flops) / step_s / peak,
+            "hfu": sum(one.total + one.recompute for one in flops) / step_s / peak,
+        })  # fmt: skip
+    return rows
+
+
+def _fullest(case: dict[str, Any], packs: Sequence[Workload]) -> PlannedCase:
+    """Plan a case with the most activations that fit the device."""
+    low, high, fits = 0, ROOM_GIB, None  # of activations [GiB]
+    while high - low > 1:
+        size = (low + high) // 2
+        try:
+            planned = PlannedCase.of(case | {"recompute": f"memory:{size}GiB"}, DEVICE, packs)
+        except PlanError:  # even with all blocks computed again there are more
+            low = size
+            continue
+        if planned.memory.peak <= ROOM_GIB * 2**30:
+            low, fits = size, planned
+        else:
+            high = size
+    assert fits is not None, case["setup"]
+    return fits
+
+
+def render(record: dict[str, Any]) -> str:
+    """The record as a Markdown table."""
+    cells = []
+    for recipe, rows in record["recipes"].items():
+        for number, row in enumerate(rows):
+            estimate = {0: REVIEWED[recipe][0], len(rows) - 1: REVIEWED[recipe][1]}.get(number)
+            cells.append([recipe, ("" if number == 0 else "+ ") + row["means"], f"{row['step_s']:.3f}",
+                          f"{100 * row['mfu']:.1f} %", f"{100 * row['hfu']:.1f} %", f"{row['bytes'] / 2**30:.1f}",
+                          "-" if estimate is None else f"{estimate} %"])  # fmt: skip
+    headings = ["recipe", "means", "step [s]", "MFU useful/1", "HFU", "planned [GiB]", "review's estimate"]
+    return (
+        f"# Steps of the recipes on one H200, planned\n\n{describe_environment(record)}\n\nEach row has what the rows "
+        "above it have as well. Planned by `headway plan`'s own functions at its rates of an H200, on the packs of "
+        "benchmarks/engine_gpu.py; blocks are compiled, weights and moments bfloat16. VQA: "
+        f"{LAYERS['vqa']} of 48 layers. The last row of a recipe keeps as many activations as {ROOM_GIB} GiB hold "
+        "(`speed.recompute=memory:SIZE`). The review's estimates (25 November 2026) took rates from publications.\n\n"
+        f"{markdown_table(headings, cells)}\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
