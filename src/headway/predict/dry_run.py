@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.config import TrainConfig
 from headway.count import CostModel, FlopCount, Workload
@@ -426,17 +427,9 @@ def plan_packs(
     assert table.grids is not None
     assert table.grid_rows is not None
     grids = table.grids[np.isin(table.grid_rows, rows)]
-    # a sample that is split goes into packs in pieces, of which each has its own segments
-    pieces = zip(rows.tolist(), origins.start.tolist(), origins.stop.tolist(), strict=True)
-    lengths_N, splits_N = list[int](), list[list[tuple[str, int]]]()
-    for row, start, stop in pieces:
-        own = segments_within(table.segments_of(row), start, stop) or (stop - start,)
-        lengths_N += own
-        prompt, *answers = table.branches.get(row, [0])
-        splits_N += [branched(prompt, answers)] if answers else [[] for _ in own]
     # the FLOPs of all these packs, divided by their steps, are those of a mean step
-    splits = splits_N if table.branches else ()
-    work = Workload(lengths_N, images=grids, splits=splits, packs=len(full_steps) * ranks * accumulation)
+    segments_N, splits_N = _segments_of(table, rows, origins.start, origins.stop)
+    work = Workload(segments_N, images=grids, splits=splits_N, packs=len(full_steps) * ranks * accumulation)
     recompute = with_head(recompute) if config.weighs_losses else recompute
     count = cost_model.count(work, recompute=recompute).split(len(full_steps))[0]
     refers = reference_model(config, cost_model)
@@ -470,6 +463,31 @@ def plan_packs(
         epoch,
         reference,
     )
+
+
+def _segments_of(
+    table: LengthTable, rows: NDArray[Any], start: NDArray[Any], stop: NDArray[Any]
+) -> tuple[NDArray[Any] | list[int], list[list[tuple[str, int]]]]:
+    """List the segments of what lies in packs: pieces of samples, as a long one may be split.
+
+    Args:
+        table: of the samples' lengths.
+        rows: of the table, shape (P,).
+        start: first token of each piece in its sample, shape (P,).
+        stop: the token behind its last, shape (P,).
+
+    Returns:
+        Lengths of the segments [tokens], and their splits, as `Workload` takes them.
+    """
+    if not table.segments and not table.branches:  # a segment each: packs of many devices are tens of millions
+        return stop - start, []
+    lengths, splits = list[int](), list[list[tuple[str, int]]]()
+    for row, first, end in zip(rows.tolist(), start.tolist(), stop.tolist(), strict=True):
+        own = segments_within(table.segments_of(row), first, end) or (end - first,)
+        lengths += own
+        prompt, *answers = table.branches.get(row, [0])
+        splits += [branched(prompt, answers)] if answers else [[] for _ in own]
+    return lengths, splits if table.branches else []
 
 
 def _flops_json(count: FlopCount) -> dict[str, Any]:
