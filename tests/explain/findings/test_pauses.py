@@ -2,6 +2,7 @@
 
 import pytest
 
+from headway.explain.findings.gaps import activity
 from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from helpers.traces import US, WrittenTrace, sidecar
@@ -123,6 +124,10 @@ def host(runs=(), stacks=(), *, clock=500 * MS, preempted=(), **more):
     }  # fmt: skip
 
 
+TRAINER = (
+    "~call_event (transformers/trainer_callback.py:545)",
+    "~_maybe_log_save_evaluate (transformers/trainer.py:2)",
+)
 STACKS = {
     "host-pause": ("~post (requests/api.py:59)", "tell (mine/train.py:12)"),
     "logging": ("emit (mine/handlers.py:3)", "~handle (logging/__init__.py:978)", "tell (mine/train.py:12)"),
@@ -143,6 +148,26 @@ def test_a_sampled_stack_names_what_the_loop_did(tmp_path, rule):
         assert found[rule].cause == "a server is waited for."
     else:
         assert "host-pause" not in found
+
+
+@pytest.mark.parametrize(
+    ("stack", "told"),
+    [
+        (("on_log (mine/train.py:3)", *TRAINER), "logging"),
+        (("sleep (mine/train.py:3)", "on_step_end (mine/train.py:4)", *TRAINER), "pause"),
+        (("on_save (mine/train.py:3)", *TRAINER), "checkpoint"),
+        (("~evaluate (transformers/trainer.py:9)", *TRAINER), "evaluation"),
+        (("~deepcopy (python3.11/copy.py:9)", "save_checkpoint (mine/train.py:3)"), "checkpoint"),
+        (("~log_softmax (nn/functional.py:2)", "step (mine/train.py:3)"), "pause"),
+        (("savefig (mine/curves.py:2)", "draw (mine/train.py:3)"), "pause"),
+        (("step (validation/train.py:2)", "main (wandb_runs/train.py:3)"), "pause"),
+        (("~log (sdk/wandb_run.py:2)", "step (mine/train.py:3)"), "logging"),
+        (("slow (mine/hooks.py:2)", "~_engine_run_backward (autograd/graph.py:9)"), "pause"),
+        (("~validation_loop (trainer/loops.py:2)", "fit (mine/train.py:2)"), "evaluation"),
+    ],
+)
+def test_a_chore_is_told_by_functions_and_by_packages_and_not_by_words_in_a_path(stack, told):
+    assert activity(stack)[0] == told
 
 
 def test_stacks_of_other_moments_name_nothing(tmp_path):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,19 +26,57 @@ ANNOTATION = "the annotation"
 _SURROUNDINGS = ("ProfilerStep#", "phase:", COLLECTION)
 
 ENGINE = re.compile(r"^~?_engine_run_backward")
-# What names of files and functions in a stack tell of a pause: words, the chore that has a finding of its own, else
-# what the host did and what to do about it.
+
+
+class _Activity(NamedTuple):
+    """What a frame of a stack tells of a pause.
+
+    Attributes:
+        functions: names of functions, as a pattern of the whole name; "" where none tells it.
+        files: files of installed packages, as a pattern within "folder/file.py"; "" where none tells it.
+        phase: the chore that has a finding of its own; None where there is none.
+        cause: what the host did, where the pause is told as such.
+        advice: what to do about it.
+    """
+
+    functions: str
+    files: str
+    phase: Phase | None
+    cause: str = ""
+    advice: str = ""
+
+    def is_told_by(self, frame: str) -> bool:
+        """Whether a frame, "name (folder/file.py:line)", behind a ~ where a package is installed, tells it."""
+        name, _, place = frame.removeprefix("~").partition(" (")
+        is_named = bool(self.functions) and re.fullmatch(self.functions, name) is not None
+        is_there = bool(self.files) and frame.startswith("~") and re.search(self.files, place) is not None
+        return is_named or is_there
+
+
+_RARER = "ask it less often, or in a thread of its own"
+# In the order in which they are asked for. Functions are those of PyTorch, Accelerate, Lightning and Hugging Face's
+# Trainer, and what people call theirs; files those of the packages that do nothing else.
 _ACTIVITIES = (
-    (r"\((torch/)?serialization\.py|safetensors|save_checkpoint|\w*save\w* \(", Phase.CHECKPOINT, "", ""),
-    (r"\(logging/|wandb|tensorboard|mlflow|comet|\(tqdm/", Phase.LOGGING, "", ""),
-    (r"evaluat|validat", Phase.EVALUATION, "", ""),
-    (r"subprocess\.py|\(multiprocessing/", None, "another program or process is waited for",
-     "ask it less often, or in a thread of its own"),
-    (r"\(socket\.py|\(ssl\.py|\(http/|urllib|requests/|\(asyncio/", None, "a server is waited for",
-     "ask it less often, or in a thread of its own"),
-    (ENGINE.pattern, None, "backward's engine was between two operators: a hook in C++, or another "
-     "thread that held Python's lock", "look at the trace around the gap, and at other threads"),
-    (r"\(copy\.py|\w+/copy\.py", None, "objects are copied in Python", "copy less often, and tensors alone"),
+    _Activity(
+        r"(.*_)?save([_A-Z](?!fig|image|plot).*)?", r"^torch/serialization\.py|^safetensors/", Phase.CHECKPOINT
+    ),
+    _Activity(
+        r"(on_)?log|_?log_(metrics?|dict|stats|scalars?|histograms?|images?|history|line|step|memory)",
+        r"^logging/|wandb|tensorboard|mlflow|comet|^tqdm/",
+        Phase.LOGGING,
+    ),
+    _Activity(r"(.*_)?(evaluat\w*|validat(e|ion)(_(epoch|loop|step|model|one_epoch))?)", "", Phase.EVALUATION),
+    _Activity("", r"subprocess\.py|^multiprocessing/", None, "another program or process is waited for", _RARER),
+    _Activity(
+        "", r"(^|/)(socket|ssl)\.py|^(http|urllib3?|requests|httpx|aiohttp|asyncio)/", None, "a server is waited for",
+        _RARER,
+    ),
+    _Activity(
+        "_engine_run_backward", "", None,
+        "backward's engine was between two operators: a hook in C++, or another thread that held Python's lock",
+        "look at the trace around the gap, and at other threads",
+    ),
+    _Activity("", r"(^|/)copy\.py", None, "objects are copied in Python", "copy less often, and tensors alone"),
 )  # fmt: skip
 
 
@@ -215,8 +254,14 @@ def stacks_of(evidence: StepEvidence, step: StepPauses, pause: Pause) -> Counter
 
 def activity(stack: Sequence[str]) -> tuple[str, str, str]:
     """Class, cause and advice that a stack tells; "pause", "" and general advice where it is nothing that is known."""
-    text = " ".join(stack)
-    for words, phase, cause, advice in _ACTIVITIES:
-        if re.search(words, text, flags=re.IGNORECASE):
-            return phase.value if phase is not None else "pause", f"{cause}.", f"{advice}."
-    return "pause", "", "do it less often, ahead of time, or in a thread or process of its own."
+    told = set()
+    for number, frame in enumerate(stack):
+        if number and ENGINE.match(frame):
+            continue  # a hook of Python's runs within backward
+        rows = [row for row in _ACTIVITIES if row.is_told_by(frame)]
+        if len(rows) == 1:  # one that is named for several chores, as _maybe_log_save_evaluate is, tells none of them
+            told.add(rows[0])
+    row = next((row for row in _ACTIVITIES if row in told), None)
+    if row is None:
+        return "pause", "", "do it less often, ahead of time, or in a thread or process of its own."
+    return row.phase.value if row.phase is not None else "pause", f"{row.cause}.", f"{row.advice}."
