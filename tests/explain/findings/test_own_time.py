@@ -92,3 +92,22 @@ def test_a_phase_tells_how_much_a_call_costs_within_bounds(phases_ns, times):
 
 def test_gaps_between_phases_are_one(tmp_path):
     assert AddedCost(1, 1, {"input": 1000, "after": 3000}).times("between", 1000) == 4.0
+
+
+def test_a_chore_takes_the_time_that_it_had_a_core(tmp_path):
+    trace, bounds, begins, waits = WrittenTrace(), [1000 * US], {}, []
+    for number in range(1, NUM_STEPS + 1):
+        at = bounds[-1]
+        begins[str(number)] = at
+        trace.operator("aten::mm", at, 100 * US, **shapes([[64, 64], [64, 64]]))
+        trace.annotation("phase:checkpoint", at + 100 * US, 400 * US)
+        trace.operator("aten::copy_", at + 100 * US, 400 * US, **shapes([[100]]))
+        waits.append([at + 100 * US, at + 500 * US, 300 * US])
+        bounds.append(at + 500 * US)
+    trace.steps(*bounds)
+    host = {"step_ns": begins, "stacks": [], "runs": [], "preempted": waits, "added_ns": {}, "anomaly_mode": False}
+    result = explain([read_trace(trace.write(tmp_path / "t.json", headway=sidecar(host=host)))])
+    (found,) = (finding for finding in result.findings if finding.id == "checkpoint")
+    assert found.ns == pytest.approx(100 * US, rel=0.02)
+    assert found.share == pytest.approx(0.5, rel=0.02)
+    assert "50.0 % of the time" in found.seen

@@ -148,6 +148,8 @@ def test_a_sampled_stack_names_what_the_loop_did(tmp_path, rule):
         assert found[rule].cause == "a server is waited for."
     else:
         assert "host-pause" not in found
+        assert "largest-loss" not in found
+        assert f"Python was in {STACKS[rule][0].removeprefix('~')}" in found[rule].seen
 
 
 @pytest.mark.parametrize(

@@ -235,24 +235,26 @@ class StepEvidence(Evidence[StepWaterfall]):
             measured = self.steps[place].measured
             if measured is None:
                 continue
+            phases = measured[0].attribution.phase
             for owned in measured[1].owned:
-                self._shorten(owned.line, min(owned.ns, own_time.of_event[owned.event]))
+                self._shorten(owned.line, min(owned.ns, own_time.of_event[owned.event]), phases[owned.event].value)
             idle = measured[1].idle
             for event, ns in idle.late_before.items():
                 self._shorten("idle.launch", min(ns, own_time.of_gap[event]))
             for phase, ns in own_time.of_phase.items():
                 line = "aside" if phase in ASIDE else "idle.data"
-                self._shorten(line, min(ns, idle.by_phase[phase]))
-                if line == "aside":
-                    self._parts[line][f"{phase.value}, idle"] -= min(ns, idle.by_phase[phase])
+                part = f"{phase.value}, idle" if line == "aside" else "idle"
+                self._shorten(line, min(ns, idle.by_phase[phase]), part)
 
-    def _shorten(self, line: str, ns: int) -> None:
-        """Take a time off a line; products may be split into several, and communication in two."""
+    def _shorten(self, line: str, ns: int, part: str = "") -> None:
+        """Take a time off a line and its part; products may be split into several, and communication in two."""
         if line == MATMUL and line not in self._lines:
             self._matmul_taken_off_ns += ns
             return
         key = line if line in self._lines else f"{line}.transfer"
         self._lines[key] = max(0, self._lines[key] - ns)
+        if parts := self._parts.get(key):
+            parts[part] = max(0, parts[part] - ns)
 
     @cached_property
     def duration_ns(self) -> int:

@@ -126,6 +126,8 @@ def beside_training(evidence: StepEvidence, phase: Phase) -> Observation | None:
         phase: what it does, a key of `_CHORES`.
     """
     parts = evidence.parts("aside")
-    ns = parts[phase.value] + parts[f"{phase.value}, idle"] + paused_for(evidence, phase)
+    paused_ns, place = paused_for(evidence, phase)
+    ns = parts[phase.value] + parts[f"{phase.value}, idle"] + paused_ns
     message, cause, advice, setting = _CHORES[phase]
-    return Observation(ns, f"{message} {evidence.share(ns)} of the time.", cause, advice, setting)
+    where = f" Python was in {place}." if place else ""
+    return Observation(ns, f"{message} {evidence.share(ns)} of the time.{where}", cause, advice, setting)

@@ -129,9 +129,13 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
     )
 
 
-def paused_for(evidence: StepEvidence, phase: Phase) -> int:
-    """Time of long gaps whose stacks tell that the loop did such a chore in them, unannounced [ns]."""
-    return _classed(evidence, phase.value)[0]
+def paused_for(evidence: StepEvidence, phase: Phase) -> tuple[int, str]:
+    """Time of long gaps whose stacks tell that the loop did such a chore in them, unannounced [ns], and where."""
+    ns, _, members = _classed(evidence, phase.value)
+    stacks: Counter[tuple[str, ...]] = Counter()
+    for step, gap in members:
+        stacks.update(stacks_of(evidence, step, gap))
+    return ns, _frames(stacks.most_common(1)[0][0]) if stacks else ""
 
 
 def _frames(stack: Sequence[str]) -> str:

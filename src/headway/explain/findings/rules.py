@@ -67,6 +67,7 @@ class Rule(Generic[EvidenceKind]):
 _DATA = ("idle.data",)
 _LATE = ("idle.launch",)
 _ASIDE = ("aside",)
+_CHORES = ("aside", "idle.launch")  # announced to the meter, or seen in stacks
 _KERNELS = ("memory", "slow", "matmul", "optimizer")
 
 # Below its share a finding is not worth a change, or is what every run has. Of two rules of one name the first that
@@ -123,11 +124,11 @@ RULES: tuple[Rule[Any], ...] = (
     # Below, a longer run makes up for it.
     Rule("compiling", RunEvidence, 0.05, series.compiling, TimeOf.BESIDE),
     # Young's formula puts a checkpoint's cost at a few per cent where devices fail daily; more is too often.
-    Rule("checkpoint", StepEvidence, 0.10, partial(host.beside_training, phase=Phase.CHECKPOINT), lines=_ASIDE),
+    Rule("checkpoint", StepEvidence, 0.10, partial(host.beside_training, phase=Phase.CHECKPOINT), lines=_CHORES),
     # A line of numbers costs the host a millisecond or two, and several ranks wait for each other to write it.
-    Rule("logging", StepEvidence, 0.10, partial(host.beside_training, phase=Phase.LOGGING), lines=_ASIDE),
+    Rule("logging", StepEvidence, 0.10, partial(host.beside_training, phase=Phase.LOGGING), lines=_CHORES),
     # Judging is useful work, but a fifth of the time is much of it.
-    Rule("evaluation", StepEvidence, 0.20, partial(host.beside_training, phase=Phase.EVALUATION), lines=_ASIDE),
+    Rule("evaluation", StepEvidence, 0.20, partial(host.beside_training, phase=Phase.EVALUATION), lines=_CHORES),
     Rule("checkpoint", RunEvidence, 0.10, partial(series.beside, what="checkpoint"), TimeOf.BESIDE),
     Rule("evaluation", RunEvidence, 0.20, partial(series.beside, what="evaluation"), TimeOf.BESIDE),
     # Nobody leaves it on for its use, so what can be measured is worth a word.
