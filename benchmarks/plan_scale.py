@@ -1,6 +1,6 @@
 """A step at up to 16,384 devices as predicted, and what planning it costs.
 
-    .venv/bin/python benchmarks/plan_scale.py     # five minutes of one core and 7 GB; nothing is trained
+    .venv/bin/python benchmarks/plan_scale.py     # ten minutes of one core and 8 GB; nothing is trained
 
 Writes benchmarks/results/plan_scale_<hardware>_<yyyymm>.json and the .md tables rendered from it.
 """
