@@ -53,7 +53,7 @@ class _Activity(NamedTuple):
         return is_named or is_there
 
 
-_RARER = "ask it less often, or in a thread of its own"
+_ASK_LESS_OFTEN = "ask it less often, or in a thread of its own"
 # In the order in which they are asked for. Functions are those of PyTorch, Accelerate, Lightning and Hugging Face's
 # Trainer, and what people call theirs; files those of the packages that do nothing else.
 _ACTIVITIES = (
@@ -66,10 +66,12 @@ _ACTIVITIES = (
         Phase.LOGGING,
     ),
     _Activity(r"(.*_)?(evaluat\w*|validat(e|ion)(_(epoch|loop|step|model|one_epoch))?)", "", Phase.EVALUATION),
-    _Activity("", r"subprocess\.py|^multiprocessing/", None, "another program or process is waited for", _RARER),
+    _Activity(
+        "", r"(^|/)subprocess\.py|^multiprocessing/", None, "another program or process is waited for", _ASK_LESS_OFTEN,
+    ),
     _Activity(
         "", r"(^|/)(socket|ssl)\.py|^(http|urllib3?|requests|httpx|aiohttp|asyncio)/", None, "a server is waited for",
-        _RARER,
+        _ASK_LESS_OFTEN,
     ),
     _Activity(
         "_engine_run_backward", "", None,
@@ -254,14 +256,14 @@ def stacks_of(evidence: StepEvidence, step: StepPauses, pause: Pause) -> Counter
 
 def activity(stack: Sequence[str]) -> tuple[str, str, str]:
     """Class, cause and advice that a stack tells; "pause", "" and general advice where it is nothing that is known."""
-    told = set()
+    activities = set()
     for number, frame in enumerate(stack):
         if number and ENGINE.match(frame):
             continue  # a hook of Python's runs within backward
         rows = [row for row in _ACTIVITIES if row.is_told_by(frame)]
         if len(rows) == 1:  # one that is named for several chores, as _maybe_log_save_evaluate is, tells none of them
-            told.add(rows[0])
-    row = next((row for row in _ACTIVITIES if row in told), None)
+            activities.add(rows[0])
+    row = next((row for row in _ACTIVITIES if row in activities), None)
     if row is None:
         return "pause", "", "do it less often, ahead of time, or in a thread or process of its own."
     return row.phase.value if row.phase is not None else "pause", f"{row.cause}.", f"{row.advice}."
