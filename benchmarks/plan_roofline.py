@@ -23,7 +23,7 @@ from record import RESULTS, describe_environment, environment, markdown_table, r
 DEVICE = "NVIDIA H200"
 ROOM_GIB = 126  # nine tenths of its memory
 PACKS = 3
-LAYERS = {"vqa": 24}  # of 48, which fit one device; the others are whole
+LAYERS = {"vqa": 24}  # language layers, where the whole model (of 48 there) does not fit one device
 FA2 = ["Attention on CUDA: PyTorch's variable-length FlashAttention-2"]
 CUDNN = ["Attention on CUDA: cuDNN's ragged attention (cudnn)"]
 MEANS: dict[str, dict[str, Any]] = {

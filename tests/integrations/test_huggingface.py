@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 import time
 from collections import Counter
 from contextlib import nullcontext
@@ -15,8 +16,10 @@ import headway
 from headway import Workload, trace
 from headway.devices import Peak
 from headway.errors import UsageError
+from headway.explain.findings.gaps import activity
 from headway.integrations import HeadwayCallback
 from headway.meter import Goodput
+from headway.meter.host_evidence import HostEvidence
 from helpers.device import Clock
 from helpers.models import tiny_model
 from helpers.runs import leave_settings_out, read_events, read_mlflow, wandb_history
@@ -339,6 +342,33 @@ def test_trackers_hold_what_the_log_history_holds(tmp_path, monkeypatch):
     rows = [row for row in wandb_history(tmp_path) if "train/headway/mfu" in row]
     for name, values in series.items():
         assert [(row["train/global_step"], row[f"train/{name}"]) for row in rows] == values
+
+
+class StackAt(TrainerCallback):
+    """Takes down the stack in each of its calls, as a profile does."""
+
+    def __init__(self):
+        self.stacks, self.evidence = {}, HostEvidence(None)
+
+    def on_log(self, *_, **__):
+        self.stacks["logging"] = self.evidence._stack(sys._getframe())
+
+    def on_save(self, *_, **__):
+        self.stacks["checkpoint"] = self.evidence._stack(sys._getframe())
+
+    def on_step_end(self, *_, **__):
+        self.stacks["pause"] = self.evidence._stack(sys._getframe())
+
+    def on_prediction_step(self, *_, **__):
+        self.stacks["evaluation"] = self.evidence._stack(sys._getframe())
+
+
+def test_what_a_callback_pauses_for_is_the_chore_that_the_trainer_does_and_no_other(tmp_path):
+    callback = StackAt()
+    train(tmp_path, [callback])
+    assert {chore: activity(stack)[0] for chore, stack in callback.stacks.items()} == {
+        chore: chore for chore in ("logging", "checkpoint", "pause", "evaluation")
+    }
 
 
 def test_two_lines_profile_steps_of_a_trainer(tmp_path):

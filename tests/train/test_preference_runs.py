@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 @pytest.fixture
 def words(pair_words):
-    """Settings of a short run whose held-out pairs are evaluated after the last step."""
+    """Settings of a short run that evaluates held-out pairs after its last step."""
     pair_words["eval"] = {"at_end": True}
     return pair_words
 

@@ -261,7 +261,7 @@ class _Group(NamedTuple):
     stop: Any
 
     def shut_down(self, *, wait: bool) -> None:
-        """End the worker processes; kill those that are left where one of them was killed before.
+        """End the worker processes. If one of them was killed before, kill the others.
 
         The executor sends SIGTERM to the processes that it has when it finds one dead, and then waits for all of them.
         In Python 3.11 `submit` can start another process in between, as the two share no lock (3.12 has one); that

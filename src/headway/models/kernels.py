@@ -7,8 +7,9 @@ are functions of transformers' modelling files: there the function is replaced, 
 one. The fused linear cross-entropy is in `losses`.
 
 Liger's own per-architecture patches were looked at (0.8.5): they replace the classes and functions of a whole process,
-leave the gated MLPs of some models as they are (Qwen3-VL's), and know a list of architectures. The rotary functions are
-all that is a process' here, and each call of `use_kernels` begins with transformers' own: the last model decides.
+leave the gated MLPs of some models as they are (Qwen3-VL's), and know a list of architectures. Here rotary functions
+alone are replaced for the whole process; each call of `use_kernels` first restores transformers' own, so that the model
+that was built last decides.
 """
 
 import copy
@@ -29,7 +30,7 @@ from headway.errors import ConfigError
 from headway.models.products import PROJECTIONS, multiply_by_onednn, project_patches
 
 _ROTARY = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
-_replaced: dict[str, Callable[..., Any]] = {}  # transformers' own rotary functions, by the full name of a kernel's
+_replaced: dict[str, Callable[..., Any]] = {}  # transformers' own rotary functions while Liger's stand in, by full name
 
 
 @dataclass(frozen=True)

@@ -468,11 +468,11 @@ def plan_packs(
 def _segments_of(
     table: LengthTable, rows: NDArray[Any], start: NDArray[Any], stop: NDArray[Any]
 ) -> tuple[NDArray[Any] | list[int], list[list[tuple[str, int]]]]:
-    """List the segments of what lies in packs: pieces of samples, as a long one may be split.
+    """List the segments of the pieces of samples in packs; a sample is one piece, or several if it is split.
 
     Args:
         table: of the samples' lengths.
-        rows: of the table, shape (P,).
+        rows: row of each piece's sample in the table, shape (P,).
         start: first token of each piece in its sample, shape (P,).
         stop: the token behind its last, shape (P,).
 

@@ -266,8 +266,8 @@ def _backward_blocks(
                     widest[row.block] = values
                     (gated.add if row.component.endswith(".mlp") else gated.discard)(row.block)
     passing = {name: (2 - (state.liger and name in gated)) * widest[name] for name in sizes}
-    # Behind routed experts: the gradient of what they gave, its product with that, for the router, and under autocast
-    # the cast of the gradient that arrived.
+    # As backward enters routed experts it holds the gradient of their outputs, its product with the outputs, which the
+    # router's gradient is summed from, and under autocast the incoming gradient, cast to the dtype of the products.
     for name, values in values_of_experts(cost_model, saved).items():
         passing[name] = max(passing.get(name, 0), (2 + _casts(state, sharing)) * values * pack.slots)
     order = sorted(sizes, key=lambda name: name not in towers)  # stable: as they stand in the model

@@ -253,7 +253,8 @@ class StepEvidence(Evidence[StepWaterfall]):
             return
         key = line if line in self._lines else f"{line}.transfer"
         self._lines[key] = max(0, self._lines[key] - ns)
-        if parts := self._parts.get(key):
+        parts = self.parts(key)
+        if part in parts:
             parts[part] = max(0, parts[part] - ns)
 
     @cached_property

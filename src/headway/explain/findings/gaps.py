@@ -54,8 +54,8 @@ class _Activity(NamedTuple):
 
 
 _ASK_LESS_OFTEN = "ask it less often, or in a thread of its own"
-# In the order in which they are asked for. Functions are those of PyTorch, Accelerate, Lightning and Hugging Face's
-# Trainer, and what people call theirs; files those of the packages that do nothing else.
+# If a stack tells several, the first row is taken. Functions: of PyTorch, Accelerate, Lightning and Hugging Face's
+# Trainer, and common names in loops of one's own. Files: of packages that do one thing only.
 _ACTIVITIES = (
     _Activity(
         r"(.*_)?save([_A-Z](?!fig|image|plot).*)?", r"^torch/serialization\.py|^safetensors/", Phase.CHECKPOINT
@@ -261,7 +261,7 @@ def activity(stack: Sequence[str]) -> tuple[str, str, str]:
         if number and ENGINE.match(frame):
             continue  # a hook of Python's runs within backward
         rows = [row for row in _ACTIVITIES if row.is_told_by(frame)]
-        if len(rows) == 1:  # one that is named for several chores, as _maybe_log_save_evaluate is, tells none of them
+        if len(rows) == 1:  # a function named for several chores, such as _maybe_log_save_evaluate, may be at any
             activities.add(rows[0])
     row = next((row for row in _ACTIVITIES if row in activities), None)
     if row is None:

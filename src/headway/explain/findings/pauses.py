@@ -130,7 +130,11 @@ def host_pause(evidence: StepEvidence) -> Observation | None:
 
 
 def paused_for(evidence: StepEvidence, phase: Phase) -> tuple[int, str]:
-    """Time of long gaps whose stacks tell that the loop did such a chore in them, unannounced [ns], and where."""
+    """Add up the long gaps in which stacks show a chore that the meter was not told of.
+
+    Returns:
+        Their time in all steps [ns], and the frames that they were in longest; "" without any.
+    """
     ns, _, members = _classed(evidence, phase.value)
     stacks: Counter[tuple[str, ...]] = Counter()
     for step, gap in members:
