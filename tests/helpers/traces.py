@@ -6,6 +6,9 @@ import re
 import sqlite3
 from itertools import pairwise
 
+from headway.explain.budget import NO_COMPONENT, NeededWork
+from headway.explain.owners import Owners
+
 MAIN, BACKWARD_THREAD = 100, 101
 
 
@@ -177,3 +180,11 @@ def nsight_export(path, *, num_steps=3, step_name="iteration {}"):
             kernel = (begin + start * US, begin + end * US, 0, 1, 7, number + more, NSIGHT_PID, name, name)
             database.execute("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", kernel)
     return database
+
+
+def share_of_operators_with_an_owner(waterfall):
+    """Share of the events of a step that go to a component or a named activity, by number: one may take any time."""
+    measured, step = waterfall.measured
+    owners = Owners(measured.attribution, NeededWork(measured.trace.headway, str(measured.trace.path)))
+    names = [owners.of(event) for event in {owned.event for owned in step.owned}]
+    return 1 - names.count(NO_COMPONENT) / len(names)
