@@ -173,6 +173,35 @@ ROWS = {
     ),
     "alpacafarm": ({"instruction": ASK, "input": "", "output_1": GOOD, "output_2": BAD, "preference": 1}, SHORT),
     "pku": ({"prompt": ASK, "response_0": BAD, "response_1": GOOD, "better_response_id": 1}, SHORT),
+    "stack exchange": ({"question": ASK, "response_j": GOOD, "response_k": BAD}, SHORT),
+    # How much better is the size of HelpSteer3's mark, and which its sign; SHP's is 1 where the first is better.
+    "helpsteer3": (
+        {"context": [user("Hi"), says("Ho"), user(ASK)], "response1": BAD, "response2": GOOD, "overall_preference": 3},
+        LONG,
+    ),
+    "helpsteer3, first": (
+        {"context": [user(ASK)], "response1": GOOD, "response2": BAD, "overall_preference": -1},
+        SHORT,
+    ),
+    "shp": ({"history": ASK, "human_ref_A": GOOD, "human_ref_B": BAD, "labels": 1}, SHORT),
+    "shp, second": ({"history": ASK, "human_ref_A": BAD, "human_ref_B": GOOD, "labels": 0}, SHORT),
+    "arena": (
+        {
+            "winner": "model_b",
+            "conversation_a": [user(ASK), says(BAD)],
+            "conversation_b": [user(ASK), says(GOOD)],
+        },
+        SHORT,
+    ),
+    "judged": ({"prompt": ASK, "response_a": GOOD, "response_b": BAD, "winner": "model_a"}, SHORT),
+    "context": (
+        {"question": ASK, "context": "On a plate.", "chosen": GOOD, "rejected": BAD},
+        (["u: On a plate.\nName a fruit."], SHORT[1]),
+    ),
+    "context of an instruction": (
+        {"instruction": ASK, "context": "On a plate.", "output_1": GOOD, "output_2": BAD, "preference": 1},
+        (["u: Name a fruit.\nOn a plate."], SHORT[1]),
+    ),
     # RLHF-V and RLAIF-V.
     "rlhf-v": (
         {
@@ -458,7 +487,19 @@ CHATTED = {"messages": [user("Hi"), says("Ho")]}
             '"preference" is 0, but it names the better',
         ),
         ({"prompt": "Hi", "output_1": "a", "output_2": "b", "preference": True}, '"preference" is true'),
-        ({"prompt": "Hi", "response_0": "a", "response_1": "b", "better_response_id": 2}, "the better answer, 0 or 1"),
+        (
+            {"prompt": "Hi", "response_0": "a", "response_1": "b", "better_response_id": 2},
+            "the better answer: 0 for response_0, 1",
+        ),
+        (
+            {"context": [user("Hi")], "response1": "a", "response2": "b", "overall_preference": 0},
+            "but its sign names the better answer: -1 for response1, 1 for response2. Leave rows out",
+        ),
+        ({"prompt": "Hi", "response_a": "a", "response_b": "b", "winner": "tie"}, '"winner" is "tie", but it names'),
+        (
+            {"id": "7", "prompt": "Hi", "answer_0": "a", "answer_1": "b", "liked": 1},
+            "such as {prompt: prompt, chosen: answer_0, rejected: answer_1} where answer_0 is the better answer",
+        ),
         (
             {"prompt": "Hi", "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 1}]},
             "none is better than an",

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from headway.data.sources.preferences import is_preference
 from headway.data.sources.references import KINDS, kind_of
 
 MEDIA_PATHS = (
@@ -64,7 +65,7 @@ def with_context(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     system_prompt.
 
     >>> with_context({"instruction": "When?", "context": "Since 2000.", "response": "2000"})
-    {'instruction': 'When?', 'output': '2000', 'input': 'Since 2000.'}
+    {'instruction': 'When?', 'input': 'Since 2000.', 'output': '2000'}
     """
     if any(column in fields for column in _TURNS):
         return fields
@@ -77,13 +78,14 @@ def with_context(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         return others
     for asks, answers in _ASKS.items():
         answer = next((column for column in answers if fields.get(column) is not None), None)
-        if fields.get(asks) is not None and answer is not None:
+        if fields.get(asks) is not None and (answer is not None or is_preference(fields)):
             del others["context"]
             if not context.strip():
                 return others
-            words = others.pop(asks), others.pop(answer)
-            shown = (words[0], context) if asks == "instruction" else (context, words[0])
-            return others | {"instruction": shown[0], "output": words[1], "input": shown[1]}
+            question = others.pop(asks)
+            shown = (question, context) if asks == "instruction" else (context, question)
+            output = {} if answer is None else {"output": others.pop(answer)}
+            return others | {"instruction": shown[0], "input": shown[1]} | output
     return others
 
 

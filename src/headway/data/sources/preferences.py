@@ -21,10 +21,21 @@ from headway.errors import DataError
 _TURNS = ("messages", "conversations")  # columns of turns
 _PROMPTS = {"prompt": "completion", "question": "answer", "instruction": "output"}
 """Columns of a prompt in words, and the columns of its answer in rows of chats."""
-_OTHER_PROMPTS = {"query": "question", "input": "question", "conversation": "conversations"}
+_OTHER_PROMPTS = {
+    "query": "question", "input": "question", "conversation": "conversations", "context": "prompt", "history": "prompt",
+}  # fmt: skip
 _PATHS = {"img_path": "image"}  # VLFeedback's
 _REJECTED = "rejected_"
 _SCORES = ("score_chosen", "score_rejected")
+_MARKS = {
+    "preference": (1, 2),
+    "better_response_id": (0, 1),
+    "overall_preference": (-1, 1),
+    "labels": (1, 0),
+    "winner": ("model_a", "model_b"),
+}
+"""Columns that say which of two answers is better: what the first is marked by, and what the second."""
+_BY_SIGN = ("overall_preference",)  # how far the answers differ is no part of any loss
 
 _LAST_SPACE = re.compile(r"\s\S*\Z")
 _SPEECH = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
@@ -83,17 +94,21 @@ def _in_text(fields: Mapping[str, Any], column: str) -> Row:
 
 
 def _numbered(fields: Row, columns: tuple[str, ...]) -> list[Row]:
-    """Two numbered answers, and the number of the better one; an answer that ends the turns before is replaced."""
-    first, second, choice = columns
-    numbers = (int(first[-1]), int(second[-1]))
-    chosen = number_of(fields[choice])
-    if chosen not in numbers:
+    """Two answers side by side and a mark of the better one; an answer that ends the turns before is replaced."""
+    first, second, column = columns
+    marks, mark = _MARKS[column], fields[column]
+    if not isinstance(marks[0], str):
+        mark = number_of(mark)
+    if column in _BY_SIGN and mark is not None:
+        mark = (mark > 0) - (mark < 0)
+    if mark not in marks:
+        names = "its sign names" if column in _BY_SIGN else "it names"
         raise DataError(
-            f'"{choice}" is {shortened(fields[choice])}, but it names the better answer, {numbers[0]} or {numbers[1]}. '
-            "Leave rows out that prefer none."
+            f'"{column}" is {shortened(fields[column])}, but {names} the better answer: {marks[0]} for {first}, '
+            f"{marks[1]} for {second}. Leave rows out that prefer none."
         )
-    answers = [_own_words(fields[column]) for column in (first, second)]
-    best_first = answers if chosen == numbers[0] else answers[::-1]
+    answers = [_own_words(fields[name]) for name in (first, second)]
+    best_first = answers if mark == marks[0] else answers[::-1]
     return _rows(_without(fields, *columns), best_first, replaces=True)
 
 
@@ -145,12 +160,17 @@ def _ranked(fields: Row, columns: tuple[str, ...]) -> list[Row]:
 LAYOUTS = (
     Layout("pair", ("chosen", "rejected"), _pair),  # TRL, LLaMA-Factory, axolotl, RLAIF-V, HH-RLHF, UltraFeedback
     Layout("pair", ("chosen_response", "rejected_response"), _pair),  # axolotl's Argilla
+    Layout("pair", ("response_j", "response_k"), _pair),  # stack-exchange-paired
     Layout("pair", ("text",), _pair_in_text, lambda fields, column: bool(_in_text(fields, column))),  # RLHF-V
     Layout("rejected", ("rejected_response",), _rejected),  # ms-swift
     Layout("rejected", ("rejected_messages",), _rejected),
     *(Layout("rejected", (f"{_REJECTED}{kind}s",), _rejected) for kind in KINDS),
     Layout("numbered", ("output_1", "output_2", "preference"), _numbered),  # LLaVA-RLHF, AlpacaFarm
     Layout("numbered", ("response_0", "response_1", "better_response_id"), _numbered),  # PKU-SafeRLHF
+    Layout("numbered", ("response1", "response2", "overall_preference"), _numbered),  # HelpSteer3
+    Layout("numbered", ("human_ref_A", "human_ref_B", "labels"), _numbered),  # SHP
+    Layout("numbered", ("conversation_a", "conversation_b", "winner"), _numbered),  # Chatbot Arena
+    Layout("numbered", ("response_a", "response_b", "winner"), _numbered),
     Layout("ranked", ("completions",), _ranked, is_ranked),  # VLFeedback, UltraFeedback
     Layout("ranked", ("answers",), _ranked, is_ranked),  # Nectar
     Layout("ranked", ("responses",), _ranked, is_ranked),
@@ -159,7 +179,8 @@ LAYOUTS = (
 
 Source: TRL 1.16, dataset_formats; LLaMA-Factory at ff6d4d12e, data/README.md and data/converter.py; ms-swift at
 3602360a5, Custom-dataset.md; axolotl at 067b021c8, rlhf.qmd and prompt_strategies; LLaVA-RLHF at 830a083,
-data_utils_rm.py; RLHF-V's, RLAIF-V's, VLFeedback's and Nectar's dataset cards; VLFeedback at de0bff3, run_dpo.py, which
+data_utils_rm.py; RLHF-V's, RLAIF-V's, VLFeedback's, Nectar's, HelpSteer3's, SHP's, stack-exchange-paired's and Chatbot
+Arena's dataset cards; VLFeedback at de0bff3, run_dpo.py, which
 takes the mean of an answer's ratings and leaves ties out, as here.
 """
 
@@ -170,20 +191,38 @@ COLUMNS = tuple(dict.fromkeys(column for layout in LAYOUTS for column in layout.
 """Columns that hold answers and say which is better."""
 
 
+def is_preference(fields: Mapping[str, Any]) -> bool:
+    """Whether a row is laid out as one of preferences."""
+    return _layout_of(fields) is not None
+
+
 def read_columns(fields: Mapping[str, Any]) -> set[str]:
     """Columns that are read of a row of preferences; none of another row."""
-    layout = next((layout for layout in LAYOUTS if layout.is_of(fields)), None)
+    layout = _layout_of(fields)
     if layout is None:
         return set()
-    return {*layout.columns, *_OTHER_PROMPTS, *_SCORES, *(name for name in fields if name.startswith(_REJECTED))} | (
-        {*_PATHS, *columns_of_marks(fields)} if layout.schema == "ranked" else set()
+    prompt = _other_prompt(_without(fields, *layout.columns))
+    names = {*layout.columns, *_SCORES, *(name for name in fields if name.startswith(_REJECTED))}
+    return (
+        names
+        | ({prompt} if prompt else set())
+        | ({*_PATHS, *columns_of_marks(fields)} if layout.schema == "ranked" else set())
     )
 
 
 def num_ties(fields: Mapping[str, Any]) -> int:
     """How many answers of a row are left out, since they are no worse than the best or not rated."""
-    layout = next((layout for layout in LAYOUTS if layout.is_of(fields)), None)
+    layout = _layout_of(fields)
     return num_left_out(fields, layout.columns[0]) if layout is not None and layout.schema == "ranked" else 0
+
+
+def _layout_of(fields: Mapping[str, Any]) -> Layout | None:
+    return next((layout for layout in LAYOUTS if layout.is_of(fields)), None)
+
+
+def _other_prompt(fields: Mapping[str, Any]) -> str | None:
+    """The column that holds the prompt under another name, where none has its own."""
+    return next((name for name in _OTHER_PROMPTS if name in fields and not {*_TURNS, *_PROMPTS} & fields.keys()), None)
 
 
 def _without(fields: Mapping[str, Any], *names: str) -> Row:
@@ -198,9 +237,8 @@ def _rows(base: Row, answers: Sequence[Any], *, replaces: bool = False) -> list[
         answers: words, a turn, turns, or a whole chat each.
         replaces: whether an answer takes the place of one that ends the turns before it.
     """
-    for name, own in _OTHER_PROMPTS.items():
-        if name in base and not ({own, *_TURNS, *_PROMPTS} & base.keys()):
-            base = _without(base, name) | {own: base[name]}
+    if column := _other_prompt(base):
+        base = _without(base, column) | {_OTHER_PROMPTS[column]: base[column]}
     prompt = next((name for name in (*_TURNS, *_PROMPTS) if name in base), None)
     contents = [_parsed(answer) for answer in answers]
     if prompt is None and all(isinstance(content, str) for content in contents):

@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from headway.data.media.sizes import MediaSizes
@@ -25,6 +26,8 @@ COLUMNS = (
     "chat_template_kwargs", *GRADES, *preferences.COLUMNS,
 )  # fmt: skip
 """Names of columns that the schemas read."""
+
+_ALIKE = 0.8  # of names such as answer_0 and answer_1
 
 NEEDS = {
     "messages": ("messages",),
@@ -251,14 +254,26 @@ class Normaliser:
 def _lacks_columns(fields: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> DataError:
     """The error of a row that has the columns of none of some schemas."""
     allowed = "; ".join(f"{' and '.join(columns)} ({name})" for name, columns in needs.items())
-    own = [str(name) for name in fields]
-    example = {"question": own[-2], "answer": own[-1]} if len(own) > 1 else {"text": own[0]} if own else {}
-    written = ", ".join(f"{name}: {column}" for name, column in example.items()) or "question: Frage, answer: Antwort"
+    own = ", ".join(map(str, fields)) or "no columns"
     return DataError(
-        f"got {shortened(dict(fields))}, but the row needs the columns of a schema: {allowed}. The row has "
-        f"{', '.join(own) or 'no columns'}; say which of them is which with columns, such as {{{written}}}, or "
-        "name the schema and its text column. Of CSV the first line names the columns."
+        f"got {shortened(dict(fields))}, but the row needs the columns of a schema: {allowed}. The row has {own}; say "
+        f"which of them is which with columns, such as {_possible_columns(fields)}, or name the schema and its text "
+        "column. Of CSV the first line names the columns."
     )
+
+
+def _possible_columns(fields: Mapping[str, Any]) -> str:
+    """What the columns of a row could mean, as people would write it: two of like names could be answers to another."""
+    worded = [str(name) for name, value in fields.items() if isinstance(value, str | list) and value]
+    worded = worded if len(worded) > 1 else [*map(str, fields)]
+    for first, second in pairwise(worded):
+        others = [name for name in worded if name not in (first, second)]
+        if others and difflib.SequenceMatcher(None, first, second).ratio() >= _ALIKE:
+            prompt = max(others, key=lambda name: len(str(fields[name])))
+            return f"{{prompt: {prompt}, chosen: {first}, rejected: {second}}} where {first} is the better answer"
+    if len(worded) > 1:
+        return f"{{question: {worded[-2]}, answer: {worded[-1]}}}"
+    return f"{{text: {worded[0]}}}" if worded else "{question: Frage, answer: Antwort}"
 
 
 def _template_kwargs(fields: dict[str, Any]) -> dict[str, Any]:
