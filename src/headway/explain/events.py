@@ -44,11 +44,12 @@ _LISTS = {"TensorList", "GenericList"}  # of tensors whose type is not told
 _WRITE_ONLY = {"fill_", "zero_", "random_", "uniform_", "normal_", "bernoulli_", "exponential_"}
 # Views: the result uses the operand's memory, or new memory that nothing is written to yet, so no bytes move. Where a
 # view has to copy (`reshape`, `contiguous`, `to`), it calls `copy_`, whose bytes are counted. In ATen these are the
-# operators whose schema returns an alias: `view(Tensor(a) self, SymInt[] size) -> Tensor(a)` (torch 2.13).
+# operators whose schema returns an alias: `view(Tensor(a) self, SymInt[] size) -> Tensor(a)` (torch 2.11 to 2.13).
 _VIEWS = re.compile(
-    r"_?(adjoint|alias|as_strided|as_tensor|broadcast_to|chunk|conj|contiguous|cpu|cuda|detach|diagonal|[dhv]split|"
+    r"_?(adjoint|alias|align_to|as_strided|as_tensor|broadcast_to|chunk|conj|contiguous|cpu|cuda|detach|diagonal|[dhv]split|"
     r"empty\w*|expand(_as)?|flatten|imag|lift_fresh|linalg_diagonal|m[HT]|matrix_H|moveaxis|movedim|narrow|neg_view|"
-    r"new_empty\w*|numpy_T|permute|pin_memory|positive|ravel|real|reshape(_as|_alias)?|resize(_as)?|resolve_(conj|neg)|"
+    r"new_empty\w*|numpy_T|permute|pin_memory|positive|ravel|real|refine_names|rename|reshape(_as|_alias)?|"
+    r"resize(_as)?|resolve_(conj|neg)|"
     r"select|slice(_inverse)?|split(_with_sizes)?|squeeze|swap(axes|dims)|t|tensor_split|to|transpose|unbind|unflatten|"
     r"unfold|unsafe_view|unsqueeze|values|((ccol|crow|col|row)_)?indices|view(_as(_real|_complex)?)?)_?"
 )
