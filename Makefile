@@ -3,6 +3,7 @@
 # make test   set up, then the tests: all that are fast, and one slow case of each law (6 to 11 minutes on two cores)
 # make test-all   set up, then every test but the long ones (CI runs it)
 # make test-long  set up, then laws over all their cases, and ten times as many examples of properties (hours)
+# make test-disturbed  set up, then every test but the long ones while its processes are stopped for moments (an hour)
 # make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (five minutes)
 # make test-browser  set up, then the tests that open pages in headless Chromium (two minutes)
 # make docs   set up .venv-docs, then build the documentation in site/; a broken link or an undocumented name fails (a minute)
@@ -18,7 +19,7 @@ SETUP := .venv/.headway-set-up
 SOURCES := src tests tools benchmarks examples
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') # processes of tests wait for each other
 
-.PHONY: demo check test test-all test-long test-oldest test-browser docs sweep gpu-report format lint types fast-tests
+.PHONY: demo check test test-all test-long test-disturbed test-oldest test-browser docs sweep gpu-report format lint types fast-tests
 
 demo: $(SETUP)
 	rm -rf runs/digits # a run folder is never written over, and this is the demo's own
@@ -35,6 +36,9 @@ test-all: $(SETUP)
 test-long: $(SETUP)
 	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "slow or dist or long"
 	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not slow and not gpu and not dist"
+
+test-disturbed: $(SETUP)
+	$(BIN)/python -m tools.disturbed $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long"
 
 lint: $(SETUP)
 	$(BIN)/ruff check $(SOURCES)
