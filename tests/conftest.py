@@ -1,6 +1,7 @@
 """What every test starts from: one thread per process, no network, no settings of the user's shell."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -57,6 +58,14 @@ def _own_accelerator():
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def _own_log_level():
+    """Forget that a command had transformers say less: it holds for the rest of its process."""
+    library = logging.getLogger("transformers")
+    if "transformers" in sys.modules and library.level != logging.WARNING:
+        library.setLevel(logging.WARNING)
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of a module, which draw models too
