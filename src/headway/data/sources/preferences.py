@@ -179,9 +179,9 @@ LAYOUTS = (
 
 Source: TRL 1.16, dataset_formats; LLaMA-Factory at ff6d4d12e, data/README.md and data/converter.py; ms-swift at
 3602360a5, Custom-dataset.md; axolotl at 067b021c8, rlhf.qmd and prompt_strategies; LLaVA-RLHF at 830a083,
-data_utils_rm.py; RLHF-V's, RLAIF-V's, VLFeedback's, Nectar's, HelpSteer3's, SHP's, stack-exchange-paired's and Chatbot
-Arena's dataset cards; VLFeedback at de0bff3, run_dpo.py, which
-takes the mean of an answer's ratings and leaves ties out, as here.
+data_utils_rm.py; RLHF-V's, RLAIF-V's, VLFeedback's, Nectar's, HelpSteer3's, SHP's and Chatbot Arena's dataset cards;
+TRL's example stack_llama, which prefers `response_j`; VLFeedback at de0bff3, run_dpo.py, which takes the mean of an
+answer's ratings and leaves ties out, as here.
 """
 
 SCHEMAS = {layout.schema: layout.columns for layout in reversed(LAYOUTS)}
@@ -201,13 +201,12 @@ def read_columns(fields: Mapping[str, Any]) -> set[str]:
     layout = _layout_of(fields)
     if layout is None:
         return set()
-    prompt = _other_prompt(_without(fields, *layout.columns))
     names = {*layout.columns, *_SCORES, *(name for name in fields if name.startswith(_REJECTED))}
-    return (
-        names
-        | ({prompt} if prompt else set())
-        | ({*_PATHS, *columns_of_marks(fields)} if layout.schema == "ranked" else set())
-    )
+    if prompt := _other_prompt(_without(fields, *layout.columns)):
+        names.add(prompt)
+    if layout.schema == "ranked":
+        names |= {*_PATHS, *columns_of_marks(fields)}
+    return names
 
 
 def num_ties(fields: Mapping[str, Any]) -> int:
