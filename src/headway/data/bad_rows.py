@@ -1,8 +1,6 @@
 """Bad rows: the policy for samples that cannot be used, and counts of all, so that none is left out unseen."""
 
-import errno
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from headway.data.samples import Origin, SampleError
 from headway.errors import CheckpointError, ConfigError, DataError
+from headway.log.jsonl import append_in_turn
 
 BadPolicy = Literal["error", "skip"]
 
@@ -205,19 +204,12 @@ def sample_error(error: DataError, origin: Origin) -> SampleError:
 
 
 def _append(quarantine: Path, error: SampleError) -> None:
-    """Add a line to a file that other processes may add to as well: whole, and kept even if this one is killed."""
+    """Add a line to a file that other processes may add to as well, and keep it even if this one is killed later."""
     origin = error.origin
     record = asdict(origin) | {"reason": error.reason}
     line = json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
     try:
-        quarantine.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(quarantine, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            if os.write(file, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file)
-        finally:
-            os.close(file)
+        append_in_turn(quarantine, line)
     except OSError as failure:
         raise DataError(
             f"The quarantine {quarantine} cannot be written: {failure.strerror or failure}. Free space there, or name "

@@ -73,24 +73,48 @@ class LineFile:
 
     def _repair(self) -> None:
         size = os.fstat(self._file.fileno()).st_size
-        start, tail = size, b""
-        while start > 0 and b"\n" not in tail:
-            length = min(_CHUNK_BYTES, start)
-            start -= length
-            tail = os.pread(self._file.fileno(), length, start) + tail
-        fragment = tail[tail.rfind(b"\n") + 1 :]
         self._file.seek(0)
         if size and as_object(self._file.readline()) is None:
             raise ConfigError(
                 f"{self.path} begins with something other than a JSON object, so it is not a file of records to go on "
                 "with. Give another path, or move the file away."
             )
-        if not fragment:
-            return
-        if as_object(fragment) is not None:
-            self._file.write(b"\n")
-        else:
-            self._file.truncate(size - len(fragment))
+        _mend_end(self._file)
+
+
+def append_in_turn(path: Path, line: bytes) -> None:
+    """Append a line to a file that several processes add to, and keep it; a killed one's fragment before it goes.
+
+    Args:
+        path: of the file; made, with its folder, if it is not there.
+        line: with its line break.
+
+    Raises:
+        OSError: the line could not be written whole, as on a full disk.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+", buffering=0) as file:
+        if lock(file, path, waits=True):  # else a line without its end may be one that is being written
+            _mend_end(file)
+        append_whole(file, line, path)
+        os.fsync(file.fileno())
+
+
+def _mend_end(file: FileIO) -> None:
+    """Give a last line its line break if it is a whole object; else it is a fragment that a kill left, and removed."""
+    size = os.fstat(file.fileno()).st_size
+    start, tail = size, b""
+    while start > 0 and b"\n" not in tail:
+        length = min(_CHUNK_BYTES, start)
+        start -= length
+        tail = os.pread(file.fileno(), length, start) + tail
+    fragment = tail[tail.rfind(b"\n") + 1 :]
+    if not fragment:
+        return
+    if as_object(fragment) is not None:
+        file.write(b"\n")
+    else:
+        file.truncate(size - len(fragment))
 
 
 def append_whole(file: FileIO, line: bytes, path: Path) -> None:
@@ -110,18 +134,19 @@ def append_whole(file: FileIO, line: bytes, path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def lock(file: FileIO, path: Path) -> None:
-    """Lock a file until it is closed; where the file system has no locks, that is a warning.
+def lock(file: FileIO, path: Path, *, waits: bool = False) -> bool:
+    """Lock a file until it is closed; returns whether it is, as some file systems have no locks, which is a warning.
 
     Args:
         file: open.
         path: of the file, for the warning.
+        waits: wait for whoever has it.
 
     Raises:
         BlockingIOError: it is locked already, by this process or another.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BlockingIOError:
         raise
     except OSError as error:
@@ -131,6 +156,8 @@ def lock(file: FileIO, path: Path) -> None:
             RuntimeWarning,
             stacklevel=4,
         )
+        return False
+    return True
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
