@@ -278,7 +278,7 @@ def facts(run: ReportedRun) -> list[tuple[str, str]]:
     if (ranks := number(last.get("world_size"))) is not None:
         rows.append(("ranks", f"{ranks:g}" + (f" x {device['name']}" if "name" in device else "")))
     if loss := _known(run, "loss"):
-        rows.append(("loss, first and last", f"{_plain(loss[0])}, {_plain(loss[-1])}"))
+        rows.append(("loss, first and last record", f"{_plain(loss[0])}, {_plain(loss[-1])}"))
     if tokens := _known(run, "tokens"):
         rows.append(("tokens", format_count(int(sum(tokens)))))
     if memory := _known(run, "peak_memory_bytes"):
