@@ -25,7 +25,7 @@ from headway.predict.step_time import StepTimes, StepWork
 from headway.report.step_lines import NAMES
 
 _SETTINGS = {"FlashAttention-2": "torch", "FlashAttention-3": "fa3", "cuDNN's ragged attention": "cudnn"}
-ONE_PASS_NOTE = "AdamW on CUDA: in one pass"  # how the note of a run begins whose update is one kernel
+ONE_PASS_NOTE = "AdamW on CUDA: in one pass"  # beginning of a run's note that one kernel updates the weights
 _HEAD = "language.head"  # apart from the tower that it stands behind
 OTHERS = "copies, idle, the rest"
 

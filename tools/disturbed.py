@@ -56,7 +56,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 def _stop(process: psutil.Process) -> bool:
-    """Stop a process that runs; one that is stopped already, as by the command itself, stays what it is."""
+    """Stop a running process; returns whether it did, as one that the command itself has stopped is left alone."""
     try:
         if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
             return False

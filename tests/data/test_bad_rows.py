@@ -106,6 +106,9 @@ def test_what_a_kill_left_of_a_line_is_gone_with_the_next_one(tmp_path):
         file.write_bytes(whole + end)
         policy.handle(bad(2), counts_of(chats=1))
         assert [json.loads(line)["row"] for line in file.read_text().splitlines()] == [1, 2]
+    file.write_text("somebody's notes\nwithout an end")
+    policy.handle(bad(2), counts_of(chats=1))
+    assert file.read_text().startswith("somebody's notes\nwithout an end\n{")
     file.write_bytes(whole[:-1])  # a whole row without its end
     policy.handle(bad(2), counts_of(chats=1))
     assert [json.loads(line)["row"] for line in file.read_text().splitlines()] == [1, 2]
@@ -122,7 +125,7 @@ def test_processes_share_a_quarantine_and_a_kill_leaves_whole_lines(tmp_path):
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-    # The last line may be torn, where the system was between two pages of it; who writes next removes it.
+    # A killed write can end between two pages of memory: a part of a line is left, which the next write removes.
     BadSamples("skip", quarantine=file).handle(bad(999_999), counts_of(chats=1))
     rows = [json.loads(line)["row"] for line in file.read_bytes().decode().splitlines()]
     assert rows[-1] == 999_999

@@ -9,7 +9,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from fake_cuda.moments import MOMENTS, run_moments, settings
+from fake_cuda.moments import MOMENTS, PACKS, run_moments, settings
 from fake_cuda.shared import Witness, run_shared
 from headway.predict.moments import MOMENTS as PLANNED
 from headway.predict.moments import moment
@@ -91,10 +91,14 @@ def check(found, plan):
 
 @pytest.mark.parametrize("case", [*ON_CUDA, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_one_device_holds_what_the_plan_says(case):
-    if case == "bfloat16 in one pass" and not IS_NEW:
-        pytest.skip("the pretended backward keeps the inputs of passed blocks there, 35 of 425 MiB")
     kind, *overrides = (ON_CUDA | SLOW)[case]
-    check(*run_moments(kind, settings(*overrides)))
+    found, plan = run_moments(kind, settings(*overrides))
+    if case == "bfloat16 in one pass" and not IS_NEW:  # fake_cuda/backward.py keeps what passed blocks began with
+        inputs = 6 * 512 * sum(tokens for tokens, _ in PACKS["text"]) * 2  # blocks, width, bytes of a value
+        assert plan.peak <= found.peak <= plan.peak * (1 + TARGET) + inputs
+        assert found.held["weights"] == plan.weights
+        return
+    check(found, plan)
 
 
 @pytest.mark.parametrize(

@@ -95,13 +95,18 @@ def append_in_turn(path: Path, line: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+", buffering=0) as file:
         if lock(file, path, waits=True):  # else a line without its end may be one that is being written
-            _mend_end(file)
+            _mend_end(file, begin=b"{")
         append_whole(file, line, path)
         os.fsync(file.fileno())
 
 
-def _mend_end(file: FileIO) -> None:
-    """Give a last line its line break if it is a whole object; else it is a fragment that a kill left, and removed."""
+def _mend_end(file: FileIO, *, begin: bytes = b"") -> None:
+    """Give a last line its line break if it is a whole object; else it is a fragment that a kill left, and removed.
+
+    Args:
+        file: opened for appending, without a buffer.
+        begin: of every line of the file's own; a last line that begins otherwise is somebody's words, and is kept.
+    """
     size = os.fstat(file.fileno()).st_size
     start, tail = size, b""
     while start > 0 and b"\n" not in tail:
@@ -111,7 +116,7 @@ def _mend_end(file: FileIO) -> None:
     fragment = tail[tail.rfind(b"\n") + 1 :]
     if not fragment:
         return
-    if as_object(fragment) is not None:
+    if as_object(fragment) is not None or not fragment.startswith(begin):
         file.write(b"\n")
     else:
         file.truncate(size - len(fragment))

@@ -124,11 +124,13 @@ def _rejected(fields: Row, _columns: tuple[str, ...]) -> list[Row]:
         raise DataError(
             '"rejected_tools" are others than "tools", but both answers are of one prompt. Give both the same.'
         )
+    # Of a chat the better answer is what stands behind the last question.
     turns = next((column for column in _TURNS if column in chosen), None)
     if turns is not None and "response" in others:
         all_turns = _turns(chosen, turns)
         question_end = max((i for i, turn in enumerate(all_turns, 1) if speaks_as(turn) == "user"), default=0)
         chosen = _without(chosen, turns) | {"prompt": all_turns[:question_end], "completion": all_turns[question_end:]}
+    # The rejected row is the chosen one with its own media, and its own turns or answer.
     rejected = dict(chosen)
     for kind in KINDS:
         if others.get(f"{kind}s", others.get(kind)):

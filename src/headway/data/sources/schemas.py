@@ -66,7 +66,7 @@ OpenOrca's response; Natural Instructions' inputs and targets; XSum's document a
 SCHEMAS = ("auto", *NEEDS, "caption", "text", *preferences.SCHEMAS)
 """Values of `schema`; "auto" takes the one whose columns a row has."""
 
-VERSION = 6
+VERSION = 7
 """Raised when rows come to be other samples, or can be used that could not be, so that no index says otherwise."""
 
 
