@@ -31,7 +31,7 @@ test: $(SETUP)
 	HEADWAY_TEST_PROFILE=quick $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long and (core or not slow and not dist)"
 
 test-all: $(SETUP)
-	$(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long"
+	$(BIN)/python -m tools.again -q --numprocesses=$(WORKERS) -m "not long"
 
 test-long: $(SETUP)
 	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "slow or dist or long"
