@@ -140,6 +140,14 @@ def test_targets_that_can_take_no_adapter_are_an_error(targets, frozen, words):
         adapter_modules(tiny_ledger("qwen3_vl_moe").freeze(frozen), targets)
 
 
+def test_a_tied_head_takes_no_adapter():
+    config = tiny_config("qwen3")
+    config.tie_word_embeddings = True
+    model = load_model(config, random_init=True)
+    with pytest.raises(ConfigError, match=r"none can take an adapter: the weight of lm_head is tied, so it is that"):
+        adapter_modules(trace(model), ["lm_head", "q_proj"])
+
+
 def test_frozen_modules_take_no_adapter():
     modules = adapter_modules(tiny_ledger("qwen3_vl").freeze(["vision"]), None)
     assert modules

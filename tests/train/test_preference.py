@@ -1,6 +1,8 @@
 """Runs that train on preferences: their records, their reference, resume, adapters, ranks."""
 
+import itertools
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from headway.tracing import trace
 from headway.train.data import open_feed
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
-from helpers.rollouts import ids_of, trainer_of, turn, write_pairs, write_pictured_pairs
+from helpers.rollouts import ids_of, pair, trainer_of, turn, write_pairs, write_pictured_pairs
 from helpers.runs import read_metrics, write_model
 
 pytestmark = [
@@ -29,6 +31,9 @@ pytestmark = [
         "ignore::FutureWarning", "ignore::UserWarning", "ignore:.is_gradient_checkpointing.:FutureWarning"
     ),
 ]
+
+
+FAST = [(True, None, "q_proj", False), (True, "int8", "lm_head", False)]  # cells of a table that run at each change
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +198,41 @@ def test_adapters_that_are_off_are_the_stored_reference(words, text, tmp_path):
     assert phase["flops"]["total"] == work > 0
     assert work < stored[0]["flops"]["forward"]
     assert plain.params.total < load_count(words)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "base", "targets", "tied"),
+    [
+        pytest.param(*cell, id="-".join(map(str, cell)), marks=[] if cell in FAST else pytest.mark.slow)
+        for cell in itertools.product((True, False), (None, "nf4", "int8"), ("q_proj", "lm_head"), (True, False))
+        if cell[2:] != ("lm_head", True)  # refused: see tests/models/test_lora.py
+    ],
+)
+def test_references_agree_whatever_learns_and_however_the_base_is_held(words, tmp_path, tokens, base, targets, tied):
+    """With adapters off, a model is the one that a stored reference ran: new rows have their first values again."""
+    folder = write_model(tmp_path / "base", "qwen3", tie_word_embeddings=tied)
+    torch.manual_seed(5)
+    load_model(str(folder), random_init=True).save_pretrained(folder)
+    pairs = write_pairs(
+        tmp_path / "marked.jsonl",
+        8,
+        lambda number: {
+            name: turn(value[0]["role"], f"<pt> {value[0]['content']}") for name, value in pair(number).items()
+        },
+    )
+    words["data"]["train"] = str(pairs)
+    words["model"] = {"path": str(folder), "base": base, "lora": {"rank": 4, "targets": [targets, "down_proj"]}}
+    words["model"] |= {"new_tokens": ["<pt>"]} if tokens else {}
+    words["optim"] |= {"lr": 0.05, "steps": 2, "accumulation": 1}
+    losses = {}
+    for reference in ("stored", "adapters-off"):
+        words["preference"]["reference"] = reference
+        words["run"]["folder"] = str(tmp_path / reference)
+        train(parse_config(words))
+        losses[reference] = [record["loss"] for record in steps_of(words)]
+    assert losses["stored"][0] == pytest.approx(math.log(2), abs=1e-6)  # -log sigmoid(0): the policy is the reference
+    assert losses["stored"][1] < 0.69
+    assert losses["adapters-off"] == pytest.approx(losses["stored"], rel=1e-5)
 
 
 def load_count(raw):

@@ -49,7 +49,7 @@ def adapter_modules(cost_model: CostModel, targets: Sequence[str] | None) -> lis
     Raises:
         ConfigError: a target matches no linear module, or only frozen ones.
     """
-    learning = {entry.name for entry in cost_model.parameters if entry.trainable}
+    learning = {entry.name: entry.trainable for entry in cost_model.parameters}
     matches: set[str] = set()
     for target in [None] if targets is None else targets:
         with errors_in(RUN_KEYS):
@@ -57,11 +57,20 @@ def adapter_modules(cost_model: CostModel, targets: Sequence[str] | None) -> lis
                 modules = targets_of(cost_model.rows, None if target is None else [target], cost_model.name)
             except UsageError as error:
                 raise error.as_kind(ConfigError) from error
-        hits = {name for name in modules if f"{name}.weight" in learning}
+        hits = {name for name in modules if learning.get(f"{name}.weight")}
         if not hits:
+            words = (
+                f"model.lora.targets: of the {len(modules)} modules that {target or 'all linear modules'} names, none"
+            )
+            # A tied weight has an entry under the first of its names alone.
+            if tied := sorted(name for name in modules if f"{name}.weight" not in learning):
+                raise ConfigError(
+                    f"{words} can take an adapter: the weight of {tied[0]} is tied, so it is that of another module "
+                    "too (a head's is the embedding's), and an adapter would change one of the two. Name others."
+                )
             raise ConfigError(
-                f"model.lora.targets: of the {len(modules)} modules that {target or 'all linear modules'} names, none "
-                "can take an adapter: model.freeze holds them all. Name others, or take some out of model.freeze."
+                f"{words} can take an adapter: model.freeze holds them all. Name others, or take some out of "
+                "model.freeze."
             )
         matches |= hits
     return sorted(matches)

@@ -166,9 +166,11 @@ class _Forward:
         self.module, self.kind = module, kind
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        rows: NewRows = getattr(self.module, NEW_ROWS)
-        rows_NH, first, last = rows.weight, rows.first, rows.first + rows.num_embeddings
         frozen: torch.Tensor = self.kind.forward(self.module, inputs)
+        rows: NewRows | None = getattr(self.module, NEW_ROWS, None)
+        if rows is None:  # taken away for a while: the frozen matrix has the first values of these rows
+            return frozen
+        rows_NH, first, last = rows.weight, rows.first, rows.first + rows.num_embeddings
         if inputs.is_floating_point():  # hidden states, of which logits are made
             bias: torch.Tensor | None = getattr(self.module, "bias", None)
             fresh = F.linear(inputs, rows_NH, None if bias is None else bias[first:last])
