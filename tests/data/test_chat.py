@@ -7,13 +7,14 @@ is given, and tokens behind the one at which generation stops.
 
 import re
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import trl
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from headway.data import Chat, Message, Origin, TextPart
@@ -334,6 +335,22 @@ def test_variables_of_the_template_come_from_the_row_and_then_from_the_settings(
     assert tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True).endswith(silent)
     with pytest.raises(ConfigError, match="sets enable_thought, which the model's chat template does not read"):
         ChatSettings(variables={"enable_thought": False}).write_into(tokenizer)
+
+
+@pytest.mark.parametrize("name", sorted(signature(PreTrainedTokenizerBase.apply_chat_template).parameters))
+def test_a_row_or_a_run_that_sets_an_argument_of_rendering_is_refused_by_name(name):
+    found = template("qwen3")
+    with pytest.raises(DataError, match=rf'line 1: "chat_template_kwargs" sets {name}, which rendering itself decides'):
+        found.views(replace(ONE, template_kwargs={name: True, "enable_thinking": False}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), chat_template="{{ messages }}")
+    with pytest.raises(ConfigError, match=f"sets {name}, which rendering itself decides"):
+        ChatSettings(variables={name: True}).write_into(tokenizer)
+
+
+def test_variables_with_names_of_headways_own_functions_are_variables():
+    source = "{{ chat }}{{ source }}{% for m in messages %}{{ m.content }}</s>{% endfor %}"
+    sample = replace(ONE, template_kwargs={"chat": "a", "source": "b", "variables": "c"})
+    assert made(source).prompt(sample) == "abHi?</s>Hello.</s>"
 
 
 def test_a_file_of_a_template_is_read_with_a_clear_error_for_each_mistake(tmp_path):

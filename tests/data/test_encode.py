@@ -1,11 +1,16 @@
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import trl
 from PIL import Image
+from tokenizers import Tokenizer, models, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
 from headway.data import Collator, Encoder, read_samples
+from headway.data.samples import Document, Origin
 from headway.errors import ConfigError, DataError
 from headway.models.pixel_patches import normalised
 
@@ -237,6 +242,57 @@ def test_placeholder_words_inside_a_text_are_refused(write, encoder):
     (sample,) = read_samples(write(chat(("user", "<|image_pad|>"), ("assistant", "z"))))
     with pytest.raises(DataError, match=r"line 1: .* image"):
         encoder.encode(sample)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [("user", "Hi."), ("assistant", "Ho."), ("user", QUESTION)],
+        [("assistant", "Two."), ("user", QUESTION)],
+        [("user", "Hi."), ("assistant", "Ho."), ("assistant", QUESTION), ("user", "Why?")],
+        [("user", "Hi."), ("assistant", "Ho."), ("tool", QUESTION)],
+    ],
+)
+def test_an_image_that_the_model_is_never_shown_is_refused(write, encoder, turns):
+    row = chat(*turns)
+    row["messages"] = [
+        turn | ({"loss": False} if turn["content"] is QUESTION and turn["role"] == "assistant" else {})
+        for turn in row["messages"]
+    ]
+    (sample,) = read_samples(write(row, pictures={"a.png": (40, 24)}))
+    for read in (encoder.measure, encoder.encode):
+        with pytest.raises(DataError, match=r"the image .*a\.png stands behind the last answer that is learnt"):
+            read(sample)
+
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)  # of Mistral-7B-Instruct-v0.3, without tools
+
+
+@pytest.mark.parametrize("adds_end", [False, True])
+@pytest.mark.parametrize("name", ["llama3", "llama3_1", "gemma", "gemma3", "deepseekv3", "cohere", "lfm2", "mistral"])
+def test_a_document_that_a_template_has_rendered_has_the_tokens_that_transformers_gives_the_chat(name, adds_end):
+    source = MISTRAL if name == "mistral" else (TEMPLATES / f"{name}.jinja").read_text()
+    words = Tokenizer(models.BPE())
+    words.add_special_tokens(["<s>", "</s>"])
+    end = " </s>" * adds_end
+    words.train_from_iterator(
+        [source], trainers.BpeTrainer(special_tokens=["<s>", "</s>"], initial_alphabet=list(map(chr, range(32, 127))))
+    )
+    words.post_processor = processors.TemplateProcessing(
+        single=f"<s> $A{end}", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>", chat_template=source)
+    turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    expected = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+    assert (text[:3], expected[:2].count(0)) == ("<s>", 1)
+    closed = [*expected, *[1] * (expected[-1] != 1)]
+    for content in (text, text.removeprefix("<s>"), text.removesuffix("</s>") + "</s>"):
+        assert Encoder(tokenizer).encode(Document(content, Origin("", "", 0, ""))).input_ids_S.tolist() == closed
 
 
 def test_an_image_too_narrow_to_resize_is_refused(write, encoder):

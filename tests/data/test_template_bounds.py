@@ -111,6 +111,8 @@ def test_templates_as_models_ship_them_render_as_transformers_renders_them(path)
     marks = bool(re.search(r"{%-?\s*generation\s*-?%}", source))
     for chat, tools, more in itertools.product(CHATS.values(), (None, [TOOL]), options):
         given = {"tools": tools, **variables, **more}
+        own = {"tools": tools, "add_generation_prompt": more.get("add_generation_prompt", False)}
+        named = {name: value for name, value in given.items() if name not in own}
         try:
             # plain data as transformers hands it over: it fills `thinking` and `reasoning_content` from each other
             texts, spans = render_jinja_template(
@@ -118,9 +120,9 @@ def test_templates_as_models_ship_them_render_as_transformers_renders_them(path)
             )
         except Exception:  # noqa: BLE001 - templates raise whatever they like
             with pytest.raises(TemplateFailure):
-                render_template(chat, source, **given)
+                render_template(chat, source, variables=named, **own)
             continue
-        assert render_template(chat, source, **given) == (texts[0], spans[0] if marks else [])
+        assert render_template(chat, source, variables=named, **own) == (texts[0], spans[0] if marks else [])
 
 
 def test_what_templates_find_is_what_transformers_gives_them():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from headway.data.chat_settings import TEMPLATE_FILE
+from headway.data.chat_settings import TEMPLATE_FILE, rendering_arguments
 from headway.data.samples import Chat, Message, Origin, Part, TextPart, unusable
 from headway.data.stops import SpecialTokens, Stops, find_stops
 from headway.data.template_bounds import MAX_SOURCE, TemplateFailure, render_template
@@ -280,9 +280,15 @@ class ChatTemplate:
     def _rendered(self, chat: _Turns, sample: Chat, **options: Any) -> tuple[str, Any]:
         """Run the template: the one place where it runs."""
         source, tools = self.sources[self._name(bool(sample.tools))], cast(Any, [*sample.tools] or None)
+        if arguments := sorted(rendering_arguments() & sample.template_kwargs.keys()):
+            raise unusable(
+                sample,
+                f'"chat_template_kwargs" sets {", ".join(arguments)}, which rendering itself decides: it is an '
+                "argument of apply_chat_template and no variable of the template. Remove it from the row.",
+            )
         variables = {**self._special_tokens, **sample.template_kwargs}
         try:
-            return render_template(chat, source, tools=tools, **variables, **options)
+            return render_template(chat, source, tools=tools, variables=variables, **options)
         except TemplateFailure as error:  # templates raise whatever they like
             if (texts := _with_arguments_as_text(chat)) != chat:  # DeepSeek-V3's puts the arguments' JSON together
                 return self._rendered(texts, sample, **options)

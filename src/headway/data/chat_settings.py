@@ -1,7 +1,9 @@
 """Settings of chats: a template and variables in place of those in the model's folder."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,14 @@ from headway.files import SETTINGS_BYTES, read_text
 from headway.words import Argument
 
 TEMPLATE_FILE = Argument("model.chat_template")
+
+
+@cache
+def rendering_arguments() -> frozenset[str]:
+    """Names that no variable of a template may have: of the messages, and of arguments of `apply_chat_template`."""
+    from transformers import PreTrainedTokenizerBase
+
+    return frozenset({"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters})
 
 
 @dataclass(frozen=True)
@@ -45,11 +55,16 @@ class ChatSettings:
         as they were learnt.
 
         Raises:
-            ConfigError: there are variables, but no template that could read them.
+            ConfigError: there are variables, but no template that could read them, or they are arguments of rendering.
         """
         tokenizer = getattr(processor, "tokenizer", processor)
         template = self.template or getattr(processor, "chat_template", None) or tokenizer.chat_template
         if self.variables:
+            if arguments := sorted(rendering_arguments() & self.variables.keys()):
+                raise ConfigError(
+                    f"model.chat_template_kwargs sets {', '.join(arguments)}, which rendering itself decides: it is an "
+                    "argument of apply_chat_template and no variable of the template. Leave it out."
+                )
             if not template:
                 raise ConfigError(
                     f"model.chat_template_kwargs sets {', '.join(self.variables)}, but the model has no chat template. "

@@ -27,14 +27,24 @@ from headway.data.media.placeholders import MAX_CHARACTERS, SampleTokens, Tokeni
 from headway.data.media.processor_images import SMALLEST_TRIED
 from headway.data.media.sizes import MediaSizes
 from headway.data.pack_times import charged_to
-from headway.data.samples import NOTHING, Chat, Document, Origin, Preference, Sample, SampleLengths, unusable
+from headway.data.samples import (
+    NOTHING,
+    Chat,
+    Document,
+    MediaPart,
+    Origin,
+    Preference,
+    Sample,
+    SampleLengths,
+    unusable,
+)
 from headway.models.foreign import foreign
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale
 from headway.packing.pieces import runs_of
 
-_VERSION = 3  # of what encoding does with a sample; raised when the same settings come to mean other tokens
+_VERSION = 4  # of what encoding does with a sample; raised when the same settings come to mean other tokens
 _BLANK = Document((), Origin("", "", 0, ""))  # where a blank image comes from
 
 
@@ -258,6 +268,16 @@ class Encoder:
             )
         with charged_to("tokenise"):
             views = self.template.views(sample)
+        shown = views[-1].messages if views else 0
+        unseen = next(
+            (part for turn in sample.messages[shown:] for part in turn.parts if isinstance(part, MediaPart)), None
+        )
+        if unseen is not None:
+            raise unusable(
+                sample,
+                f"the {unseen.kind} {unseen.media} stands behind the last answer that is learnt, so it would never be "
+                "shown to the model. Put it before the answer that is about it, or remove it.",
+            )
         return [_View(replace(sample, messages=sample.messages[: view.messages]), view) for view in views]
 
     @contextmanager

@@ -13,9 +13,10 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
@@ -66,7 +67,7 @@ def render_template(
     *,
     tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = False,
-    **variables: Any,
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render a chat by a template that anybody may have written.
 
@@ -75,7 +76,7 @@ def render_template(
         source: the template.
         tools: JSON schemas of the functions that the chat offers.
         add_generation_prompt: open the assistant's next turn.
-        **variables: of the template.
+        variables: of the template; the arguments above go before variables of their names.
 
     Returns:
         The text, and the spans of it that the template marks with `{% generation %}` [characters].
@@ -91,8 +92,8 @@ def render_template(
             environment: Any = template.environment
             environment.budget.start()
             environment.texts, environment.spans = texts, spans
-            context = {"documents": None, **variables, "tools": tools, "add_generation_prompt": add_generation_prompt}
-            for text in template.generate(messages=chat, **context):
+            own = {"messages": chat, "tools": tools, "add_generation_prompt": add_generation_prompt}
+            for text in template.generate({"documents": None, **variables, **own}):
                 texts.append(text)
         except Exception as error:
             raise TemplateFailure(_reason(error)) from error

@@ -259,6 +259,28 @@ def test_a_caption_beside_an_image_is_the_answer_to_it(tmp_path):
     assert (chat.images, chat.messages[0].role, chat.answer) == ((Media(data=b"..."),), "user", "A cat.")
 
 
+@pytest.mark.parametrize(
+    "names", ["0.json 0.png 1.json 1.png", "0.json 1.json 0.png 1.png", "0.png 1.png 0.json 1.json"]
+)
+def test_members_of_a_sample_that_do_not_lie_side_by_side_are_told(tmp_path, names):
+    row = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A dot."}]}
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    content = {"json": json.dumps(row).encode(), "png": (tmp_path / "a.png").read_bytes()}
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in names.split():
+            member = tarfile.TarInfo(name)
+            member.size = len(content[name[2:]])
+            archive.addfile(member, io.BytesIO(content[name[2:]]))
+    rows = [sample for _, sample in open_source(tmp_path / "a.tar").shards[0].rows()]
+    if names.startswith("0.json 0.png"):
+        assert [len(sample.images) for sample in rows] == [1, 1]
+        return
+    assert all(isinstance(row, DataError) for row in rows)  # the json alone is a marker without its picture
+    assert "members of the sample 0 do not lie side by side: 0." in str(rows[-1])
+    with pytest.raises(DataError, match="do not lie side by side"):
+        open_source(tmp_path / "a.tar")[2]
+
+
 def test_archives_of_tar_itself_are_read(tmp_path):
     """Folders, long names and hidden files are no samples; long names take blocks of their own."""
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT) as archive:

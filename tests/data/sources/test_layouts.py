@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, Features, Json, List, Value
 from PIL import Image
+from transformers.utils.chat_template_utils import render_jinja_template
 from trl.data_utils import prepare_multimodal_messages
 
 from headway.data import ImagePart, Media, Message, TextPart
@@ -167,6 +168,28 @@ def test_calls_of_ms_swift_and_sharegpt_are_turns_of_the_assistant(read):
         ]  # fmt: skip
     with pytest.raises(DataError, match=r"message 1: the tool call null names no function"):
         read({"messages": [{"role": "tool_call", "tool_calls": []}]})
+
+
+@pytest.mark.parametrize("result", [{"t": 1, "ö": ["a"]}, [{"t": 1}], [1, 2]])
+@pytest.mark.parametrize("form", ["messages", "conversations"])
+def test_a_tools_result_that_is_an_object_is_the_json_that_templates_write(read, result, form):
+    turns = [("user", "Go"), ("tool", result), ("assistant", "Done.")]
+    names = {"messages": ("role", "content"), "conversations": ("from", "value")}[form]
+    chat = read({form: [dict(zip(names, turn, strict=True)) for turn in turns]})
+    template = "{{ messages[0].content | tojson }}"
+    (expected,), _ = render_jinja_template([[{"role": "tool", "content": result}]], chat_template=template)
+    assert words(chat)[1] == ("tool", expected)
+
+
+@pytest.mark.parametrize(
+    "images", [[["a.png"], ["b.png"]], [["a.png", "b.png"]], [[["a.png"]], "b.png"], [["a.png"], [], ["b.png"]]]
+)
+def test_images_of_lists_within_lists_are_taken_in_their_order(read, images):
+    row = {
+        "images": images,
+        "messages": [{"role": "user", "content": "<image>or<image>"}, {"role": "assistant", "content": "Red."}],
+    }
+    assert words(read(row))[0] == ("user", "<a.png>or<b.png>")
 
 
 def test_marks_of_a_round_are_those_of_its_answer(read):

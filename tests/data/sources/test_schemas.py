@@ -27,7 +27,7 @@ def read(tmp_path):
     def normalise(row, schema="auto", text_column="text", columns=None, **members):
         normaliser = Normaliser(schema, text_column, str(tmp_path), MediaRules(), columns or {})
         return normaliser.sample(
-            ParsedRow(row, {name.replace("_", "."): data for name, data in members.items()}), ORIGIN
+            ParsedRow(row, {name.replace("_", "."): data for name, data in members.items()} or None), ORIGIN
         )
 
     return normalise

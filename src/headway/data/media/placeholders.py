@@ -131,14 +131,16 @@ class Tokeniser:
     def document(self, content: str | Sequence[int], where: str) -> SampleTokens:
         """Tokenise running text, every token of it supervised.
 
-        The tokenizer's own beginning is kept, and its end-of-text token closes the document. Ids are taken as they are.
+        The tokenizer's own beginning and end are kept, once if the text has them already, as a chat template writes
+        them; its end-of-text token closes the document. Ids are taken as they are.
 
         Raises:
             DataError: the document holds placeholders of images, videos or sounds, is too long, or has ids that the
                 model does not know.
         """
         if isinstance(content, str):
-            ids = self._checked_ids(self._encode(content, True, where)["input_ids"], where)
+            out = self._encode(content, True, where)
+            ids = _framed_once(self._checked_ids(out["input_ids"], where), out["special_tokens_mask"])
             end = self.tokenizer.eos_token_id
             if end is not None and (not len(ids) or ids[-1] != end):
                 ids = np.append(ids, end)
@@ -199,6 +201,7 @@ class Tokeniser:
                 return_offsets_mapping=True,
                 return_attention_mask=False,
                 return_token_type_ids=False,
+                return_special_tokens_mask=True,
                 verbose=False,
             )
 
@@ -267,6 +270,23 @@ class Tokeniser:
             np.repeat(types, repeats),
             np.repeat(media, repeats),
         )
+
+
+def _framed_once(ids: NDArray[np.int64], added: Sequence[int]) -> NDArray[np.int64]:
+    """Ids of a text, without what the tokenizer adds at its beginning or end where the text has the same there.
+
+    Args:
+        ids: of the text, with what is added.
+        added: 1 for each id that the tokenizer added.
+    """
+    length = len(ids)
+    before = next((place for place, is_added in enumerate(added) if not is_added), length)
+    after = next((place for place, is_added in enumerate(reversed(added)) if not is_added), length)
+    if before + after > length // 2:  # the text itself is shorter than what is added
+        return ids
+    first = before if (ids[:before] == ids[before : 2 * before]).all() else 0
+    last = after if (ids[length - after :] == ids[length - 2 * after : length - after]).all() else 0
+    return ids[first : length - last]
 
 
 def _refusal(where: str, reason: str) -> DataError:

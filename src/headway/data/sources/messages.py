@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from headway.data.samples import Message
+from headway.data.samples import Message, TextPart
 from headway.data.sources.json_rows import shortened, words_of
 from headway.data.sources.marks import REASONING, is_learnt, round_keys
 from headway.data.sources.parts import kind_of_part, parts_of, read_part, split_markers
@@ -123,6 +123,8 @@ class _Turns:
             return Message(role, (), calls, name, thoughts, learnt)
         if (words := words_of(content)) is not None:
             return Message(role, split_markers(words, self._markers, self._media), calls, name, thoughts, learnt)
+        if role == "tool" and _is_result(content):
+            return Message(role, (TextPart(json.dumps(content, ensure_ascii=False)),), calls, name, thoughts, learnt)
         if not isinstance(content, list):
             raise DataError(f'{where}: "content" is {shortened(content)}, but it must be a string or a list of parts.')
         spoken = (part for part in content if not _is_thinking(part))
@@ -130,10 +132,15 @@ class _Turns:
         return Message(role, parts, calls, name, thoughts, learnt)
 
 
+def _is_result(content: Any) -> bool:
+    """Whether a tool's answer is a value, which templates write as JSON, and no list of parts."""
+    return isinstance(content, dict) or (isinstance(content, list) and not all(map(kind_of_part, content)))
+
+
 def _with_role(turn: Any, where: str) -> Any:
     """A turn of ShareGPT, {"from": speaker, "value": words}, with the keys that OpenAI gives it."""
     speaker, words = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-    if speaker is None or (words_of(words) is None and not isinstance(words, list)):
+    if speaker is None or (words_of(words) is None and not isinstance(words, list | dict)):
         raise DataError(f'{where}: got {shortened(turn)}, but a turn needs the strings "from" and "value".')
     return {**turn, "role": speaker, "content": words}
 

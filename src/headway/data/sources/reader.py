@@ -1,8 +1,9 @@
 """Base class of all formats: rows in order without a table, and any row by its number."""
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from headway.data.sources.files import DAMAGE, File
@@ -34,11 +35,11 @@ class ParsedRow:
 
     Attributes:
         fields: its columns.
-        members: media that are stored with it, encoded, by their names; a WebDataset shard's.
+        members: media that are stored with it, encoded, by their names; None but in a WebDataset shard.
     """
 
     fields: dict[str, Any]
-    members: dict[str, bytes] = field(default_factory=dict)
+    members: dict[str, bytes] | None = None
 
 
 class Reader(ABC):
@@ -107,9 +108,9 @@ def until_damage(items: Iterable[T]) -> Iterator[T | DataError]:
         yield from items
     except DAMAGE as error:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        damage = DataError(
-            f"the file cannot be read further: {reason}. It may be cut short, damaged or out of reach; copy it again."
-        )
+        is_other = isinstance(error, io.UnsupportedOperation)  # whole, and laid out as no such file is
+        advice = "" if is_other else " It may be cut short, damaged or out of reach; copy it again."
+        damage = DataError(f"the file cannot be read further: {reason}.{advice}")
         damage.__cause__ = error
         yield damage
 

@@ -6,7 +6,7 @@ import json
 import os
 import posixpath
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -71,7 +71,7 @@ class RowMedia:
     Args:
         fields: the row's columns, null ones too; those named image(s), video(s) and audio(s) wait for the messages'
             markers.
-        members: media stored with the row; they wait too, unless the row names them.
+        members: media stored with the row, of an archive; they wait too, unless the row names them.
         folder: folder of the row's file.
         rules: which media may be named.
         decoded: media that were decoded before, by their words; shared where a row is read several times.
@@ -83,14 +83,15 @@ class RowMedia:
     def __init__(
         self,
         fields: Mapping[str, Any],
-        members: Mapping[str, bytes],
+        members: Mapping[str, bytes] | None,
         folder: str,
         rules: MediaRules,
         decoded: dict[tuple[bool, str], Media] | None = None,
     ) -> None:
         self._root, self._rules = rules.root or folder, rules
         self._decoded = {} if decoded is None else decoded
-        self._members = {name: Media(data=data) for name, data in members.items()}
+        self._members = {name: Media(data=data) for name, data in (members or {}).items()}
+        self._is_archive = members is not None
         self._num_placed = dict.fromkeys(KINDS, 0)
         self._columns = {kind for kind in KINDS if any(name in fields for name in _COLUMNS[kind])}
         self._waiting = {kind: self._column(kind, fields) for kind in KINDS}
@@ -100,8 +101,8 @@ class RowMedia:
         return bool(self._waiting[kind])
 
     def counts(self, kind: str) -> bool:
-        """Whether markers of a kind stand for media: the row has a column of them, even an empty one, or members."""
-        return kind in self._columns or self.waits(kind)
+        """Whether markers of a kind stand for media: the row has a column of them, even an empty one, or an archive."""
+        return kind in self._columns or self._is_archive
 
     def next(self, kind: str) -> Part:
         """The next of the row's media, for a marker.
@@ -157,6 +158,8 @@ class RowMedia:
             value = _listed(fields.get(name))
             is_one = not isinstance(value, list) or (kind == "video" and _are_frames(value))
             values = [item for item in ([value] if is_one else value or []) if not _is_nothing(item)]
+            if kind != "video":  # whose inner lists are frames
+                values = [item for value in values for item in _flat(value)]
             if values:
                 return [self._media(kind, item) for item in values]
         return [media for name, media in self._members.items() if kind_of(name) == kind]
@@ -266,6 +269,15 @@ def _listed(value: Any) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError):  # a name that begins so
         return value
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """The media of a list within a list, as `datasets` nests sequences."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _flat(item)
+    elif not _is_nothing(value):
+        yield value
 
 
 def _is_nothing(value: Any) -> bool:

@@ -29,17 +29,29 @@ class Tar(SpanReader):
     unit = "sample"
 
     def records(self, stream: BinaryIO) -> Iterator[Record]:
-        """Runs of members with one key, as they lie in the archive."""
+        """Runs of members with one key, as they lie in the archive.
+
+        Raises:
+            OSError: members of a sample do not lie side by side.
+        """
         window = _Window(stream)
         with tarfile.open(fileobj=cast(BinaryIO, window), mode="r|") as archive:
             key, start, number = "", 0, 0
+            ended = set[int]()  # hashes of the keys of samples before
             for member in archive:
                 archive.members.clear()  # type: ignore[attr-defined]  # they would grow with the archive
                 member_key = _key_of(member)
                 if member_key != key:
                     if key:
                         number += 1
+                        ended.add(hash(key))
                         yield Record(start, number, window.cut(start, member.offset))
+                    if member_key and hash(member_key) in ended:
+                        raise io.UnsupportedOperation(
+                            f"members of the sample {member_key} do not lie side by side: {member.name} stands behind "
+                            "those of another sample, so it would be missing from its own. Write the shard again, "
+                            "sorted by name"
+                        )
                     key, start = member_key, member.offset
             stop = archive.offset
         if not window.ends_at(stop):
