@@ -103,6 +103,11 @@ class ModelConfig(Section):
         description="Hold the frozen linear layers and experts beside the adapters in 4 bits (nf4, QLoRA) or 8 (int8); "
         "null for the dtype of the products",
     )
+    dropout: Literal[True, False, "auto"] = Field(
+        default="auto",
+        description="Dropout in training, the model's own and that of adapters: on, off, or auto for off where answers "
+        "are compared (preference) and on elsewhere",
+    )
     drawing: DrawingConfig = DrawingConfig()
     _scores: bool = PrivateAttr(default=False)
 

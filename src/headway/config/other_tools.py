@@ -9,6 +9,7 @@ _SAME: dict[str, str] = {
     "lora_rank lora_r lora.r": "`model.lora.rank`",
     "lora_alpha": "`model.lora.alpha`",
     "lora_dropout": "`model.lora.dropout`",
+    "disable_dropout attention_dropout hidden_dropout resid_pdrop dropout_rate": "`model.dropout`, on or off",
     "lora_target lora_target_modules target_modules target_linear lora_target_linear": "`model.lora.targets`",
     "finetuning_type tuner_type train_type adapter use_peft use_lora peft_config peft": "`model.lora`",
     "load_in_4bit load_in_8bit quantization quantization_bit quantization_method quant_method quant_bits "

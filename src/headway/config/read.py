@@ -156,6 +156,24 @@ class TrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _dropout_takes_effect(self) -> Self:
+        lora, preference = self.model.lora, self.preference
+        if self.model.dropout is True and preference is not None and preference.compares_with != "none":
+            raise ValueError(
+                "model.dropout is on, and preference compares two forwards, of the model and of its reference, which "
+                "must be of one function: leave model.dropout out"
+            )
+        if lora is not None and lora.dropout and not self.drops:
+            reason = "model.dropout: off" if self.model.dropout is False else "preference, where dropout is off"
+            raise ValueError(f"model.lora.dropout {lora.dropout:g} has no effect with {reason}: leave it out")
+        return self
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout is on in training."""
+        return self.preference is None if self.model.dropout == "auto" else self.model.dropout
+
     @property
     def weighs_losses(self) -> bool:
         """Whether the output layer runs twice: once for the losses of a pack, once more with what these weigh."""

@@ -329,6 +329,21 @@ class Preferring:
         nll = -log_p_A.detach()[answers.best_B].sum()
         return factor_A1.to(loss_L.dtype)[of_L], self._numbers(answers, pairs, loss_P.detach(), nll)
 
+    def first_loss(self, desirable: float = 1.0) -> float:
+        """Mean loss of pairs under a policy that is still its reference, such as ln 2 of `sigmoid`.
+
+        Args:
+            desirable: share of the answers that are wished for, where each counts by itself.
+        """
+        zero_P, one_P = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+        if self.loss not in UNPAIRED:
+            return float(LOSSES[self.loss](Pairs(*[zero_P] * 4, one_P, one_P), self.settings))
+        losses = (
+            float(unpaired_loss(zero_P, one_P * side == 1, 0.0, self.settings.beta, self.settings.weights))
+            for side in (1, 0)
+        )
+        return sum(loss * share for loss, share in zip(losses, (desirable, 1 - desirable), strict=True))
+
     def _loss(self, answers: Answers, pairs: Pairs, kl: torch.Tensor | float) -> torch.Tensor:
         """Loss of each pair, or of each answer that counts by itself, shape (P,)."""
         if self.loss not in UNPAIRED:

@@ -1,12 +1,15 @@
 """Build a run's model: open it, trace it, apply the settings, and shard it over the processes."""
 
+import copy
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from headway.checkpoint import Checkpoint, refuse_half_written
 from headway.config import TrainConfig
@@ -35,6 +38,8 @@ from headway.models.vision import tower_of_all
 from headway.optim import adapt, freeze, rows_of
 from headway.predict.speed import chosen_recompute, compiles, put_in_kernels
 from headway.tracing import trace
+
+_RANDOM = re.compile(r"drop|jitter|mask_(time|feature)_prob")  # masks of SpecAugment, in towers that hear
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ def build_trained(
     model = build_model(config, checkpoint, precision.params, torch.device("meta") if later else device)
     plain_cost_model = freeze(model, trace(model), config.model.freeze)
     cost_model = adapt(model, plain_cost_model, config.model)
+    switch_dropout(model, is_on=config.drops)
     is_compiled, notes = compiles(config.speed, model, device)
     recompute = chosen_recompute(config, model, cost_model, precision, fused=is_compiled)
     if config.speed.recompute_bytes is not None:
@@ -129,6 +135,32 @@ def build_trained(
     if mesh is not None and precision.is_float8 and mesh.shape.fsdp > 1 and not config.parallel.offload:
         notes += (f"{gather_in_float8(model)} weights are gathered in float8",)
     return Trained(model, cost_model, plain_cost_model, with_loss, recompute, is_compiled, compile_watch, notes)
+
+
+def switch_dropout(model: PreTrainedModel, *, is_on: bool) -> None:
+    """Leave dropout on, or have a model compute in training what it computes when it is judged.
+
+    Layers have the probability as dropout modules, as numbers of their own, or read it in a configuration as they run.
+    They get copies of that, as the model's own is exported.
+
+    Args:
+        model: with adapters in place, whose dropout is switched too; changed in place.
+        is_on: whether it stays as the model and the adapters have it; else nothing is dropped and no noise is added.
+    """
+    copies: dict[int, Any] = {}
+    for module in () if is_on else model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        own: Any = vars(module).get("config")
+        if isinstance(own, PreTrainedConfig) and module is not model and _drawn(own):
+            module.config = copies.setdefault(id(own), copy.copy(own))
+            vars(module.config).update(dict.fromkeys(_drawn(own), 0.0))
+        vars(module).update(dict.fromkeys(_drawn(module), 0.0))
+
+
+def _drawn(holder: Any) -> list[str]:
+    """Names of the probabilities and sizes by which a layer draws random numbers in training."""
+    return [name for name, value in vars(holder).items() if isinstance(value, float) and value and _RANDOM.search(name)]
 
 
 def build_model(

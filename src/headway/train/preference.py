@@ -4,8 +4,10 @@ Tensor letters as in `headway.models.preferences`.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -41,6 +43,9 @@ from headway.train.reference import (
     with_reference,
 )
 from headway.train.share import StepShare
+
+# Shares of the first loss by which rounding may change it; products of 16 bits round each token's loss to 1e-2.
+_ROUNDING, _ROUNDING_OF_HALVES = 1e-3, 2e-2
 
 
 def preferring_of(settings: PreferenceConfig, padding: int | None = None) -> Preferring:
@@ -154,6 +159,27 @@ class PairTraining:
     def ledgers(self) -> tuple[CostModel, ...]:
         """Ledgers of what steps run beside the trained model."""
         return (self.reference.cost_model,) if isinstance(self.reference, AdaptersOff) else ()
+
+    def fault_of_first(self, record: Mapping[str, Any], *, exact: bool) -> str:
+        """What the record of a run's first step shows if policy and reference are not of one function; "" if they are.
+
+        Args:
+            record: of the step, before which the policy is its reference.
+            exact: whether the model computes in float32, so that rounding hardly shows.
+        """
+        pairs = record.get("preference")
+        if self.reference is None or pairs is None:
+            return ""
+        loss = record["loss"] - self.preferring.sft * pairs.get("nll", 0.0)
+        expected = self.preferring.first_loss(pairs["desirable"] / pairs["rows"] if "rows" in pairs else 1.0)
+        if abs(loss - expected) <= expected * (_ROUNDING if exact else _ROUNDING_OF_HALVES):
+            return ""
+        return (
+            f"the first step's loss of preferences is {loss:.4f}, and {expected:.4f} if the model is its reference, as "
+            "it is before the first update. The two forwards are not of one function: the model draws random numbers "
+            "in training, or the reference was computed of other rows, pictures or weights. Delete the run's folder "
+            "and the stored reference beside the length index, or use preference.reference=none."
+        )
 
     def ready(self, batch: Batch) -> Batch:
         """A pack that is still on the host, with what a stored reference gives its answers."""

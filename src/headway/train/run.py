@@ -1,11 +1,12 @@
 """A run of training: set up, its steps taken (`loop.py`), and summed up in the run folder."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
+import torch
 import transformers
 
 from headway.checkpoint.export import find_checkpoint_in
@@ -216,7 +217,7 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[Outputs]:
     ):
         recorder = StepRecorder(
             metrics,
-            progress.step,
+            _shown(run, progress),
             run.feed.names,
             may_skip=optim.nonfinite_limit if optim.on_nonfinite == "skip" else 0,
             bad_samples=settings.folder / f"not-finite-rank-{ranks.rank}.json",
@@ -226,6 +227,19 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[Outputs]:
             boundary=boundary,
         )
         yield Outputs(progress, metrics, samples, goodput, recorder)
+
+
+def _shown(run: Run, progress: Progress) -> Callable[[dict[str, Any]], None]:
+    """Show a step's record, and what the first one says of policy and reference."""
+
+    def show(record: dict[str, Any]) -> None:
+        progress.step(record)
+        if record["step"] == 1 and run.pairs is not None:
+            fault = run.pairs.fault_of_first(record, exact=run.precision.compute == torch.float32)
+            if fault:
+                progress.note(f"warning: {fault}")
+
+    return show
 
 
 def _profile(config: TrainConfig, run: Run, phase: LoopPhase, out: Outputs) -> AbstractContextManager[Any]:

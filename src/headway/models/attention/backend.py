@@ -255,7 +255,7 @@ def _within_segments(
         if softcap is not None or dropout > 0.0:
             raise ConfigError(
                 f"The attention backend {NAME!r} has neither score soft-capping nor attention dropout on CUDA (this "
-                f"model asks for softcap={softcap}, dropout={dropout}). Set the dropout to 0, or use the backend "
+                f"model asks for softcap={softcap}, dropout={dropout}). Set model.dropout: off, or use the backend "
                 '"sdpa" with one sample per row.'
             )
         if longest is None:

@@ -177,7 +177,9 @@ def _in_order(
 ) -> torch.Tensor:
     if _runs_flex(q_THD):
         if dropout > 0.0:
-            raise ConfigError(f"Attention under splits has no dropout on CUDA, and {dropout} is asked for: set 0.")
+            raise ConfigError(
+                f"Attention under splits has no dropout on CUDA, and {dropout} is asked for. Set model.dropout: off."
+            )
         slots, more = len(q_THD), mask.padded_4P.shape[1] - len(q_THD)
         q, k, v = q_THD, k_TKD, v_TKD
         if torch.compiler.is_compiling() or more:  # a compiled block has one code for packs with and without padding
