@@ -1,11 +1,16 @@
 """What the README shows is what happens: its console sessions and Python snippets are run."""
 
+import json
+import os
 import re
 import shlex
+import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from helpers.pages import broken_links
 
@@ -53,6 +58,94 @@ SNIPPETS = [body for kind, body in BLOCKS if kind == "python"]
 def test_a_python_snippet_runs(snippet, capsys):
     exec(compile(snippet, "README.md", "exec"), {})
     assert capsys.readouterr().out.endswith("\n")
+
+
+def installed_by(line):
+    """Names of the distributions that a line `pip install '.[EXTRAS]'` brings, by what the installed ones ask for."""
+    brought, missing = set(), [Requirement("headway" + line[line.index("[") : line.index("]") + 1])]
+    while missing:
+        requirement = missing.pop()
+        for extra in requirement.extras or {""}:
+            if (requirement.name, extra) in brought:
+                continue
+            brought.add((requirement.name, extra))
+            try:
+                needs = metadata.requires(requirement.name) or []
+            except metadata.PackageNotFoundError:  # of another system
+                continue
+            needs = map(Requirement, needs)
+            missing += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+    return {re.sub(r"[-_.]+", "-", name).lower() for name, _ in brought}
+
+
+# Start-up code of a process that finds no module and no distribution but those that were installed.
+ALONE = """
+import json, os, re, sys
+
+_LEFT_OUT = json.loads(os.environ["LEFT_OUT"])
+
+class Finder:
+    def __init__(self, finder):
+        self._finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self._finder, name)
+
+    def find_spec(self, name, *arguments):
+        left_out = name.partition(".")[0] in _LEFT_OUT["modules"]
+        return None if left_out else self._finder.find_spec(name, *arguments)
+
+    def find_distributions(self, *arguments):
+        for found in getattr(self._finder, "find_distributions", lambda *_: ())(*arguments):
+            if re.sub("[-_.]+", "-", found.name or "").lower() not in _LEFT_OUT["distributions"]:
+                yield found
+
+sys.meta_path[:] = map(Finder, sys.meta_path)
+"""
+
+
+def sh_block(command):
+    """Lines of the README's shell block in which a command stands, without comments."""
+    (block,) = [body for kind, body in BLOCKS if kind == "sh" and command in body]
+    return [line.partition("#")[0].strip() for line in block.splitlines()]
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """Environment of a process that has what the README's install line brings, and nothing else."""
+    brought = installed_by(next(line for line in sh_block("pip install") if "[" in line))
+    names = {module: {re.sub(r"[-_.]+", "-", name).lower() for name in of} for module, of in PROVIDERS.items()}
+    left_out = {
+        "modules": [module for module, of in names.items() if not of & brought],
+        "distributions": sorted(set().union(*names.values()) - brought),
+    }
+    assert {"torchao", "datasets"} <= {*left_out["modules"]}, "the tests' own packages are not left out"
+    start_up = tmp_path / "start_up"
+    start_up.mkdir()
+    (start_up / "sitecustomize.py").write_text(ALONE)
+    paths = [str(start_up), *filter(None, [os.environ.get("PYTHONPATH")])]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | {"LEFT_OUT": json.dumps(left_out), "PYTHONPATH": os.pathsep.join(paths), "PATH": path}
+
+
+PROVIDERS = metadata.packages_distributions()
+
+
+@pytest.mark.slow
+def test_the_first_commands_end_in_a_model_that_reads_behind_the_install_line_alone(alone, tmp_path):
+    commands = sh_block("headway train train.yaml")
+    assert [command.split()[:2] for command in commands][-1] == ["headway", "train"]
+    for command in commands:
+        done = subprocess.run(command, shell=True, cwd=tmp_path, env=alone, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    share = re.search(r"^exact match +([\d.]+) % \(\d+ of 200 held-out samples\)$", done.stdout, flags=re.MULTILINE)
+    assert float(share[1]) >= 90
+
+
+def test_what_an_install_line_leaves_out_is_missing(alone, tmp_path):
+    code = "import importlib.util, sys; print([bool(importlib.util.find_spec(name)) for name in ('numpy', 'datasets')])"
+    done = subprocess.run([sys.executable, "-c", code], env=alone, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[True,", "False]"]
 
 
 def test_the_readme_has_what_these_tests_are_for():

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from headway.config import load_config
+from headway.version import install_command
 from helpers.processes import ROOT, run_processes
 
 RECIPE = ROOT / "recipes" / "digits.yaml"
@@ -66,6 +67,7 @@ def test_the_demo_and_the_recipe_are_one_path(tmp_path):
         (["train", str(RECIPE), "--set", "optim.lrr=1"], "unknown key 'optim.lrr', did you mean 'lr'?"),
         (["train", str(RECIPE)], "runs/digits"),
         (["demo", "--set", "data.strategi=x"], "did you mean 'strategy'?"),
+        (["demo", "data", "--steps", "3"], "demo data trains nothing"),
     ],
 )
 def test_a_mistake_is_one_paragraph_and_no_traceback(tmp_path, arguments, message):
@@ -106,4 +108,4 @@ def test_without_torch_the_error_says_how_to_install_it(tmp_path, arguments):
     result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "training needs torch, which is not installed" in " ".join(result.stderr.split())
-    assert "pip install 'headway[train]'" in " ".join(result.stderr.split())
+    assert install_command("train") in " ".join(result.stderr.split())

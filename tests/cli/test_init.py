@@ -1,6 +1,7 @@
 """A model from nothing and a configuration for it: what they say is so, and `headway train` takes both as they are."""
 
 import json
+import shlex
 import wave
 
 import numpy as np
@@ -43,7 +44,8 @@ def test_a_new_model_and_a_configuration_for_it(headway, questions):
     assert (again.code, "holds a model already" in again.err) == (2, True)
 
     wrote = headway(
-        "init", "--model", "tiny", "--data", "questions.jsonl", "--device", "4090", "-o", "a.yaml", "--json"
+        *("init", "--model", "tiny", "--data", "questions.jsonl", "--eval", "questions.jsonl", "--device", "4090"),
+        *("-o", "a.yaml", "--json"),
     )
 
     said, config = json.loads(wrote.out), load_config(questions / "a.yaml")
@@ -51,10 +53,22 @@ def test_a_new_model_and_a_configuration_for_it(headway, questions):
     assert said["median"] <= said["p95"] <= said["longest"] <= config.data.tokens_per_pack == said["tokens_per_pack"]
     assert said["peak_bytes"] > said["steps_per_epoch"] > 0
     assert config.model.random_init is False
+    assert (config.data.eval.path, config.eval.at_end) == ("questions.jsonl", True)
     comments = (questions / "a.yaml").read_text()
     assert f"longest {said['longest']} tokens" in " ".join(comments.split())
     kept = headway("init", "--model", "tiny", "--data", "questions.jsonl", "-o", "a.yaml")
     assert (kept.code, "a.yaml exists already" in kept.err) == (2, True)
+
+
+def test_the_next_command_keeps_the_options_and_runs_as_it_is_printed(headway, questions):
+    rows = [{"Frage": "Wie rot?", "antwort": f"{n} von 255"} for n in range(30)]
+    (questions / "zwei Wege.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    columns = ("--column", "question=Frage", "--column", "answer=antwort")
+    made = headway("new-model", "tiny", "--data", "zwei Wege.jsonl", *columns, "--size", "100k")
+    program, *arguments = shlex.split(made.out.splitlines()[-1].removeprefix("next"))
+    assert program == "headway"
+    assert headway(*arguments).code == 0
+    assert load_config(questions / "train.yaml").data.train[0].columns == {"question": "Frage", "answer": "antwort"}
 
 
 @pytest.mark.parametrize("like", ["qwen2-vl", "qwen2_5_vl"])

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.version import install_command
+
 TINY_QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -65,7 +67,7 @@ def test_without_torch_the_error_names_the_extra(tmp_path):
     command = [sys.executable, "-c", code, "flops", str(tmp_path), "--segments", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "pip install 'headway[train]'" in " ".join(done.stderr.split())
+    assert install_command("train") in " ".join(done.stderr.split())
     assert "needs torch" in " ".join(done.stderr.split())
 
 

@@ -10,6 +10,7 @@ import torch
 
 from headway.errors import UsageError
 from headway.meter.energy import EnergyMeter, clocks_of
+from headway.version import install_command
 
 GPUS = ["GPU-aaaa1111-0000", "GPU-aaaa2222-0000", "GPU-bbbb3333-0000"]
 
@@ -184,7 +185,7 @@ def test_without_the_package_there_is_no_energy_and_the_reason_names_the_extra(m
     monkeypatch.setitem(sys.modules, "pynvml", None)
     meter = EnergyMeter()
     assert meter.joules() is None
-    assert "pip install 'headway[trackers]'" in meter.reason
+    assert install_command("trackers") in meter.reason
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")

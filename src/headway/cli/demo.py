@@ -1,4 +1,4 @@
-"""`headway demo`: write the handwritten digits, then train on them with a shipped recipe."""
+"""`headway demo`: write the handwritten digits, and train on them with a shipped recipe."""
 
 import io
 import json
@@ -14,8 +14,9 @@ from headway.cli.draw import write_grid
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_result
 from headway.cli.train import ResumeOption, SetOption, print_summary
+from headway.errors import UsageError
 from headway.log.working import working
-from headway.report import format_share
+from headway.report import format_share, render_pairs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,20 +25,26 @@ if TYPE_CHECKING:
 
 
 class Demo(StrEnum):
-    """What the model learns."""
+    """The demos, and the data alone."""
 
     read = "read"
     draw = "draw"
+    data = "data"
 
 
 WhatArgument = Annotated[
-    Demo, typer.Argument(help="What the model learns: to read digits, or to draw those that a sentence names as well.")
+    Demo,
+    typer.Argument(
+        help="read: a model learns to read digits. draw: a model learns to draw as well. data: nothing is trained, but "
+        "pictures of single digits are written for a model of yours."
+    ),
 ]
 FolderOption = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Where data, model folder and run go; made where it is missing. runs/digits, or runs/draw, if not given.",
+        help="Where data, model folder and run go; made where it is missing. If not given: runs/digits, runs/draw, "
+        "or digits for the data alone.",
         show_default=False,
     ),
 ]
@@ -59,7 +66,16 @@ def demo(
     Writes scikit-learn's digits as chat samples and a model folder of about a million parameters, and then does what
     `headway train recipes/digits.yaml` does, or recipes/draw.yaml. Of a model that draws, it has what it drew read by a
     classifier of the real digits, and by the model itself.
+
+    Example: headway demo data --folder digits
     """
+    if what is Demo.data:
+        if steps is not None or settings or resume:
+            raise UsageError(
+                "demo data trains nothing, so --steps, --set and --resume cannot take effect: leave them out."
+            )
+        _print_data(folder or Path("digits"), as_json=as_json)
+        return
     from headway.config import load_config
 
     draws = what is Demo.draw
@@ -95,6 +111,21 @@ def demo(
     print_result(
         lambda: summary.to_dict() | {"drawings": judged}, lambda: f"{summary.as_table()}\n{note}", as_json=as_json
     )
+
+
+def _print_data(folder: Path, *, as_json: bool) -> None:
+    """Write pictures of single digits, to train on and held out, and print what was written."""
+    with needs_extra("drawing digits"):
+        from headway.synthetic.digits import write_digits
+
+        data = write_digits(folder, num_one_digit=0, num_train=6000, num_eval=200, most_digits=1, renderings=4)
+    record = {"train": str(data.train), "eval": str(data.eval), "images": data.num_images}
+    pairs = [
+        ("train", f"{data.train}, 6,000 samples of {data.num_train_scans:,} scans"),
+        ("held out", f"{data.eval}, 200 samples of {data.num_eval_scans:,} other scans"),
+        ("next", f"headway new-model tiny --data {data.train}"),
+    ]
+    print_result(lambda: record, lambda: render_pairs(pairs), as_json=as_json)
 
 
 def _write(folder: Path) -> str:

@@ -36,6 +36,14 @@ DeviceOption = Annotated[
         autocompletion=devices_from,
     ),
 ]
+EvalOption = Annotated[
+    str | None,
+    typer.Option(
+        "--eval",
+        metavar="D",
+        help="File, folder, glob or URL of held-out samples, which the run answers after its last step.",
+    ),
+]
 OutputOption = Annotated[
     Path, typer.Option("-o", "--output", metavar="FILE", help="The YAML file to write; must not be there yet.")
 ]
@@ -44,6 +52,7 @@ OutputOption = Annotated[
 def init(
     model: ModelOption,
     data: DataOption,
+    held_out: EvalOption = None,
     device: DeviceOption = None,
     output: OutputOption = Path("train.yaml"),
     column: ColumnOption = None,
@@ -72,6 +81,8 @@ def init(
 
         columns = columns_of(column)
         sources = [open_source(path, columns=columns) for path in data]
+        if held_out is not None:
+            open_source(held_out, columns=columns)
         path = located(model)
     from headway.data.chat_settings import ChatSettings
     from headway.data.processor_settings import ProcessorSettings
@@ -98,6 +109,7 @@ def init(
             device=target,
             run_folder=f"runs/{output.stem}",
             columns=columns,
+            held_out=held_out,
             chat_template=chat_template,
             new_tokens={"new_tokens": learns.new_tokens, "new_special_tokens": learns.new_special_tokens},
             has_weights=not Path(path).exists() or any(Path(path).glob("*.safetensors")),

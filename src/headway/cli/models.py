@@ -1,5 +1,6 @@
 """`headway models` and `headway new-model`: models that ship with their costs, and small ones to write."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,13 +105,15 @@ def new_model(
         "weight_bytes": 4 * model.parameters,
         "training_bytes": TRAINING_BYTES * model.parameters,
     }
+    data_options = [part for path in data for part in ("--data", path)]
+    data_options += [part for name in column or () for part in ("--column", name)]
     pairs = [
         ("model", f"{model.folder}, like {model.like}"),
         ("parameters", f"{format_count(model.parameters)} ({model.layers} layers of width {model.width})"),
         ("vocabulary", f"{format_count(model.vocabulary)} tokens, learned from {format_count(model.samples)} samples"),
         ("weights", f"{format_bytes(4 * model.parameters)}, random, float32"),
         ("to train", f"{format_bytes(TRAINING_BYTES * model.parameters)} with AdamW in float32, and activations"),
-        ("next", f"headway init --model {model.folder} --data {data[0]} -o train.yaml"),
+        ("next", shlex.join(["headway", "init", "--model", str(model.folder), *data_options, "-o", "train.yaml"])),
     ]
     print_result(lambda: record, lambda: render_pairs(pairs), as_json=as_json)
 

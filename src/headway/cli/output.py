@@ -12,6 +12,7 @@ from headway.errors import HeadwayError, UsageError
 from headway.log.working import working
 from headway.report import presentable
 from headway.report.terminal import coloured, width_of, wrapped
+from headway.version import install_command
 
 SCHEMA_VERSION = 1  # of every object that --json prints
 
@@ -67,7 +68,7 @@ def missing_library_told(purpose: str, extra: str = "train") -> Iterator[None]:
         if error.name is None or error.name.startswith("headway"):
             raise
         raise HeadwayError(
-            f"{purpose} needs {error.name}, which is not installed. Install the extra: pip install 'headway[{extra}]'."
+            f"{purpose} needs {error.name}, which is not installed. Install the extra: {install_command(extra)}."
         ) from error
 
 

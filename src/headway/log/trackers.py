@@ -18,6 +18,7 @@ from typing import Any
 
 from headway.errors import ConfigError, UsageError
 from headway.log.sink import Sink, flatten
+from headway.version import install_command
 
 PREFIX = "headway"
 _MAX_PENDING = 1000  # records that may wait for MLflow
@@ -74,7 +75,7 @@ def opening(what: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"writing to {what} needs {error.name}, which is not installed. Install the extra: "
-            "pip install 'headway[trackers]'."
+            f"{install_command('trackers')}."
         ) from error
     except Exception as error:
         raise ConfigError(f"{what} cannot be opened: {type(error).__name__}: {error}") from error

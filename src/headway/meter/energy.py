@@ -7,6 +7,7 @@ from typing import Any
 from headway.errors import UsageError
 from headway.log.boundary import ErrorBoundary
 from headway.meter.tally import Sums
+from headway.version import install_command
 
 _ENERGY = "The energy of this rank's device"
 
@@ -42,7 +43,7 @@ class EnergyMeter:
         try:
             import pynvml
         except ModuleNotFoundError:
-            self.reason = "nvidia-ml-py is not installed: pip install 'headway[trackers]'"
+            self.reason = f"nvidia-ml-py is not installed: {install_command('trackers')}"
             return
         self._nvml = pynvml
         try:

@@ -28,6 +28,7 @@ from headway.models.foreign import check_adapters, foreign, matching_names
 from headway.models.new_rows import add_new_rows, initialise_new_rows, new_rows, resize, without_new_rows
 from headway.models.parallel import fill
 from headway.models.scores import SCORE, SCORE_WEIGHT, is_scorer
+from headway.version import install_command
 from headway.words import RUN_KEYS, Argument
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -356,7 +357,7 @@ def _peft() -> Any:
         import peft
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "model.lora needs peft, which is not installed. Install it with pip install 'headway[engine]', or take "
+            f"model.lora needs peft, which is not installed. Install it with {install_command('engine')}, or take "
             "model.lora out."
         ) from error
     return peft

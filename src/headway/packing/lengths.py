@@ -16,6 +16,7 @@ from headway.errors import DataError
 from headway.packing.budget import branch_costs, grid_costs, patch_costs, segment_costs, square_grid
 from headway.packing.items import Overlong
 from headway.packing.pieces import TargetRuns
+from headway.version import install_command
 
 Numbers = NDArray[Any]
 Ints = NDArray[np.int64]
@@ -249,7 +250,7 @@ def _parquet(path: Path) -> dict[str, Any]:
         import pyarrow.parquet as pq
     except ModuleNotFoundError as error:
         raise DataError(
-            f"Reading {path} needs pyarrow, which is not installed. Install the extra, pip install 'headway[train]', "
+            f"Reading {path} needs pyarrow, which is not installed. Install the extra, {install_command('train')}, "
             "or give the lengths as CSV."
         ) from error
     try:

@@ -131,6 +131,7 @@ def suggest(
     run_folder: str,
     has_weights: bool,
     columns: Mapping[str, str] | None = None,
+    held_out: str | None = None,
     chat_template: str | None = None,
     new_tokens: Mapping[str, Sequence[str]] | None = None,
 ) -> Suggestion:
@@ -145,6 +146,7 @@ def suggest(
         run_folder: folder of the run.
         has_weights: whether the model has weights to begin with.
         columns: the datasets' own names of columns, as in `data.train`.
+        held_out: path of samples that the run answers after its last step, as in `data.eval`.
         chat_template: file of a template in place of the model's own, as in `model.chat_template`.
         new_tokens: tokens to add, by the settings that do.
 
@@ -168,6 +170,9 @@ def suggest(
     }
     if lengths.longest > pack:
         raw["data"]["overlong"] = "split" if lengths.are_documents else "drop"
+    if held_out is not None:
+        raw["data"]["eval"] = {"path": held_out, "columns": dict(columns)} if columns else held_out
+        raw["eval"] = {"at_end": True}
     planned = None
     # settings that make it fit the device's memory
     if device is not None:
@@ -334,6 +339,9 @@ def _comments(
         "data.train": "each row becomes a sample; docs/data.md has the forms",
         "data.tokens_per_pack": f"one micro-batch: about {samples_per_pack:,.0f} samples without padding [tokens]",
         "data.overlong": f"{format_count(over)} samples are longer ({format_share(over / len(lengths.tokens))})",
+        "data.eval": "samples that are not trained on",
+        "eval": "Held-out samples are answered, and how many answers are exact stands in the summary.",
+        "eval.at_end": "after the last step; eval.every: N asks for more",
         "optim": f"One epoch is {format_count(steps)} steps on one device, and fewer on several.",
         "optim.epochs": _why_epochs(optim["epochs"], lengths),
         "optim.lr": f"{rate}; the first thing to try others of",
@@ -371,7 +379,7 @@ def _commented(raw: Mapping[str, Any], comments: Mapping[str, str]) -> str:
             rows.append((f"  {key}: {_flow(value)}", comments.get(f"{section}.{key}", "")))
         width = max(len(line) for line, comment in rows if comment or line) if rows else 0
         lines += [f"{line:<{min(width, 60)}}  # {comment}" if comment else line for line, comment in rows]
-        if section == "data":
+        if section == "data" and "eval" not in settings:
             lines.append("  # eval: held_out.jsonl  # samples that are not trained on; then set eval.every")
         lines.append("")
     return "\n".join(lines)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import DataError
+from headway.version import install_command
 from headway.words import Argument
 
 # (height, width) of the frames [pixels]; multiples of 16, two patches of 8, so that no processor resizes them.
@@ -59,18 +60,20 @@ def write_digits(
     num_one_digit: int = 12000,
     num_train: int = 16000,
     num_eval: int = 500,
+    most_digits: int = MAX_DIGITS,
     held_out: float = 0.2,
     renderings: int = 16,
     seed: int = 0,
 ) -> DigitsData:
-    """Write images and JSONL files: single digits for a start, then 1 to 4 digits, then the held-out ones.
+    """Write images and JSONL files: single digits for a start, then several, then the held-out ones.
 
     Args:
         folder: created where needed; gets `images/`, `one_digit.jsonl`, `train.jsonl` and `eval.jsonl`, and
             `preferences.jsonl` and `preferences_eval.jsonl` of right and wrong readings.
         num_one_digit: training samples of one digit [samples].
-        num_train: training samples of 1 to 4 digits [samples].
-        num_eval: held-out samples of 1 to 4 digits [samples].
+        num_train: training samples of one to `most_digits` digits [samples].
+        num_eval: held-out samples of one to `most_digits` digits [samples].
+        most_digits: of a sample [digits].
         held_out: fraction of the scans that only the evaluation sees.
         renderings: image files per training scan; held-out scans have one [images].
         seed: seed of the split, the renderings and the composition.
@@ -100,15 +103,15 @@ def write_digits(
         )
         # samples are rows of renderings: one digit for a start, then one to several
         _write_samples(data.one_digit, _compose(train_images, num_one_digit, 1, rng), rng)
-        _write_samples(data.train, _compose(train_images, num_train, MAX_DIGITS, rng), rng)
-        _write_samples(data.eval, _compose(eval_images, num_eval, MAX_DIGITS, rng), rng)
+        _write_samples(data.train, _compose(train_images, num_train, most_digits, rng), rng)
+        _write_samples(data.eval, _compose(eval_images, num_eval, most_digits, rng), rng)
         # pairs of a right and a wrong reading, by a generator of their own, so that the samples before stay as they are
         for path, images, count in (
             (data.preferences, train_images, num_train // 4),
             (data.preferences_eval, eval_images, num_eval),
         ):
             own_rng = np.random.default_rng([seed, count])
-            _write_samples(path, _compose(images, count, MAX_DIGITS, own_rng), own_rng, wrong=True)
+            _write_samples(path, _compose(images, count, most_digits, own_rng), own_rng, wrong=True)
     except OSError as error:
         raise DataError(
             f"cannot write the digits to {folder}: {error.strerror}. Give another folder with {Argument('folder')}."
@@ -127,7 +130,7 @@ def load_scans() -> list[_Scan]:
     except ImportError as error:
         raise DataError(
             "the demo reads the handwritten digits that scikit-learn brings along, and scikit-learn is not installed. "
-            "Install it with: pip install 'headway[demo]'"
+            f"Install it with: {install_command('demo')}"
         ) from error
     digits = load_digits()
     return [_Scan(image / 16.0, int(target)) for image, target in zip(digits.images, digits.target, strict=True)]

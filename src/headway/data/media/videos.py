@@ -18,6 +18,7 @@ from headway.data.samples import Grid, Media, media_error
 from headway.errors import ConfigError, DataError
 from headway.models.pixel_patches import Scale, pixel_scale
 from headway.models.video import VideoProcessor
+from headway.version import install_command
 from headway.words import Argument
 
 # What opening and decoding raise on files that are missing, damaged or no media.
@@ -41,7 +42,7 @@ def av_container(media: Media) -> Iterator[Any]:
     except ModuleNotFoundError as error:
         raise ConfigError(
             "reading videos and sounds needs PyAV, which is not installed. Install it with `pip install av`, or the "
-            "extra that brings it, pip install 'headway[train]'"
+            f"extra that brings it, {install_command('train')}"
         ) from error
     try:
         with media.open() as file, av.open(file, options=_OPTIONS) as container:

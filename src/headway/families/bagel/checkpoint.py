@@ -25,6 +25,7 @@ from headway.families.bagel.encoding import AROUND
 from headway.families.bagel.model import BagelModel
 from headway.models.foreign import check_config, foreign
 from headway.models.load import load_processor
+from headway.version import install_command
 
 _WEIGHTS, _AUTOENCODER = "ema.safetensors", "ae.safetensors"
 _CONFIGS = ("llm_config.json", "vit_config.json")
@@ -153,7 +154,7 @@ def _renamed(tensors: dict[str, torch.Tensor], config: BagelConfig) -> dict[str,
         from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "Reading an autoencoder needs diffusers, which is not installed: pip install 'headway[engine]'."
+            f"Reading an autoencoder needs diffusers, which is not installed: {install_command('engine')}."
         ) from error
     try:
         converted = convert_ldm_vae_checkpoint(dict(tensors), config.vae_config)
