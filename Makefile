@@ -2,7 +2,7 @@
 # make check  set up, then lint, types and the fastest tests (two minutes, three the first time)
 # make test   set up, then the tests: all that are fast, and one slow case of each law (6 to 11 minutes on two cores)
 # make test-all   set up, then every test but the long ones (CI runs it)
-# make test-long  set up, then laws over all their cases, and ten times as many examples of properties (hours)
+# make test-long  set up, with transformers 4 beside it in .transformers4, then laws over all their cases, and ten times as many examples of properties (hours)
 # make test-disturbed  set up, then every test but the long ones while its processes are stopped for moments (an hour)
 # make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (five minutes)
 # make test-browser  set up, then the tests that open pages in headless Chromium (two minutes)
@@ -16,6 +16,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 BIN := .venv/bin
 SETUP := .venv/.headway-set-up
+TRANSFORMERS4 := .transformers4
 SOURCES := src tests tools benchmarks examples
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') # processes of tests wait for each other
 
@@ -33,12 +34,17 @@ test: $(SETUP)
 test-all: $(SETUP)
 	$(BIN)/python -m tools.again -q --numprocesses=$(WORKERS) -m "not long"
 
-test-long: $(SETUP)
+test-long: $(SETUP) $(TRANSFORMERS4)/.set-up
 	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "slow or dist or long"
 	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not slow and not gpu and not dist"
 
 test-disturbed: $(SETUP)
 	$(BIN)/python -m tools.disturbed $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long"
+
+# Beside .venv, whose other packages it uses: tests ask it in processes of its own whether it opens an export.
+$(TRANSFORMERS4)/.set-up: $(SETUP) constraints-transformers4.txt
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(TRANSFORMERS4) --requirement constraints-transformers4.txt
+	touch $@
 
 lint: $(SETUP)
 	$(BIN)/ruff check $(SOURCES)

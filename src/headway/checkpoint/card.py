@@ -146,6 +146,7 @@ def _card(
         f"# {markdown_text(model)} after {step:,} steps",
         f"{what} {markdown_code(model)}, trained {markdown_text(start)} by Headway {software.get('headway', '')} on "
         f"{format_count(sums.tokens)} tokens.",
+        *([] if adapters else [_OPENS_MESSAGE.format(software.get("transformers", ""))]),
         *([_stop_sentence(stops)] if stops else []),
         *([_ROWS_MESSAGE] if adapters and config.model.adds_tokens else []),
         *([_BASE_MESSAGES[config.model.base]] if adapters and config.model.base else []),
@@ -158,6 +159,11 @@ def _card(
     ]
     return "\n\n".join(parts) + "\n"
 
+
+_OPENS_MESSAGE = (
+    "transformers {} wrote these files. Settings that the base's files spell otherwise are in both spellings, so the "
+    "versions of transformers that open the base open this model."
+)
 
 _ROWS_MESSAGE = (
     "The tokenizer here has tokens that the model beneath lacks. Give that model as many rows first, where it has "

@@ -28,8 +28,10 @@ from headway.checkpoint.folder import (
     step_folders,
 )
 from headway.checkpoint.restore import check_architecture, read_tensors, saved_tensors
+from headway.checkpoint.spelling import respell_config
 from headway.checkpoint.state import AVERAGE, OPTIMIZER, WEIGHTS
 from headway.errors import CheckpointError, UsageError
+from headway.hub import CONFIG
 from headway.log.run_files import CHECKPOINTS
 from headway.models.load import load_model
 from headway.models.lora import (
@@ -273,6 +275,7 @@ def _write_described(
         model.config.architectures = [type(model).__name__]
         model.config.dtype = dtype
         model.config.save_pretrained(folder)
+        respell_config(folder / CONFIG, checkpoint.model_folder / CONFIG, type(model.config))
 
 
 class _WeightFiles:

@@ -31,6 +31,7 @@ from headway.checkpoint import (
 )
 from headway.checkpoint.export import Exports
 from headway.checkpoint.folder import BEST
+from headway.checkpoint.spelling import keep_spelling
 from headway.config import ParallelConfig, TrainConfig
 from headway.config.advice import warnings
 from headway.config.sections import changed
@@ -98,6 +99,7 @@ class Run:
     mesh: Mesh | None
     trained: Trained
     processor: Processor
+    base: str
     optimizer: Optimizer
     ema: WeightAverage | None
     meter: RunMeter
@@ -154,12 +156,13 @@ class Run:
         return Place(step, self.feed.state_dict(), random_state())
 
     def write_model(self, folder: Path) -> None:
-        """Write config, generation config, adapter config and processor."""
+        """Write config, generation config, adapter config and processor, in the base's own spelling too."""
         self.model.config.save_pretrained(folder)
         if (generation := getattr(self.model, "generation_config", None)) is not None:
             with_stops(generation, stop_ids_of(self.processor)).save_pretrained(folder)
         write_adapter_config(self.model, folder)
         self.processor.save_pretrained(folder)
+        keep_spelling(folder, self.base, self.model.config)
 
 
 def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folder: RunFolder) -> Run:
@@ -246,6 +249,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         mesh=mesh,
         trained=trained,
         processor=encoder.processor,
+        base=config.model.path,
         optimizer=optimizer,
         ema=ema,
         meter=_meter(config, trained, optimizer, device, precision, ranks, pairs, checkpoint),
