@@ -1,7 +1,44 @@
-"""The version of this package, and how more of it is installed."""
+"""Versions of this package, of its code as it stands here and of its libraries; and how more of it is installed."""
+
+import hashlib
+from functools import cache
+from pathlib import Path
 
 __version__ = "0.1.0"
 """Version of the installed package, as `headway --version` prints it."""
+
+_LIBRARIES = (
+    "transformers", "tokenizers", "sentencepiece", "tiktoken", "mistral-common", "jinja2", "pillow", "torchvision",
+    "numpy", "av", "torch", "triton", "liger-kernel", "flash-attn", "flash-linear-attention", "causal-conv1d",
+)  # fmt: skip
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that decide what samples are encoded to and what a model computes; "none" without."""
+    return {"headway": __version__} | {name: _version(name) for name in _LIBRARIES}
+
+
+@cache
+def code_digest(*rooms: str) -> str:
+    """Digest of the content of this package's modules, for those who change them without a new version.
+
+    Args:
+        rooms: folders of the package; all of it if none is named.
+    """
+    package, digest = Path(__file__).parent, hashlib.blake2b(digest_size=16)
+    for folder in [package / room for room in rooms] or [package]:
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(package)} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # which `headway flops` needs none of
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
 
 
 def install_command(extra: str) -> str:

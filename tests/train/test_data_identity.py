@@ -10,7 +10,7 @@ import pytest
 from headway.checkpoint import latest_checkpoint
 from headway.config import parse_config, with_overrides
 from headway.errors import CheckpointError
-from headway.train import data as train_data
+from headway.train import agreement
 from headway.train.run import train
 
 
@@ -42,7 +42,7 @@ def test_data_rewritten_at_equal_lengths_are_refused_by_name_and_copies_go_on(st
 
 @pytest.mark.slow
 def test_large_data_are_known_by_their_times_and_a_setting_takes_copies(stopped, monkeypatch):
-    monkeypatch.setattr(train_data, "is_small", lambda _: False)
+    monkeypatch.setattr(agreement, "is_small", lambda _: False)
     path, longer = stopped()
     os.utime(path, ns=(10**18, 10**18))
     with pytest.raises(CheckpointError, match=r"chats was changed: 2001-.* the state with data\.verify: size, which"):
@@ -52,7 +52,7 @@ def test_large_data_are_known_by_their_times_and_a_setting_takes_copies(stopped,
 
 @pytest.mark.slow
 def test_hashes_that_were_asked_for_take_copies_and_find_rewrites(stopped, raw, monkeypatch):
-    monkeypatch.setattr(train_data, "is_small", lambda _: False)
+    monkeypatch.setattr(agreement, "is_small", lambda _: False)
     raw["data"]["verify"] = "hash"
     path, longer = stopped()
     os.utime(path, ns=(10**18, 10**18))

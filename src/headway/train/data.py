@@ -22,16 +22,17 @@ from headway.data.feed import FILES, Feed, IndexedFeed, PackMaker, Share, Stream
 from headway.data.index import LengthIndex, build_index
 from headway.data.media.sizes import MediaSizes
 from headway.data.sources import Source, open_source
-from headway.data.sources.identity import Identities, changes_since, identify, is_small, refusal, with_hashes
+from headway.data.sources.identity import changes_since, refusal
 from headway.data.sources.opening import own_names
 from headway.errors import CheckpointError, ConfigError
-from headway.log.working import measuring_rows, working
+from headway.log.working import measuring_rows
 from headway.models.parallel.ranks import Ranks
 from headway.models.vision import vision_geometry
 from headway.packing.budget import Budget
 from headway.packing.items import Items, Policies
 from headway.packing.order import Order, Stage, StageSource
 from headway.packing.plan import Plan
+from headway.train.agreement import agree, agreed_files, files_facts
 
 QUARANTINE = "bad_samples.jsonl"
 
@@ -76,7 +77,11 @@ def open_feed(
         )
     # What a worker needs to make packs, and which share of them this rank takes.
     sources, stages = open_stages(data, config.optim.epochs)
-    files = _identities(sources, data, ranks, position)
+    files = agreed_files(sources, data.verify, ranks)
+    if FILES in position:  # ranks on other machines may read copies of their own, whose times are others
+        own = changes_since(position[FILES], files, data.verify, times=ranks.is_first)
+        if clauses := list(dict.fromkeys(chain.from_iterable(ranks.gather_all(own)))):
+            raise CheckpointError(refusal(clauses))
     bad = bad_samples(config)
     collator = make_collator(data, encoder, model, ranks, tuple(source.name for source in sources))
     dropout = config.model.drawing.dropout(config.run.seed)
@@ -122,29 +127,9 @@ def open_feed(
         window=data.window,
         accumulation=accumulation,
     )
-    return IndexedFeed(plan, maker, share, bad, planned=planned, files=files)
-
-
-def _identities(sources: tuple[Source, ...], data: DataConfig, ranks: Ranks, position: Mapping[str, Any]) -> Identities:
-    """Identities of all files, hashed where that is asked for or cheap; changed ones are refused before they are read.
-
-    Raises:
-        CheckpointError: they are not those of the checkpoint; the same on all ranks.
-    """
-    files, hashes = identify(sources), data.verify == "hash"
-    if hashes and not ranks.is_first:
-        ranks.wait()  # the first rank hashes, and the others of its machine find its digests in the cache
-    if hashes or (ranks.is_first and data.verify == "size-and-time" and is_small(sources)):
-        with working("hashing the data"):
-            files = with_hashes(files, sources)
-    if hashes and ranks.is_first:
-        ranks.wait()
-    if FILES in position:
-        # Ranks on other machines may read copies of their own, whose times are others.
-        own = changes_since(position[FILES], files, data.verify, times=ranks.is_first)
-        if clauses := list(dict.fromkeys(chain.from_iterable(ranks.gather_all(own)))):
-            raise CheckpointError(refusal(clauses))
-    return files
+    feed = IndexedFeed(plan, maker, share, bad, planned=planned, files=files)
+    agree(ranks, lambda: files_facts(feed.files))  # lengths of rows tell files apart that are too large to be hashed
+    return feed
 
 
 def make_collator(
@@ -173,16 +158,17 @@ def _indices(
 ) -> dict[str, LengthIndex]:
     """Length index of every source: measured by the first rank, read by all."""
     if not ranks.is_first:
-        ranks.wait()
         bad = replace(bad, quarantine=None)  # the first rank has named them
-    indices = {}
-    for source in sources:
-        with measuring_rows(source.name) as progress:
-            index = build_index(source, encoder, workers=workers, policy=bad, progress=progress)
-        indices[source.name] = index.with_prompts_once() if encoder.shares_prompts else index
-    if ranks.is_first:
-        ranks.wait()
-    return indices
+
+    def build() -> dict[str, LengthIndex]:
+        indices = {}
+        for source in sources:
+            with measuring_rows(source.name) as progress:
+                index = build_index(source, encoder, workers=workers, policy=bad, progress=progress)
+            indices[source.name] = index.with_prompts_once() if encoder.shares_prompts else index
+        return indices
+
+    return ranks.after_first(build)
 
 
 def bad_samples(config: TrainConfig) -> BadSamples:

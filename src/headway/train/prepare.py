@@ -63,6 +63,7 @@ from headway.models.vision import vision_geometry
 from headway.optim import Optimizer, WeightAverage, make_optimizer
 from headway.packing.mesh import MeshShape
 from headway.report import format_count
+from headway.train.agreement import agree, agreed_files, model_facts, settings_facts
 from headway.train.best import BestEvaluation
 from headway.train.build import Trained, build_trained
 from headway.train.data import budget_of, make_collator, open_dataset, open_feed
@@ -178,11 +179,8 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         HeadwayError: as in `train`.
     """
     device = choose_device(config.run)
+    ranks = _joined(config, device, phase, resume=resume)
     precision = choose_precision(config.run, device)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    phase.at("joining the other ranks")
-    ranks = join_ranks(device, config.parallel.sequence, watchdog_s=config.run.watchdog_s)
     mesh = make_mesh(config.parallel, ranks, device)
     phase.at("opening the run folder")
     resumes = ranks.by_first(lambda: folder.open(config, resume=resume))
@@ -196,6 +194,9 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         raise _nothing_left(config, checkpoint)
     position = checkpoint.position() if checkpoint is not None else {}
 
+    phase.at("comparing the model folders of the ranks")
+    reads_weights = checkpoint is None and not config.model.random_init
+    agree(ranks, lambda: model_facts(config, reads_weights=reads_weights))
     phase.at("building the model")
     _seed_everything(config.run.seed)  # the same on every rank, which gives the same random weights
     trained = build_trained(config, mesh, checkpoint, precision, device)
@@ -272,6 +273,17 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     return run
 
 
+def _joined(config: TrainConfig, device: torch.device, phase: LoopPhase, *, resume: bool | None) -> Ranks:
+    """Join the other ranks of the run, which must have the same settings."""
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    phase.at("joining the other ranks")
+    ranks = join_ranks(device, config.parallel.sequence, watchdog_s=config.run.watchdog_s)
+    phase.at("comparing the settings of the ranks")
+    agree(ranks, lambda: settings_facts(config, resume=resume, device=device.type))
+    return ranks
+
+
 def _meter(
     config: TrainConfig,
     trained: Trained,
@@ -317,7 +329,10 @@ def _held_out(
     """The held-out samples whose loss is measured, and those of them that are answered; None where not asked for."""
     if config.data.eval is None or not config.eval.evaluates:
         return None, None
-    samples = list(samples_of(open_dataset(config.data.eval)))[: config.eval.max_samples]
+    source = open_dataset(config.data.eval)
+    if ranks.size > 1:
+        agreed_files([source], config.data.verify, ranks)
+    samples = list(samples_of(source))[: config.eval.max_samples]
     budget, group = budget_of(config.data), _sequence_group(mesh)
     eval_set = EvalSet(samples, encoder, budget, ranks, vision_geometry(model), group)
     if config.eval.generate is None:

@@ -4,7 +4,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -206,11 +206,11 @@ def _check_unchanged(config: TrainConfig, folder: Path) -> None:
         raise _unknown_settings(path) from error
     if not isinstance(raw, dict):  # as one cut short by a full disk
         raise _unknown_settings(path)
-    before, now = _by_name(parse_config(raw, source=str(path))), _by_name(config)
+    before, now = settings_by_name(parse_config(raw, source=str(path))), settings_by_name(config)
     changes = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and not _is_free(name)
+        if before.get(name) != now.get(name) and not is_free(name)
     ]
     if changes:
         raise ConfigError(
@@ -238,9 +238,11 @@ def _unknown_settings(path: Path) -> ConfigError:
     )
 
 
-def _is_free(name: str) -> bool:
-    return any(name == free or name.startswith(free + ".") for free in _FREE_ON_RESUME)
+def is_free(name: str, free: Sequence[str] = _FREE_ON_RESUME) -> bool:
+    """Whether a setting, or the section that it is in, is among those that may change."""
+    return any(name == other or name.startswith(other + ".") for other in free)
 
 
-def _by_name(config: TrainConfig) -> dict[str, Any]:
+def settings_by_name(config: TrainConfig) -> dict[str, Any]:
+    """Every setting of a configuration by its dotted name."""
     return {name.replace("/", "."): value for name, value in flatten({"step": 0, **config.to_dict()}).items()}

@@ -46,7 +46,7 @@ def test_a_changed_or_added_file_is_noticed_though_size_and_time_are_the_same(fo
 def test_another_version_of_a_library_is_noticed(folder, tmp_path, monkeypatch):
     KnownEncoder(str(folder), SETTINGS, tmp_path).remember("f" * 64)
 
-    monkeypatch.setattr("headway.data.index.store.version", lambda name: f"{name} of tomorrow")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"{name} of tomorrow")
 
     assert known(folder, tmp_path) is None
 

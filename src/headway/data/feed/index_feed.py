@@ -56,8 +56,7 @@ class IndexedFeed(Feed):
         self._place: dict[str, Any] | None = None
         self._reached = 0
         self._items_key = plan.items.fingerprint()
-        if share.rank == 0:  # which alone needs them: it saves them, and compares
-            self.files = _with_lengths(self.files, maker.sources, plan.items)
+        self.files = _with_lengths(self.files, maker.sources, plan.items)
 
     @property
     def epochs(self) -> float | None:

@@ -10,7 +10,6 @@ import hashlib
 import importlib.util
 from contextlib import suppress
 from http.client import HTTPException
-from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,10 @@ from headway.data.index.table import LAYOUT
 from headway.data.sources import Source, schemas
 from headway.errors import HeadwayError
 from headway.hub import CONFIG, cached_folder, endpoint, located
-from headway.version import __version__
+from headway.version import code_digest, library_versions
 
 INDEX_FILE = "index.parquet"
 
-_LIBRARIES = (
-    "transformers", "tokenizers", "huggingface-hub", "sentencepiece", "tiktoken", "mistral-common", "jinja2",
-    "pillow", "torch", "torchvision", "numpy", "av",
-)  # fmt: skip
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _READ_BYTES = 2**28  # of a file; larger ones hold no settings, and are told apart by size and time
 _MOST_FILES = 2000  # of a model folder; more are no model's
@@ -113,17 +108,12 @@ def _digest(model: str, settings: dict[str, Any]) -> str | None:
     if folder is None or (folder / "adapter_config.json").exists():  # an adapter's base model lies elsewhere
         return None
     # Versions and settings of what tokenises and measures.
-    parts = [__version__, repr(sorted(settings.items()))]
+    parts = [repr(sorted(settings.items())), repr(library_versions()), code_digest("data", "models")]
     digest = hashlib.sha256("\n".join(parts).encode())
-    for name in _LIBRARIES:
-        digest.update(f"{name} {_version(name)}\n".encode())
-    # This package's code in these rooms, for those who change it without a new version; by size and time.
-    package = Path(__file__).parents[2]
-    spec = importlib.util.find_spec("transformers")
-    code = [file for room in ("data", "models") for file in sorted((package / room).rglob("*.py"))]
-    for file in (*code, *([Path(spec.origin)] if spec is not None and spec.origin else [])):
-        status = file.stat()
-        digest.update(f"{file} {status.st_size} {status.st_mtime_ns}\n".encode())
+    spec = importlib.util.find_spec("transformers")  # for those who change it without a new version; by size and time
+    if spec is not None and spec.origin:
+        status = Path(spec.origin).stat()
+        digest.update(f"{spec.origin} {status.st_size} {status.st_mtime_ns}\n".encode())
     # The model's folder without its weights: small files by content, large ones by their time.
     try:
         files = list(islice(folder.rglob("*"), _MOST_FILES + 1))
@@ -138,13 +128,6 @@ def _digest(model: str, settings: dict[str, Any]) -> str | None:
     except OSError:  # it is being written, or not ours to read
         return None
     return digest.hexdigest()
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "none"
 
 
 def _folder(model: str) -> Path | None:

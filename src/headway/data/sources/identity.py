@@ -166,36 +166,41 @@ def _sha256(file: File) -> str | None:
     if not file.is_local:
         return None if file.has_tag else _digest(file)
     try:
-        digest_file = _known_digest(file)
+        file.check(Path(file.url).stat())
+        digest = content_sha256(Path(file.url))
+        file.check(Path(file.url).stat())
     except OSError as error:
         raise _unreadable(file, error) from error
+    return digest
+
+
+def content_sha256(path: Path) -> str:
+    """The SHA-256 of a local file's content, computed once for each state of it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    # Under all that tells a rewrite: ctime changes where mtime was set back.
+    path = path.resolve()
+    status = path.stat()
+    state = (str(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    digest_file = cache_root() / "hashes" / hashlib.sha256(repr(state).encode()).hexdigest()[:32]
     with suppress(OSError, ValueError):
         if _SHA256.fullmatch(digest := digest_file.read_text("ascii")):
             return digest
-    digest = _digest(file)
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
     with suppress(OSError):  # a cache that cannot be written only costs time
         write_whole(digest_file, lambda target: target.write(digest.encode("ascii")))
     return digest
 
 
-def _known_digest(file: File) -> Path:
-    """The place of a digest in the cache, under all that tells a rewrite: ctime changes where mtime was set back."""
-    path = Path(file.url).resolve()
-    status = path.stat()
-    file.check(status)
-    state = (str(path), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    return cache_root() / "hashes" / hashlib.sha256(repr(state).encode()).hexdigest()[:32]
-
-
 def _digest(file: File) -> str:
     try:
-        with Path(file.url).open("rb") if file.is_local else fsspec.open(file.url, "rb", **file.options) as stream:
-            digest = hashlib.file_digest(cast("Any", stream), "sha256").hexdigest()
-        if file.is_local:
-            file.check(Path(file.url).stat())
+        with fsspec.open(file.url, "rb", **file.options) as stream:
+            return hashlib.file_digest(cast("Any", stream), "sha256").hexdigest()
     except DAMAGE as error:
         raise _unreadable(file, error) from error
-    return digest
 
 
 def _unreadable(file: File, error: BaseException) -> DataError:

@@ -88,6 +88,16 @@ class Ranks:
             raise refused
         return cast(T, value)
 
+    def after_first(self, act: Callable[[], T]) -> T:
+        """Call a function on the first process, then on the others, which find in the cache what it left there.
+
+        Raises:
+            HeadwayError: what it raised on the first process, on all of them.
+        """
+        results: list[T] = []
+        self.by_first(lambda: results.append(act()))
+        return results[0] if self.is_first else act()
+
     def sum_(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over all processes."""
         if self.size > 1:
