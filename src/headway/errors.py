@@ -5,7 +5,7 @@ Each message says what was wrong, the value got, what is allowed and what to do 
 line prints the message as one paragraph and exits with `exit_code`: 2 for a wrong use, 1 for everything else.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -79,6 +79,33 @@ def errors_in(*words: Words) -> Iterator[None]:
         except HeadwayError as error:
             error.settle()
             raise
+
+
+_OURS = (HeadwayError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit)
+_MOST_CHARACTERS = 500  # of another library's message
+
+
+@contextmanager
+def foreign(refusal: Callable[[str], HeadwayError]) -> Iterator[None]:
+    """Run a library on what a stranger wrote or sends: the one boundary to it, by kind of error and not by a list.
+
+    Args:
+        refusal: makes the error of what went wrong, in the library's words.
+
+    Raises:
+        HeadwayError: the refusal, whatever the library raised.
+    """
+    try:
+        yield
+    except BaseException as error:
+        reraise_own(error)
+        raise refusal(f"{first_line(error)}.") from error
+
+
+def reraise_own(error: BaseException) -> None:
+    """Raise what is no mistake of a stranger's file: Headway's own errors, a missing library, Ctrl-C, an exit."""
+    if isinstance(error, _OURS):
+        raise error
 
 
 class UsageError(HeadwayError):
@@ -165,12 +192,14 @@ class NotFiniteError(TrainingError):
 
 
 def first_line(error: BaseException) -> str:
-    r"""The first line of an error's text, or its class where it has none.
+    r"""The first line of an error's text, as much as fits a sentence; its class where it has no text.
 
-    >>> first_line(ValueError("no room\nin line 3")), first_line(KeyError())
-    ('no room', 'KeyError')
+    >>> first_line(ValueError("no room\nin line 3")), first_line(KeyError()), first_line(ValueError("Errors:\n cut."))
+    ('no room', 'KeyError', 'Errors: cut')
     """
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return line[:_MOST_CHARACTERS].rstrip(".")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

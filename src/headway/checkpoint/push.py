@@ -163,9 +163,9 @@ def _hub_errors(name: str, way_on: str) -> Iterator[None]:
 def _reason(error: BaseException, name: str) -> str:
     response = getattr(error, "response", None)
     if not isinstance(error, _HttpError):
-        return f"the Hub's client could not send {name}: {first_line(error).rstrip('.')}."
+        return f"the Hub's client could not send {name}: {first_line(error)}."
     if response is None:
-        return f"the connection to {hub.endpoint()} broke: {first_line(error).rstrip('.')}."
+        return f"the connection to {hub.endpoint()} broke: {first_line(error)}."
     message = (getattr(error, "server_message", None) or "").strip().rstrip(".")
     message = f" ({message})" if message else ""
     reasons = {

@@ -136,8 +136,11 @@ def build_indices(
         from headway.hub import located
 
         path = located(model)  # a typo is told before torch is imported, which takes seconds
-    for note in (note for source in sources for note in source.notes()):
-        warn(note)
+    for source in sources:
+        with working(f"reading {source.name}"):  # a server may be slow, and a file large
+            notes, _ = source.notes(), len(source)
+        for note in notes:
+            warn(note)
     policy = policy or BadSamples("skip", limit=None, fraction=None)
     settings = settings or ProcessorSettings()
     measuring = KnownEncoder(path, {"max_characters": max_characters, "settings": settings}, cache)

@@ -38,7 +38,7 @@ from headway.data.samples import (
     SampleLengths,
     unusable,
 )
-from headway.models.foreign import foreign
+from headway.errors import foreign
 from headway.models.load import Processor, RopeIndex
 from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale

@@ -12,9 +12,8 @@ from headway.data.media.images import MAX_IMAGE_PIXELS
 from headway.data.media.placeholders import MAX_CHARACTERS
 from headway.data.media.processor_images import reads_processed_images
 from headway.data.processor_settings import ProcessorSettings
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, foreign
 from headway.hub import located
-from headway.models.foreign import foreign
 from headway.models.load import load_config, load_processor
 from headway.models.new_rows import embedding_rows
 from headway.models.vision import patch_size_of

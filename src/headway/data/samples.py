@@ -7,14 +7,13 @@ from hashlib import blake2b
 from io import BytesIO
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, cast
-
-import fsspec
+from typing import Any, BinaryIO, ClassVar
 
 from headway.count import Workload
 from headway.data.media.sizes import MediaSizes
 from headway.data.pack_times import charged_to
 from headway.errors import DataError
+from headway.files import open_url
 from headway.packing.budget import Size
 from headway.packing.pieces import Run
 
@@ -82,7 +81,7 @@ class Media:
         assert self.path is not None
         with charged_to("read"):
             if "://" in self.path:
-                return cast(BinaryIO, fsspec.open(self.path, "rb").open())
+                return open_url(self.path)
             return Path(self.path).open("rb")
 
     def read(self) -> bytes:
@@ -457,31 +456,3 @@ class SampleError(DataError):
 def unusable(sample: Sample, *pieces: object) -> DataError:
     """Make the error of a sample that cannot be used, of texts and arguments; it names the sample's place."""
     return DataError(*pieces, where=sample.where)
-
-
-def media_error(media: Media, where: str, kind: str, reason: BaseException | str) -> DataError:
-    """An error that names the sample, the file, its size and what to do.
-
-    Args:
-        media: the file or its bytes.
-        where: the sample's place.
-        kind: "image", "video" or "sound".
-        reason: what was found.
-    """
-    if isinstance(reason, str):
-        return DataError(f"the {kind} {media} cannot be used: {reason}.", where=where)
-    return DataError(
-        f"the {kind} {media} ({_stored(media, reason)}) cannot be read: {reason}. It may be cut short or of "
-        f"an unknown format; copy it again, convert it, or delete the sample.",
-        where=where,
-    )
-
-
-def _stored(media: Media, reason: BaseException) -> str:
-    if isinstance(reason, FileNotFoundError):
-        return "missing"
-    try:
-        with media.open() as file:
-            return f"{file.seek(0, 2)} bytes"
-    except OSError as error:
-        return str(error)

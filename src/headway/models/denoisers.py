@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from headway.errors import CheckpointError, UnknownModelError, is_out_of_memory
+from headway.errors import CheckpointError, UnknownModelError, first_line, is_out_of_memory
 from headway.files import SETTINGS_BYTES, read_text
 from headway.hub import CONFIG, PIPELINE, is_pipeline
-from headway.models.foreign import check_config, check_plain_files, first_line
+from headway.models.foreign import check_config, check_plain_files
 from headway.tracing.inputs.denoiser import takes_latents
 
 
@@ -38,7 +38,7 @@ def denoiser_config(path: Path) -> dict[str, Any]:
         check_config(file)
     except (ValueError, OSError) as error:
         raise CheckpointError(
-            f"The configuration in {file} cannot be read: {first_line(error)} Save it anew with save_pretrained."
+            f"The configuration in {file} cannot be read: {first_line(error)}. Save it anew with save_pretrained."
         ) from error
     settings = _read(file)
     _class_of(settings.get("_class_name"), file)
@@ -62,7 +62,7 @@ def denoiser_on_shapes(settings: dict[str, Any]) -> nn.Module:
         if is_out_of_memory(error):
             raise
         raise CheckpointError(
-            f"{kind.__name__} of diffusers cannot be built from its configuration: {first_line(error)} Save it anew "
+            f"{kind.__name__} of diffusers cannot be built from its configuration: {first_line(error)}. Save it anew "
             "with save_pretrained, or install the version of diffusers that wrote it "
             f"({settings.get('_diffusers_version', 'not stated')})."
         ) from error
@@ -128,7 +128,7 @@ def _read(file: Path) -> dict[str, Any]:
         settings = json.loads(read_text(file, most=SETTINGS_BYTES))
     except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(
-            f"{file} cannot be read: {first_line(error)} Save it anew with save_pretrained."
+            f"{file} cannot be read: {first_line(error)}. Save it anew with save_pretrained."
         ) from error
     if not isinstance(settings, dict):
         raise CheckpointError(f"{file} is no JSON object. Save it anew with save_pretrained.")

@@ -12,12 +12,10 @@ import re
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from headway.errors import HeadwayError
 from headway.files import open_plain
 from headway.report import printable
 from headway.safe_path import current_folder_kept_out
@@ -48,37 +46,6 @@ _NOT_OF_STRANGERS = (
     "megatron_config", "layer_replication", "auto_mapping", "monteclora_config", "arrow_config", "velora_config",
 )  # fmt: skip
 _WIDTHS = ("hidden_size", "intermediate_size", "vocab_size", "embed_dim")  # which no model leaves open by -1
-_OURS = (HeadwayError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit)
-
-
-@contextmanager
-def foreign(refusal: Callable[[str], HeadwayError]) -> Iterator[None]:
-    """Run a library on a stranger's file.
-
-    Args:
-        refusal: makes the error of what went wrong, in the library's words.
-
-    Raises:
-        HeadwayError: the refusal, whatever the library raised.
-    """
-    try:
-        yield
-    except BaseException as error:
-        reraise_own(error)
-        raise refusal(first_line(error)) from error
-
-
-def reraise_own(error: BaseException) -> None:
-    """Raise what is no mistake of a stranger's file: Headway's own errors, a missing library, Ctrl-C, an exit."""
-    if isinstance(error, _OURS):
-        raise error
-
-
-def first_line(error: BaseException) -> str:
-    """Message of an error, in one sentence."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    line = " ".join(lines[:2])[:400] if lines[0].endswith(":") else lines[0][:400]
-    return line if line.endswith(".") else line + "."
 
 
 def check_plain_files(folder: Path) -> None:

@@ -28,19 +28,11 @@ from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
 from headway.count.models import shipped_name
-from headway.errors import CheckpointError, ConfigError, UnknownModelError, is_out_of_memory
+from headway.errors import CheckpointError, ConfigError, UnknownModelError, first_line, is_out_of_memory, reraise_own
 from headway.hub import CONFIG, located
 from headway.models.attention import register, use_attention
 from headway.models.experts import use_experts
-from headway.models.foreign import (
-    check_config,
-    check_plain_files,
-    check_processor,
-    check_tokenizer,
-    first_line,
-    print_names_safely,
-    reraise_own,
-)
+from headway.models.foreign import check_config, check_plain_files, check_processor, check_tokenizer, print_names_safely
 from headway.models.init_weights import init_weights
 from headway.models.new_rows import grow, resize
 from headway.models.recurrent import separate_segments
@@ -93,7 +85,7 @@ def load_config(name_or_path: str | Path) -> PreTrainedConfig:
         _refuse_code(name, error)
         if path.exists():
             raise CheckpointError(
-                f"The configuration in {path} cannot be read: {first_line(error)} Fix the file, or save it anew with "
+                f"The configuration in {path} cannot be read: {first_line(error)}. Fix the file, or save it anew with "
                 "config.save_pretrained."
             ) from error
         raise _unreachable(name, error) from error
@@ -216,7 +208,7 @@ def load_processor(name_or_path: str | Path) -> Processor:
             if (Path(name) / CONFIG).is_file():
                 load_config(name)  # which says so if its configuration is what cannot be read
             raise CheckpointError(
-                f"The folder {name} holds no tokenizer or processor that can be opened: {first_line(error)} It holds "
+                f"The folder {name} holds no tokenizer or processor that can be opened: {first_line(error)}. It holds "
                 f"{_listing(Path(name))}. Copy the tokenizer and processor files of the base model into it."
             ) from error
         raise _unreachable(name, error) from error
@@ -304,7 +296,7 @@ def check_weights(folder: Path) -> list[Path]:
                 opened.keys()
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"The weight file {file} ({file.stat().st_size} bytes) is cut short or damaged: {first_line(error)} "
+                f"The weight file {file} ({file.stat().st_size} bytes) is cut short or damaged: {first_line(error)}. "
                 "Writing or copying it was interrupted; fetch it again or resume from an earlier checkpoint."
             ) from error
     return files
@@ -360,7 +352,7 @@ def weights_of(name: str) -> Iterator[set[str]]:
         if is_out_of_memory(error):
             raise
         raise CheckpointError(
-            f"The weights in {name} do not fit its config.json: {first_line(error)} One of the two is of another "
+            f"The weights in {name} do not fit its config.json: {first_line(error)}. One of the two is of another "
             "model; fetch both again."
         ) from error
     if missing:
@@ -485,7 +477,7 @@ def _refuse_code(name: str, error: BaseException) -> None:
 def _unreachable(name: str, error: BaseException) -> UnknownModelError:
     return UnknownModelError(
         f"The model {name!r} is no folder on this machine and could not be had from the Hugging Face Hub: "
-        f"{first_line(error)} Check the name and the network (and `hf auth login` for gated models), or download it "
+        f"{first_line(error)}. Check the name and the network (and `hf auth login` for gated models), or download it "
         f"where there is a network with `hf download {name}` and give the folder."
     )
 

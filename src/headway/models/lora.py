@@ -23,8 +23,8 @@ from transformers.pytorch_utils import Conv1D
 
 from headway.count import CostModel
 from headway.count.adapters import NEW_ROWS, is_adapter, targets_of
-from headway.errors import CheckpointError, ConfigError, UsageError, errors_in
-from headway.models.foreign import check_adapters, foreign, matching_names
+from headway.errors import CheckpointError, ConfigError, UsageError, errors_in, foreign
+from headway.models.foreign import check_adapters, matching_names
 from headway.models.new_rows import add_new_rows, initialise_new_rows, new_rows, resize, without_new_rows
 from headway.models.parallel import fill
 from headway.models.scores import SCORE, SCORE_WEIGHT, is_scorer

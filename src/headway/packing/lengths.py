@@ -255,7 +255,7 @@ def _parquet(path: Path) -> dict[str, Any]:
         ) from error
     try:
         wanted = _wanted(pq.read_schema(path).names, path)
-        table = pq.read_table(path, columns=wanted)
+        table = pq.read_table(path, columns=wanted, page_checksum_verification=True)
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"The lengths {path} cannot be read: {error}. Give a CSV or Parquet file.") from error
     empty = [name for name in wanted if table[name].null_count]

@@ -1,10 +1,15 @@
 """Files that are cut, gone, changed or empty: one clear error each, after the rows before the damage."""
 
 import gzip
+import io
 import json
 import os
 import pickle
+import re
+import struct
 import tarfile
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -279,3 +284,68 @@ def test_links_in_an_archive_are_refused(tmp_path):
         archive.addfile(link)
     with pytest.raises(SampleError, match=r"sample x: the member x\.json is a link"):
         open_source(path)[0]
+
+
+def npy_bomb(path):
+    header = b"(" * 5000 + b"\n"
+    path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(64))
+
+
+def sparse_tar(path, **headers):
+    with tarfile.open(path, "w") as archive:
+        member = tarfile.TarInfo("a.json")
+        member.size = 9
+        member.pax_headers = {f"GNU.sparse.{name}": value for name, value in headers.items()}
+        archive.addfile(member, io.BytesIO(b'{"a": 1}\n'))
+
+
+def flipped_page(path):
+    """A page one of whose letters was changed; uncompressed, so that nothing but its checksum can tell."""
+    table = pa.table({"text": [f"some words of row {row:05d} here" for row in range(500)]})
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"some words of row 00100", b"same words of row 00100"))
+    assert path.read_bytes() != content
+
+
+STRANGE = {
+    "header.npy": (npy_bomb, "cannot be read further: "),
+    "a.tar": (partial(sparse_tar, major="1", minor="0", realsize="99999999999", name="b.json"), "cannot be read "),
+    "b.tar": (partial(sparse_tar, major="0", minor="1", map="x,y", name="b.json"), "cannot be read "),
+    "page.parquet": (flipped_page, "CRC checksum verification failed"),
+} | {
+    f"{kind}{extension}": (lambda path, words=words: path.write_text(words), says)
+    for extension in (".jsonl", ".jsonl.gz", ".json", ".csv", ".tar", ".parquet", ".arrow")
+    for kind, words, says in (
+        (
+            "pointer",
+            "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n",
+            "that Git LFS left",
+        ),
+        ("page", "\n<!doctype html>\n<html>Sign in</html>\n", "it is a web page"),
+    )
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_strangers_file_ends_in_a_sentence_whatever_its_library_raises(tmp_path, name):
+    write, says = STRANGE[name]
+    write(tmp_path / name)
+    source = open_source(tmp_path / name)
+    with pytest.raises(SampleError, match=says):
+        source[len(source) - 1]
+    *_, (_, last) = source.shards[0].rows()
+    assert isinstance(last, SampleError)
+    assert re.search(says, str(last))
+
+
+def test_a_web_page_is_a_text_among_texts(tmp_path):
+    (tmp_path / "page.txt").write_text("<html>\n</html>\n")
+    assert len(read_samples(tmp_path / "page.txt")) == 1
+
+
+@pytest.mark.parametrize("path", ["{}/na\udcffme.jsonl", "{}/*.jsonl", "{}"])
+def test_a_name_that_is_not_utf_8_is_refused_by_name(tmp_path, path):
+    Path(f"{tmp_path}/na\udcffme.jsonl").write_bytes(lines())
+    with pytest.raises(DataError, match=r"na\\udcffme.jsonl is not UTF-8.* Rename it"):
+        open_source(path.format(tmp_path))

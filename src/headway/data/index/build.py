@@ -83,7 +83,11 @@ class IndexJob:
         Raises:
             FileNotFoundError: the unit is not finished, or another process has joined the parts already.
         """
-        return list(bad_rows(pq.read_table(self.part(unit), columns=[BAD])[BAD], self.source.name).values())
+        return list(
+            bad_rows(
+                pq.read_table(self.part(unit), columns=[BAD], page_checksum_verification=True)[BAD], self.source.name
+            ).values()
+        )
 
 
 def index_folder(source: Source, encoder: Encoder, cache: Path | None = None) -> Path:

@@ -140,7 +140,7 @@ class LengthIndex:
         """
         path = Path(path)
         try:
-            with pq.ParquetFile(path) as file:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 description = _description(file, path)
                 groups = (file.read_row_group(number) for number in range(file.num_row_groups))
                 columns = _columns(groups, file.metadata.num_rows, source or description["source"])

@@ -24,7 +24,7 @@ PARTS = "parts"
 KEY = "key"
 BAD = "bad"
 
-_COMPRESSION = "zstd"
+_WRITING: dict[str, Any] = {"compression": "zstd", "write_page_checksum": True}
 _INT = pa.int32()
 _FAULT = pa.struct([("file", pa.string()), ("row", pa.int64()), ("place", pa.string()), ("reason", pa.string())])
 _GRID = pa.struct([pa.field(side, _INT, nullable=False) for side in "thw"])
@@ -93,7 +93,7 @@ def write_table(path: Path, table: pa.Table) -> None:
     Raises:
         OSError: it cannot be written; nothing stands under the name then that did not before.
     """
-    write_whole(path, lambda file: pq.write_table(table, file, compression=_COMPRESSION))
+    write_whole(path, lambda file: pq.write_table(table, file, **_WRITING))
 
 
 def join_tables(parts: Sequence[Path], path: Path, metadata: dict[bytes, bytes], group_rows: int = 1 << 17) -> None:
@@ -111,10 +111,10 @@ def join_tables(parts: Sequence[Path], path: Path, metadata: dict[bytes, bytes],
 
     def write(file: BinaryIO) -> None:
         schema = SCHEMA.with_metadata(metadata)
-        with pq.ParquetWriter(file, schema, compression=_COMPRESSION) as writer:
+        with pq.ParquetWriter(file, schema, **_WRITING) as writer:
             tables: list[pa.Table] = []
             for number, part in enumerate(parts, 1):
-                tables.append(pq.read_table(part, schema=SCHEMA))
+                tables.append(pq.read_table(part, schema=SCHEMA, page_checksum_verification=True))
                 if sum(map(len, tables)) >= group_rows or number == len(parts):
                     writer.write_table(pa.concat_tables(tables).replace_schema_metadata(metadata))
                     tables = []

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import BatchFeature, WhisperFeatureExtractor
 
-from headway.data.media.videos import DAMAGE, av_container, first_stream
-from headway.data.samples import Media, media_error
+from headway.data.media.images import media_error, reading_media
+from headway.data.media.videos import av_container, first_stream
+from headway.data.samples import Media
 from headway.errors import DataError
 
 
@@ -36,18 +37,15 @@ class Sound:
 
     def __init__(self, media: Media, where: str, rate: int) -> None:
         self._media, self._where, self._rate = media, where, rate
-        try:
-            with av_container(media) as container:
-                stream = first_stream(container, "audio")
-                codec = stream.codec_context.name
-                file_samples: int
-                if stream.duration is not None and (codec == "flac" or codec.startswith("pcm_")):
-                    file_samples = round(stream.duration * stream.time_base * stream.rate)
-                else:
-                    file_samples = sum(frame.samples for frame in container.decode(stream))
-                self.num_samples: int = -(-file_samples * rate // stream.rate)
-        except DAMAGE as error:
-            raise media_error(media, where, "sound", error) from error
+        with reading_media(media, where, "sound"), av_container(media) as container:
+            stream = first_stream(container, "audio")
+            codec = stream.codec_context.name
+            file_samples: int
+            if stream.duration is not None and (codec == "flac" or codec.startswith("pcm_")):
+                file_samples = round(stream.duration * stream.time_base * stream.rate)
+            else:
+                file_samples = sum(frame.samples for frame in container.decode(stream))
+            self.num_samples: int = -(-file_samples * rate // stream.rate)
         if self.num_samples == 0:
             raise media_error(media, where, "sound", "it holds no samples. Copy it again, or delete the sample")
 
@@ -57,22 +55,19 @@ class Sound:
         Raises:
             DataError: the file is damaged, or shorter than its header promises.
         """
-        try:
-            with av_container(self._media) as container:
-                stream = first_stream(container, "audio")
-                from av import AudioResampler
+        with reading_media(self._media, self._where, "sound"), av_container(self._media) as container:
+            stream = first_stream(container, "audio")
+            from av import AudioResampler
 
-                # Resampled as it is decoded; None flushes what the filter holds back.
-                resampler = AudioResampler(format="fltp", rate=self._rate)
-                pieces, file_samples = [], 0
-                for frame in container.decode(stream):
-                    file_samples += frame.samples
-                    pieces += resampler.resample(frame)
-                pieces += resampler.resample(None)
-                # Samples at the model's rate, rounded up, as the header promised at opening.
-                expected = -(-file_samples * self._rate // stream.rate)
-        except DAMAGE as error:
-            raise media_error(self._media, self._where, "sound", error) from error
+            # Resampled as it is decoded; None flushes what the filter holds back.
+            resampler = AudioResampler(format="fltp", rate=self._rate)
+            pieces, file_samples = [], 0
+            for frame in container.decode(stream):
+                file_samples += frame.samples
+                pieces += resampler.resample(frame)
+            pieces += resampler.resample(None)
+            # Samples at the model's rate, rounded up, as the header promised at opening.
+            expected = -(-file_samples * self._rate // stream.rate)
         if expected != self.num_samples:
             raise media_error(
                 self._media,

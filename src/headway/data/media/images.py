@@ -2,8 +2,8 @@
 
 import struct
 import warnings
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from typing import BinaryIO, Self
 
@@ -11,18 +11,13 @@ import numpy as np
 from PIL import ExifTags, ImageOps, UnidentifiedImageError
 from PIL import Image as Pillow
 
-from headway.data.samples import Media, media_error
-from headway.errors import ConfigError
+from headway.data.samples import Media
+from headway.errors import ConfigError, DataError, reraise_own
 from headway.words import Argument
 
 MAX_IMAGE_PIXELS = 89_478_485
 """Default bound on an image [pixels]: a quarter GiB of 24-bit colour, as Pillow's own `Image.MAX_IMAGE_PIXELS`."""
 
-# What Pillow's readers raise on damaged files; warnings where a program has made them errors.
-_DAMAGE = (
-    OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError, AttributeError,
-    struct.error, zlib.error, Pillow.DecompressionBombError, Warning,
-)  # fmt: skip
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 """Formats that are read, by Pillow's names; no other is even tried, whatever a file is called.
 
@@ -53,6 +48,55 @@ def check_limit(max_pixels: int) -> int:
     return max_pixels
 
 
+@contextmanager
+def reading_media(media: Media, where: str, kind: str) -> Iterator[None]:
+    """Run a decoder on a file that anybody may have written: whatever it raises becomes the sample's error.
+
+    Args:
+        media: the file or its bytes.
+        where: the sample's place.
+        kind: "image", "video" or "sound".
+
+    Raises:
+        DataError: the decoder fails, but for want of memory.
+    """
+    try:
+        yield
+    except MemoryError:  # the machine's, not the file's
+        raise
+    except BaseException as error:
+        reraise_own(error)
+        raise media_error(media, where, kind, error) from error
+
+
+def media_error(media: Media, where: str, kind: str, reason: BaseException | str) -> DataError:
+    """An error that names the sample, the file, its size and what to do.
+
+    Args:
+        media: the file or its bytes.
+        where: the sample's place.
+        kind: "image", "video" or "sound".
+        reason: what was found.
+    """
+    if isinstance(reason, str):
+        return DataError(f"the {kind} {media} cannot be used: {reason}.", where=where)
+    return DataError(
+        f"the {kind} {media} ({_stored(media, reason)}) cannot be read: {reason}. It may be cut short or of "
+        f"an unknown format; copy it again, convert it, or delete the sample.",
+        where=where,
+    )
+
+
+def _stored(media: Media, reason: BaseException) -> str:
+    if isinstance(reason, FileNotFoundError):
+        return "missing"
+    try:
+        with media.open() as file:
+            return f"{file.seek(0, 2)} bytes"
+    except OSError as error:
+        return str(error)
+
+
 class Picture:
     """An opened image, of which only the header has been read.
 
@@ -72,17 +116,15 @@ class Picture:
         self._media, self._where = media, where
         self._file: BinaryIO | None = None
         try:
-            self._file = media.open()
-            try:
-                self.size = self._open(self._file, max_pixels)
-            except ValueError as error:
-                if "MAX_TEXT" not in str(error):  # Pillow's bounds on what is written beside the pixels of a PNG
-                    raise
-                self._file = _without_texts(self._file)
-                self.size = self._open(self._file, max_pixels)
-        except _DAMAGE as error:
-            self.close()
-            raise media_error(media, where, "image", error) from error
+            with reading_media(media, where, "image"):
+                self._file = media.open()
+                try:
+                    self.size = self._open(self._file, max_pixels)
+                except ValueError as error:
+                    if "MAX_TEXT" not in str(error):  # Pillow's bounds on what is written beside the pixels of a PNG
+                        raise
+                    self._file = _without_texts(self._file)
+                    self.size = self._open(self._file, max_pixels)
         except BaseException:
             self.close()
             raise
@@ -104,12 +146,10 @@ class Picture:
         Raises:
             DataError: the file is damaged, or of a kind that has no agreed meaning as a picture.
         """
-        try:
+        with reading_media(self._media, self._where, "image"):
             self._image.load()
             ImageOps.exif_transpose(self._image, in_place=True)
             decoded = _as_rgb(self._image)
-        except _DAMAGE as error:
-            raise media_error(self._media, self._where, "image", error) from error
         if (decoded.height, decoded.width) != self.size:
             raise media_error(
                 self._media,
@@ -128,10 +168,8 @@ class Picture:
         """
         if self._image.mode not in _WIDE_GREY:
             return None
-        try:
+        with reading_media(self._media, self._where, "image"):
             return int(np.asarray(self._image).max())
-        except _DAMAGE as error:
-            raise media_error(self._media, self._where, "image", error) from error
 
     def _open(self, file: BinaryIO, max_pixels: int) -> tuple[int, int]:
         """Read the header; (height, width) once upright [pixels]."""

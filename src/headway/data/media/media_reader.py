@@ -21,8 +21,7 @@ from headway.data.media.sizes import MediaSizes
 from headway.data.media.tensors import LAYOUTS, MediaTensors
 from headway.data.media.videos import VideoPatches, clip_of
 from headway.data.samples import Chat, Media
-from headway.errors import ConfigError, DataError
-from headway.models.foreign import foreign
+from headway.errors import ConfigError, DataError, foreign
 from headway.models.video import VideoProcessor, metadata_of
 
 

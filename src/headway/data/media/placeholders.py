@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from headway.count.modalities import in_chats
 from headway.data.chat import Span
 from headway.data.media.processor_images import ProcessedImages
-from headway.errors import DataError
-from headway.models.foreign import foreign
+from headway.errors import DataError, foreign
 from headway.words import Argument
 
 MAX_CHARACTERS = 5_000_000

@@ -13,16 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headway.data.media.images import Picture
-from headway.data.samples import Grid, Media, media_error
+from headway.data.media.images import Picture, media_error, reading_media
+from headway.data.samples import Grid, Media
 from headway.errors import ConfigError, DataError
 from headway.models.pixel_patches import Scale, pixel_scale
 from headway.models.video import VideoProcessor
 from headway.version import install_command
 from headway.words import Argument
 
-# What opening and decoding raise on files that are missing, damaged or no media.
-DAMAGE = (OSError, ValueError, IndexError, EOFError, OverflowError, Warning)
 # A playlist could name other files or addresses; nothing but the file itself is opened.
 _OPTIONS = {"protocol_whitelist": "none"}
 
@@ -34,8 +32,7 @@ def av_container(media: Media) -> Iterator[Any]:
     PyAV is imported here, where a video or sound is first opened: text and images are trained without it.
 
     Raises:
-        OSError, ValueError: it cannot be opened, or what is decoded within the context is damaged.
-        ConfigError: PyAV is not installed.
+        ConfigError: PyAV is not installed. What PyAV raises on a damaged file is for `reading_media`.
     """
     try:
         import av
@@ -44,11 +41,8 @@ def av_container(media: Media) -> Iterator[Any]:
             "reading videos and sounds needs PyAV, which is not installed. Install it with `pip install av`, or the "
             f"extra that brings it, {install_command('train')}"
         ) from error
-    try:
-        with media.open() as file, av.open(file, options=_OPTIONS) as container:
-            yield container
-    except av.error.FFmpegError as error:  # some of its kinds are no OSError or ValueError
-        raise ValueError(str(error)) from error
+    with media.open() as file, av.open(file, options=_OPTIONS) as container:
+        yield container
 
 
 def first_stream(container: Any, kind: str) -> Any:
@@ -88,14 +82,12 @@ class Clip:
 
     def __init__(self, media: Media, where: str, max_pixels: int) -> None:
         self._media, self._where = media, where
-        try:
+        with reading_media(media, where, "video"):
             with av_container(media) as container:
                 self.num_frames, self.fps, self.size = self._header(container, max_pixels)
             if self.num_frames == 0:
                 with av_container(media) as container:
                     self.num_frames = _count_frames(container)
-        except DAMAGE as error:
-            raise media_error(media, where, "video", error) from error
         if self.num_frames == 0:
             raise self._unusable("it has no frames. Delete the sample, or copy the file again")
 
@@ -130,26 +122,23 @@ class Clip:
         wanted = iter(places)
         place = next(wanted, None)
         decoded = 0
-        try:
-            with av_container(self._media) as container:
-                from av.video.reformatter import VideoReformatter
+        with reading_media(self._media, self._where, "video"), av_container(self._media) as container:
+            from av.video.reformatter import VideoReformatter
 
-                converter = VideoReformatter()  # one for all frames: making one costs more than converting a frame
-                for number, frame in enumerate(container.decode(first_stream(container, "video"))):
-                    if place is None:
-                        return
-                    decoded = number + 1
-                    # Frames between two places are decoded, as later ones depend on them, but not converted.
-                    if number < place:
-                        continue
-                    shown_HWC: Any = converter.reformat(frame, format="rgb24").to_ndarray()
-                    # A phone's film says by how much it is turned; the model reads it upright.
-                    frame_HWC: NDArray[np.uint8] = np.rot90(shown_HWC, round(frame.rotation / 90))
-                    while place == number:
-                        yield frame_HWC
-                        place = next(wanted, None)
-        except DAMAGE as error:
-            raise media_error(self._media, self._where, "video", error) from error
+            converter = VideoReformatter()  # one for all frames: making one costs more than converting a frame
+            for number, frame in enumerate(container.decode(first_stream(container, "video"))):
+                if place is None:
+                    return
+                decoded = number + 1
+                # Frames between two places are decoded, as later ones depend on them, but not converted.
+                if number < place:
+                    continue
+                shown_HWC: Any = converter.reformat(frame, format="rgb24").to_ndarray()
+                # A phone's film says by how much it is turned; the model reads it upright.
+                frame_HWC: NDArray[np.uint8] = np.rot90(shown_HWC, round(frame.rotation / 90))
+                while place == number:
+                    yield frame_HWC
+                    place = next(wanted, None)
         if place is not None:
             raise self._unusable(
                 f"{decoded} frames can be decoded, but frame {place + 1} of {self.num_frames} is needed; it was cut "

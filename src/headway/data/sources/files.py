@@ -5,8 +5,6 @@ import hashlib
 import io
 import os
 import re
-import tarfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,19 +13,18 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import fsspec
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
 
 from headway.cache import cache_root, write_whole
-from headway.errors import DataError
+from headway.errors import DataError, first_line
+from headway.files import as_os_errors, is_utf8, open_url, url_system
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-DAMAGE = (OSError, EOFError, zlib.error, tarfile.TarError, pa.ArrowException)
-"""Exceptions of reading a file that is missing, unreachable, cut short or damaged."""
-
 _CONTENT_FIELDS = ("content-md5", "md5hash", "blob-id", "etag", "last-modified")  # of fsspec's stores, best first
 _GLOB = re.compile(r"[*?\[]")
+HEAD_BYTES = 64
+_PAGES = ("", ".txt", ".md", ".html", ".htm", ".xhtml", ".xml")  # texts, of which a web page may be one
 _OPEN_FILES = 64  # kept open for random access, per process; well below the usual limit of 1024
 
 
@@ -88,14 +85,15 @@ class File:
 
         Raises:
             DataError: the file changed since it was found, or while it was read to its end.
-            OSError: it cannot be opened. What reading raises then is in `DAMAGE`.
+            OSError: it cannot be opened. What reading raises then is the libraries' own.
         """
         with ExitStack() as stack:
             if self.is_local:
                 raw: Any = stack.enter_context(Path(self.url).open("rb"))
                 self.check(os.fstat(raw.fileno()))
             else:
-                raw = stack.enter_context(fsspec.open(self.url, "rb", **self.options))
+                raw = stack.enter_context(open_url(self.url, self.options))
+            self.check_head(raw.peek(HEAD_BYTES)[:HEAD_BYTES])
             if self.compression == "gzip":
                 raw = stack.enter_context(gzip.GzipFile(fileobj=raw))
             elif self.compression == "zstd":
@@ -104,6 +102,20 @@ class File:
             yield raw
             if self.is_local:
                 self.check(Path(self.url).stat())
+
+    def check_head(self, head: bytes) -> None:
+        """Refuse what other programs leave in place of data.
+
+        Args:
+            head: the first `HEAD_BYTES` as stored.
+
+        Raises:
+            OSError: it is a pointer of Git LFS, or a web page under a name that promises none.
+        """
+        if head.startswith(b"version https://git-lfs.github.com/"):
+            raise OSError("it is a pointer that Git LFS left in place of the file, which `git lfs pull` fetches")
+        if head.lstrip().lower().startswith((b"<!doctype html", b"<html")) and self.extension not in _PAGES:
+            raise OSError("it is a web page in place of the file, such as one to sign in at")
 
     def check(self, status: os.stat_result) -> None:
         """Compare a local file with what was found.
@@ -127,10 +139,6 @@ def without_query(url: str) -> str:
     return url.partition("?")[0].partition("#")[0] if "://" in url else url
 
 
-class _EmptyFolderError(Exception):
-    pass
-
-
 def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str | None]:
     """Find the files that a path, glob or URL names, in the order of their names.
 
@@ -141,41 +149,64 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
         DataError: there are none, or they cannot be reached.
     """
     try:
-        system, inside = fsspec.core.url_to_fs(path, **options)
-        # A single file's root is its folder; on this machine it keeps the path as it was written.
-        if system.isfile(inside):
-            is_plain = isinstance(system, LocalFileSystem) and "://" not in path
-            root = without_query(inside).rpartition("/")[0]
-            return [_file(system, path if is_plain else inside, options, root)], None
-        folder = None
-        # A folder stands for all files within, a glob for those it matches; hidden ones only where a glob names them.
-        if system.isdir(inside):
-            folder = _file_url(system, inside)
-            names = [name for name in sorted(system.find(inside)) if not _is_hidden(name[len(inside) :])]
-        else:
-            names = [name for name in sorted(system.glob(inside)) if system.isfile(name)]
-            if not Path(inside).name.startswith("."):  # as in a shell
-                names = [name for name in names if not Path(name).name.startswith(".")]
-        if not names:
-            raise _EmptyFolderError if folder else FileNotFoundError(ENOENT, os.strerror(ENOENT))
-        # Names below the root, so that a copy elsewhere is the same data.
-        root = inside if folder else _GLOB.split(inside, maxsplit=1)[0].rpartition("/")[0]
-        return [_file(system, name, options, root) for name in names], folder
-    except _EmptyFolderError as error:
-        raise DataError(
-            f"The dataset {path} is a folder without files (those whose names begin with . or _ are not looked at). "
-            "Put the dataset into it, or name another path."
-        ) from error
-    except (OSError, ImportError, ValueError) as error:  # ImportError and ValueError: fsspec's, of unknown protocols
-        reason = getattr(error, "strerror", None) or error
+        with as_os_errors():
+            return _found(path, options)
+    except (OSError, ImportError) as error:  # ImportError: the library of a protocol is not installed
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise DataError(
             f"The dataset {path} cannot be read: {reason}. Give the path of a file or folder, a glob, or a URL whose "
             "file system fsspec has installed."
         ) from error
 
 
+def _found(path: str, options: Mapping[str, Any]) -> tuple[list[File], str | None]:
+    system, inside = url_system(path, options)
+    # A single file's root is its folder; on this machine it keeps the path as it was written. A web server is asked
+    # once: it has no folders, and says of what it does not give why.
+    is_page = path.lower().startswith(("http://", "https://")) and not _GLOB.search(without_query(path))
+    kind = "file" if is_page else _kind(system, inside)
+    if kind == "file":
+        is_plain = isinstance(system, LocalFileSystem) and "://" not in path
+        root = without_query(inside).rpartition("/")[0]
+        return [_file(system, path if is_plain else inside, options, root)], None
+    folder = None
+    # A folder stands for all files within, a glob for those it matches; hidden ones only where a glob names them.
+    if kind == "directory":
+        folder = _file_url(system, inside)
+        names = [name for name in sorted(system.find(inside)) if not _is_hidden(name[len(inside) :])]
+    else:
+        names = [name for name in sorted(system.glob(inside)) if system.isfile(name)]
+        if not Path(inside).name.startswith("."):  # as in a shell
+            names = [name for name in names if not Path(name).name.startswith(".")]
+    if folder and not names:
+        raise DataError(
+            f"The dataset {path} is a folder without files (those whose names begin with . or _ are not looked at). "
+            "Put the dataset into it, or name another path."
+        )
+    if not names:
+        raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
+    # Names below the root, so that a copy elsewhere is the same data.
+    root = inside if folder else _GLOB.split(inside, maxsplit=1)[0].rpartition("/")[0]
+    return [_file(system, name, options, root) for name in names], folder
+
+
+def _kind(system: Any, inside: str) -> str | None:
+    """Either "file" or "directory"; None of what is not there. fsspec's `isfile` would take any failure for a no."""
+    if isinstance(system, LocalFileSystem):
+        return "file" if system.isfile(inside) else "directory" if system.isdir(inside) else None
+    try:
+        return str(system.info(inside)["type"])
+    except FileNotFoundError:
+        return None
+
+
 def _file(system: Any, name: str, options: Mapping[str, Any], root: str) -> File:
     inside = without_query(name)
+    if not is_utf8(name):
+        raise DataError(
+            f"The name of the file {name} is not UTF-8, which records, indices and checkpoints keep names in. Rename "
+            "it."
+        )
     below = inside.removeprefix(root).lstrip("/") if inside.startswith(f"{root}/") else Path(inside).name
     if isinstance(system, LocalFileSystem):
         status = Path(name).stat()

@@ -14,12 +14,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-import fsspec
-
 from headway.cache import cache_root, write_whole
-from headway.data.sources.files import DAMAGE, File
+from headway.data.sources.files import File
 from headway.data.sources.source import Source
 from headway.errors import CheckpointError, DataError
+from headway.files import open_url
 from headway.words import Argument
 
 Verify = Literal["size-and-time", "hash", "size"]
@@ -197,12 +196,11 @@ def content_sha256(path: Path) -> str:
 
 def _digest(file: File) -> str:
     try:
-        with fsspec.open(file.url, "rb", **file.options) as stream:
+        with open_url(file.url, file.options) as stream:
             return hashlib.file_digest(cast("Any", stream), "sha256").hexdigest()
-    except DAMAGE as error:
+    except OSError as error:
         raise _unreadable(file, error) from error
 
 
-def _unreadable(file: File, error: BaseException) -> DataError:
-    reason = getattr(error, "strerror", None) or error
-    return DataError(f"{file.url} cannot be read to its end to be hashed: {reason}. Copy it again.")
+def _unreadable(file: File, error: OSError) -> DataError:
+    return DataError(f"{file.url} cannot be read to its end to be hashed: {error.strerror or error}. Copy it again.")

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from headway.data.samples import Document, Sample
 from headway.data.sources.classes import ClassFolder, class_folder
 from headway.data.sources.csv_rows import DelimitedReader
 from headway.data.sources.documents import SampleBy, Text, TokenFile
-from headway.data.sources.files import COMPRESSIONS, DAMAGE, File, find_files, without_query
+from headway.data.sources.files import COMPRESSIONS, File, find_files, without_query
 from headway.data.sources.json_rows import JsonArray, JsonLines
 from headway.data.sources.reader import Reader
 from headway.data.sources.references import MediaRules, kind_of
@@ -19,7 +20,7 @@ from headway.data.sources.schemas import Normaliser
 from headway.data.sources.source import Shard, Source
 from headway.data.sources.tables import Arrow, Parquet
 from headway.data.sources.tar import Tar
-from headway.errors import ConfigError, DataError
+from headway.errors import ConfigError, DataError, foreign
 
 FORMATS: dict[str, type[Reader]] = {
     "jsonl": JsonLines,
@@ -246,14 +247,11 @@ def _beside(file: File) -> str:
 
 def _holds_lines(file: File) -> bool:
     """Whether a .json file has a whole object on its first line and more below, as JSON Lines under that name."""
-    try:
-        with file.opened() as stream:
-            first = stream.readline(_PEEK_BYTES)
-            if not first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") or not stream.read(1):
-                return False
-        return isinstance(json.loads(first.decode("utf-8-sig")), dict)
-    except (*DAMAGE, ValueError, RecursionError):
-        return False  # told when the file is read
+    with suppress(DataError), foreign(DataError), file.opened() as stream:  # what fails is told when the file is read
+        first = stream.readline(_PEEK_BYTES)
+        is_line = first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and bool(stream.read(1))
+        return is_line and isinstance(json.loads(first.decode("utf-8-sig")), dict)
+    return False
 
 
 def _saved_by_datasets(files: list[File], folder: str) -> list[File]:
@@ -278,11 +276,11 @@ def _saved_by_datasets(files: list[File], folder: str) -> list[File]:
 
 
 def _content(file: File) -> dict[str, Any]:
-    try:
-        with file.opened() as stream:
-            content: dict[str, Any] = json.load(stream)
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{file.url} cannot be read: {error}. Save the dataset again.") from error
+    with (
+        foreign(lambda reason: DataError(f"{file.url} cannot be read: {reason} Save the dataset again.")),
+        file.opened() as stream,
+    ):
+        content: dict[str, Any] = json.load(stream)
     return content
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from headway.data.sources.files import DAMAGE, File
-from headway.errors import DataError
+from headway.data.sources.files import File
+from headway.errors import DataError, first_line, foreign, reraise_own
 
 T = TypeVar("T")
 
@@ -70,6 +70,17 @@ class Reader(ABC):
         if last is None and start == 0:
             yield Raw(0, START, DataError(EMPTY_MESSAGE))
 
+    def row(self, raw: Raw) -> ParsedRow:
+        """Read a row, which anybody may have written.
+
+        Raises:
+            DataError: it cannot be read, whatever a library raises at it; the message begins with the reason.
+        """
+        if isinstance(raw.content, DataError):
+            raise raw.content
+        with foreign(lambda reason: DataError(f"it cannot be read: {reason} Write it again, or delete it.")):
+            return self.parse(raw.content)
+
     @abstractmethod
     def parse(self, content: Any) -> ParsedRow:
         """Read a row's content.
@@ -92,7 +103,7 @@ class Reader(ABC):
 
     @abstractmethod
     def _read(self, start: int) -> Iterator[Raw]:
-        """Rows in order; those before `start - 1` may be left out. Raises what is in DAMAGE."""
+        """Rows in order; those before `start - 1` may be left out. Raises whatever libraries do at a damaged file."""
 
     def __repr__(self) -> str:
         """The format and its settings, the same for every object that reads a file alike."""
@@ -103,11 +114,12 @@ class Reader(ABC):
 
 
 def until_damage(items: Iterable[T]) -> Iterator[T | DataError]:
-    """Items as long as they can be read, then the reason as an error, if there is one."""
+    """Items as long as they can be read, then the reason as an error, if there is one: whatever a library raises."""
     try:
         yield from items
-    except DAMAGE as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    except BaseException as error:  # noqa: BLE001 - yielded, as what libraries raise has no base of its own
+        reraise_own(error)
+        reason = getattr(error, "strerror", None) or first_line(error)
         is_other = isinstance(error, io.UnsupportedOperation)  # whole, and laid out as no such file is
         advice = "" if is_other else " It may be cut short, damaged or out of reach; copy it again."
         damage = DataError(f"the file cannot be read further: {reason}.{advice}")

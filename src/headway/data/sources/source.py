@@ -15,7 +15,7 @@ from headway.data.sources.marks import unread_keys
 from headway.data.sources.preferences import num_ties, read_columns
 from headway.data.sources.reader import Raw, Reader
 from headway.data.sources.schemas import COLUMNS, Normaliser, has_schema
-from headway.errors import DataError
+from headway.errors import DataError, foreign
 
 _DIM = 65536 // 8  # of 16 bits
 _PICTURED_ROWS = 3  # whose pictures are looked at, of each file
@@ -83,8 +83,7 @@ class Shard:
         """The columns of the first rows that can be read."""
         for raw in islice(self.reader.stream(), most):
             try:
-                row = {} if isinstance(raw.content, DataError) else self.reader.parse(raw.content).fields
-                yield self.normaliser.named(row)
+                yield self.normaliser.named(self.reader.row(raw).fields)
             except DataError:
                 continue  # told when the row is used
 
@@ -123,14 +122,14 @@ class Shard:
         """
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)} rows in {self.name}")
-        return self._sample(self.reader.get(int(row)))
+        with foreign(lambda reason: DataError(f"{self.name}: row {row} cannot be read: {reason} Copy the file again.")):
+            raw = self.reader.get(int(row))
+        return self._sample(raw)
 
     def _sample(self, raw: Raw) -> Sample:
         origin = Origin(self.source, self.name, raw.row, raw.place)
         try:
-            if isinstance(raw.content, DataError):
-                raise raw.content
-            return self.normaliser.sample(self.reader.parse(raw.content), origin)
+            return self.normaliser.sample(self.reader.row(raw), origin)
         except DataError as error:
             raise SampleError(origin, *error.pieces) from error
 

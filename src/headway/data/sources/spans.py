@@ -1,12 +1,11 @@
 """Formats whose rows are runs of bytes: lines, elements, documents, members of an archive."""
 
-import io
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,7 @@ from headway.errors import DataError
 MOST_ROW_BYTES = 2**29
 """Longest row [bytes]. A small compressed file, or one with a hole, may hold a line that is longer than the memory."""
 
+_PIECE_BYTES = 2**20
 _DAMAGED = -1  # as the end of a row: the row stands for what cannot be read
 # What NumPy raises on a file that is missing, cut short or something else.
 _NO_TABLE = (OSError, ValueError, EOFError, TypeError, KeyError, SyntaxError, OverflowError, MemoryError)
@@ -60,14 +60,16 @@ def lines(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
     Raises:
         EOFError: a line is too long.
     """
-    number = 0
-    reader: Any = stream
-    if not isinstance(reader, io.BufferedIOBase | io.RawIOBase):  # of a URL: its own `readline` takes no bound
-        reader = io.BufferedReader(reader)
-    while line := reader.readline(MOST_ROW_BYTES + 1):
+    number, most = 0, min(_PIECE_BYTES, MOST_ROW_BYTES + 1)
+    while line := stream.readline(most):
         number += 1
-        if len(line) > MOST_ROW_BYTES:  # a call for each line would take longer than to read it
-            check_row(len(line), f"line {number}")
+        if len(line) == most:  # longer, most likely: joined as it is read, so that the bound is one of memory
+            pieces = bytearray(line)
+            check_row(len(pieces), f"line {number}")
+            while pieces[-1:] != b"\n" and (piece := stream.readline(most)):
+                pieces += piece
+                check_row(len(pieces), f"line {number}")
+            line = bytes(pieces)
         yield number, line
 
 
@@ -77,9 +79,11 @@ def whole(stream: BinaryIO) -> bytes:
     Raises:
         EOFError: it is too long.
     """
-    content = stream.read(MOST_ROW_BYTES + 1)
-    check_row(len(content), "the document")
-    return content
+    content = bytearray()
+    while piece := stream.read(_PIECE_BYTES):
+        content += piece
+        check_row(len(content), "the document")
+    return bytes(content)
 
 
 class SpanReader(Reader):
@@ -93,7 +97,7 @@ class SpanReader(Reader):
 
     @abstractmethod
     def records(self, stream: BinaryIO) -> Iterator[Record]:
-        """Rows of a decompressed file, in order. Raises what is in `DAMAGE` where it cannot go on."""
+        """Rows of a decompressed file, in order. Raises whatever libraries do where it cannot go on."""
 
     def place(self, number: int, data: bytes) -> str:  # noqa: ARG002 - formats that name their rows read the bytes
         """Name a row as people do."""

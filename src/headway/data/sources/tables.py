@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from headway.data.sources.files import cached_path, write_cached
+from headway.data.sources.files import HEAD_BYTES, cached_path, write_cached
 from headway.data.sources.json_rows import shortened
 from headway.data.sources.reader import EMPTY_MESSAGE, START, ParsedRow, Raw, Reader, after, lasting, until_damage
 from headway.errors import DataError
@@ -67,6 +67,7 @@ class TableReader(Reader):
             return
         self.file.check(Path(self.file.url).stat())
         with pa.memory_map(self.file.url) as source:
+            self.file.check_head(source.read_at(HEAD_BYTES, 0))
             yield source
 
     def _rows(self) -> tuple[list[int], list[pa.RecordBatch], str]:
@@ -81,7 +82,7 @@ class TableReader(Reader):
         return None
 
     def _from_copy(self) -> tuple[list[pa.RecordBatch], str]:
-        path = cached_path(self.file, f"{type(self).__name__} rows 1").with_suffix(".arrow")
+        path = cached_path(self.file, f"{type(self).__name__} rows 2").with_suffix(".arrow")
         damage_file = path.with_suffix(".damage")
         batches = _copied(path, damage_file)
         if batches is None:
@@ -126,23 +127,33 @@ class Arrow(TableReader):
     """An Arrow file or stream, such as those of `datasets`."""
 
     def batches(self, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:  # noqa: ARG002, D102 - skipping costs nothing
+        row = 0
+        for _, batch in self._batches():
+            yield row, batch
+            row += batch.num_rows
+
+    def _batches(self) -> Iterator[tuple[pa.NativeFile, pa.RecordBatch]]:
+        """Record batches in order, with the open file."""
         with self._opened() as source:
-            row = 0
-            for batch in _batches(source):
-                yield row, batch
-                row += batch.num_rows
+            is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
+            source.seek(0)
+            if is_file:
+                table = pa.ipc.open_file(source)
+                yield from ((source, table.get_batch(number)) for number in range(table.num_record_batches))
+            else:
+                yield from ((source, batch) for batch in pa.ipc.open_stream(source))
 
     def _directly(self) -> tuple[list[pa.RecordBatch], str] | None:
         if not self.file.is_local:
             return None
         batches: list[pa.RecordBatch] = []
-        with self._opened() as source:
-            for batch in until_damage(_batches(source)):
-                if isinstance(batch, DataError):
-                    return batches, lasting(batch, self.file)
-                if not batches and not _lies_in(source, batch):
-                    return None
-                batches.append(batch)
+        for item in until_damage(self._batches()):
+            if isinstance(item, DataError):
+                return batches, lasting(item, self.file)
+            source, batch = item
+            if not batches and not _lies_in(source, batch):
+                return None
+            batches.append(batch)
         return batches, "" if any(batch.num_rows for batch in batches) else EMPTY_MESSAGE
 
 
@@ -150,7 +161,7 @@ class Parquet(TableReader):
     """A Parquet file."""
 
     def batches(self, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:  # noqa: D102 - as the base class says
-        with self._opened() as source, pq.ParquetFile(source) as table:
+        with self._opened() as source, pq.ParquetFile(source, page_checksum_verification=True) as table:
             row = 0
             for group in range(table.num_row_groups):
                 stop = row + table.metadata.row_group(group).num_rows
@@ -159,16 +170,6 @@ class Parquet(TableReader):
                         yield row, batch
                         row += batch.num_rows
                 row = stop
-
-
-def _batches(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
-    source.seek(0)
-    if is_file:
-        table = pa.ipc.open_file(source)
-        yield from (table.get_batch(number) for number in range(table.num_record_batches))
-    else:
-        yield from pa.ipc.open_stream(source)
 
 
 def _lies_in(source: pa.MemoryMappedFile, batch: pa.RecordBatch) -> bool:

@@ -19,11 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import CheckpointError, ConfigError, foreign
 from headway.families.bagel.configuration import BagelConfig
 from headway.families.bagel.encoding import AROUND
 from headway.families.bagel.model import BagelModel
-from headway.models.foreign import check_config, foreign
+from headway.models.foreign import check_config
 from headway.models.load import load_processor
 from headway.version import install_command
 
