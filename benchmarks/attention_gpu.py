@@ -102,7 +102,7 @@ def recipe_shapes() -> list[Shape]:
     for setup in SETUPS.values():
         config = setup.config(layers=1, is_small=False)
         text = config.get_text_config()
-        (batch,) = setup.batches(1, is_small=False)
+        (batch,), _ = setup.batches(1, is_small=False)
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         heads = text.num_attention_heads, text.num_key_value_heads, size
         lengths = tuple(batch.cu_seqlens_N.diff().tolist())

@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoConfig
 
-from engine_memory import Memory, fitting_layers, predicted_memory
+from engine_memory import Memory, fitting_layers, fullest_recompute, predicted_memory
 from engine_setups import SETUPS
 from headway.conventions import Step, architecture, get_convention
 from headway.count import CostModel, Workload
@@ -89,10 +89,13 @@ class Conditions:
     Attributes:
         is_small: sizes for a smoke test.
         num_packs: packs that are drawn once and taken in turn.
-        recompute: as `speed.recompute`; None for the recipe's own.
+        recompute: as `speed.recompute`; None for the recipe's own, "fullest" for `memory:SIZE` with the most that fits.
         attention: as `speed.attention`; None for the recipe's own.
         profiles: folder of a profile of each case; None for none.
         most_warmup: steps after which warm-up ends even if the rate has not settled.
+        tokens_per_pack: as `data.tokens_per_pack`; None for the recipe's own [tokens].
+        accumulation: packs of a step, as `optim.accumulation` [packs].
+        separate_updates: whether AdamW runs in separate passes where one pass is there.
     """
 
     is_small: bool
@@ -101,6 +104,9 @@ class Conditions:
     most_warmup: int
     attention: str | None = None
     profiles: Path | None = None
+    tokens_per_pack: int | None = None
+    accumulation: int = 1
+    separate_updates: bool = False
 
 
 def describe_machine(tell: Tell) -> None:
@@ -136,23 +142,28 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
     """Train as `headway train` would, with every part of the step but its feed."""
     began_s = time.monotonic()
     setup, is_small = SETUPS[case.setup], conditions.is_small
+    if conditions.tokens_per_pack is not None:
+        setup = replace(setup, packing_length=conditions.tokens_per_pack)
     is_cuda = torch.cuda.is_available()
     settings = {
         "run.device": "cuda" if is_cuda else "cpu",
         "run.dtype": "bfloat16-params" if is_cuda else "float32",
         "speed.kernels": case.kernels,
         "speed.compile": str(case.is_compiled).lower(),
-        "speed.recompute": conditions.recompute,
+        "speed.recompute": None if conditions.recompute == "fullest" else conditions.recompute,
         "speed.attention": conditions.attention,
-        "optim.accumulation": 1,
+        "data.tokens_per_pack": setup.packing_length,
+        "optim.accumulation": conditions.accumulation,
     }
-    batches = setup.batches(conditions.num_packs, is_small=is_small)
+    batches, num_cut = setup.batches(conditions.num_packs * conditions.accumulation, is_small=is_small)
     packs = [batch.workload for batch in batches]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         layers = case.layers or setup.layers(is_small=is_small)
         if case.layers is None and is_cuda and not is_small:
             layers = fitting_layers(setup, settings, packs, folder)
+        if conditions.recompute == "fullest":
+            settings["speed.recompute"] = fullest_recompute(setup, settings, packs, layers, folder, is_small=is_small)
         model_config = setup.config(layers=layers, is_small=is_small)
         config = setup.recipe_for(folder, model_config, settings)
         device = choose_device(config.run)
@@ -161,6 +172,8 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
         trained = build_trained(config, None, None, precision, device)
     model, cost_model = trained.model.train(), trained.cost_model
     optimizer = make_optimizer(model, config.optim, cost_model, Ranks(0, 1))
+    if conditions.separate_updates:
+        optimizer.one_pass_on = None
     parameters = [p for p in model.parameters() if p.requires_grad]
     batches = [batch.to(device) for batch in batches]
     predicted = predicted_memory(setup, config, cost_model, layers, packs, is_small=is_small)
@@ -172,32 +185,46 @@ def measure_engine(case: Case, conditions: Conditions, deadline_s: float, tell: 
             "parameters": cost_model.params.total,
             "dtype": precision.name,
             "recompute": trained.recompute,
+            "tokens_per_pack": max(pack.slots for pack in packs),
+            "accumulation": conditions.accumulation,
+            "samples": sum(len(pack.segments) for pack in packs),
+            "samples_cut": num_cut,
             "notes": [*trained.notes, *optimizer.notes],
             "set_up_s": time.monotonic() - began_s,
             **memory.record(),
         }
     )
 
-    def step(number: int, batch: Batch) -> torch.Tensor:
+    def step(number: int, packs: Sequence[Batch]) -> torch.Tensor:
         set_learning_rate(optimizer, learning_rate(number, config.optim))
-        with precision.autocast():
-            pack = trained.model_with_loss(batch.model_inputs(), batch.labels_1T[0], per=batch.num_supervised)
-        torch.autograd.backward(pack.total)
+        num_supervised, losses = sum(batch.num_supervised for batch in packs), []
+        for batch in packs:
+            with precision.autocast():
+                pack = trained.model_with_loss(batch.model_inputs(), batch.labels_1T[0], per=num_supervised)
+            torch.autograd.backward(pack.total)
+            losses.append(pack.total.detach())
         norm = gradient_norm(parameters)
         optimizer.factor = None if config.optim.clip is None else clipping_factor(norm, config.optim.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return pack.total.detach()
+        return torch.stack(losses).sum()
 
     sizes = architecture(model_config.to_dict(), setup.model, cost_model)
-    progress = Progress(case, deadline_s, tell, sizes, memory.record)
+    progress = Progress(case, deadline_s, tell, sizes, memory.record, conditions.accumulation)
+    steps = [
+        (
+            batches[first : first + conditions.accumulation],
+            Workload.total(packs[first : first + conditions.accumulation]),
+        )
+        for first in range(0, len(batches), conditions.accumulation)
+    ]
     peak = peak_for(device, precision.peak_dtype)
     ceiling = matmul_ceiling(device, dtype_name(device)).peak()  # `describe_machine` measured it: a profile holds it
     loop(
         progress,
         cost_model,
         partial(Meter, cost_model, peak=peak, ceiling=ceiling, recompute=trained.recompute),
-        [(batch, batch.workload) for batch in batches],
+        steps,
         step,
         OneAhead(device),
         most_warmup=conditions.most_warmup,
@@ -376,6 +403,7 @@ class Progress:
         tell: given the row so far.
         sizes: the model's, for other tools' rules; None where they are not asked.
         memory: what is known of memory.
+        packs_per_step: packs of a step, which other tools' rules take for rows [packs].
         workloads: of the counted steps that were launched.
         losses: of the same, on the host; that of the last may not have come yet.
     """
@@ -385,6 +413,7 @@ class Progress:
     tell: Tell
     sizes: Any = None
     memory: Callable[[], dict[str, Any]] = dict
+    packs_per_step: int = 1
     workloads: list[Workload] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     _windows: list[Window] = field(default_factory=list)
@@ -449,7 +478,8 @@ class Progress:
             "hfu": sum(w.hfu * w.wall_s for w in windows) / wall_s,
         }
         if self.sizes is not None:
-            whole = Step(Workload.total(self.workloads), sum(w.slots for w in self.workloads) // len(self.workloads))
+            num_packs = len(self.workloads) * self.packs_per_step
+            whole = Step(Workload.total(self.workloads), sum(w.slots for w in self.workloads) // num_packs)
             bills = {name: get_convention(name).bill(self.sizes, whole).flops for name in OTHERS}
             rate = steps / len(self.workloads) / wall_s / peak
             found["others"] = {name: None if flops is None else flops * rate for name, flops in bills.items()}

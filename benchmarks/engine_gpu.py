@@ -35,7 +35,7 @@ import torch
 
 import engine_case
 from engine_case import Case, Conditions
-from engine_setups import SETUPS
+from engine_setups import SETUPS, SMALL
 from engine_table import render
 from record import RESULTS, result_paths, write
 
@@ -100,15 +100,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kernels", choices=["torch", "liger"], help="liger on CUDA where it is there, if not given")
     parser.add_argument("--eager", action="store_true", help="never compile")
     parser.add_argument("--variants", action="store_true", help="with either kernels, compiled and not")
-    parser.add_argument("--recompute", help="as speed.recompute; the recipe's own if not given")
+    parser.add_argument("--recompute", help="as speed.recompute, or fullest: memory:SIZE with the most that fits")
     parser.add_argument("--attention", help="as speed.attention; the recipe's own if not given")
+    parser.add_argument("--tokens-per-pack", type=int, help="as data.tokens_per_pack; the recipe's own if not given")
+    parser.add_argument("--accumulation", type=int, default=1, help="packs of a step, as optim.accumulation")
+    parser.add_argument("--separate-updates", action="store_true", help="AdamW in separate passes, never in one")
     parser.add_argument("--profiles", type=Path, help="folder of a profile of a step of each engine case")
     parser.add_argument("--again", action="store_true", help="measure what is done already once more")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record and the table")
     parser.add_argument("--render", type=Path, help="only render this JSON record again")
     options = parser.parse_args()
-    if min(options.steps, options.warmup, options.packs) < 1:
-        parser.error("--steps, --warmup and --packs are at least 1")
+    if min(options.steps, options.warmup, options.packs, options.accumulation) < 1:
+        parser.error("--steps, --warmup, --packs and --accumulation are at least 1")
+    if options.tokens_per_pack is not None and options.tokens_per_pack < (SMALL if options.scale == "small" else 1):
+        parser.error(f"--tokens-per-pack {options.tokens_per_pack} leaves no token of a pack")
     return options
 
 
@@ -146,6 +151,10 @@ def cases_of(options: argparse.Namespace, *, on_cuda: bool) -> list[Case]:
                 name = f"{group}, {kind}, {'compiled' if is_compiled else 'eager'}"
                 name += f", attention {options.attention}" * bool(options.attention)
                 name += f", recompute {options.recompute}" * bool(options.recompute)
+                if options.tokens_per_pack is not None or options.accumulation > 1:
+                    length = options.tokens_per_pack or SETUPS[group].packing_length
+                    name += f", packs {options.accumulation} x {length:,}"
+                name += ", separate updates" * options.separate_updates
                 found.append(Case(name, group, kind, is_compiled, None, options.steps, weight=5.0))
     return found
 
@@ -173,6 +182,9 @@ def measure(
         options.warmup,
         options.attention,
         options.profiles,
+        options.tokens_per_pack,
+        options.accumulation,
+        options.separate_updates,
     )
     too_large: list[int] = []
     while True:

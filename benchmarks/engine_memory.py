@@ -1,10 +1,10 @@
 """Memory of the cases of benchmarks/engine_gpu.py: what the plan says, what the allocator had, which layers fit."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,10 +14,14 @@ from headway.count import CostModel, Workload
 from headway.count.activations import SavedActivations, shipped_activations
 from headway.count.models import load_cost_model
 from headway.data.collate import Batch
+from headway.errors import PlanError
 from headway.predict.dry_run import USABLE, learning_model, memory_plan, precision_of
 from headway.predict.memory import MemoryPlan
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
+
+Planned = TypeVar("Planned")
+SMALL_ROOM = 4 * 2**30  # of a machine without a CUDA device, for small sizes [bytes]
 
 
 class Memory:
@@ -96,6 +100,52 @@ def with_layers(saved: SavedActivations, layers: int) -> SavedActivations:
         return "visual" in stack or not number.isdecimal() or int(number) < layers
 
     return SavedActivations({name: block for name, block in saved.blocks.items() if stays(name)}, saved.left_out)
+
+
+def fullest(plan: Callable[[str], tuple[Planned, float]], room_bytes: float) -> Planned:
+    """Plan with the most activations that fit: as `speed.recompute=memory:SIZE`, SIZE in whole GiB.
+
+    Args:
+        plan: from a value of `speed.recompute` to a plan and its peak [bytes].
+        room_bytes: what the peak may take.
+
+    Raises:
+        PlanError: no size fits.
+    """
+    low, high, fits = 0, int(room_bytes / 2**30), None  # of activations [GiB]
+    while high - low > 1:
+        size = (low + high) // 2
+        try:
+            planned, peak_bytes = plan(f"memory:{size}GiB")
+        except PlanError:  # even if all blocks are computed again, more is kept
+            low = size
+            continue
+        if peak_bytes <= room_bytes:
+            low, fits = size, planned
+        else:
+            high = size
+    if fits is None:
+        raise PlanError(
+            f"no size of activations fits {room_bytes / 2**30:.1f} GiB. Take shorter packs or fewer layers."
+        )
+    return fits
+
+
+def fullest_recompute(
+    setup: Setup, settings: dict[str, Any], packs: Sequence[Workload], layers: int, folder: Path, *, is_small: bool
+) -> str:
+    """The `speed.recompute=memory:SIZE` with which a case keeps the most activations that the plan fits."""
+    cost_model = (
+        trace(without_data(setup.config(layers=layers, is_small=True))) if is_small else cost_model_of(setup, layers)
+    )
+    model_config = setup.config(layers=layers, is_small=is_small)
+
+    def plan(recompute: str) -> tuple[str, float]:
+        config = setup.recipe_for(folder, model_config, settings | {"speed.recompute": recompute})
+        return recompute, predicted_memory(setup, config, cost_model, layers, packs, is_small=is_small).peak
+
+    is_cuda = torch.cuda.is_available()
+    return fullest(plan, USABLE * torch.cuda.get_device_properties(0).total_memory if is_cuda else SMALL_ROOM)
 
 
 def fitting_layers(setup: Setup, settings: dict[str, Any], packs: Sequence[Workload], folder: Path) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -86,33 +87,43 @@ class Setup:
         """Language layers of the whole model."""
         return int(self.config(layers=None, is_small=is_small).get_text_config().num_hidden_layers)
 
-    def batches(self, count: int, *, is_small: bool) -> list[Batch]:
-        """Draw packs as the feed would hand them over: patches as bytes, the vision tower's inputs ready-made."""
+    def batches(self, count: int, *, is_small: bool) -> tuple[list[Batch], int]:
+        """Draw packs as the feed would hand them over: patches as bytes, the vision tower's inputs ready-made.
+
+        Returns:
+            The packs, and how many samples were drawn that are longer than a pack.
+        """
         model = without_data(self.config(layers=1, is_small=is_small))  # no layer's weights decide what a pack holds
         vision = getattr(model.config, "vision_config", None)
         values = 0 if vision is None else _frame_values(vision) * vision.temporal_patch_size
         scale = torch.full((values,), 2 / 255), torch.full((values,), -1.0)  # bytes as numbers from -1 to 1
         collator = Collator(geometry=vision_geometry(model), pixel_scale=scale)
-        drawn = self.packs(model.config, rope_index(model), is_small=is_small)
-        return [collator(samples) for samples, _ in zip(drawn, range(count), strict=False)]
+        drawn = [*islice(self.packs(model.config, rope_index(model), is_small=is_small), count)]
+        return [collator(samples) for samples, _ in drawn], sum(num_longer for _, num_longer in drawn)
 
     def packs(
         self, config: PreTrainedConfig, rule: RopeIndex | None, *, is_small: bool
-    ) -> Iterator[list[EncodedSample]]:
-        """Draw samples of packs, each filled to the last token: what is left over by those that fit is text."""
+    ) -> Iterator[tuple[list[EncodedSample], int]]:
+        """Draw samples of packs, each filled to the last token: what is left over by those that fit is text.
+
+        Yields:
+            A pack, and how many samples were drawn for it that are longer than a pack, in whose place is text.
+        """
         rng, scale = np.random.default_rng(0), SMALL if is_small else 1
         while True:
             pack: list[EncodedSample] = []
             room = self.packing_length // scale
+            num_longer = 0
             while room > 0:
                 tokens, media, number = (int(drawn[0]) for drawn in MIXES[self.mix].draw(rng, 1))
                 grids = [self._grid(media // number // scale) for _ in range(number)]
                 length = max(1, (tokens - media) // scale) + sum(math.prod(grid) // 4 + 2 for grid in grids)
+                num_longer += length > self.packing_length // scale
                 if length > room:
                     length, grids = room, []
                 pack.append(_sample(config, rule, rng, length, grids, is_video=self.is_video))
                 room -= length
-            yield pack
+            yield pack, num_longer
 
     def _grid(self, tokens: int) -> tuple[int, int, int]:
         """(t, h, w) of a picture or a video that takes about so many tokens, 2 x 2 patches each."""

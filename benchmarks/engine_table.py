@@ -28,7 +28,19 @@ def render(record: dict[str, Any]) -> str:
 
 
 def _rates(cases: list[Row], ceiling: dict[str, float]) -> str:
-    headings = ["", "layers", "kernels", "attention", "steps", "step [s]", "tokens/s", "MFU useful/1", "target", "HFU"]
+    headings = [
+        "",
+        "layers",
+        "packs",
+        "kernels",
+        "attention",
+        "steps",
+        "step [s]",
+        "tokens/s",
+        "MFU useful/1",
+        "target",
+        "HFU",
+    ]
     headings += ["of the best matmul", "of the sustained", *(f"as {name}" for name in OTHERS)]
     rows = []
     for case in cases:
@@ -37,6 +49,7 @@ def _rates(cases: list[Row], ceiling: dict[str, float]) -> str:
             [
                 f"{SETUPS[case['setup']].model}, {case['case'].partition(',')[0]}",
                 f"{case['layers']} of {case['of_layers']}",
+                packs(case),
                 f"{case['kernels']}, {'compiled' if case['compiled'] else 'eager'}",
                 attention_kernel(case),
                 str(case["steps"]),
@@ -67,6 +80,16 @@ def attention_kernel(case: Row) -> str:
     if not notes:
         return "by segment"  # as on a CPU
     return re.split(r";| \(| behind ", notes[0])[0].removeprefix("PyTorch's variable-length ")
+
+
+def packs(case: Row) -> str:
+    """Packs of a step and the tokens of each; records of before they could be chosen have the recipe's.
+
+    >>> packs({"setup": "text"}), packs({"setup": "text", "accumulation": 4, "tokens_per_pack": 20_480})
+    ('1 x 81,920', '4 x 20,480')
+    """
+    length = case.get("tokens_per_pack", SETUPS[case["setup"]].packing_length)
+    return f"{case.get('accumulation', 1)} x {length:,}"
 
 
 def _memory(cases: list[Row]) -> str:
@@ -112,6 +135,8 @@ def remarks(case: Row) -> list[str]:
     elif case["status"] != "done":
         first = str(case["error"]).partition("\n")[0]
         found.append(f"{case['status']}: {first}" if case["status"] != "error" else f"failed: {first}")
+    if case.get("samples_cut"):
+        found.append(f"{case['samples_cut']} of {case['samples']} samples were drawn longer than a pack, and are text")
     if case["too_large"]:
         found.append(f"did not fit with {', '.join(map(str, case['too_large']))} layers")
     if case.get("recompilations"):

@@ -2,8 +2,10 @@
 # Everything that is measured on one GPU, in order of worth, in parts of at most nine minutes.
 #
 #   benchmarks/gpu_all.sh --part 1 --out gpu-results     a quick try of each recipe, beside the tests that need a GPU;
-#                                                        attention's kernels; text and image, as their recipes say
-#   benchmarks/gpu_all.sh --part 2 --out gpu-results     video and questions, with the kernel that attends fastest
+#                                                        attention's kernels; text in one pack and in four, the
+#                                                        update in one pass and in several
+#   benchmarks/gpu_all.sh --part 2 --out gpu-results     images and video as their recipes say and in shorter packs;
+#                                                        questions in one pack and in four
 #   benchmarks/gpu_all.sh --part 3 --out gpu-results     the meter against a stopwatch; GPT-2; a plain loop; text and
 #                                                        questions with either kernels, compiled and not
 #   benchmarks/gpu_all.sh --part 1 --out gpu-results --scale small      the same code on a CPU
@@ -45,6 +47,7 @@ export PYTHONPATH="${PYTHONPATH:+$PYTHONPATH:}src:benchmarks" PYTHONUNBUFFERED=1
 export HEADWAY_CACHE=${HEADWAY_CACHE:-$(mktemp -d)}
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$HEADWAY_CACHE/inductor} # what a quick try compiled is there
 recipes=(text image video vqa)
+in_4_packs=(--tokens-per-pack 20480 --accumulation 4 --recompute full,-attention,-projections,-mlp)
 engine=(benchmarks/engine_gpu.py --scale "$scale" --warmup 2)
 if [[ $scale == small ]]; then
   engine+=(--steps 2 --packs 1 --eager)
@@ -112,16 +115,16 @@ item() {
   bundle
 }
 
-# recipe NAME LEAST_S MOST_S OPTIONS...: a recipe at its size, in the way in which its quick try ran, with a profile
+# recipe NAME ITEM LEAST_S MOST_S OPTIONS...: a recipe at its width, in the way in which its quick try ran, with a profile
 recipe() {
-  local name=$1 least_s=$2 most_s=$3 case_s
-  shift 3
+  local name=$1 item=$2 least_s=$3 most_s=$4 case_s
+  shift 4
   if [[ ! -e $out/smoke_$name/way ]]; then
-    say "$name: its quick try has not run to the end, so it is left out; see smoke_$name.log"
+    say "$item: its quick try has not run to the end, so it is left out; see smoke_$name.log"
     return
   fi
   case_s=$(($(left_s) < most_s ? $(left_s) : most_s))
-  item "$name" "$least_s" "$most_s" "$python" "${engine[@]}" --out "$out" --only "$name" $(<"$out/smoke_$name/way") \
+  item "$item" "$least_s" "$most_s" "$python" "${engine[@]}" --out "$out" --only "$name" $(<"$out/smoke_$name/way") \
     --profiles "$out/profiles" --budget-s $((case_s - 15)) "$@"
 }
 
@@ -213,12 +216,19 @@ run_part() {
       if [[ $scale == full ]]; then
         item attention 30 90 "$python" benchmarks/attention_gpu.py --repeats 5 --out "$out"
       fi
-      recipe text 75 160
-      recipe image 90 190
+      recipe text text 55 120 --packs 1 --steps 3
+      recipe text "text in 4 packs" 60 120 "${in_4_packs[@]}"
+      recipe text "text in 4 packs, memory full" 60 120 --tokens-per-pack 20480 --accumulation 4 --recompute fullest
+      recipe text "text in 4 packs, separate updates" 60 100 "${in_4_packs[@]}" --separate-updates
       ;;
     2)
-      recipe video 90 190 $(fastest video)
-      recipe vqa 50 120 $(fastest vqa)
+      recipe image image 80 150
+      recipe image "image in 3 packs" 80 150 --tokens-per-pack 20480 --accumulation 3 --recompute fullest
+      recipe video video 75 150 $(fastest video)
+      recipe video "video in 2 packs" 75 150 $(fastest video) --tokens-per-pack 25600 --accumulation 2 \
+        --recompute fullest
+      recipe vqa vqa 50 120 $(fastest vqa)
+      recipe vqa "vqa, 4 packs" 50 120 $(fastest vqa) --accumulation 4
       ;;
     3)
       item "meter truth" 20 120 "$python" benchmarks/meter_truth.py ${truth[@]+"${truth[@]}"} --out "$out"
@@ -230,6 +240,11 @@ run_part() {
   esac
 }
 
+done_before=$(wc -l <"$out/done" 2>/dev/null || echo 0)
 echo "==== part $part, $(date -u +%FT%TZ), $scale sizes, $budget_s s"
 for ((number = part; number <= 3; number++)); do run_part "$number"; done
 echo "==== part $part ended, $(left_s) s left"
+if [[ $(wc -l <"$out/done" 2>/dev/null || echo 0) == "$done_before" && $(tail -1 "$out/done" 2>/dev/null) != "vqa, all kernels" ]]; then
+  say "nothing was measured to its end; call again with the same --out, or with a larger --budget-s"
+  exit 1
+fi

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from engine_forecast import ONE_PASS_NOTE, PlannedCase, packs_of
+from engine_memory import fullest
 from engine_setups import SETUPS
 from headway.count import Workload
 from headway.devices import named_device
-from headway.errors import PlanError
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
 
 DEVICE = "NVIDIA H200"
@@ -71,20 +71,12 @@ def planned_steps(setup: str) -> list[dict[str, Any]]:
 
 def _fullest(case: dict[str, Any], packs: Sequence[Workload]) -> PlannedCase:
     """Plan a case with the most activations that fit the device."""
-    low, high, fits = 0, ROOM_GIB, None  # of activations [GiB]
-    while high - low > 1:
-        size = (low + high) // 2
-        try:
-            planned = PlannedCase.of(case | {"recompute": f"memory:{size}GiB"}, DEVICE, packs)
-        except PlanError:  # even with all blocks computed again there are more
-            low = size
-            continue
-        if planned.memory.peak <= ROOM_GIB * 2**30:
-            low, fits = size, planned
-        else:
-            high = size
-    assert fits is not None, case["setup"]
-    return fits
+
+    def plan(recompute: str) -> tuple[PlannedCase, float]:
+        planned = PlannedCase.of(case | {"recompute": recompute}, DEVICE, packs)
+        return planned, planned.memory.peak
+
+    return fullest(plan, ROOM_GIB * 2**30)
 
 
 def render(record: dict[str, Any]) -> str:
