@@ -68,7 +68,8 @@ QWEN3_8B = {
     "llm-foundry": 8192 * (6 * (LAYERS * LAYER + NORMS + HEAD) + 12 * LAYERS * HIDDEN * 8192),
     "olmo-core": 8192 * (6 * (LAYERS * (LAYER + 2 * 128) + HIDDEN + HEAD) + 12 * LAYERS * QUERY * 8192),
     "nanochat": 8192 * (6 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * 8192),
-    "trl": 8192 * (6 * (LAYERS * LAYER + 2 * HEAD) + 12 * LAYERS * QUERY * 8192),
+    "trl": 8192 * (6 * (LAYERS * LAYER + HEAD) + 12 * LAYERS * QUERY * 8192),
+    "trl-2026-07": 8192 * (6 * (LAYERS * LAYER + 2 * HEAD) + 12 * LAYERS * QUERY * 8192),
     # forward 4 FLOPs per pair and feature, backward 2.5 times that
     "flop-counter": 6 * 8192 * (LAYERS * LAYER + HEAD) + 14 * LAYERS * QUERY * SQUARES,
 }
@@ -85,7 +86,7 @@ def test_every_convention_is_tested():
 
 
 def test_the_readme_counts_the_rules_that_compare_shows():
-    number = {31: "thirty-one"}[len(conventions("llama"))]
+    number = {32: "thirty-two"}[len(conventions("llama"))]
     assert f"the same step as {number} tools and rules would print it" in Path("README.md").read_text(encoding="utf-8")
 
 
@@ -117,7 +118,8 @@ def test_mixture_of_experts():
     assert flops("maxtext", step, tokens, model) == linear(active + router) + square / 2
     assert flops("veomni", step, tokens, model) == linear(active + router) + square
     assert flops("verl", step, tokens, model) == linear(active + router) + 6 * tokens * head + square / 2
-    assert flops("trl", step, tokens, model) == linear(active + router) + 6 * tokens * head + square
+    assert flops("trl", step, tokens, model) == linear(active + router) + square
+    assert flops("trl-2026-07", step, tokens, model) == linear(active + router) + 6 * tokens * head + square
     # grouped expert products and attention's two missing halves: the counter sees the router, not the experts
     assert flops("flop-counter", step, tokens, model) == linear(router) + square * 14 // 12
 
@@ -309,7 +311,10 @@ PEAKS = [
     ("nanochat", "AMD Instinct MI355X", 2.5e15),
     ("nanochat", "NVIDIA H200 PCIe", 836e12),
     ("olmo-core", "NVIDIA H200", 312e12),
-    ("trl", "NVIDIA A100-SXM4-80GB", 989.5e12),
+    ("trl", "NVIDIA A100-SXM4-80GB", 312e12),
+    ("trl", "NVIDIA A10G", 125e12),
+    ("trl", "NVIDIA H100 NVL", 835e12),
+    ("trl-2026-07", "NVIDIA A100-SXM4-80GB", 989.5e12),
     ("lmms-engine", "NVIDIA L40S", 181.05e12),  # found as an L40
     ("lmms-engine", "NVIDIA GeForce RTX 4090", math.inf),
     ("bagel", "NVIDIA GeForce RTX 3070 Ti", 21.75e12),

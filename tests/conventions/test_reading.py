@@ -14,7 +14,7 @@ from headway.conventions import Step, architecture, get_convention
 from headway.conventions.ledger import decoder
 from headway.count import Workload, load_cost_model
 from headway.count.models import presets, shipped_models
-from headway.errors import UnknownModelError
+from headway.errors import UnknownConventionError, UnknownModelError
 
 _PUBLISHED = json.loads((Path(__file__).parents[1] / "count" / "published_models.json").read_text(encoding="utf-8"))
 GEMMA2_9B, LLAMA4_SCOUT = _PUBLISHED["gemma-2-9b"], _PUBLISHED["llama-4-scout (text)"]
@@ -297,14 +297,51 @@ def test_qwen2_moes_shared_expert_is_in_no_formula_of_verls_kind():
 
 def test_trl_bills_the_router():
     # witness: TRL's compute_flops_per_token x 4096, Qwen3-30B-A3B
-    assert bill(shipped("qwen3-30b-a3b"), "trl", Workload([4096]), 4096).flops == 121_981_366_173_696
+    assert bill(shipped("qwen3-30b-a3b"), "trl", Workload([4096]), 4096).flops == 114_334_176_903_168
     # it reads keys that these configurations do not have, as objects of transformers either
     missing = {
-        "deepseek-v3": "decoder_sparse_step", "mixtral-8x7b": "head_dim", "gpt2": "head_dim", "qwen2.5-7b": "head_dim",
-        "qwen3-vl-8b": "hidden_size at the top",
+        "trl": {"deepseek-v3": "decoder_sparse_step", "mixtral-8x7b": "moe_intermediate_size",
+                "gpt2": "num_key_value_heads"},
+        "trl-2026-07": {"deepseek-v3": "decoder_sparse_step", "mixtral-8x7b": "head_dim", "gpt2": "head_dim",
+                        "qwen2.5-7b": "head_dim", "qwen3-vl-8b": "hidden_size at the top"},
     }  # fmt: skip
-    for name, key in missing.items():
-        assert f"TRL reads {key} of" in bill(shipped(name), "trl", Workload([4096]), 4096).reason
+    for rule, models in missing.items():
+        for name, key in models.items():
+            assert f"TRL reads {key} of" in bill(shipped(name), rule, Workload([4096]), 4096).reason
+
+
+def test_trl_bills_what_the_installed_release_does():
+    """TRL's own function of the installed release, on objects of the installed transformers."""
+    transformers = pytest.importorskip("transformers")
+    theirs = pytest.importorskip("trl.trainer.utils").compute_flops_per_token
+    numbers = 0
+    for name in shipped_models():
+        config = dict(presets()[name])
+        if config["model_type"] not in transformers.CONFIG_MAPPING:
+            continue
+        theirs_of = transformers.AutoConfig.for_model(config.pop("model_type"), **config).get_text_config()
+        try:
+            expected = 4096 * theirs(theirs_of, 4096)
+        except AttributeError:
+            expected = None
+        assert bill(shipped(name), "trl", Workload([4096]), 4096).flops == expected, name
+        numbers += expected is not None
+    assert numbers >= 10
+
+
+def test_a_release_names_the_rule_that_it_prints_by():
+    assert get_convention("trl/1.16.0").name == "trl"
+    assert get_convention("megatron-bridge/0.6.2").name == "megatron-bridge-2026-05"
+    with pytest.raises(UnknownConventionError, match=r"Of its tool's releases 0.3.0 is known.*'torchtitan/0.3.0'"):
+        get_convention("torchtitan/9.9")
+
+
+def test_automodel_has_no_number_for_a_tower_wherever_the_sizes_stand():
+    flat = dict(presets()["qwen2.5-vl-7b"])
+    flat |= flat.pop("text_config", {})  # as the published config.json has them
+    for config in (presets()["qwen2.5-vl-7b"], flat | {"model_type": "qwen2_5_vl"}):
+        model = architecture(config, "vl", load_cost_model("qwen2.5-vl-7b"))
+        assert "it prints no MFU" in get_convention("nemo-automodel").bill(model, Step(Workload([4096]), 4096)).reason
 
 
 def test_nanochat_counts_weights_of_linear_modules_alone():

@@ -74,23 +74,33 @@ def lmms_counter(text: str) -> Any:
     return load(text, space)["FlopsCounter"]
 
 
-def trl(checkouts: Checkouts, source: Source) -> Count:
-    """Call TRL's function for the FLOPs of a token, times the positions of whole rows."""
-    import transformers
-    from packaging.version import Version
+def trl(*, of_text: bool = False) -> Make:
+    """Call TRL's function for the FLOPs of a token, times the positions of whole rows.
 
-    space = load(
-        checkouts.text(source), {"transformers": transformers, "Version": Version}, ["compute_flops_per_token"]
-    )
+    Args:
+        of_text: whether it is called with the text part of a configuration, as the trainers of 1.16.0 do.
+    """
 
-    def count(case: Case) -> float | None:
-        try:
-            per_token = space["compute_flops_per_token"](copy.deepcopy(hf_config(case.model)), case.step.seq_len)
-        except (AttributeError, TypeError):
-            return None
-        return float(per_token * case.step.row_slots)
+    def make(checkouts: Checkouts, source: Source) -> Count:
+        import transformers
+        from packaging.version import Version
 
-    return count
+        space = load(
+            checkouts.text(source), {"transformers": transformers, "Version": Version}, ["compute_flops_per_token"]
+        )
+
+        def count(case: Case) -> float | None:
+            config = copy.deepcopy(hf_config(case.model))
+            try:
+                config = config.get_text_config() if of_text else config
+                per_token = space["compute_flops_per_token"](config, case.step.seq_len)
+            except (AttributeError, TypeError):
+                return None
+            return float(per_token * case.step.row_slots)
+
+        return count
+
+    return make
 
 
 def automodel(checkouts: Checkouts, source: Source) -> Count:

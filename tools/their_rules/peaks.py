@@ -104,18 +104,23 @@ def _prime_rl(text: str) -> Find:
     return lambda name: float(find(asked, name))
 
 
+def _trl(text: str) -> Find:
+    space = load(text, {"re": re}, ["get_peak_flops", "_PEAK_FLOPS_BY_DEVICE"])
+    return lambda name: space["get_peak_flops"](name, "bfloat16")
+
+
 PEAKS: dict[str, tuple[Source, Callable[[str], Find]]] = {
     "torchtitan": (Source("pytorch/torchtitan", "b5bcd76c6", "torchtitan/tools/utils.py"), _by_name),
     "nanochat": (Source("karpathy/nanochat", "92d63d4", "nanochat/common.py"), _by_name),
     "verl": (
-        Source("verl-project/verl", "1dda039b9", "verl/utils/flops_counter.py"),
+        Source("verl-project/verl", "0.9.1", "verl/utils/flops_counter.py"),
         _in_tera("get_device_flops", "_DEVICE_FLOPS"),
     ),
     "veomni": (
-        Source("ByteDance-Seed/VeOmni", "d9774494", "veomni/utils/count_flops.py"), _in_tera("get_device_flops"),
+        Source("ByteDance-Seed/VeOmni", "0.1.12", "veomni/utils/count_flops.py"), _in_tera("get_device_flops"),
     ),
     "nemo-automodel": (
-        Source("NVIDIA-NeMo/Automodel", "36044ad3d", "nemo_automodel/_transformers/mfu.py"),
+        Source("NVIDIA-NeMo/Automodel", "0.7.0", "nemo_automodel/_transformers/mfu.py"),
         _in_tera("get_device_flops", "_DEVICE_FLOPS", "_UNIT_TO_SCALE"),
     ),
     "nemo-rl": (Source("NVIDIA-NeMo/RL", "7ea279abf", "nemo_rl/utils/flops_tracker.py"), _nemo_rl),
@@ -123,6 +128,7 @@ PEAKS: dict[str, tuple[Source, Callable[[str], Find]]] = {
     "prime-rl": (
         Source("PrimeIntellect-ai/prime-rl", "559b44772", "src/prime_rl/trainer/perf.py"), _prime_rl,
     ),
+    "trl": (Source("huggingface/trl", "1.16.0", "trl/trainer/utils.py"), _trl),
     "llm-foundry": (
         Source("mosaicml/composer", "640518880", "composer/callbacks/speed_monitor.py"), _composer,
     ),

@@ -71,7 +71,7 @@ RULES = (
     ),
     Rule(
         "veomni",
-        Source("ByteDance-Seed/VeOmni", "d9774494", "veomni/utils/count_flops.py"),
+        Source("ByteDance-Seed/VeOmni", "0.1.12", "veomni/utils/count_flops.py"),
         configured.by_lengths(configured.veomni_counter, pictures=True),
     ),
     Rule(
@@ -81,7 +81,7 @@ RULES = (
     ),
     Rule(
         "verl",
-        Source("verl-project/verl", "1dda039b9", "verl/utils/flops_counter.py"),
+        Source("verl-project/verl", "0.9.1", "verl/utils/flops_counter.py"),
         configured.by_lengths(configured.verl_counter, pictures=True),
         answers=True,
     ),
@@ -95,10 +95,11 @@ RULES = (
         Source("EvolvingLMMs-Lab/lmms-engine", "0.1.4", "lmms_engine/models/utils.py"),
         configured.by_lengths(configured.lmms_counter, pictures=False),
     ),
-    Rule("trl", Source("huggingface/trl", "f2cd57710", "trl/trainer/utils.py"), configured.trl),
+    Rule("trl", Source("huggingface/trl", "1.16.0", "trl/trainer/utils.py"), configured.trl(of_text=True)),
+    Rule("trl-2026-07", Source("huggingface/trl", "f2cd57710", "trl/trainer/utils.py"), configured.trl()),
     Rule(
         "torchtitan-2026-06",
-        Source("pytorch/torchtitan", "b5bcd76c6", "torchtitan/models/utils.py"),
+        Source("pytorch/torchtitan", "0.3.0", "torchtitan/models/utils.py"),
         counted.torchtitan,
     ),
     Rule("nanochat", Source("karpathy/nanochat", "92d63d4", "nanochat/gpt.py"), counted.nanochat),
@@ -109,7 +110,7 @@ RULES = (
     ),
     Rule(
         "nemo-automodel",
-        Source("NVIDIA-NeMo/Automodel", "36044ad3d", "nemo_automodel/components/utils/flops_utils.py"),
+        Source("NVIDIA-NeMo/Automodel", "0.7.0", "nemo_automodel/components/utils/flops_utils.py"),
         configured.automodel,
     ),
     Rule(

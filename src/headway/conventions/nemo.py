@@ -101,12 +101,10 @@ def _of_automodel(model: Architecture) -> Formula:
     """Choose a formula as its list of classes does; the fallback is for classes that have sizes at their top."""
     if model.model_type == "deepseek_v3" and model.config.get("moe_layer_freq") == 1:
         return replace(_ONE_SHARED, experts="every")  # it then looks at no dense layers
-    if model.model_type not in _AUTOMODEL and not model.config.get("intermediate_size"):
-        why = (
-            _NESTED_SIZES_NOTE
-            if "text_config" in model.config
-            else "reads intermediate_size, which is not there: no MFU"
-        )
+    # transformers nests the sizes of a model with a tower, wherever its config.json has them
+    is_nested = "text_config" in model.config or "vision_config" in model.config
+    if model.model_type not in _AUTOMODEL and (is_nested or not model.config.get("intermediate_size")):
+        why = _NESTED_SIZES_NOTE if is_nested else "reads intermediate_size, which is not there: no MFU"
         raise NotExpressibleError(f"NeMo Automodel's formula for the model type {model.model_type!r} {why}")
     return listed.chosen(model, {model.model_type: _FALLBACK, **_AUTOMODEL}, "NeMo Automodel")
 

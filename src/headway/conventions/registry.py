@@ -1,6 +1,7 @@
 """The conventions by name."""
 
 import difflib
+import re
 
 from headway.conventions import bagel, flux, maxtext, megatron, nemo, ours, rl_trainers, veomni, verl, weights
 from headway.conventions.convention import Convention
@@ -31,7 +32,7 @@ _ALL = (
     Convention(
         "torchtitan-2026-06", "2026-06", "torchtitan",
         "full square of the configured row, windows or not, for every label slot; vision free",
-        weights.torchtitan_2026_06, "slots", "rows",
+        weights.torchtitan_2026_06, "slots", "rows", releases=("0.3.0",),
     ),
     Convention(
         "torchtitan-2025-12-vlm", "2025-12", "torchtitan",
@@ -49,7 +50,7 @@ _ALL = (
     ),
     Convention(
         "megatron-bridge-2026-05", "2026-05", "", "megatron-bridge with all patches of a row as one picture",
-        megatron.megatron_bridge_2026_05, "slots", "segments", towers=True,
+        megatron.megatron_bridge_2026_05, "slots", "segments", towers=True, releases=("0.6.2",),
     ),
     Convention(
         "megatron-bridge-2025", "2025-10", "", "rows x configured length and half its square, windows or not",
@@ -82,7 +83,7 @@ _ALL = (
     Convention(
         "lmms-engine", "2026-08", "lmms-engine",
         "real tokens, full square of each segment, the embedding as a second head; vision free",
-        verl.lmms_engine, "real", "segments",
+        verl.lmms_engine, "real", "segments", releases=("0.1.4",),
     ),
     Convention(
         "bagel", "2025-10", "bagel",
@@ -92,7 +93,7 @@ _ALL = (
     Convention(
         "veomni", "2026-08", "veomni",
         "real tokens, full square of each segment; vision mergers per patch; frozen towers and LoRA at less",
-        veomni.veomni, "real", "segments", towers=True, delta=True,
+        veomni.veomni, "real", "segments", towers=True, delta=True, releases=("0.1.12",),
     ),
     Convention(
         "veomni-2026-07", "2026-07", "veomni", "veomni with Qwen2.5-VL's windows in pixels",
@@ -100,7 +101,7 @@ _ALL = (
     ),
     Convention(
         "verl", "2026-07", "verl", "real tokens, half square of each segment, the embedding as a second head",
-        verl.verl, "real", "segments", towers=True, delta=True,
+        verl.verl, "real", "segments", towers=True, delta=True, releases=("0.9.1",),
     ),
     Convention(
         "verl-2025-12", "2025-12", "verl",
@@ -110,7 +111,7 @@ _ALL = (
     Convention(
         "nemo-automodel", "2026-08", "nemo-automodel",
         "rows x configured length and half its square; no routers, vision free",
-        nemo.automodel, "rows", "rows", delta=True,
+        nemo.automodel, "rows", "rows", delta=True, releases=("0.7.0",),
     ),
     Convention(
         "nemo-rl", "2026-08", "nemo-rl", "real tokens, half the square of each sample; no routers",
@@ -143,9 +144,12 @@ _ALL = (
         weights.nanochat, "rows", "rows",
     ),
     Convention(
-        "trl", "2026-05", "trl",
-        "linear layers, routers, head, untied embedding, the full square of the row; vision free",
-        weights.trl, "rows", "rows",
+        "trl", "2026-08", "trl", "linear layers, routers, head, the full square of the row; vision free",
+        weights.trl, "rows", "rows", delta=True, releases=("1.16.0",),
+    ),
+    Convention(
+        "trl-2026-07", "2026-05", "trl-2026-07", "trl with an untied embedding as a second head",
+        weights.trl_2026_07, "rows", "rows",
     ),
     Convention(
         "flop-counter", "2026-08", "", "dispatched products: full squares, flash backward 2.5 x; experts unseen",
@@ -165,16 +169,21 @@ def conventions(model_type: str | None = None) -> tuple[Convention, ...]:
 
 
 def get_convention(name: str) -> Convention:
-    """Find a convention by name, with or without its version: "useful", "useful/1", "torchtitan".
+    """Find a convention by name, with or without its version or a release of its tool: "useful/1", "trl/1.16.0".
 
     Raises:
         UnknownConventionError: no convention has this name, or not in this version; the message names the nearest.
 
     >>> get_convention("useful/1").name
     'useful'
+    >>> get_convention("torchtitan/0.3.0").name
+    'torchtitan-2026-06'
     """
     base, slash, version = name.lower().partition("/")
     convention = _BY_NAME.get(base)
+    releases = {release: rule for rule in _ALL if _tool_of(rule) == base for release in rule.releases}
+    if version in releases:
+        return releases[version]
     if convention is None:
         close = difflib.get_close_matches(base, _BY_NAME, n=2, cutoff=0.5)
         hint = f"Did you mean {' or '.join(close)}? " if close else ""
@@ -186,11 +195,21 @@ def get_convention(name: str) -> Convention:
             choices=tuple(_BY_NAME),
         )
     if slash and version != convention.version:
+        known_releases = "".join(f" Of its tool's releases {release} is known." for release in releases)
         raise UnknownConventionError(
             Argument("convention"),
-            f" {name!r}: {convention.name} is kept in version {convention.version} only. Give "
-            f"{convention.name!r} or '{convention.name}/{convention.version}'.",
+            f" {name!r}: {convention.name} is kept in version {convention.version} only.{known_releases} Give "
+            f"{convention.name!r} or '{convention.name}/{[*releases, convention.version][0]}'.",
             value=name,
-            choices=[convention.version],
+            choices=[convention.version, *releases],
         )
     return convention
+
+
+def _tool_of(rule: Convention) -> str:
+    """Name of a tool without the date of the rule that is kept of it.
+
+    >>> _tool_of(get_convention("megatron-bridge-2026-05"))
+    'megatron-bridge'
+    """
+    return re.sub(r"-20\d\d(-.*)?$", "", rule.name)

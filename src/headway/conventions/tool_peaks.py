@@ -229,6 +229,31 @@ _COMPOSER: _Rules = (
     (("v100-pcie",), 112e12),
     (("t4",), 65e12),
 )
+# huggingface/trl, trl/trainer/utils.py, _PEAK_FLOPS_BY_DEVICE in bf16, on whole words of the name (release 1.16.0,
+# 15 Oct 2026).
+_TRL: _Rules = (
+    ((" GB300 ",), 2.5e15),
+    ((" GB200 ",), 2.5e15),
+    ((" B300 ",), 2.25e15),
+    ((" B200 ",), 2.25e15),
+    ((" H100 NVL ",), 835e12),
+    ((" H100 PCIE ",), 756e12),
+    ((" H100 ",), 989e12),
+    ((" H200 NVL ",), 835e12),
+    ((" H200 ",), 989e12),
+    ((" H20 ",), 148e12),
+    ((" RTX PRO 6000 ",), 500e12),
+    ((" A100 ",), 312e12),
+    ((" A6000 ",), 154.85e12),
+    ((" A10G ",), 125e12),
+    ((" A10 ",), 125e12),
+    ((" L40S ",), 362e12),
+    ((" L4 ",), 121e12),
+    ((" MI355X ",), 2.5e15),
+    ((" MI325X ",), 1300e12),
+    ((" MI300X ",), 1300e12),
+    ((" MI250X ",), 191.5e12),
+)
 _NO_MFU = -1.0  # what a device gets that a tool prints no MFU on
 _TABLES: dict[str, tuple[_Rules, float]] = {  # with what an unknown device gets
     "torchtitan": (_TORCHTITAN, 312e12),
@@ -244,7 +269,8 @@ _TABLES: dict[str, tuple[_Rules, float]] = {  # with what an unknown device gets
     "llm-foundry": (_COMPOSER, _NO_MFU),
     "olmo-core": (_OLMO_CORE, 312e12),
     "nanogpt": ((), 312e12),  # model.py, estimate_mfu: an A100, whatever the device
-    "trl": ((), 989.5e12),  # compute_mfu's default (47b377888, 7 May 2026): an H100, unless the caller says otherwise
+    "trl": (_TRL, _NO_MFU),
+    "trl-2026-07": ((), 989.5e12),  # compute_mfu's default (47b377888, 7 May 2026): an H100, unless the caller objects
 }
 
 
@@ -273,7 +299,7 @@ def tool_peak(tool: str, device_name: str) -> ToolPeak:
     rules, unknown = _TABLES[tool]
     lowered = {"nanochat", "nemo-automodel", "llm-foundry"}
     name = device_name.lower() if tool in lowered else device_name.upper() if tool == "bagel" else device_name
-    if tool == "miles":
+    if tool in ("miles", "trl"):
         name = f" {re.sub('[^A-Za-z0-9]+', ' ', device_name).upper().strip()} "
     if tool == "nemo-rl" and name not in _NEMO_RL:
         rules = ()

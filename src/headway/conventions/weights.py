@@ -1,6 +1,7 @@
 """Conventions that multiply parameters by tokens: 6ND and its relatives."""
 
 import re
+from collections.abc import Mapping
 
 from headway.conventions.architecture import Architecture
 from headway.conventions.convention import Parts, Step
@@ -136,43 +137,68 @@ _WITH_HEAD_DIM = frozenset({
 
 
 def trl(model: Architecture, step: Step) -> Parts:
-    """Bill linear layers, active experts with their router, head and embedding, and the full square of the row.
+    """Bill linear layers, active experts with their router, the head and the full square of the row.
 
-    Every MLP has three matrices. A tied embedding is billed once, an untied one as if it were a second head. Not
-    billed: shared experts, vision. Its `adjusted_mfu` halves the attention. It reads the configuration by name, and
-    fails where there is no `head_dim` (Qwen2's, GPT-2's), no `decoder_sparse_step` of a mixture, or where all of it
-    lies in `text_config`.
+    Every MLP has three matrices. Not billed: embedding, shared experts, vision. Its `adjusted_mfu` halves attention.
+    Layers of linear attention are billed as attending ones. Its function fails without `num_key_value_heads`, and for a
+    mixture without `num_local_experts`, `moe_intermediate_size` or `decoder_sparse_step`: of what says the last one,
+    transformers gives Qwen3's mixtures alone the first.
+
+    Source: huggingface/trl, trl/trainer/utils.py, compute_flops_per_token (release 1.16.0, 15 Oct 2026; pull requests
+    6709 and 6731 of August 2026), on `config.get_text_config()`, as its trainers call it.
+    """
+    text = model.config.get("text_config", model.config)
+    wanted = {"num_key_value_heads": text.get("num_key_value_heads") is not None}
+    if model.num_experts:
+        wanted |= {
+            "moe_intermediate_size": "moe_intermediate_size" in text,
+            "decoder_sparse_step": bool(model.sparse_step),
+            "num_local_experts": "shared_expert_intermediate_size" not in text,
+        }
+    _refuse_missing_keys(model, wanted)
+    return _trl(model, step)
+
+
+def trl_2026_07(model: Architecture, step: Step) -> Parts:
+    """Bill as `trl`, an untied embedding as if it were a second head; sizes are read at the top of the configuration.
+
+    It fails where there is no `head_dim` (Qwen2's, GPT-2's) or no `decoder_sparse_step` of a mixture.
 
     Source: huggingface/trl, trl/trainer/utils.py, compute_flops_per_token (commit 47b377888, pull request 5698, 7 May
     2026, and unchanged in f2cd57710, 24 July 2026).
     """
-    if missing := _unread_by_trl(model):
-        raise NotExpressibleError(
-            f"TRL reads {missing} of the configuration, which {model.name}'s does not have: it fails"
-        )
+    config = model.config
+    wanted = {
+        "hidden_size at the top": "text_config" not in config,
+        "head_dim": config.get("head_dim") is not None or model.model_type in _WITH_HEAD_DIM,
+        "decoder_sparse_step": bool(model.sparse_step) or not model.num_experts,
+    }
+    _refuse_missing_keys(model, wanted)
+    parts = _trl(model, step)
+    return {**parts, "embedding": 0 if model.tied else parts["head"]}
+
+
+def _refuse_missing_keys(model: Architecture, wanted: Mapping[str, bool]) -> None:
+    """Refuse a model whose configuration lacks a key that TRL's function reads."""
+    for key, is_there in wanted.items():
+        if not is_there:
+            raise NotExpressibleError(
+                f"TRL reads {key} of the configuration, which {model.name}'s does not have: it fails"
+            )
+
+
+def _trl(model: Architecture, step: Step) -> dict[str, int | float]:
     positions, hidden = step.row_slots, model.hidden
     sparse = -(-model.layers // model.sparse_step) if model.num_experts else 0
     expert = 3 * model.top_k * model.expert_ffn + model.num_experts
-    table = 6 * positions * model.vocab * hidden
     mlps = (model.layers - sparse) * 3 * hidden * model.ffn
     projections = 2 * hidden * model.qk_dim * (model.heads + model.kv_heads)
     return {
         "linear": 6 * positions * (model.layers * projections + mlps),
         "experts": 6 * positions * sparse * hidden * expert,
-        "head": table,
-        "embedding": 0 if model.tied else table,
+        "head": 6 * positions * model.vocab * hidden,
         "attention": 12 * positions * model.layers * model.heads * model.qk_dim * step.seq_len,
     }
-
-
-def _unread_by_trl(model: Architecture) -> str:
-    """Name the first thing that its function asks of a configuration in vain, "" for none."""
-    config = model.config
-    if "text_config" in config:
-        return "hidden_size at the top"
-    if config.get("head_dim") is None and model.model_type not in _WITH_HEAD_DIM:
-        return "head_dim"
-    return "decoder_sparse_step" if model.num_experts and not model.sparse_step else ""
 
 
 def olmo_core(model: Architecture, step: Step) -> Parts:
