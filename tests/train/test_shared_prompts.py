@@ -294,16 +294,20 @@ def test_a_model_says_by_its_attention_whether_answers_can_share(tmp_path, famil
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"attn_logit_softcapping": 2.0}, "caps the scores"), ({"sinks": True}, "has sinks")],
-    ids=["caps", "sinks"],
+    [
+        ({"attn_logit_softcapping": 2.0}, "caps the scores"),
+        ({"sinks": True}, "has sinks"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "length of each answer"),
+    ],
+    ids=["caps", "sinks", "rotary embedding"],
 )
 def test_what_attention_adds_to_scores_keeps_answers_apart(tmp_path, changes, message):
-    folder = write_model(tmp_path / "model", "llama")
+    rope = {name: value for name, value in changes.items() if name == "rope_parameters"}
+    folder = write_model(tmp_path / "model", "llama", **rope)
     model = load_model(str(folder), random_init=True)
     if "sinks" in changes:
         model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
-    else:
-        model.config.attn_logit_softcapping = changes["attn_logit_softcapping"]
+    model.config.attn_logit_softcapping = changes.get("attn_logit_softcapping")
     ledger = trace(load_model(str(folder), random_init=True))
     assert message in why_apart(model, ledger, Encoder(load_processor(str(folder))))
 

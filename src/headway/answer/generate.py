@@ -21,9 +21,10 @@ from headway.data.collate import Collator
 from headway.data.media.images import Picture
 from headway.data.samples import Chat, Document, Message, Prompt, TextPart, unusable
 from headway.errors import ConfigError
+from headway.models.rotary import reads_rows
 from headway.plugins import family_hook
 
-_OF_PACKS = ("position_ids", "pack_cu_seqlens", "pack_max_seqlen", "use_cache")
+_OF_PACKS = ("position_ids", "pack_cu_seqlens", "pack_max_seqlen", "pack_segments", "use_cache")
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,11 @@ class Generator:
         """
         torch.manual_seed(decoding.seed)
         for (media, _), group in groupby(prompts, lambda prompt: (_media_of(prompt), isinstance(prompt, Document))):
-            one_by_one = bool(media - {"image"})  # their features do not lie in rows
+            is_encoded = bool(media - {"image"})  # their features do not lie in rows
+            one_by_one = is_encoded or reads_rows(self._opened.model)
             waiting, size = list(group), 1 if one_by_one else batch
             for together in (waiting[start : start + size] for start in range(0, len(waiting), size)):
-                inputs = self._encoded(together[0]) if one_by_one else self._processed(together)
+                inputs = self._encoded(together[0]) if is_encoded else self._processed(together)
                 yield from self._generated(inputs, decoding, streamer)
 
     @torch.no_grad()

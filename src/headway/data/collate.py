@@ -25,7 +25,7 @@ from headway.models.losses import IGNORED
 from headway.models.parallel.sequence import local_slots
 from headway.models.preferences import Answers
 from headway.models.vision import VisionGeometry
-from headway.models.waits import Placeholders
+from headway.models.waits import Placeholders, Segments, segments_of
 
 PADDING_TOKEN = 0  # any id but a placeholder's: nothing attends to it and nothing is learnt from it
 
@@ -89,6 +89,7 @@ class Batch:
         mismatched: the pack's answers behind other prompts of it, which stays on the CPU; None where it is not needed.
         splits: who sees whom where answers share a prompt, as `headway.models.attention` takes it; None where segments
             say it.
+        segments: lengths and positions of the segments of a pack that is on a device, which nobody has to wait for.
     """
 
     input_ids_1T: torch.Tensor
@@ -112,6 +113,7 @@ class Batch:
     answers: Answers | None = None
     mismatched: "Batch | None" = None
     splits: SplitMask | None = None
+    segments: Segments | None = None
 
     @property
     def slots(self) -> int:
@@ -161,6 +163,8 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """The same pack on a device; the copy does not wait where the memory is pinned."""
         moved = self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+        if torch.device(device).type != "cpu":
+            moved = replace(moved, segments=self._segments())
         if not self.vision:
             return moved
         # With everything ready-made, the model only lists the grids: on the host, so that it need not wait for them.
@@ -233,6 +237,7 @@ class Batch:
             "position_ids": positions,
             "pack_cu_seqlens": self.cu_seqlens_N,
             "pack_max_seqlen": self.max_seqlen,
+            "pack_segments": self._segments(),
             "use_cache": False,
         }
         if self.splits is not None:
@@ -243,6 +248,9 @@ class Batch:
             inputs[self.types_name] = self.token_types_1T
         scale = None if self.pixel_scale_2D is None else (self.pixel_scale_2D[0], self.pixel_scale_2D[1])
         return inputs | model_arguments(self.media, scale) | self.processed | self.vision
+
+    def _segments(self) -> Segments:
+        return segments_of(self.cu_seqlens_N, self.position_ids_R1T) if self.segments is None else self.segments
 
     def _pixels(self) -> dict[str, torch.Tensor]:
         """Patches of images, which a family's own model takes without their grids."""

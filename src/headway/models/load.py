@@ -36,6 +36,7 @@ from headway.models.foreign import check_config, check_plain_files, check_proces
 from headway.models.init_weights import init_weights
 from headway.models.new_rows import grow, resize
 from headway.models.recurrent import separate_segments
+from headway.models.rotary import count_by_segment, rotate_by_segment
 from headway.models.scores import SCORE_WEIGHT, initialise_score, is_scorer, scoring_config
 from headway.models.video import video_processor
 from headway.models.waits import answer_ahead
@@ -166,6 +167,8 @@ def load_model(
     use_experts(model)
     answer_ahead(model)
     separate_segments(model)
+    rotate_by_segment(model)
+    count_by_segment(model)
     return model
 
 

@@ -337,7 +337,7 @@ class Preferring:
         """
         zero_P, one_P = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
         if self.loss not in UNPAIRED:
-            return float(LOSSES[self.loss](Pairs(*[zero_P] * 4, one_P, one_P), self.settings))
+            return float(LOSSES[self.loss](Pairs(zero_P, zero_P, zero_P, zero_P, one_P, one_P), self.settings))
         losses = (
             float(unpaired_loss(zero_P, one_P * side == 1, 0.0, self.settings.beta, self.settings.weights))
             for side in (1, 0)

@@ -42,7 +42,7 @@ def separate_segments(model: nn.Module) -> None:
         if _is_recurrent(module) and not any(_is_recurrent(part) for part in module.modules() if part is not module)
     ]
     for module in recurrent:
-        if "ALL_ATTENTION_FUNCTIONS" in _names(module):
+        if "ALL_ATTENTION_FUNCTIONS" in names_read(module):
             module.register_forward_pre_hook(_refuse_pack, with_kwargs=True)
         else:
             vars(module)["forward"] = _separated(module.forward)
@@ -57,11 +57,11 @@ def _says_so(module: nn.Module) -> bool:
 
 
 def _is_recurrent(module: nn.Module) -> bool:
-    parameters = inspect.signature(module.forward).parameters
-    return "hidden_states" in parameters and ("cache_params" in parameters or not _STATES.isdisjoint(_names(module)))
+    parameters, names = inspect.signature(module.forward).parameters, names_read(module)
+    return "hidden_states" in parameters and ("cache_params" in parameters or not _STATES.isdisjoint(names))
 
 
-def _names(module: nn.Module) -> set[str]:
+def names_read(module: nn.Module) -> set[str]:
     """Global names and attributes that the code of a module's class reads, its bases' above nn.Module included."""
     kind = type(module)
     bases = kind.__mro__[: kind.__mro__.index(nn.Module)]

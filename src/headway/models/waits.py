@@ -24,7 +24,44 @@ from torch import nn
 from transformers import PreTrainedModel, masking_utils
 
 _GIVEN = "pack_placeholders"
-_on_pack: ContextVar[bool] = ContextVar("on_pack", default=False)
+Segments = tuple[tuple[int, int], ...]
+"""Of each segment of a pack its length and its positions, that is one more than the largest [tokens]."""
+
+
+@dataclass(slots=True)
+class RunningPack:
+    """The pack that a model runs on.
+
+    Attributes:
+        boundaries_N: of its segments, where the pack is.
+        segments: what the host knows of them; None where nobody said.
+        local: its slots that this process computes; None for all of them.
+    """
+
+    boundaries_N: torch.Tensor
+    segments: Segments | None = None
+    local: slice | None = None
+
+    def spans(self, positions_RT: torch.Tensor) -> list[tuple[int, int, int]]:
+        """First slot of each segment among those that this process computes, one past the last, and its positions.
+
+        Args:
+            positions_RT: of this process's slots; read on the host if it was not told of the segments.
+        """
+        segments = self.segments
+        if segments is None:
+            segments = segments_of(self.boundaries_N, positions_RT)
+        local = self.local or slice(0, sum(length for length, _ in segments))
+        spans, start = [], 0
+        for length, positions in segments:
+            first, last = (min(max(slot, local.start), local.stop) for slot in (start, start + length))
+            start += length
+            if first < last:
+                spans.append((first - local.start, last - local.start, positions))
+        return spans
+
+
+_pack: ContextVar[RunningPack | None] = ContextVar("pack", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +189,20 @@ def answer_ahead(model: PreTrainedModel) -> None:
 
 def on_pack() -> bool:
     """Whether a model is running on a pack just now."""
-    return _on_pack.get()
+    return _pack.get() is not None
+
+
+def running_pack() -> RunningPack | None:
+    """The pack that a model is running on just now; None while there is none."""
+    return _pack.get()
+
+
+def segments_of(boundaries_N: torch.Tensor, positions_RT: torch.Tensor) -> Segments:
+    """Lengths and positions of a pack's segments, read on the host."""
+    lengths = boundaries_N.diff().tolist()
+    highest_T = positions_RT.reshape(-1, positions_RT.shape[-1]).amax(0)
+    parts = torch.split(highest_T, lengths)
+    return tuple((length, int(part.max()) + 1) for length, part in zip(lengths, parts, strict=True))
 
 
 def keep_on_host(model: nn.Module) -> None:
@@ -184,7 +234,7 @@ def _hide(_model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> 
 def _known_to_restart(find: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
     @functools.wraps(find)
     def packed(position_ids: torch.Tensor) -> Any:
-        if torch.compiler.is_compiling() or not _on_pack.get():
+        if torch.compiler.is_compiling() or not on_pack():
             return find(position_ids)
         steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
         return (steps != 1).cumsum(-1)  # what `find` returns unless it sees that there is one segment
@@ -196,16 +246,16 @@ def _before(model: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) ->
     inputs: dict[str, Any] = {
         name: value.tensor if isinstance(value, _KeptOnHost) else value for name, value in options.items()
     }
-    placeholders = inputs.pop(_GIVEN, None)
-    if inputs.get("pack_cu_seqlens") is not None:
-        _on_pack.set(True)
+    placeholders, segments = inputs.pop(_GIVEN, None), inputs.pop("pack_segments", None)
+    if (boundaries_N := inputs.get("pack_cu_seqlens")) is not None:
+        _pack.set(RunningPack(boundaries_N, segments))
         for part in _that_look_for_placeholders(model) if placeholders is not None else ():
             vars(part)["get_placeholder_mask"] = _placed(part.get_placeholder_mask, placeholders)
     return args, inputs
 
 
 def _after(model: nn.Module, *_: Any) -> None:
-    _on_pack.set(False)
+    _pack.set(None)
     for part in _that_look_for_placeholders(model):
         vars(part).pop("get_placeholder_mask", None)
 

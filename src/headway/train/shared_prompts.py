@@ -10,6 +10,7 @@ from headway.data import Encoder
 from headway.errors import ConfigError
 from headway.models.attention.backend import NAME
 from headway.models.parallel.sequence import mixes_tokens
+from headway.models.rotary import reads_rows
 
 
 def share_prompts(
@@ -61,6 +62,7 @@ def why_apart(model: PreTrainedModel, cost_model: CostModel, encoder: Encoder) -
         f"{type(decoder).__name__} does not attend through the backend {NAME!r}": not attends,
         f"the model's mask follows {types}": types is not None,
         "the model caps the scores of its attention": getattr(config, "attn_logit_softcapping", None) is not None,
+        "the model's rotary embedding goes by the length of each answer": reads_rows(decoder),
         "the model's attention has sinks": any(name.endswith(".sinks") for name, _ in decoder.named_parameters()),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

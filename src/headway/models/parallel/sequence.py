@@ -25,7 +25,7 @@ from headway.errors import ConfigError, TrainingError
 from headway.models.attention.backend import NAME
 from headway.models.parallel.exchange import split_over
 from headway.models.parallel.sequence_vision import share_patches
-from headway.models.waits import PlacedMask
+from headway.models.waits import PlacedMask, running_pack
 
 _SLOT_AXIS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
 _DEEPSTACK = ("visual_pos_masks", "deepstack_visual_embeds")
@@ -83,6 +83,8 @@ def _cut(inputs: dict[str, Any], parameters: list[str], group: dist.ProcessGroup
     if inputs.get("position_ids") is None:
         raise TrainingError("A pack that several processes share needs its positions; pass position_ids to the model.")
     local = split.local()
+    if (pack := running_pack()) is not None:
+        pack.local = local
     if inputs.get("visual_pos_masks") is not None:
         _cut_deepstack(inputs, local)
     for name in parameters:
