@@ -1,8 +1,10 @@
 """What a user names as output is written into; only a plain file is replaced."""
 
 import ast
+import errno
 import os
 import re
+import resource
 import stat
 import subprocess
 import sys
@@ -11,11 +13,12 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from safetensors import SafetensorError
 from typer.models import OptionInfo
 
 from headway.cli.app import app
 from headway.errors import UsageError
-from headway.files import is_taken, open_output, read_text, write_output
+from headway.files import is_taken, open_output, read_text, write_failure, write_output
 
 WRITES = re.compile("[Ww]rite|[Dd]raw lengths|The page|lines go")
 CLI = Path(__file__).parents[1] / "src/headway/cli"
@@ -146,8 +149,8 @@ def test_a_file_that_must_be_new_is_left_as_it_is(tmp_path):
         write_output(path, "yours", new=True)
     assert path.read_text() == "mine"
     assert (is_taken(path), is_taken(tmp_path), is_taken(tmp_path / "no")) == (True, True, False)
-    with pytest.raises(FileExistsError):
-        open_output(path)
+    with pytest.raises(UsageError, match=r"--output .*exists already"), open_output(path, option="--output"):
+        pass
 
 
 def _outputs():
@@ -185,3 +188,22 @@ def test_no_command_writes_a_file_by_itself():
         in writers
     }
     assert calls == own
+
+
+def test_a_library_without_the_systems_words_is_asked_through_the_system(tmp_path):
+    """safetensors names the number, PyTorch and NumPy speak of positions and items; what is no write has no reason."""
+    full = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert write_failure(full, tmp_path) == "No space left on device"
+    wrapped = RuntimeError("outer")
+    wrapped.__cause__ = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    assert write_failure(wrapped, tmp_path) == os.strerror(errno.EDQUOT)
+    assert write_failure(RuntimeError("unexpected pos 704 vs 598"), tmp_path) is None  # the disk takes another file
+    assert write_failure(OSError("60000 requested and 8688 written"), tmp_path) == "60000 requested and 8688 written"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    try:
+        for error in (RuntimeError("unexpected pos 704 vs 598"), OSError("60000 requested and 8688 written")):
+            assert write_failure(error, tmp_path) == os.strerror(errno.EFBIG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ line prints the message as one paragraph and exits with `exit_code`: 2 for a wro
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from headway.report.secrets import presentable
@@ -123,7 +124,13 @@ class ConfigError(UsageError):
 
 
 class RunCompleteError(ConfigError):
-    """A run has taken all of its steps, so nothing is left to go on with."""
+    """A run has taken all of its steps, so nothing is left to go on with.
+
+    Attributes:
+        model: the export of the run, where it was missing and was made instead; None where nothing was made.
+    """
+
+    model: Path | None = None
 
 
 class UnknownModelError(UsageError):
@@ -177,6 +184,10 @@ class DataError(HeadwayError):
 
 class CheckpointError(HeadwayError):
     """A checkpoint is incomplete, damaged or of another run."""
+
+
+class StoreError(HeadwayError):
+    """A store behind a URL refuses what is written or read, or does not answer."""
 
 
 class HubError(HeadwayError):

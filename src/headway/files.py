@@ -1,21 +1,26 @@
 """Files that a user names, or that lie in a folder of a stranger's.
 
-To be written: a plain file is replaced at once, anything else is written into. To be read: a plain file alone, for to
-open a pipe waits for whoever writes it, perhaps for ever; or what lies behind a URL, whose server may answer anything.
+To be written: a plain file is replaced at once, a folder gets its name once all of it is there, a URL is written by
+the file system behind it, anything else is written into. To be read: a plain file alone, for to open a pipe waits for
+whoever writes it, perhaps for ever; or what lies behind a URL, whose server may answer anything.
 """
 
 import errno
 import io
 import os
+import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from stat import S_IMODE, S_ISDIR, S_ISREG
 from typing import Any, BinaryIO, TextIO, cast
 
+from headway import stores
 from headway.cache import write_whole
-from headway.errors import UsageError, first_line, reraise_own
+from headway.errors import CheckpointError, HeadwayError, StoreError, UsageError, first_line, reraise_own
 
 MOST_BYTES = 2**30
 """Longest text that is read whole, such as a log."""
@@ -29,6 +34,8 @@ SILENCE_S = 30.0
 _ANSWER_BYTES = 2**26  # longest answer that nobody asked a part of: a page of links
 _BUFFER_BYTES = 2**18
 
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # as Rust's libraries end their messages, safetensors among them
+_PROBE_BYTES = 2**20
 # A file alone may be open to writing, or be mounted by itself, in a folder where no other can be made.
 _NO_NEW_FILE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS, errno.EXDEV)
 
@@ -38,7 +45,7 @@ def write_output(path: Path, content: bytes | str, *, option: str = "", new: boo
 
     A plain file, or a name without a file, gets the whole content or none, and the permissions that it had. A link is
     followed. A device, a pipe and a process's own streams (/dev/null, /dev/stdout) are written into: to rename a
-    file over them would take them away from every program of the machine.
+    file over them would take them away from every program of the machine. A URL gets one object.
 
     Args:
         path: the name; its folder is made if missing.
@@ -50,27 +57,126 @@ def write_output(path: Path, content: bytes | str, *, option: str = "", new: boo
         UsageError: it cannot be written.
     """
     content = content.encode() if isinstance(content, str) else content
-    shown = f"{option} {path}".strip()
+    shown = f"{option} {stores.shown(path)}".strip()
     try:
-        _write(path, content, new=new)
+        if stores.url_of(path) is None:
+            _write(path, content, new=new)
+        elif new and stores.exists(path):
+            raise FileExistsError
+        else:
+            stores.write_bytes(path, content)
+    except StoreError as error:
+        raise UsageError(f"{option} {error} Give another place.".strip()) from error
     except FileExistsError as error:
         raise UsageError(f"{shown} exists already; give another file, or delete it first.") from error
     except OSError as error:
         raise UsageError(f"{shown} cannot be written: {error.strerror or error}. Give another file.") from error
 
 
-def open_output(path: Path) -> TextIO:
-    """Open a new file, or what is no plain file, to write text line by line.
+@contextmanager
+def open_output(path: Path, *, option: str = "") -> Iterator[TextIO]:
+    """Open a new file, or what is no plain file, to write text line by line; of a URL, its object is made at the end.
+
+    Args:
+        path: the name.
+        option: of the command line that named it, for errors: "--output".
 
     Raises:
-        OSError: a plain file of this name is there, or none can be made.
+        UsageError: a plain file of this name is there, or it cannot be written.
     """
-    return path.open("w" if path.exists() and not is_taken(path) else "x", encoding="utf-8")
+    name = f"{option} {stores.shown(path)}".strip()
+    if is_taken(path):
+        raise UsageError(f"{name} exists already; give another file, or delete it first.")
+    is_url = stores.url_of(path) is not None
+    with tempfile.TemporaryDirectory() if is_url else nullcontext() as folder:
+        target = Path(str(folder), path.name) if is_url else path
+        try:
+            with target.open("w" if target.exists() else "x", encoding="utf-8") as file:
+                yield file
+        except OSError as error:
+            raise UsageError(f"{name} cannot be written: {error.strerror or error}. Give another file.") from error
+        finally:
+            if is_url and target.is_file():
+                write_output(path, target.read_bytes(), option=option)
 
 
 def is_taken(path: Path) -> bool:
     """Whether a plain file or a folder has the name already; a device or a pipe is there to be written into."""
-    return path.is_file() or path.is_dir()
+    return path.is_file() or path.is_dir() or (stores.url_of(path) is not None and stores.exists(path))
+
+
+@contextmanager
+def new_folder(path: Path, *, last: str = "") -> Iterator[Path]:
+    """A folder to write a model into, which gets its name once all is there; of what fails nothing is left.
+
+    Args:
+        path: its name, or a URL; nothing may be there but an empty folder.
+        last: name of the file that makes it whole, which a store gets after all others.
+
+    Raises:
+        UsageError: something is there, or no file system of the URL's scheme is installed.
+        CheckpointError: the disk or the store refuses to take it, in the system's words or in a library's.
+    """
+    target = stores.place(path)
+    is_url = stores.url_of(target) is not None
+    if stores.exists(target) and (is_url or not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"{stores.shown(path)} exists already; give another folder, or delete it first.")
+    home = stores.spool(target)
+    temporary = home.with_name(f".{home.name}.writing")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        if is_url:
+            files = [file.relative_to(temporary).as_posix() for file in temporary.rglob("*") if file.is_file()]
+            stores.send(temporary, target, files, last=last)
+            shutil.rmtree(temporary)
+        else:
+            if path.is_dir():
+                path.rmdir()
+            temporary.rename(path)
+    except Exception as error:
+        is_own = isinstance(error, HeadwayError) and not isinstance(error, StoreError)
+        reason = None if is_own else write_failure(error, temporary)  # asked before there is room again
+        if reason is None:
+            raise
+        raise CheckpointError(
+            f"cannot write the model folder {stores.shown(path)}: {reason}. Make room or give another folder."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_failure(error: BaseException, folder: Path) -> str | None:
+    """The reason why a write failed, as the system says it, also where a library has words of its own.
+
+    safetensors raises an error of its own, PyTorch speaks of an unexpected position and NumPy of items. Where an error
+    does not hold the system's number, the system is asked again, by another file in the same folder.
+
+    Args:
+        error: that came out of writing.
+        folder: that was written to, as it was left.
+
+    Returns:
+        The reason, without a full stop; None if the error is of something else.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        if isinstance(cause, StoreError):
+            return first_line(cause).rstrip(".")
+        if (number := _SYSTEM_ERROR.search(str(cause))) is not None:
+            return os.strerror(int(number[1]))
+        cause = cause.__cause__ or cause.__context__
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as refusal:
+        return refusal.strerror
+    return first_line(error).rstrip(".") if isinstance(error, OSError) else None
 
 
 def open_plain(path: Path) -> BinaryIO:

@@ -134,6 +134,22 @@ def test_a_tokenizer_keeps_its_class_and_the_names_of_its_special_tokens(tmp_pat
     assert opened.image_token == "<|pic|>"
 
 
+def test_the_parts_of_a_processor_follow_the_run_in_files_of_their_own(tmp_path):
+    """Bounds on pictures that the run has changed, in the base's two spellings; the rest as the base has it."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "export").mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps(SIZES | PUBLISHED["qwen3"]))
+    picture = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "max_pixels": 12845056}
+    (tmp_path / "base/preprocessor_config.json").write_text(json.dumps(picture | {"min_pixels": 3136}))
+    size = {"shortest_edge": 3136, "longest_edge": 1003520}
+    now = {"image_processor": {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "size": size}}
+    (tmp_path / "export/processor_config.json").write_text(json.dumps(now))
+    keep_spelling(tmp_path / "export", str(tmp_path / "base"), AutoConfig.from_pretrained(tmp_path / "base"))
+    after = json.loads((tmp_path / "export/preprocessor_config.json").read_text())
+    assert after == picture | {"min_pixels": 3136, "max_pixels": 1003520}
+    assert not (tmp_path / "export/video_preprocessor_config.json").exists()
+
+
 def transformers4(*arguments):
     """Run tests/checkpoint/transformers4.py with transformers 4 in front of everything that is installed here."""
     script = ROOT / "tests/checkpoint/transformers4.py"

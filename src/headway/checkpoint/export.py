@@ -30,7 +30,8 @@ from headway.checkpoint.folder import (
 from headway.checkpoint.restore import check_architecture, read_tensors, saved_tensors
 from headway.checkpoint.spelling import respell_config
 from headway.checkpoint.state import AVERAGE, OPTIMIZER, WEIGHTS
-from headway.errors import CheckpointError, UsageError
+from headway.errors import UsageError
+from headway.files import new_folder
 from headway.hub import CONFIG
 from headway.log.run_files import CHECKPOINTS
 from headway.models.load import load_model
@@ -43,6 +44,7 @@ from headway.models.lora import (
     merged,
 )
 from headway.models.quantised import ByteLayout, hold, layouts_by_size
+from headway.stores import exists, place, remove, shown
 from headway.words import Argument
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -74,14 +76,20 @@ class Exports:
         """Model folder of a checkpoint; None if there is to be none."""
         return None if self.when == "never" else self.root / checkpoint.folder.name
 
-    def make(self, checkpoint: Checkpoint) -> None:
-        """Export a checkpoint and delete the oldest folders beyond `keep`; one that is there already stays."""
+    def make(self, checkpoint: Checkpoint) -> Path | None:
+        """Export a checkpoint and delete the oldest folders beyond `keep`; one that is there already stays.
+
+        Returns:
+            The folder, if it was not there.
+        """
         folder = self.folder(checkpoint)
-        if folder is not None and not folder.exists():
+        is_missing = folder is not None and not exists(place(folder))
+        if folder is not None and is_missing:
             merge = self.merge_adapters and holds_adapters(checkpoint)
             export(checkpoint, folder, dtype=self.dtype, average=self.average, merge_adapters=merge)
         for old in step_folders(self.root)[: -self.keep]:
-            shutil.rmtree(old)
+            remove(old)
+        return folder if is_missing else None
 
 
 def export(
@@ -108,8 +116,8 @@ def export(
         UsageError: the folder exists, there is no moving average, or there are no adapters to merge.
         CheckpointError: the checkpoint cannot be read or holds a link, or the disk refuses.
     """
-    if folder.exists():
-        raise UsageError(f"{folder} exists already; give another folder, or delete it first.")
+    if exists(place(folder)):
+        raise UsageError(f"{shown(folder)} exists already; give another folder, or delete it first.")
     checkpoint.refuse_links()
     saved = saved_tensors(checkpoint.folder)
     if average and not any(name.startswith(AVERAGE) for name in saved):
@@ -132,11 +140,7 @@ def export(
     leaves_base = adapts and not merge_adapters
     hold(model, layouts := _layouts(model, saved))
     check_architecture(checkpoint, {name: tensor.shape for name, tensor in saved.items()}, model)
-    # a folder beside it, renamed once it is complete
-    temporary = folder.with_name(f".{folder.name}.writing")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    with new_folder(folder, last=ADAPTER_CONFIG if leaves_base else CONFIG) as temporary:
         kind = dtype or (torch.bfloat16 if layouts and not leaves_base else _dtype_of_learning(saved))
         # without a dtype buffers keep their own; frozen weights may have been held in fewer bits
         names = None if dtype is not None else {base_name(name) for name, _ in model.named_parameters()}
@@ -152,12 +156,6 @@ def export(
             files.add(revert_weight_conversion(plain, _cast(weights, kind, names)))
         files.close()
         write_card(checkpoint, temporary, adapters=leaves_base)
-        temporary.rename(folder)
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot write the model folder {folder}: {error.strerror or error}. Make room or give another folder."
-        ) from error
 
 
 def holds_adapters(checkpoint: Checkpoint) -> bool:

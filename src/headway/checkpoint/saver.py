@@ -39,7 +39,8 @@ from headway.checkpoint.folder import (
     step_folder,
 )
 from headway.checkpoint.state import HostCopies
-from headway.errors import CheckpointError, RankLostError
+from headway.errors import CheckpointError, RankLostError, first_line
+from headway.files import write_failure
 from headway.models.parallel.ranks import Ranks
 
 T = TypeVar("T")
@@ -208,10 +209,11 @@ class CheckpointSaver:
             best = (contents.position.get(BEST) or {}).get("step") if self._keep_best else None
             self._agree(lambda: self._publish(temporary, folder, facts, files, best))
         except (Exception, CheckpointException) as error:
+            reason = _reason(error, temporary)  # asked before there is room again
             if self._ranks.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
             raise CheckpointError(
-                f"cannot write the checkpoint of step {step} to {self._root}: {_reason(error)}. "
+                f"cannot write the checkpoint of step {step} to {self._root}: {reason}. "
                 "Make room or give another run.folder; earlier checkpoints are untouched."
             ) from error
         checkpoint = open_checkpoint(folder)
@@ -249,7 +251,7 @@ class CheckpointSaver:
         try:
             outcome = stage(), None
         except Exception as error:  # noqa: BLE001 - raised below, on all processes
-            outcome = None, _reason(error)
+            outcome = None, _reason(error, self._root)
         outcomes: list[Any] = [None] * self._ranks.size
         dist.all_gather_object(outcomes, outcome, group=self._group)
         for rank, (_, reason) in enumerate(outcomes):
@@ -262,14 +264,9 @@ def _thread_name(root: Path) -> str:
     return f"{_WRITES}{root.resolve()}"
 
 
-def _reason(error: BaseException) -> str:
-    """Say in one line why writing failed: the system's error if libraries wrapped one, else the error itself."""
+def _reason(error: BaseException, folder: Path) -> str:
+    """Say in one line why writing to a folder failed, on which rank where PyTorch tells."""
     if isinstance(error, CheckpointException):
         rank, (inner, _) = sorted(error.failures.items())[0]
-        return f"{_reason(inner)} (rank {rank})"
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError):
-            return cause.strerror or str(cause)
-        cause = cause.__cause__ or cause.__context__
-    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+        return f"{_reason(inner, folder)} (rank {rank})"
+    return write_failure(error, folder) or first_line(error).rstrip(".")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import CHAT_TEMPLATE_FILE, CONFIG_NAME, GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from headway.hub import cached_folder
 from headway.log.jsonl import as_object
@@ -20,11 +20,22 @@ from headway.log.jsonl import as_object
 _TOKENIZER_CONFIG, _TOKENIZER = "tokenizer_config.json", "tokenizer.json"
 _SPECIAL_TOKENS, _ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
 _ADDED, _NAMED, _EXTRA = "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens"
-_UNCHANGED_FILES = (
-    # no run changes a processor's settings, nor the vocabulary beneath the added tokens
-    "preprocessor_config.json", "video_preprocessor_config.json", "vocab.json", "merges.txt", "vocab.txt",
-    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
-)  # fmt: skip
+# No run changes the vocabulary beneath the added tokens.
+_VOCABULARIES = (
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
+# What transformers 5 has in one file, by the file of its own that it was in.
+_PROCESSOR = "processor_config.json"
+_PARTS = {
+    "preprocessor_config.json": ("image_processor", "feature_extractor"),
+    "video_preprocessor_config.json": ("video_processor",),
+}
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _OF_LOADING = ("is_local", "local_files_only")  # transformers 5 writes how it was called
 _TOKEN_FIELDS = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
 
@@ -48,6 +59,7 @@ def keep_spelling(folder: Path, base: str, config: PreTrainedConfig) -> None:
     _merge(folder / GENERATION_CONFIG_NAME, source / GENERATION_CONFIG_NAME, _read_generation)
     if (folder / _TOKENIZER_CONFIG).is_file() and (source / _TOKENIZER_CONFIG).is_file():
         _keep_tokenizer(folder, source)
+    _keep_parts(folder, source)
 
 
 def respell_config(path: Path, base: Path, kind: type[PreTrainedConfig]) -> None:
@@ -159,9 +171,19 @@ def _keep_tokenizer(folder: Path, source: Path) -> None:
     if numbers := _object(source / _ADDED_TOKENS):
         numbered = {token["content"]: token["id"] for token in added if token["id"] >= min(numbers.values())}
         _write(folder / _ADDED_TOKENS, numbers | numbered)
-    for name in (*_UNCHANGED_FILES, CHAT_TEMPLATE_FILE):
+    for name in _VOCABULARIES:
         if (source / name).is_file() and not (folder / name).exists():
             shutil.copyfile(source / name, folder / name)
+
+
+def _keep_parts(folder: Path, source: Path) -> None:
+    """Write the parts of a processor into the files that the base has for them, with what the run has changed."""
+    sections = _object(folder / _PROCESSOR)
+    for name, parts in _PARTS.items():
+        before, now = _object(source / name), next((sections[part] for part in parts if part in sections), {})
+        if before and not (folder / name).exists():
+            edges = now.get("size") or {}
+            _write(folder / name, {k: now.get(k, edges.get(_EDGES.get(k), v)) for k, v in before.items()})
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -358,9 +358,5 @@ def _lines(output: Path | None) -> Iterator[TextIO]:
     if output is None:
         yield sys.stdout
         return
-    try:
-        file = open_output(output)
-    except OSError as error:
-        raise UsageError(f"--output {output} cannot be written: {error.strerror}. Give another file.") from error
-    with file:
+    with open_output(output, option="--output") as file:
         yield file

@@ -14,6 +14,7 @@ from headway.errors import CheckpointError, UsageError
 from headway.log.working import working
 from headway.plugins import families_with
 from headway.report import presentable
+from headway.stores import fetch, shown
 
 if TYPE_CHECKING:
     from headway.checkpoint.push import HubRepo
@@ -133,20 +134,21 @@ def export(
     with working(f"writing the model after step {checkpoint.step:,}"):
         write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
     # What was written: adapters alone, unless merged; a card, if the run left records.
-    what = "the adapters" if (folder / "adapter_config.json").is_file() else "the model"
-    has_card = (folder / CARD).is_file()
+    here = fetch(folder, lambda name: repo is not None or not name.endswith(".safetensors"))
+    what = "the adapters" if (here / "adapter_config.json").is_file() else "the model"
+    has_card = (here / CARD).is_file()
     lines = [
-        f"{folder}: {what} after step {checkpoint.step}",
-        f"model card: {folder / CARD if has_card else 'none, as no records of its run can be read'}",
+        f"{shown(folder)}: {what} after step {checkpoint.step}",
+        f"model card: {shown(folder / CARD) if has_card else 'none, as no records of its run can be read'}",
     ]
-    if (note := processor_note(folder)) is not None:
+    if (note := processor_note(here)) is not None:
         lines.append(f"processor: {note}")
     url = None
     if repo is not None:
-        url = _pushed(folder, repo, private=private, message=f"Headway: {what} after step {checkpoint.step}")
+        url = _pushed(here, repo, private=private, message=f"Headway: {what} after step {checkpoint.step}")
         lines.append(f"on the Hub: {url}")
     print_result(
-        lambda: {"folder": str(folder), "step": checkpoint.step, **({} if url is None else {"url": url})},
+        lambda: {"folder": shown(folder), "step": checkpoint.step, **({} if url is None else {"url": url})},
         lambda: presentable("\n".join(lines)),
         as_json=as_json,
     )

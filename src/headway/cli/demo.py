@@ -17,6 +17,7 @@ from headway.cli.train import ResumeOption, SetOption, print_summary
 from headway.errors import UsageError
 from headway.log.working import working
 from headway.report import format_share, render_pairs
+from headway.stores import refuse
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -74,8 +75,10 @@ def demo(
             raise UsageError(
                 "demo data trains nothing, so --steps, --set and --resume cannot take effect: leave them out."
             )
+        refuse(folder or Path(), "--folder")
         _print_data(folder or Path("digits"), as_json=as_json)
         return
+    refuse(folder or Path(), "--folder")
     from headway.config import load_config
 
     draws = what is Demo.draw

@@ -21,6 +21,7 @@ from headway.errors import UsageError
 from headway.log.working import measuring_rows, working
 from headway.report import format_count, format_share, render_lines, render_pairs
 from headway.report.secrets import hide_secrets
+from headway.stores import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,6 +79,7 @@ def index(
 
     Example: headway index chats.jsonl --model Qwen/Qwen2.5-VL-7B-Instruct
     """
+    refuse(cache or Path(), "--cache")
     with needs_extra("indexing"):
         from headway.data.bad_rows import BadSamples
         from headway.data.chat_settings import ChatSettings

@@ -17,6 +17,7 @@ from headway.errors import UsageError
 from headway.files import is_taken, write_output
 from headway.log.working import working
 from headway.report import format_bytes, format_count, render_pairs
+from headway.stores import shown, url_of
 
 if TYPE_CHECKING:
     from headway.config.model import ModelConfig
@@ -67,8 +68,10 @@ def init(
     Example: headway init --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl --device 4090 -o train.yaml
     """
     if is_taken(output):
-        raise UsageError(f"{output} exists already, and is left as it is. Name another file with -o, or delete it.")
-    if not output.parent.is_dir():
+        raise UsageError(
+            f"{shown(output)} exists already, and is left as it is. Name another file with -o, or delete it."
+        )
+    if url_of(output) is None and not output.parent.is_dir():
         raise UsageError(f"-o {output}: the folder {output.parent} does not exist. Make it, or name another.")
     from headway.count.activations import SavedByPrecision
     from headway.devices import named_device
@@ -123,7 +126,7 @@ def init(
         )
     settings, lengths, planned = suggestion.config, suggestion.lengths, suggestion.planned
     record = {
-        "file": str(output),
+        "file": shown(output),
         "samples": len(lengths.tokens),
         "bad": lengths.bad,
         "median": lengths.median,
@@ -140,12 +143,12 @@ def init(
         memory = f"{format_bytes(planned.memory.peak)} by the plan, on {planned.device.title}"
         memory += f", with LoRA of rank {settings.model.lora.rank}" if settings.model.lora is not None else ""
     pairs = [
-        ("wrote", str(output)),
+        ("wrote", shown(output)),
         ("lengths", str(lengths)),
         ("packs", f"{format_count(settings.data.tokens_per_pack)} tokens"),
         ("epochs", f"{suggestion.epochs} of {format_count(suggestion.steps_per_epoch)} steps on one device"),
         ("memory", memory),
-        ("next", f"headway train {output}"),
+        ("next", f"headway train {shown(output)}"),
     ]
     print_result(lambda: record, lambda: render_pairs(pairs), as_json=as_json)
 

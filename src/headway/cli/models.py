@@ -12,6 +12,7 @@ from headway.errors import UsageError
 from headway.log.working import working
 from headway.report import Column, format_bytes, format_count, render_pairs, render_table
 from headway.report.quantity import parse_number
+from headway.stores import shown
 
 if TYPE_CHECKING:
     from headway.count import CostModel
@@ -95,7 +96,7 @@ def new_model(
     with working(f"making a model in {folder}"):
         model = write_new_model(folder, sources, like=like, size=wanted, vocab_size=vocab, seed=seed)
     record = {
-        "folder": str(model.folder),
+        "folder": shown(model.folder),
         "like": model.like,
         "parameters": model.parameters,
         "vocabulary": model.vocabulary,
@@ -108,12 +109,12 @@ def new_model(
     data_options = [part for path in data for part in ("--data", path)]
     data_options += [part for name in column or () for part in ("--column", name)]
     pairs = [
-        ("model", f"{model.folder}, like {model.like}"),
+        ("model", f"{shown(model.folder)}, like {model.like}"),
         ("parameters", f"{format_count(model.parameters)} ({model.layers} layers of width {model.width})"),
         ("vocabulary", f"{format_count(model.vocabulary)} tokens, learned from {format_count(model.samples)} samples"),
         ("weights", f"{format_bytes(4 * model.parameters)}, random, float32"),
         ("to train", f"{format_bytes(TRAINING_BYTES * model.parameters)} with AdamW in float32, and activations"),
-        ("next", shlex.join(["headway", "init", "--model", str(model.folder), *data_options, "-o", "train.yaml"])),
+        ("next", shlex.join(["headway", "init", "--model", shown(model.folder), *data_options, "-o", "train.yaml"])),
     ]
     print_result(lambda: record, lambda: render_pairs(pairs), as_json=as_json)
 

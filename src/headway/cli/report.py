@@ -10,6 +10,7 @@ from headway.cli.output import say
 from headway.errors import ConfigError, UsageError
 from headway.files import write_output
 from headway.log.working import working
+from headway.stores import shown, url_of
 
 if TYPE_CHECKING:
     from headway.pages.run import ReportedRun
@@ -87,8 +88,8 @@ def _write(output: Path | None, page: str, contents: str, *, open_it: bool) -> N
     """Write the page, and show it if asked to."""
     path, written = output or Path("report.html"), page.encode()
     write_output(path, written, option="-o")
-    say(f"{path}: {contents}, {len(written):,} bytes")
-    if open_it:
+    say(f"{shown(path)}: {contents}, {len(written):,} bytes")
+    if open_it and url_of(path) is None:
         webbrowser.open(path.resolve().as_uri())
 
 

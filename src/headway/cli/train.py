@@ -13,6 +13,7 @@ from headway.cli.dry_run import print_dry_run
 from headway.cli.options import JsonOption, devices_from
 from headway.cli.output import needs_extra, print_result, say, warn
 from headway.errors import RunCompleteError, UsageError
+from headway.stores import shown
 
 if TYPE_CHECKING:
     from headway.config import TrainConfig
@@ -164,9 +165,10 @@ def train(
     try:
         summary = run(resolved, resume=goes_on, is_smoke=smoke is not None)
     except RunCompleteError as error:
-        if not resume_if_any:
+        if not resume_if_any and error.model is None:
             raise
-        say(f"{error}", on_stderr=True)  # what a job that restarts by itself came for is there
+        note = "" if error.model is None else f" Its export was missing, and is made now: {shown(error.model)}."
+        say(f"{error}{note}", on_stderr=True)  # what a job that restarts by itself came for is there
         return
     print_summary(summary, as_json=as_json)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 from headway.data.samples import Origin, SampleError
 from headway.errors import CheckpointError, ConfigError, DataError
 from headway.log.jsonl import append_in_turn
+from headway.stores import refuse
 
 BadPolicy = Literal["error", "skip"]
 
@@ -146,6 +147,7 @@ class BadSamples:
             raise ConfigError(f"The limit of bad samples is {self.limit}; it must be 0 or more, or none.")
         if self.fraction is not None and not 0 <= self.fraction <= 1:
             raise ConfigError(f"The share of bad samples is {self.fraction}; it must be from 0 to 1, or none.")
+        refuse(self.quarantine or Path(), "the quarantine")
         if self.policy == "error" and self.quarantine is not None:
             raise ConfigError(
                 f'The quarantine {self.quarantine} would stay empty: with the policy "error" nothing is skipped. '

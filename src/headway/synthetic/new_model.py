@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from headway.data.samples import Chat, best_answered
 from headway.data.sources import Source
 from headway.data.sources.opening import samples_of
 from headway.errors import ConfigError, DataError
+from headway.files import new_folder
+from headway.hub import CONFIG, is_model_here
 from headway.models.load import load_model
 from headway.synthetic.small_model import Shape, processor_class, small_config, write_small_model
 from headway.tracing.build import subconfigs
@@ -84,8 +86,15 @@ def write_new_model(
             the data hold.
         DataError: the data hold no words, or both sounds and pictures.
     """
-    if (folder / "config.json").exists():
+    if is_model_here(folder):
         raise ConfigError(f"The folder {folder} holds a model already. Give another folder, or delete it.")
+    with new_folder(folder, last=CONFIG) as unfinished:
+        return replace(_write(unfinished, sources, like, size, vocab_size, seed), folder=folder)
+
+
+def _write(
+    folder: Path, sources: Sequence[Source], like: str | None, size: int, vocab_size: int, seed: int
+) -> NewModel:
     texts, samples, kinds = _texts(sources)
     towers = {_TOWERS[kind] for kind in sorted(kinds)}
     if len(towers) > 1:

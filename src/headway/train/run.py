@@ -20,6 +20,7 @@ from headway.log.working import working
 from headway.meter import Goodput, clock
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.parallel.ranks import own_rank
+from headway.stores import refuse
 from headway.train.loop import Loop, LoopEnd, Outputs
 from headway.train.memory_error import Explanation
 from headway.train.memory_record import record_memory
@@ -55,9 +56,10 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
         CheckpointError: a checkpoint that is not whole or not of this model.
         TrainingError: a loss that is not finite, a stream without data, or no memory left.
         RankLostError: another process of the run ended.
-        RunCompleteError: the run has taken all of its steps; with `resume=None` an export that was cut off is made.
+        RunCompleteError: the run has taken all of its steps; an export that was cut off is made first.
     """
     start_ns = clock.now_ns()
+    refuse(config.run.folder, "run.folder")
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
     phase, rank = LoopPhase(), own_rank()
     with (
@@ -72,10 +74,10 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
                 run = prepare(config, resume=resume, phase=phase, folder=folder)
                 phase.on_enter = None
             return _run(config, run, phase, start_ns)
-        except RunCompleteError:
-            if resume is None and rank == 0:  # it may have been ended while it exported
+        except RunCompleteError as error:
+            if rank == 0:  # it may have been ended while it exported, or have found no room
                 phase.at("export", watched=False)
-                exports_of(config).make(find_checkpoint_in(config.run.folder))
+                error.model = exports_of(config).make(find_checkpoint_in(config.run.folder))
             raise
 
 

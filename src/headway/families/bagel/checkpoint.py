@@ -23,6 +23,7 @@ from headway.errors import CheckpointError, ConfigError, foreign
 from headway.families.bagel.configuration import BagelConfig
 from headway.families.bagel.encoding import AROUND
 from headway.families.bagel.model import BagelModel
+from headway.files import is_taken, new_folder
 from headway.models.foreign import check_config
 from headway.models.load import load_processor
 from headway.version import install_command
@@ -62,7 +63,7 @@ def import_bagel(folder: Path, target: Path) -> BagelConfig:
             f"The folder {folder} lacks {', '.join(lacking)}, so it is no checkpoint in BAGEL's layout, which has "
             f"{', '.join(files)} and a tokenizer. Fetch it whole."
         )
-    if target.exists() and any(target.iterdir()):
+    if is_taken(target) and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"The folder {target} is not empty, and is to be written. Give another one.")
     # weights are linked as they are, so that their names and shapes must be those of the model here
     text, vision = (_read_json(folder / name) for name in _CONFIGS)
@@ -85,16 +86,16 @@ def import_bagel(folder: Path, target: Path) -> BagelConfig:
     tokenizer: Any = load_processor(folder)
     vocabulary = tokenizer.get_vocab()
     tokenizer.add_tokens([token for pair in AROUND.values() for token in pair if token not in vocabulary])
-    target.mkdir(parents=True, exist_ok=True)
-    config.architectures = ["BagelModel"]
-    config.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    # both files as shards of one model, which an index names
-    parts = {"model-1.safetensors": [*ours], "model-2.safetensors": [*renamed]}
-    _link(folder / _WEIGHTS, target / "model-1.safetensors")
-    save_file(renamed, target / "model-2.safetensors", metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, names in parts.items() for name in names}}
-    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    with new_folder(target, last="config.json") as unfinished:
+        config.architectures = ["BagelModel"]
+        config.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        # both files as shards of one model, which an index names
+        parts = {"model-1.safetensors": [*ours], "model-2.safetensors": [*renamed]}
+        _link(folder / _WEIGHTS, unfinished / "model-1.safetensors")
+        save_file(renamed, unfinished / "model-2.safetensors", metadata={"format": "pt"})
+        index = {"metadata": {}, "weight_map": {name: file for file, names in parts.items() for name in names}}
+        (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
     return config
 
 
