@@ -8,11 +8,11 @@ import torch
 import yaml
 
 from headway.config import ParallelConfig, load_config, parse_config
-from headway.errors import ConfigError, RankLostError
-from headway.models.parallel.ranks import Ranks, agree_on_meeting
+from headway.errors import ConfigError, RankLostError, UsageError
+from headway.models.parallel.ranks import Ranks, agree_on_meeting, join_ranks
 from headway.train.prepare import make_mesh
 from headway.train.run import train
-from helpers.processes import TRAIN, run_processes
+from helpers.processes import TRAIN, free_port, run_processes
 from helpers.runs import read_metrics
 
 
@@ -72,6 +72,41 @@ def test_ranks_that_were_restarted_agree_on_another_name_than_those_before_them(
 def test_a_rank_that_does_not_come_is_named():
     with pytest.raises(RankLostError, match=r"2 of 3 ranks have not come within 0.05 s, the first of them rank 1"):
         agree_on_meeting(torch.distributed.HashStore(), 0, 3, 0.05)
+
+
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("WORLD_SIZE", "abc", "WORLD_SIZE is 'abc', but a whole number from 1"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE is '0', but a whole number from 1"),
+        ("WORLD_SIZE", "-2", "WORLD_SIZE is '-2', but"),
+        ("RANK", "x", "RANK is 'x', but a whole number from 0 to 1"),
+        ("RANK", "2", "RANK is '2', but a whole number from 0 to 1"),
+        ("RANK", None, "RANK is not set, but a whole number from 0 to 1"),
+        ("MASTER_PORT", "99999", "MASTER_PORT is '99999', but a whole number from 1 to 65535"),
+        ("MASTER_PORT", "", "MASTER_PORT is '', but"),
+        ("MASTER_PORT", None, "MASTER_PORT is not set, but"),
+        ("MASTER_ADDR", None, "MASTER_ADDR is not set, but the name or address of the first rank's machine"),
+    ],
+)
+def test_a_launchers_variable_is_refused_by_its_name_and_value(monkeypatch, name, value, message):
+    for variable, usual in (LAUNCHED | {name: value}).items():
+        monkeypatch.delenv(variable, raising=False) if usual is None else monkeypatch.setenv(variable, usual)
+    with pytest.raises(UsageError, match=message):
+        join_ranks(torch.device("cpu"))
+
+
+def test_a_wait_for_other_ranks_is_told_and_ends_with_the_address(monkeypatch, capfd):
+    port = str(free_port())
+    for variable, usual in (LAUNCHED | {"MASTER_PORT": port}).items():
+        monkeypatch.setenv(variable, usual)
+    monkeypatch.setattr("headway.models.parallel.ranks._SILENT_S", 0.01)
+    with pytest.raises(RankLostError, match=rf"rank 0 could not meet the other ranks at 127\.0\.0\.1:{port} \(MASTER"):
+        join_ranks(torch.device("cpu"), watchdog_s=0.5)
+    assert f"rank 0 waits for the other ranks at 127.0.0.1:{port}" in capfd.readouterr().err
 
 
 def test_what_the_first_rank_alone_does_is_told_to_all(monkeypatch):

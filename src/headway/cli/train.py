@@ -1,6 +1,5 @@
 """`headway train`: train a model as a YAML file says."""
 
-import os
 import signal
 import sys
 from importlib.util import find_spec
@@ -191,10 +190,11 @@ def _scaled_down(config: "TrainConfig", overrides: tuple[str, ...], *, resume: b
     """Shrink a recipe and write what it trains on; a run that goes on has both already."""
     import torch
 
+    from headway.models.parallel.ranks import launched
     from headway.train.run_folder import has_run
     from headway.train.scale_down import scale_down, write_small
 
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = launched()[1]
     cuda = config.run.device != "cpu" and torch.cuda.is_available()
     small = scale_down(config, world_size=world_size, cuda=cuda, overrides=overrides)
     if not (has_run(small.config.run.folder) if resume is None else resume):

@@ -11,6 +11,7 @@ import torch
 from headway.config import RunConfig
 from headway.errors import ConfigError
 from headway.models.float8 import check_float8
+from headway.models.parallel.ranks import launched, whole_variable
 from headway.words import Argument
 
 
@@ -52,6 +53,7 @@ def choose_device(run: RunConfig) -> torch.device:
 
     Raises:
         ConfigError: no such device here.
+        UsageError: a launcher's variable that cannot be understood.
     """
     name = run.device
     if name == "auto":
@@ -67,7 +69,9 @@ def choose_device(run: RunConfig) -> torch.device:
     if device.type == "cuda":
         grow_segments()
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = int(os.environ.get("LOCAL_RANK", "0")) if name == "cuda" else device.index
+        index = device.index
+        if name == "cuda":  # each process of a machine takes another one
+            index = whole_variable("LOCAL_RANK", 0, 2**31 - 1, unset=None if count > 1 < launched()[1] else 0)
         if index >= count:
             raise ConfigError(
                 f"{Argument('run.device')} is {run.device!r}, but PyTorch {torch.__version__} sees {count} CUDA "

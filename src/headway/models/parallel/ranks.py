@@ -4,9 +4,12 @@ A run that torchrun did not start is one process, and every sum is the number it
 """
 
 import os
+import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -15,10 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from headway.errors import HeadwayError, RankLostError
+from headway.errors import HeadwayError, RankLostError, UsageError
 from headway.words import Argument
 
 T = TypeVar("T")
+
+_SILENT_S = 5.0  # a wait for other ranks that is longer is told [s]
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,51 @@ class Ranks:
 
 
 def own_rank() -> int:
-    """This process among all of the run, also before it has joined them."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    """This process among all of the run, also before it has joined them.
+
+    Raises:
+        UsageError: as for `launched`.
+    """
+    return dist.get_rank() if dist.is_initialized() else launched()[0]
+
+
+def launched() -> tuple[int, int]:
+    """This process and the number of processes, as a launcher such as torchrun says in the environment.
+
+    Raises:
+        UsageError: a variable that is missing, no whole number or out of its range.
+    """
+    size = whole_variable("WORLD_SIZE", 1, 2**31 - 1, unset=1)
+    return whole_variable("RANK", 0, size - 1, unset=0 if size == 1 else None), size
+
+
+def whole_variable(name: str, least: int, most: int, unset: int | None = None) -> int:
+    """Read a whole number from a variable of a launcher.
+
+    Args:
+        name: of the variable.
+        least: smallest value allowed.
+        most: largest value allowed.
+        unset: what it is where it is not set; None if it must be.
+
+    Raises:
+        UsageError: it is missing, no whole number or out of its range.
+    """
+    text = os.environ.get(name)
+    if text is None and unset is not None:
+        return unset
+    if text is not None and text.strip().isdecimal() and least <= int(text) <= most:
+        return int(text)
+    raise _wrong_variable(name, f"a whole number from {least} to {most}")
+
+
+def _wrong_variable(name: str, allowed: str) -> UsageError:
+    value = f"is {os.environ[name]!r}" if name in os.environ else "is not set"
+    return UsageError(
+        f"The environment variable {name} {value}, but {allowed} is needed: the processes of a run find each "
+        "other by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and its device by LOCAL_RANK. torchrun sets them; "
+        "another launcher, such as srun, leaves that to its job script. Unset them all to train with one process."
+    )
 
 
 def join_ranks(device: torch.device, sequence: int = 1, *, watchdog_s: float | None = None) -> Ranks:
@@ -120,20 +168,50 @@ def join_ranks(device: torch.device, sequence: int = 1, *, watchdog_s: float | N
     Args:
         device: where this process computes.
         sequence: processes that share each pack; checked with the rest of the mesh.
-        watchdog_s: a rank that stands still so long ends itself; exchanges give up later than that [s].
+        watchdog_s: how long the others are waited for, as a rank that stands still so long ends itself; exchanges give
+            up later than that [s].
+
+    Raises:
+        UsageError: as for `launched`.
+        RankLostError: the others cannot be reached, or have not come in time.
     """
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if not dist.is_initialized() and launched()[1] > 1:
         # Two backends at once: numbers on the host are exchanged there and never wait for the device.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=2.0 * watchdog_s) if watchdog_s is not None else dist.default_pg_timeout
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        patience = timedelta(seconds=watchdog_s) if watchdog_s is not None else dist.default_pg_timeout
+        timeout = patience if watchdog_s is None else 2 * patience
+        if not os.environ.get("MASTER_ADDR", "").strip():
+            raise _wrong_variable("MASTER_ADDR", "the name or address of the first rank's machine")
+        place = f"{os.environ['MASTER_ADDR']}:{whole_variable('MASTER_PORT', 1, 65535)}"
+        with _announcing_wait(f"rank {launched()[0]} waits for the other ranks at {place} (MASTER_ADDR, MASTER_PORT)"):
+            try:
+                store, rank, size = next(rendezvous("env://", timeout=patience))
+            except (ValueError, RuntimeError, OSError) as error:
+                raise RankLostError(
+                    f"rank {launched()[0]} could not meet the other ranks at {place} (MASTER_ADDR, MASTER_PORT): "
+                    f"{str(error).strip().splitlines()[0]} The address must be that of rank 0's machine, with a port "
+                    "that is free there and that all machines reach."
+                ) from error
+            store.set_timeout(patience)
+            name = agree_on_meeting(store, rank, size, patience.total_seconds())
         store.set_timeout(timeout)
-        name = agree_on_meeting(store, rank, size, timeout.total_seconds())
         meeting = dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # documented, if not declared
         dist.init_process_group(backend, store=meeting, rank=rank, world_size=size, timeout=timeout)
     if not dist.is_initialized():
         return Ranks(0, 1)
     return Ranks(dist.get_rank(), dist.get_world_size(), sequence)
+
+
+@contextmanager
+def _announcing_wait(text: str) -> Iterator[None]:
+    """Say on stderr, once and after some seconds, what is waited for."""
+    timer = threading.Timer(_SILENT_S, lambda: sys.stderr.write(f"{text}\n"))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def agree_on_meeting(store: Any, rank: int, size: int, timeout_s: float) -> str:
