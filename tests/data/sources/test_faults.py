@@ -147,23 +147,6 @@ def test_a_cut_array_of_tokens_is_told(tmp_path, dimensions):
         assert CUT in str(error)
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_a_value_that_cannot_be_read_is_a_bad_row(tmp_path, name):
-    bytes_ = pa.array([b"a", b"\xff", b"c"])
-    table = pa.table({"text": pa.StringArray.from_buffers(3, *bytes_.buffers()[1:])})
-    if name == "a.parquet":
-        pq.write_table(table, tmp_path / name)
-    else:
-        with pa.ipc.new_file(str(tmp_path / name), table.schema) as writer:
-            writer.write_table(table)
-    source = open_source(tmp_path / name)
-    rows = [row for _, row in source.shards[0].rows()]
-    assert [row.content for row in (rows[0], rows[2], source[2])] == ["a", "c", "c"]
-    assert "row 1: a value of the row cannot be read: 'utf-8' codec can't decode byte 0xff" in str(rows[1])
-    with pytest.raises(SampleError, match="row 1: a value of the row cannot be read"):
-        source[1]
-
-
 def test_a_line_cut_in_the_middle_is_a_bad_row(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines()[:-10])

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from headway.data import Document, Media
+from headway.data.samples import SampleError
 from headway.data.sources import open_source
 from headway.errors import DataError
 
@@ -378,3 +379,57 @@ def test_storage_options_reach_the_file_system(tmp_path):
     assert source[0].content == "x"
     with pytest.raises(DataError, match=r"zip://a\.jsonl cannot be read"):
         open_source("zip://a.jsonl")
+
+
+NO_WORDS = pa.Array.from_buffers(pa.string(), 2, pa.array([b"\xff\xfe a", b"b"], pa.binary()).buffers())
+UNREADABLE = {
+    "date": (pa.array([2**31 - 1] * 2, pa.date32()), 'the column "text" cannot be read: days=2147483647'),
+    "time": (pa.array([10**15] * 2, pa.timestamp("s")), 'the column "text" cannot be read: Python int too large'),
+    "no UTF-8": (NO_WORDS, 'the column "text" cannot be read: .* invalid start byte'),
+    "no JSON": (pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{", "1"])), "text holds what is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("extension", ["parquet", "arrow"])
+def test_a_value_that_python_does_not_have_is_named_where_it_is_wanted_and_stops_nothing_else(
+    tmp_path, name, extension
+):
+    def written(columns):
+        table, path = pa.table(columns), tmp_path / f"a.{extension}"
+        if extension == "parquet":
+            pq.write_table(table, path)
+        else:
+            with pa.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table)
+        return open_source(path)
+
+    column, message = UNREADABLE[name]
+    source = written({"text": ["a", "b"], "d": column})
+    assert [source[row].content for row in range(2)] == ["a", "b"]
+    with pytest.raises(SampleError, match=message):
+        written({"text": column})[0]
+
+
+def test_a_map_is_an_object_bytes_are_no_words_and_a_name_stands_once(tmp_path):
+    turns = [[("role", "user"), ("content", "a"), ("name", None)], [("role", "assistant"), ("content", "b")]]
+    maps = pa.array([turns], pa.list_(pa.map_(pa.string(), pa.string())))
+    pq.write_table(pa.table({"messages": maps}), tmp_path / "map.parquet")
+    assert [message.parts[0].text for message in open_source(tmp_path / "map.parquet")[0].messages] == ["a", "b"]
+
+    pq.write_table(pa.table({"text": pa.array([b"words"])}), tmp_path / "bytes.parquet")
+    with pytest.raises(SampleError, match=r'"text" is 5 bytes, to be cast to string where they are words, but'):
+        open_source(tmp_path / "bytes.parquet")[0]
+
+    pq.write_table(pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), tmp_path / "twice.parquet")
+    with pytest.raises(SampleError, match='several columns of the name "text"'):
+        open_source(tmp_path / "twice.parquet")[0]
+
+
+def test_thousands_of_columns_that_nobody_reads_are_one_line(tmp_path):
+    columns = {f"c{number}": pa.array([number]) for number in range(3000)}
+    pq.write_table(pa.table({"text": ["a"], **columns}), tmp_path / "a.parquet")
+    (note,) = open_source(tmp_path / "a.parquet").notes()
+    assert "c0, c1, c10, " in note
+    assert " and 2,988 more are not looked at" in note
+    assert len(note) < 300

@@ -269,15 +269,6 @@ def test_content_that_differs_from_row_to_row_is_read_from_json(folder, form):
     assert [words(source[row])[0] for row in (0, 1)] == [("user", "One?"), ("user", "Two?")]
 
 
-def test_json_that_is_none_is_a_bad_row(folder):
-    values = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{", '{"a": 1}']))
-    pq.write_table(pa.table({"text": ["a", "b"], "meta": values}), folder / "rows.parquet")
-    source = open_source(folder / "rows.parquet")
-    with pytest.raises(DataError, match=r"row 0: meta holds what is not JSON"):
-        source[0]
-    assert source[1].content == "b"
-
-
 @pytest.mark.parametrize("form", ["parquet", "saved"])
 def test_classes_are_answers_by_their_names(folder, form):
     features = Features(

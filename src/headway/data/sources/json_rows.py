@@ -186,11 +186,30 @@ def words_of(value: Any) -> str | None:
     return json.dumps(value) if is_word else None
 
 
+class Unreadable:
+    """A value that its table cannot give: no harm in a column that nobody reads.
+
+    Args:
+        error: of a row whose reader wants it.
+    """
+
+    def __init__(self, error: DataError) -> None:
+        self.error = error
+
+
 def shortened(value: Any) -> str:
-    """A value as JSON, cut to fit into a message; bytes by their number alone."""
+    """A value as JSON, cut to fit into a message; bytes by their number alone.
+
+    Raises:
+        DataError: it could not be read in the first place.
+    """
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes, to be cast to string where they are words"
     text = json.dumps(value, ensure_ascii=False, default=_described)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _described(value: Any) -> str:
+    if isinstance(value, Unreadable):
+        raise value.error
     return f"{len(value):,} bytes" if isinstance(value, bytes) else repr(value)

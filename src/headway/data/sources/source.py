@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Any
@@ -18,6 +18,7 @@ from headway.data.sources.schemas import COLUMNS, Normaliser, has_schema
 from headway.errors import DataError, foreign
 
 _DIM = 65536 // 8  # of 16 bits
+_LISTED_KEYS = 12
 _PICTURED_ROWS = 3  # whose pictures are looked at, of each file
 
 
@@ -134,6 +135,11 @@ class Shard:
             raise SampleError(origin, *error.pieces) from error
 
 
+def _listed(keys: Sequence[str]) -> str:
+    """Keys in one line, of thousands the first ones."""
+    return ", ".join(keys[:_LISTED_KEYS]) + f" and {len(keys) - _LISTED_KEYS:,} more" * (len(keys) > _LISTED_KEYS)
+
+
 class Source:
     """A dataset of one or many files.
 
@@ -214,7 +220,7 @@ class Source:
             dim[:1]
             + [tied] * (ties > 0)
             + [
-                f"{names[0]}{f' and {len(names) - 1} more files' * (len(names) > 1)}: {', '.join(keys)} "
+                f"{names[0]}{f' and {len(names) - 1} more files' * (len(names) > 1)}: {_listed(keys)} "
                 f"{'are' if len(keys) > 1 else 'is'} not looked at (docs/data.md has the keys that are)"
                 for keys, names in by_keys.items()
             ]

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.data.sources.files import HEAD_BYTES, cached_path, write_cached
-from headway.data.sources.json_rows import shortened
+from headway.data.sources.json_rows import Unreadable, shortened
 from headway.data.sources.reader import EMPTY_MESSAGE, START, ParsedRow, Raw, Reader, after, lasting, until_damage
-from headway.errors import DataError
+from headway.errors import DataError, first_line
 
 _BATCH_ROWS = 64  # decoded at once: few, as a row may hold images
 _ARROW_FILE = b"ARROW1"  # how an Arrow file begins; an Arrow stream does not
@@ -38,10 +38,7 @@ class TableReader(Reader):
 
     def parse(self, content: pa.RecordBatch) -> ParsedRow:
         """Take the only row of a batch."""
-        try:
-            return ParsedRow(row_values(content))
-        except (ValueError, OverflowError) as error:  # words that are not UTF-8, times that Python has no date for
-            raise DataError(f"a value of the row cannot be read: {error}. Write the table again without it.") from error
+        return ParsedRow(row_values(content))
 
     def get(self, row: int) -> Raw:  # noqa: D102 - as the base class says
         starts, batches, damage = self._rows()
@@ -189,24 +186,33 @@ def _raw(first: int, batch: pa.RecordBatch, place: int) -> Raw:
 def row_values(batch: pa.RecordBatch) -> dict[str, Any]:
     """The only row of a batch.
 
-    Every row of a struct has the keys of all, so a null within one is taken as a key that the row does not have.
-    Columns of JSON (`datasets`' `Json`) are read, with their own nulls; classes (`ClassLabel`) become their names.
-
-    Raises:
-        DataError: a value that is not JSON, or a class without a name.
+    Every row of a struct has the keys of all, so a null within one is taken as a key that the row does not have. A map
+    is an object, as in JSON. Columns of JSON (`datasets`' `Json`) are read, with their own nulls; classes
+    (`ClassLabel`) become their names. A value that cannot be read, such as a date that Python does not have, is
+    `Unreadable`: its column may be one that nobody wants.
 
     Source: datasets 5.2, features.py, `Json` (Arrow's canonical extension arrow.json) and `ClassLabel`.
 
     >>> row_values(pa.RecordBatch.from_pylist([{"a": {"b": None, "c": [1]}, "d": None}]))
     {'a': {'c': [1]}, 'd': None}
     """
-    fields: dict[str, Any] = batch.to_pylist()[0]
-    for field in batch.schema:
-        if _is_nested(field.type):
-            fields[field.name] = _json_value(fields[field.name], field.type, field.name)
-    for name, classes in _classes(batch.schema).items():
-        if type(number := fields.get(name)) is int:
-            fields[name] = _class(name, number, classes)
+    fields: dict[str, Any] = {}
+    classes = _classes(batch.schema)
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            if name in fields:
+                raise DataError(f'the table has several columns of the name "{name}". Give each a name of its own.')
+            value = column[0].as_py()
+            if value is not None and _is_nested(column.type):
+                value = _json_value(value, column.type, name)
+            elif type(value) is int and name in classes:
+                value = _class(name, value, classes[name])
+        except DataError as error:
+            value = Unreadable(error)
+        except (ValueError, OverflowError) as error:  # words that are not UTF-8, times that Python has no date for
+            reason = f'the column "{name}" cannot be read: {first_line(error)}. Write it as a string, or leave it out.'
+            value = Unreadable(DataError(reason))
+        fields[name] = value
     return fields
 
 
@@ -226,10 +232,13 @@ def _json_value(value: Any, kind: pa.DataType, column: str) -> Any:
             return json.loads(value)
         except (ValueError, RecursionError) as error:  # ValueError: no JSON, or a number of too many digits
             raise DataError(f"{column} holds what is not JSON ({error}): {shortened(value)}.") from error
+    if pa.types.is_map(kind):
+        pairs = ((key, _json_value(item, kind.item_type, column)) for key, item in value)
+        return {key: item for key, item in pairs if item is not None}
     if pa.types.is_struct(kind):
         inner = {part.name: _json_value(value[part.name], part.type, column) for part in kind}
         return {name: item for name, item in inner.items() if item is not None}
-    if isinstance(value, list) and not pa.types.is_map(kind) and _is_nested(kind.value_type):
+    if isinstance(value, list) and _is_nested(kind.value_type):
         return [_json_value(item, kind.value_type, column) for item in value]
     return value
 
