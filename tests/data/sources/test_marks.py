@@ -12,7 +12,7 @@ from headway.data.sources import open_source
 from headway.data.sources.marks import ANSWER_KEYS, QUESTION_KEYS, unread_keys
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import MediaRules
-from headway.data.sources.schemas import COLUMNS, Normaliser
+from headway.data.sources.schemas import Normaliser
 from headway.errors import DataError
 
 ASKED = {"role": "user", "content": "What is 1 + 1?"}
@@ -39,8 +39,14 @@ def learnt(chat):
         {"weight": 0},  # OpenAI
         {"weight": 0.0, "loss": None},
         {"masked": True},  # torchtune
+        # words of the same kind
+        {"trainable": False}, {"is_trainable": 0}, {"train_on_turn": False}, {"loss_mask": 0}, {"loss_weight": 0},
+        {"loss_scale": 0}, {"lossWeight": 0}, {"is_masked": 1}, {"isMasked": True}, {"no_loss": True},
+        {"skip_training": 1},
+        {"ignore_loss": True}, {"untrained": True}, {"learn": False}, {"supervised": False}, {"TRAIN": 0},
+        {"exclude_from_loss": True}, {"not_trained": 1},
     ],
-)
+)  # fmt: skip
 def test_a_turn_that_says_so_is_shown_and_not_learnt(mark):
     chat = read({"messages": [ASKED, BAD | mark, ASKED, GOOD]})
     assert [message.text for message in chat.messages] == ["What is 1 + 1?", "3", "What is 1 + 1?", "2"]
@@ -52,7 +58,13 @@ def test_a_turn_that_says_so_is_shown_and_not_learnt(mark):
     assert [turn.learnt for turn in read({"conversations": [*turns, call]}).messages] == [True, False, True, False]
 
 
-@pytest.mark.parametrize("mark", [{"loss": True}, {"train": 1}, {"weight": 1.0}, {"masked": False}, {"loss": None}])
+@pytest.mark.parametrize(
+    "mark",
+    [
+        {"loss": True}, {"train": 1}, {"weight": 1.0}, {"masked": False}, {"loss": None}, {"trainable": True},
+        {"loss_scale": 1}, {"no_loss": False}, {"labels_mask": None}, {"train_detail": []},
+    ],
+)  # fmt: skip
 def test_a_turn_that_says_that_it_is_learnt_is(mark):
     assert learnt(read({"messages": [ASKED, GOOD | mark]})) == ["2"]
 
@@ -64,6 +76,14 @@ def test_a_turn_that_says_that_it_is_learnt_is(mark):
         (GOOD | {"loss": "no"}, 'message 2: "loss" is "no"'),
         (GOOD | {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]}, '"train_detail" is [{'),
         (ASKED | {"train": True}, 'message 2: "train" is true in a turn of the user'),
+        (GOOD | {"labels_mask": 1}, 'message 2: "labels_mask" is 1, but a turn is learnt in full or not at all'),
+        (GOOD | {"mask": True}, '"mask" is true'),
+        (GOOD | {"mask_loss": True}, '"mask_loss" is true'),
+        (GOOD | {"assistant_masks": [0, 1, 1]}, '"assistant_masks" is [0, 1, 1]'),
+        (GOOD | {"train_on_inputs": True}, '"train_on_inputs" is true'),
+        (GOOD | {"weights": [1, 0]}, '"weights" is [1, 0]'),
+        (ASKED | {"trainable": True}, 'message 2: "trainable" is true in a turn of the user'),
+        (GOOD | {"content": [{"type": "text", "text": "2", "loss": False}]}, 'message 2: a part has "loss", false'),
         (BAD | {"loss": False}, "every turn of the assistant is marked as not to be learnt"),
     ],
 )
@@ -88,11 +108,58 @@ ALPACA = {"instruction": "Add.", "output": "2"}
         {"margin": 0.5},
         {"label": 1},  # a class
         {"weight": 0.5},
+        {"loss": 2.31},
+        {"trainable": False},
+        {"masked": True},
+        {"train_on_inputs": True},
+        {"labels_mask": 1},
+        {"loss_mask": [1]},
+        {"loss_mask": [1, 0, 1]},
+        {"assistant_masks": [0, 1]},
+        {"sample_weight": 2},
     ],
 )
 def test_a_row_of_another_task_is_refused_in_every_layout(layout, mark):
     with pytest.raises(DataError, match="|".join(f'"{name}"' for name in mark)):
         read(layout | mark)
+
+
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        ({"loss_mask": [0, 1, 0, 0]}, ["3"]),
+        ({"loss_mask": [0, 0, 0, 1]}, ["2"]),
+        ({"trainable": [False, True, False, True]}, ["3", "2"]),
+        ({"turn_weights": [1, 0, 1, 1]}, None),  # which of them is learnt is said of the user's as well
+        ({"weights": [1, 0, 1, 1]}, ["2"]),
+        ({"masked": [1, 1, 1, 0]}, ["2"]),
+    ],
+)
+@pytest.mark.parametrize("system", [{}, {"system": "Be brief."}])
+def test_a_row_that_lists_a_mark_for_each_turn_is_obeyed(marks, expected, system):
+    rows = [
+        {"messages": [ASKED, BAD, ASKED, GOOD]},
+        {"conversations": [{"user": "1 + 1?", "assistant": "3"}, {"user": "1 + 1?", "assistant": "2"}]},
+    ]
+    for row in rows:
+        if expected is None:
+            with pytest.raises(DataError, match="only what the assistant says is learnt"):
+                read(row | marks | system)
+        else:
+            assert learnt(read(row | marks | system)) == expected
+
+
+def test_a_row_whose_marks_say_that_nothing_is_learnt_is_refused():
+    with pytest.raises(DataError, match="every turn of the assistant is marked as not to be learnt"):
+        read(CHAT | {"loss_mask": [0, 0]})
+
+
+def test_pictures_of_masks_and_masks_of_attention_are_no_marks_of_learning():
+    for more in ({"mask": "a_mask.png"}, {"mask": {"bytes": b"", "path": "m.png"}}, {"special_tokens_mask": [1, 0]}):
+        assert learnt(read(CHAT | more)) == ["2"]
+    assert read({"input_ids": [1, 2], "attention_mask": [1, 1]}).content == (1, 2)
+    with pytest.raises(DataError, match='"attention_mask" leaves out 1 of the tokens'):
+        read({"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]})
 
 
 def test_marks_of_good_answers_say_what_is_done_anyhow():
@@ -142,14 +209,14 @@ def test_answers_within_a_prompt_are_shown_and_not_learnt_as_in_trl():
 def test_keys_that_nobody_knows_are_named():
     row = CHAT | {"id": 1, "mood": "good", "empty": None}
     turns = [ASKED | {"timestamp": 1}, GOOD | {"is_good": False, "weight": 1}]
-    assert unread_keys(row | {"messages": turns}, COLUMNS) == {"mood", "messages: is_good"}
+    assert unread_keys(row | {"messages": turns}, {"messages": "messages"}) == {"mood", "messages: is_good"}
 
 
 @pytest.mark.parametrize(("question", "answer"), [(a, b) for a in QUESTION_KEYS for b in ANSWER_KEYS])
 def test_keys_of_a_round_are_read_and_not_named(question, answer):
     rounds = [{question: "Hi", answer: "Ho", "mood": 1}]
-    assert unread_keys({"conversations": rounds}, COLUMNS) == {"conversations: mood"}
-    assert unread_keys({"messages": [ASKED | {question: 1}]}, COLUMNS) == {f"messages: {question}"}
+    assert unread_keys({"texts": rounds}, {"texts": "conversations"}) == {"texts: mood"}
+    assert unread_keys({"messages": [ASKED | {question: 1}]}, {"messages": "messages"}) == {f"messages: {question}"}
 
 
 def test_each_file_is_told_of_once_with_the_keys_that_nobody_looks_at(tmp_path):

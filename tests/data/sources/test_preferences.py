@@ -17,7 +17,7 @@ from trl.data_utils import extract_prompt
 from headway.data import Chat, Document, ImagePart, Preference, TextPart
 from headway.data.samples import Origin, best_answered, supervised
 from headway.data.sources import open_source, references
-from headway.data.sources.preferences import LAYOUTS
+from headway.data.sources.layouts import LAYOUTS, reading_of
 from headway.data.sources.ranked import MOST_ANSWERS
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import MediaRules
@@ -183,6 +183,10 @@ ROWS = {
         {"context": [user(ASK)], "response1": GOOD, "response2": BAD, "overall_preference": -1},
         SHORT,
     ),
+    "openai": (
+        {"input": {"messages": [user(ASK)]}, "preferred_output": [says(GOOD)], "non_preferred_output": [says(BAD)]},
+        SHORT,
+    ),
     "shp": ({"history": ASK, "human_ref_A": GOOD, "human_ref_B": BAD, "labels": 1}, SHORT),
     "shp, second": ({"history": ASK, "human_ref_A": BAD, "human_ref_B": GOOD, "labels": 0}, SHORT),
     "arena": (
@@ -248,9 +252,11 @@ def test_rows_as_the_tools_document_them(name):
 
 
 def test_every_layout_is_read_in_the_test_above():
-    named = {layout for layout in LAYOUTS for row, _ in ROWS.values() if layout.is_of(row)}
     others = {"rejected_videos", "rejected_audios"}
-    assert [layout for layout in LAYOUTS if layout not in named and not others & {*layout.columns}] == []
+    for layout in LAYOUTS:
+        if layout.is_preference and not others & dict(layout.columns).keys():
+            rows = [row for row, _ in ROWS.values() if dict(layout.columns).keys() <= row.keys()]
+            assert layout.schema in [reading_of(row).layout.schema for row in rows], layout
 
 
 WORDS = st.text(alphabet="abc xyz", min_size=1, max_size=12).filter(lambda text: text.strip() == text)
@@ -415,7 +421,7 @@ def test_answers_that_are_left_out_are_counted_in_a_note(tmp_path):
     rows = [{"prompt": "Which?", "completions": answers}, {"prompt": "Which?", "completions": answers[:2]}]
     (tmp_path / "ranked.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (note,) = open_source(tmp_path / "ranked.jsonl").notes()
-    assert note.startswith("ranked: 3 answers of its first rows are left out, as good as the best")
+    assert note.startswith(f"{tmp_path}/ranked.jsonl: 3 answers of its first rows are left out, as good as the best")
 
 
 def test_a_dim_picture_of_a_preference_is_told_of(tmp_path):
@@ -498,7 +504,7 @@ CHATTED = {"messages": [user("Hi"), says("Ho")]}
         ({"prompt": "Hi", "response_a": "a", "response_b": "b", "winner": "tie"}, '"winner" is "tie", but it names'),
         (
             {"id": "7", "prompt": "Hi", "answer_0": "a", "answer_1": "b", "liked": 1},
-            "such as {prompt: prompt, chosen: answer_0, rejected: answer_1} where answer_0 is the better answer",
+            "such as {chosen: answer_0, rejected: answer_1} where answer_0 is the better answer",
         ),
         (
             {"prompt": "Hi", "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 1}]},
@@ -600,7 +606,7 @@ def test_pairs_in_a_table_of_text(tmp_path):
     ]
 
 
-COLUMNS = sorted({column for layout in LAYOUTS for column in layout.columns} | {
+COLUMNS = sorted({name for layout in LAYOUTS for name, _ in layout.columns} | {
     "prompt", "question", "messages", "conversations", "images", "img_path", "score_chosen", "scores", "label",
     "kto_tag",
 })  # fmt: skip

@@ -1,17 +1,21 @@
 """Rows in the forms that datasets write them, and the one sample that each becomes."""
 
 import contextlib
+import itertools
 import json
+import re
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.data import AudioPart, Chat, Document, ImagePart, Media, Message, Preference, TextPart, VideoPart
-from headway.data.samples import Origin
+from headway.data.samples import Origin, best_answered
+from headway.data.sources.layouts import COLUMNS, LAYOUTS, SCHEMAS, reading_of
+from headway.data.sources.marks import HARMLESS_COLUMNS, unread_keys
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import MediaRules
-from headway.data.sources.schemas import SCHEMAS, Normaliser
+from headway.data.sources.schemas import Normaliser
 from headway.errors import ConfigError, DataError
 from helpers.cases import examples
 
@@ -326,9 +330,9 @@ def test_a_mapped_column_that_a_row_lacks_is_named(read):
 
 
 def test_captions(read, at):
-    row = {"image": "a.png", "caption": "A cat.", "text": "A dog."}
-    assert read(row).messages == (user(ImagePart(at("a.png"))), assistant("A dog."))
-    assert read(row, text_column="caption").answer == "A cat."
+    row = {"image": "a.png", "caption": "A cat."}
+    assert read(row).messages == (user(ImagePart(at("a.png"))), assistant("A cat."))
+    assert read(row | {"text": "A dog."}, text_column="caption").answer == "A cat."
     assert read({"text": "A bird."}, a_png=b"raw").images == (Media(data=b"raw"),)
 
 
@@ -340,9 +344,9 @@ def test_documents(read):
     assert [read(row).content for row in ({"text": ""}, {"text": None}, {"input_ids": []})] == ["", "", ()]
 
 
-def test_the_richest_schema_is_taken_and_a_named_one_goes_first(read):
+def test_a_schema_that_is_named_goes_first_and_one_whose_columns_are_mapped(read):
     row = {"text": "Words.", "messages": [said("user", "Hi")], "prompt": "Hi", "completion": "Ho"}
-    assert read(row).messages == (user("Hi"),)
+    assert read(row, columns={"messages": "messages"}).messages == (user("Hi"),)
     assert read(row, schema="text") == Document("Words.", ORIGIN)
     assert len(read(row, schema="prompt_completion").messages) == 2
 
@@ -430,8 +434,109 @@ def test_media_beside_a_document_are_not_dropped(read):
         read({"text": "a", "image": "a.png"}, schema="text")
 
 
+WORDED = {
+    "list": [said("user", "Hi"), said("assistant", "Ho")],
+    "object": {"messages": [said("user", "Hi")]},
+    "pair": {"question": "Hi", "chosen": "Ho", "rejected": "Hu"},
+    "ranked": [{"answer": "Ho", "rank": 1}, {"answer": "Hu", "rank": 2}],
+}
+
+
+def row_of(layout, words="Ho"):
+    """A row with the columns of a layout and no other."""
+    forms = dict(layout.forms)
+    names = ("image" if name == "media" else name for name, _ in layout.columns)
+    return {name: WORDED[forms[name]] if name in forms else f"{words} {name}.png" for name in names}
+
+
+PAIRS = list(itertools.combinations([layout for layout in LAYOUTS if not layout.by_name], 2))
+
+
+def read_or_refused(row):
+    try:
+        return reading_of(row), ""
+    except DataError as error:
+        return None, str(error)
+
+
+def test_of_two_layouts_one_reads_all_the_other_is_of_a_lower_rank_or_both_are_named():
+    """The table alone decides: a row with the columns of both loses nothing without a word."""
+    for one, other in PAIRS:
+        row = row_of(one) | row_of(other) | {name: WORDED[form] for name, form in (*one.forms, *other.forms)}
+        columns = {name for layout in (one, other) for name, _ in layout.columns} - {"media"}
+        reading, message = read_or_refused(row)
+        if reading is None:
+            assert "needs the columns" in message or re.search(r"columns of \d layouts, .* and of ", message), row
+            continue
+        assert reading.layout.rank <= min(one.rank, other.rank)
+        assert columns - reading.roles.keys() <= unread_keys(row, reading.roles) | {"source", "label"}, row
+        if one.rank == other.rank == reading.layout.rank:
+            assert columns <= reading.roles.keys() or reading.layout not in (one, other), row
+
+
+COLUMN = st.sampled_from(sorted({*COLUMNS} - {"label", "kto_tag"}))
+
+
+@settings(max_examples=examples(200, 1000))
+@given(st.dictionaries(COLUMN, st.sampled_from(["a", "b.png", ["c"], {"d": 1}, [said("user", "e")]]), max_size=6))
+def test_no_column_that_the_table_knows_is_lost_without_a_word(row):
+    with contextlib.suppress(DataError):
+        reading = reading_of(row)
+        assert row.keys() <= reading.roles.keys() | unread_keys(row, reading.roles) | {*HARMLESS_COLUMNS} | {
+            name for name, value in row.items() if value in [row[read] for read in reading.roles]
+        }
+
+
+@pytest.mark.parametrize(
+    ("row", "proposed"),
+    [  # columns of public sets, which Headway's table does not know
+        ({"question_id": 1, "image": "a.png", "question": "What?", "multiple_choice_answer": "cat", "answers": ["cat"]},
+         "{answer: multiple_choice_answer}"),  # VQA v2
+        ({"filename": "a.png", "class": "cat", "description": "a grey cat"}, "{image: filename, text: description}"),
+        ({"img_path": "a.png", "title": "a grey cat"}, "{image: img_path, text: title}"),
+        ({"problem": "1 + 1?", "solution": "2"}, "{question: problem, answer: solution}"),
+        ({"instruction": "Add.", "gpt4_output": "2"}, "{output: gpt4_output}"),
+        ({"image": "a.png", "alt_text": "a cat"}, "{text: alt_text}"),
+        ({"title": "t", "content": "Long words."}, "{question: title, answer: content}"),
+        ({"body": "Words."}, "{text: body}"),
+        ({"question": "Why?", "answer_0": "a", "answer_1": "b"}, "{chosen: answer_0, rejected: answer_1}"),
+        ({"ask": "Why is it?", "reply_1": "a", "reply_2": "b"}, "{prompt: ask, chosen: reply_1, rejected: reply_2}"),
+    ],
+)  # fmt: skip
+def test_what_a_message_proposes_reads_the_row_with_its_media(read, row, proposed):
+    with pytest.raises(DataError) as caught:
+        read(row)
+    assert f"with columns, such as {proposed}" in str(caught.value)
+    columns = dict(pair.split(": ") for pair in proposed.strip("{}").split(", "))
+    sample = read(row, columns=columns)
+    assert (
+        bool(best_answered(sample).images) is ("png" in str(row)) if not isinstance(sample, Document) else "body" in row
+    )
+
+
+@pytest.mark.parametrize("name", ["filename", "file", "path", "image_path", "img", "Image_Path"])
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"question": "What?", "answer": "A cat."}, {}),
+        ({"ask": "What?", "reply": "A cat."}, {"question": "ask", "answer": "reply"}),
+        ({"class": "A cat."}, {"label": "class"}),
+        ({"instruction": "What?", "response": "A cat."}, {}),
+    ],
+)
+def test_a_picture_that_a_column_names_is_taken_with_columns_that_are_mapped_and_without(read, at, row, columns, name):
+    chat = read(row | {name: "a.png"}, columns=columns)
+    assert (chat.images, chat.answer) == ((at("a.png"),), "A cat.")
+
+
+def test_a_mapped_document_keeps_the_file_that_its_words_are_from_as_a_note(read):
+    row = {"text": "A page.", "file_name": "scans/a.png"}
+    assert read(row) == Document("A page.", ORIGIN)
+    assert unread_keys(row, reading_of(row).roles) == {"file_name"}
+
+
 # Words that schemas look for, so that rows drawn at random come close to real ones.
-COLUMNS = [
+WRITTEN = [
     "messages",
     "conversations",
     "prompt",
@@ -444,7 +549,7 @@ COLUMNS = [
     "tools",
 ]
 INNER = ["role", "content", "type", "url", "image_url", "input_audio", "data", "tool_calls", "function", "name", "from"]
-KEYS = st.sampled_from([*COLUMNS, *INNER, "video", "audio", "system", "arguments", "value", "id", "weight", "bytes"])
+KEYS = st.sampled_from([*WRITTEN, *INNER, "video", "audio", "system", "arguments", "value", "id", "weight", "bytes"])
 NAMES = ["user", "assistant", "tool", "human", "gpt", "function_call", "text", "image", "image_url", "input_audio"]
 PATHS = ["a.png", "data:,a", "http://a/b.png", "s3://", "..", "x" * 5000, "a\0", "\ud800"]
 LEAVES = st.sampled_from([*NAMES, *PATHS, "<image>", "[", "{}", "", 0, -1, 1.5, True, None, b"raw"])

@@ -3,7 +3,7 @@
 import io
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from headway.data.sources.reader import ParsedRow
@@ -207,6 +207,17 @@ def shortened(value: Any) -> str:
         return f"{len(value):,} bytes, to be cast to string where they are words"
     text = json.dumps(value, ensure_ascii=False, default=_described)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def listed(names: Iterable[Any], most: int = 12) -> str:
+    """Names in one line, cut to fit into a message.
+
+    >>> listed(["a", "b" * 60, "c"], most=2)
+    'a, bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb... and 1 more'
+    """
+    names = list(names)
+    shown = [str(name) if len(str(name)) <= 40 else f"{str(name)[:37]}..." for name in names[:most]]
+    return ", ".join(shown) + f" and {len(names) - most:,} more" * (len(names) > most)
 
 
 def _described(value: Any) -> str:

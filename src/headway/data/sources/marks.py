@@ -1,28 +1,39 @@
 """Columns of rows and keys of turns that say what is to be learnt: which are obeyed, refused, and passed over.
 
-The names are those of TRL, ms-swift, LLaMA-Factory, axolotl, torchtune and OpenAI, whose rows have them. A key that
-says what to learn and is passed over has the model learn what it should not, so what is neither read nor known to be
-harmless is named (`unread_keys`).
+A key that says what to learn and is passed over has the model learn what it should not. So a key whose name speaks of
+loss, training, weights or masks is obeyed where its meaning is plain and refused by name elsewhere (`sense_of`), and
+what is neither read nor known to be harmless is named (`unread_keys`). Source: keys of rows of ms-swift (`loss`),
+axolotl (`train`, `training`), OpenAI (`weight`), torchtune (`masked`).
 """
 
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from headway.data.samples import Message
 from headway.data.sources.json_rows import shortened
+from headway.data.sources.references import kind_of
 from headway.errors import DataError
 
-LEARNT_BY = {"loss": 1, "train": 1, "training": 1, "weight": 1, "masked": 0}
-"""Keys of a turn that say whether it is learnt, and the value with which it is.
-
-Source: ms-swift's `loss`, axolotl's `train` and `training`, OpenAI's `weight`, torchtune's `masked`.
-"""
+_LEARNING = {
+    "loss", "losses", "train", "trained", "trainable", "training", "learn", "learned", "learnt", "learnable",
+    "supervise", "supervised", "weight", "weights", "weighted", "weighting",
+}  # fmt: skip
+_MASKING = {"mask", "masks", "masked", "masking"}
+_DENYING = {
+    "no", "not", "non", "without", "ignore", "ignored", "skip", "skipped", "exclude", "excluded", "drop", "dropped",
+    "masked", "masking",
+}  # fmt: skip
+_OF_TURNS = {"turn", "turns", "message", "messages", "this", "answer", "answers", "assistant", "output", "outputs"}
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_TO_OTHERS = ("weight", "weights")  # which turns of others than the assistant have as well, without a meaning
 
 _PAIR = (
     "it is of a preference, as DPO and ORPO learn from, and the row lacks what else it takes for one (docs/data.md has "
     "the layouts), so that training would take a single answer for the right one"
 )
-_CUT_TURN_MESSAGE = "parts of a turn cannot be left unlearnt; a turn is learnt whole or, with loss: false, not at all"
 REFUSED_COLUMNS = {
     "chosen": _PAIR,
     "rejected": _PAIR,
@@ -32,26 +43,18 @@ REFUSED_COLUMNS = {
     "margin": "how much better an answer is has no part in any loss here, which is told which is better alone",
     "label": "it is KTO's mark of good and bad answers, or the class of what the row holds, and Headway learns words",
     "kto_tag": "it is KTO's mark of an answer, which is true or false, and stands beside a chat",
-    "weight": "every row counts by its tokens; how much of a dataset is trained on is said by data.train's weight",
 }
-"""Columns of a row that are refused, and why; a weight of 1 says what is done anyhow, and `grade_of` reads grades."""
+"""Columns of a row that are refused, and why; `grade_of` reads grades."""
 
 GRADES = ("label", "kto_tag")
 """Columns that say whether a chat's answer is wished for. Source: TRL's and ms-swift's `label`, LLaMA-Factory's."""
-
-REFUSED_KEYS = {
-    "train_detail": _CUT_TURN_MESSAGE,
-    "training_detail": _CUT_TURN_MESSAGE,
-    "loss_scale": "every turn that is learnt counts in full",
-}
-"""Keys of a turn that are refused, and why."""
 
 HARMLESS_COLUMNS = (
     "id", "idx", "index", "file_name", "key", "uid", "uuid", "__key__", "__url__", "url", "source", "dataset", "origin",
     "license", "lang", "language", "title", "author", "date", "time", "timestamp", "created_at", "meta", "metadata",
     "info", "split", "subset", "category", "topic", "domain", "tags", "channel", "score", "model", "num_turns",
-    "num_tokens", "length", "attention_mask", "token_type_ids", "labels", "objects", "prompt_id", "models",
-    "image_path", "ds_name", "origin_dataset", "origin_split",
+    "num_tokens", "length", "attention_mask", "token_type_ids", "special_tokens_mask", "objects", "prompt_id", "models",
+    "ds_name", "origin_dataset", "origin_split",
 )  # fmt: skip
 """Columns that say nothing about what is learnt, or are read elsewhere."""
 
@@ -65,37 +68,114 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 QUESTION_KEYS, ANSWER_KEYS = ("user", "human"), ("assistant", "gpt", "bot")  # of a round, which is two turns in one
 _READ_KEYS = ("role", "content", "from", "value", "tool_calls", "tool_call_id", *REASONING)
+# How templates open a text or a turn: <|im_start|>, <s>, <start_of_turn>, DeepSeek's wide bars, [INST].
+_RENDERED = re.compile(r"\s*(<[|\uff5c][^\s<>]+[|\uff5c]>|<(?:s|bos|start_of_turn|end_of_turn|turn\|)>|\[INST\])")
 _BOXES = ("<bbox>", "<ref-object>")
 
 
-def check_columns_of(fields: Mapping[str, Any], *, is_chat: bool, is_mapped: bool) -> None:
-    """Refuse a row of another task, whose answers are not all to be learnt.
+@lru_cache(maxsize=4096)
+def sense_of(name: str) -> int | None:
+    """What a key says of learning, by the words of its name.
+
+    Returns:
+        1 where a true value says that something is learnt, -1 where it says that it is not, 0 where the name speaks of
+        loss, training, weights or masks and which of both it means is not plain; None of any other name.
+
+    >>> [sense_of(name) for name in ("trainable", "loss_mask", "is_masked", "no_loss", "labels_mask", "mood")]
+    [1, 1, -1, -1, 0, None]
+    """
+    words = [word.lower() for word in _WORD.findall(name)]
+    stems = [word[2:] if word.startswith("un") and word[2:] in _LEARNING | _MASKING else word for word in words]
+    learning, masking = [[place for place, stem in enumerate(stems) if stem in kind] for kind in (_LEARNING, _MASKING)]
+    if not learning and not masking:
+        return None
+    has_noun = bool({"mask", "masks"} & {*words})
+    if has_noun and (
+        not learning or masking[0] < learning[0]
+    ):  # of which 1 may mean that it is masked, or that it is not
+        return 0
+    behind_on = words[words.index("on") + 1 :] if "on" in words else []
+    if "only" in words or (behind_on and not _OF_TURNS & {*behind_on}):
+        return 0
+    denials = sum(word in _DENYING or word != stem for word, stem in zip(words, stems, strict=True))
+    return -1 if denials % 2 else 1
+
+
+def _says_learnt(name: str, value: Any) -> bool | None:
+    """Whether a mark says that what it stands at is learnt; None of one that does not say it plainly."""
+    sense = sense_of(name)
+    return (value == 1) is (sense == 1) if sense and type(value) in (bool, int, float) and value in (0, 1) else None
+
+
+def check_columns_of(fields: Mapping[str, Any], *, ways: str, is_chat: bool = True) -> None:
+    """Refuse a row of another task, whose answers are not all to be learnt, and one that is marked otherwise.
 
     Args:
-        fields: the row's columns, null ones left out.
-        is_chat: whether the row becomes a chat.
-        is_mapped: whether the dataset's columns were named, so that the others are known not to be meant.
+        fields: the row's columns that are not read, and its grades; null ones left out.
+        ways: columns that could be named instead, for messages to people.
+        is_chat: whether the row becomes a chat; `marked` reads lists of marks of its turns.
 
     Raises:
         DataError: it has such a column.
     """
-    for name in sorted(REFUSED_COLUMNS.keys() & fields.keys()):
-        value = fields[name]
-        if value in ([], "", {}) or (name == "weight" and value == 1):
+    for name, value in fields.items():
+        reason = REFUSED_COLUMNS.get(name)
+        if reason is not None and (value in ([], "", {}) or (is_chat and name in GRADES and type(value) is bool)):
             continue
-        if is_chat and name in GRADES and type(value) is bool:
-            continue
-        if not is_mapped:
-            meant = (
-                "{text: sentence, label: label} to learn classes, or {messages: messages} to leave them out"
-                if name == "label"
-                else "{messages: messages}, {messages: chosen} where chosen answers are lists of messages, or {prompt: "
-                "prompt, completion: chosen} where they are strings"
+        if reason is None and _is_mark(name, value) and not (is_chat and isinstance(value, list)):
+            marks = value if isinstance(value, list) else [value]
+            if all(_says_learnt(name, mark) for mark in marks):
+                continue
+            reason = (
+                "a row is learnt as it is, and counts by its tokens; data.train's weight says how much of a dataset"
             )
+        if reason is not None:
             raise DataError(
-                f'the row has the column "{name}", {shortened(value)}: {REFUSED_COLUMNS[name]}. Remove the column, or '
-                f"say which columns are meant with columns, such as {meant}."
+                f'the row has the column "{name}", {shortened(value)}: {reason}. Remove the column, or say which '
+                f"columns are meant with columns, such as {ways}."
             )
+
+
+def _is_mark(name: str, value: Any) -> bool:
+    """Whether a row's column says something of learning; a picture of a mask does not."""
+    if name in HARMLESS_COLUMNS or sense_of(name) is None or value in (None, "", [], {}):
+        return False
+    return not isinstance(value, bytes | dict) and not (isinstance(value, str) and kind_of(value))
+
+
+def marked(messages: tuple[Message, ...], fields: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Turns of a chat with the marks that its row lists, one for each.
+
+    Args:
+        messages: the turns.
+        fields: the row's columns that are not read.
+
+    Raises:
+        DataError: a list has another length, or says of a turn what is not done.
+
+    >>> turns = (Message("user", ()), Message("assistant", ()), Message("assistant", ()))
+    >>> [turn.learnt for turn in marked(turns, {"loss_mask": [0, 0, 1]})]
+    [True, False, True]
+    """
+    for name, marks in fields.items():
+        if not isinstance(marks, list) or not _is_mark(name, marks):
+            continue
+        opening = messages[: len(messages) - len(marks)]  # of a column, whose system prompt is no turn
+        if len(marks) > len(messages) or len(opening) > 1 or any(turn.role != "system" for turn in opening):
+            raise DataError(
+                f'the row has the column "{name}", {shortened(marks)}, of {len(marks)} marks, and its chat has '
+                f"{len(messages)} turns, so what is to be learnt cannot be told. Give a mark for each turn, or mark "
+                "turns by their own key loss."
+            )
+        turns = messages[len(opening) :]
+        learnt = [
+            is_learnt({name: mark}, turn.role, f"turn {number}")
+            for number, (turn, mark) in enumerate(zip(turns, marks, strict=True), 1)
+        ]
+        messages = opening + tuple(
+            replace(turn, learnt=turn.learnt and is_so) for turn, is_so in zip(turns, learnt, strict=True)
+        )
+    return messages
 
 
 def grade_of(fields: Mapping[str, Any]) -> bool | None:
@@ -127,32 +207,44 @@ def is_learnt(turn: Mapping[str, Any], role: str, where: str) -> bool:
         where: the turn, for messages to people.
 
     Raises:
-        DataError: a mark between 0 and 1, one for a part of the turn, or one to learn what another than the assistant
-            says.
+        DataError: a mark between 0 and 1, one that is not plain, one for a part of the turn, or one to learn what
+            another than the assistant says.
 
-    >>> is_learnt({"role": "assistant", "content": "Ho", "loss": False}, "assistant", "message 2")
+    >>> is_learnt({"role": "assistant", "content": "Ho", "trainable": False}, "assistant", "message 2")
     False
     """
-    for key in REFUSED_KEYS.keys() & turn.keys():
-        if turn[key] not in (None, [], {}, 1):
-            raise DataError(f'{where}: "{key}" is {shortened(turn[key])}, but {REFUSED_KEYS[key]}. Remove the key.')
     learnt = True
-    for key in LEARNT_BY.keys() & turn.keys():
-        value = turn[key]
-        if value is None:
+    for key, value in turn.items():
+        sense = sense_of(key)
+        if sense is None or value in (None, "", [], {}):
             continue
-        if type(value) not in (bool, int, float) or value not in (0, 1):
+        says_learnt = _says_learnt(key, value)
+        if says_learnt is None:
             raise DataError(
-                f'{where}: "{key}" is {shortened(value)}, but a turn is learnt in full or not at all. Write 1 or 0.'
+                f'{where}: "{key}" is {shortened(value)}, but a turn is learnt in full or not at all, by a key such as '
+                "loss, which is 1 or 0. Write that, or remove the key."
             )
-        says_learnt = value == LEARNT_BY[key]
-        if says_learnt and role != "assistant" and key in ("loss", "train", "training"):
+        if says_learnt and role != "assistant" and sense == 1 and key not in _TO_OTHERS:
             raise DataError(
                 f'{where}: "{key}" is {shortened(value)} in a turn of the {role}, but only what the assistant says is '
                 "learnt. Remove the key, or give the turn to the assistant."
             )
         learnt = learnt and says_learnt
     return learnt or role != "assistant"
+
+
+def check_part(part: Any, where: str) -> None:
+    """Refuse a part of a turn that is not to be learnt where the rest is.
+
+    Raises:
+        DataError: it is one.
+    """
+    for key, value in part.items() if isinstance(part, dict) else ():
+        if sense_of(key) is not None and value not in (None, "", [], {}) and not _says_learnt(key, value):
+            raise DataError(
+                f'{where}: a part has "{key}", {shortened(value)}, but a turn is learnt in full or not at all. Split '
+                "the turn, or remove the key."
+            )
 
 
 def check_words(fields: Mapping[str, Any], messages: Iterable[Message]) -> None:
@@ -177,27 +269,64 @@ def check_words(fields: Mapping[str, Any], messages: Iterable[Message]) -> None:
         )
 
 
-def unread_keys(fields: Mapping[str, Any], read_columns: Iterable[str]) -> set[str]:
-    """Columns of a row and keys of its turns that are neither read nor known to be harmless.
+def unread_keys(fields: Mapping[str, Any], roles: Mapping[str, str]) -> set[str]:
+    """Columns of a row and keys of its turns and parts that are neither read, nor repeat what is, nor are harmless.
 
     Args:
         fields: the row's columns.
-        read_columns: their names.
+        roles: those that are read, and the names under which they are.
 
     >>> row = {"messages": [{"role": "user", "content": "Hi", "mood": 1}], "id": 1, "good": False}
-    >>> sorted(unread_keys(row, ["messages"]))
+    >>> sorted(unread_keys(row, {"messages": "messages"}))
     ['good', 'messages: mood']
     """
-    unread = {name for name, value in fields.items() if value is not None}
-    unread -= {*read_columns, *REFUSED_COLUMNS, *HARMLESS_COLUMNS}
-    known_keys = {*_READ_KEYS, *LEARNT_BY, *REFUSED_KEYS, *HARMLESS_KEYS}
-    for column in ("messages", "conversations"):
-        turns = fields.get(column)
+    read_values = [fields[name] for name in roles]
+    unread = {
+        name
+        for name, value in fields.items()
+        if name not in roles
+        and value is not None
+        and value not in read_values
+        and (name not in HARMLESS_COLUMNS or (isinstance(value, str) and kind_of(value) is not None))
+    }
+    known_keys = {*_READ_KEYS, *HARMLESS_KEYS}
+    for column, role in roles.items():
+        turns = fields[column] if role in ("messages", "conversations") else None
         for turn in turns if isinstance(turns, list) else ():
-            keys = turn.items() if isinstance(turn, dict) else ()
-            read_keys = known_keys | {key for key in round_keys(turn) if key is not None}
-            unread |= {f"{column}: {key}" for key, value in keys if value is not None and key not in read_keys}
+            keys = turn if isinstance(turn, dict) else {}
+            read_keys = known_keys.union(key for key in round_keys(turn) if key is not None)
+            unread |= {
+                f"{column}: {key}"
+                for key, value in keys.items()
+                if value is not None and key not in read_keys and sense_of(key) is None
+            }
+            content = keys.get("content", keys.get("value"))
+            parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+            inner = [
+                part[key] for part in parts for key in ("image_url", "video_url") if isinstance(part.get(key), dict)
+            ]
+            if any(part.get("detail") not in (None, "", "auto") for part in (*parts, *inner)):
+                unread.add(f"{column}: detail")
     return unread
+
+
+def rendered_opening(roles: Mapping[str, Any], columns: Iterable[str]) -> str:
+    """The token with which words of a row begin as a chat template writes them; empty of any other row.
+
+    Args:
+        roles: the row's columns by their roles.
+        columns: those that become turns.
+
+    >>> rendered_opening({"prompt": "<|begin_of_text|>Hi", "completion": "Ho"}, ["prompt", "completion"])
+    '<|begin_of_text|>'
+    """
+    for column in columns:
+        turns = roles.get(column)
+        for turn in turns if isinstance(turns, list) else [turns]:
+            words = turn.get("content", turn.get("value")) if isinstance(turn, dict) else turn
+            if isinstance(words, str) and (token := _RENDERED.match(words)):
+                return token[1]
+    return ""
 
 
 def round_keys(turn: Any) -> tuple[str, str] | tuple[None, None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from headway.data.samples import Message, TextPart
 from headway.data.sources.json_rows import shortened, words_of
-from headway.data.sources.marks import REASONING, is_learnt, round_keys
+from headway.data.sources.marks import REASONING, check_part, is_learnt, round_keys
 from headway.data.sources.parts import kind_of_part, parts_of, read_part, split_markers
 from headway.data.sources.references import KINDS, RowMedia
 from headway.errors import DataError
@@ -127,6 +127,8 @@ class _Turns:
             return Message(role, (TextPart(json.dumps(content, ensure_ascii=False)),), calls, name, thoughts, learnt)
         if not isinstance(content, list):
             raise DataError(f'{where}: "content" is {shortened(content)}, but it must be a string or a list of parts.')
+        for part in content:
+            check_part(part, where)
         spoken = (part for part in content if not _is_thinking(part))
         parts = tuple(part for item in spoken for part in read_part(item, self._media, self._markers, where))
         return Message(role, parts, calls, name, thoughts, learnt)

@@ -1,118 +1,67 @@
-"""Rows of preferences: which columns hold the answers, which answer is the best, and the chat row that each makes.
+"""Rows of preferences: which answer is the best, and the chat row that each makes.
 
 Such a row is read as several rows of chats, one for each answer, that begin alike. So media, system prompts, tools and
-histories are read as chats have them, and a new layout is a row of `LAYOUTS`.
+histories are read as chats have them.
 """
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 from headway.data.samples import Chat, MediaPart, Message, Preference, TextPart, unlearnt
 from headway.data.sources.json_rows import shortened, words_of
+from headway.data.sources.layouts import Layout
 from headway.data.sources.messages import rounds_as_turns, speaks_as, turns_of
-from headway.data.sources.ranked import Row, columns_of_marks, is_ranked, num_left_out, number_of, ranked_answers
+from headway.data.sources.ranked import Row, columns_of_marks, number_of, pair_of, ranked_answers
 from headway.data.sources.references import KINDS
 from headway.errors import DataError
 
 _TURNS = ("messages", "conversations")  # columns of turns
 _PROMPTS = {"prompt": "completion", "question": "answer", "instruction": "output"}
 """Columns of a prompt in words, and the columns of its answer in rows of chats."""
-_OTHER_PROMPTS = {
-    "query": "question", "input": "question", "conversation": "conversations", "context": "prompt", "history": "prompt",
-}  # fmt: skip
-_PATHS = {"img_path": "image"}  # VLFeedback's
 _REJECTED = "rejected_"
 _SCORES = ("score_chosen", "score_rejected")
-_MARKS = {
-    "preference": (1, 2),
-    "better_response_id": (0, 1),
-    "overall_preference": (-1, 1),
-    "labels": (1, 0),
-    "winner": ("model_a", "model_b"),
-}
-"""Columns that say which of two answers is better: what the first is marked by, and what the second."""
-_BY_SIGN = ("overall_preference",)  # how far the answers differ is no part of any loss
-
 _LAST_SPACE = re.compile(r"\s\S*\Z")
 _SPEECH = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """One way to lay out preferences.
-
-    Attributes:
-        schema: its name among the schemas.
-        columns: those that a row must have.
-        rows: makes the rows of chats, the best answer's first, of a row's columns and the names above.
-        fits: whether the columns hold what the layout says, where their names are those of other data as well.
-    """
-
-    schema: str
-    columns: tuple[str, ...]
-    rows: Callable[[Row, tuple[str, ...]], list[Row]]
-    fits: Callable[[Mapping[str, Any], str], bool] = lambda _fields, _column: True
-
-    def is_of(self, fields: Mapping[str, Any]) -> bool:
-        """Whether a row is laid out so."""
-        present = all(fields.get(column) not in (None, [], {}) for column in self.columns)
-        return present and self.fits(fields, self.columns[0])
-
-
-def _pair(fields: Row, columns: tuple[str, ...]) -> list[Row]:
-    """A chosen and a rejected answer."""
+def _pair(fields: Row, _layout: Layout) -> list[Row]:
+    """A chosen and a rejected answer; question and answers may stand within the column of words."""
+    fields = _without(fields, "pair") | pair_of(fields["pair"]) if "pair" in fields else fields  # type: ignore[operator]
+    if request := fields.get("request"):  # OpenAI's, with messages and tools
+        fields = _without(fields, "request") | {"prompt": request.get("messages")}
+        fields |= {"tools": request["tools"]} if request.get("tools") else {}
     scores = [number_of(fields.get(name)) for name in _SCORES]
     if None not in scores and scores[0] < scores[1]:  # type: ignore[operator]
         raise DataError(
             f'the row contradicts itself: "score_chosen" is {scores[0]:g} and "score_rejected" is {scores[1]:g}. '
             "Leave it out, or swap the answers."
         )
-    return _rows(_without(fields, *columns), [fields[column] for column in columns])
+    return _rows(_without(fields, "chosen", "rejected"), [fields["chosen"], fields["rejected"]])
 
 
-def _pair_in_text(fields: Row, columns: tuple[str, ...]) -> list[Row]:
-    """Question, chosen and rejected answer within the column of words."""
-    content = _in_text(fields, columns[0])
-    return _pair(_without(fields, *columns) | content, ("chosen", "rejected"))
-
-
-def _in_text(fields: Mapping[str, Any], column: str) -> Row:
-    words = fields[column]
-    if isinstance(words, str):
-        if '"rejected"' not in words or not words.lstrip().startswith("{"):
-            return {}
-        try:
-            words = json.loads(words)
-        except (ValueError, RecursionError):
-            return {}
-    is_pair = isinstance(words, dict) and {"question", "chosen", "rejected"} <= words.keys()
-    return {name: words[name] for name in ("question", "chosen", "rejected")} if is_pair else {}
-
-
-def _numbered(fields: Row, columns: tuple[str, ...]) -> list[Row]:
+def _numbered(fields: Row, layout: Layout) -> list[Row]:
     """Two answers side by side and a mark of the better one; an answer that ends the turns before is replaced."""
-    first, second, column = columns
-    marks, mark = _MARKS[column], fields[column]
-    if not isinstance(marks[0], str):
-        mark = number_of(mark)
-    if column in _BY_SIGN and mark is not None:
+    (first, _), (second, _), (column, _) = layout.columns
+    best, other, *sign = layout.marks
+    mark = fields["mark"] if isinstance(best, str) else number_of(fields["mark"])
+    if sign and mark is not None:  # how far the answers differ is no part of any loss
         mark = (mark > 0) - (mark < 0)
-    if mark not in marks:
-        names = "its sign names" if column in _BY_SIGN else "it names"
+    if mark not in (best, other):
+        names = "its sign names" if sign else "it names"
         raise DataError(
-            f'"{column}" is {shortened(fields[column])}, but {names} the better answer: {marks[0]} for {first}, '
-            f"{marks[1]} for {second}. Leave rows out that prefer none."
+            f'"{column}" is {shortened(fields["mark"])}, but {names} the better answer: {best} for {first}, {other} '
+            f"for {second}. Leave rows out that prefer none."
         )
-    answers = [_own_words(fields[name]) for name in (first, second)]
-    best_first = answers if mark == marks[0] else answers[::-1]
-    return _rows(_without(fields, *columns), best_first, replaces=True)
+    answers = [_own_words(fields[name]) for name in ("first", "second")]
+    best_first = answers if mark == best else answers[::-1]
+    return _rows(_without(fields, "first", "second", "mark"), best_first, replaces=True)
 
 
-def _rejected(fields: Row, _columns: tuple[str, ...]) -> list[Row]:
+def _rejected(fields: Row, _layout: Layout) -> list[Row]:
     """A row of a chat, and beside it what is other in the rejected one: its answer, all its turns, or its media.
 
     Source: ms-swift 4.3, `TemplateInputs.from_dict`: what is not given is the chosen chat's, and an answer takes the
@@ -149,81 +98,26 @@ def _rejected(fields: Row, _columns: tuple[str, ...]) -> list[Row]:
     return [chosen, rejected]
 
 
-def _ranked(fields: Row, columns: tuple[str, ...]) -> list[Row]:
+def _ranked(fields: Row, layout: Layout) -> list[Row]:
     """A list of answers with ranks or ratings."""
-    answers = ranked_answers(fields, columns[0])
-    base = _without(fields, *columns, *columns_of_marks(fields))
-    for name, own in _PATHS.items():
-        if name in base and own not in base:
-            base[own] = base.pop(name)
-    return _rows(base, answers)
+    ((name, _),) = layout.columns
+    return _rows(_without(fields, "answers", *columns_of_marks(fields)), ranked_answers(fields, "answers", name))
 
 
-LAYOUTS = (
-    Layout("pair", ("chosen", "rejected"), _pair),  # TRL, LLaMA-Factory, axolotl, RLAIF-V, HH-RLHF, UltraFeedback
-    Layout("pair", ("chosen_response", "rejected_response"), _pair),  # axolotl's Argilla
-    Layout("pair", ("response_j", "response_k"), _pair),  # stack-exchange-paired
-    Layout("pair", ("text",), _pair_in_text, lambda fields, column: bool(_in_text(fields, column))),  # RLHF-V
-    Layout("rejected", ("rejected_response",), _rejected),  # ms-swift
-    Layout("rejected", ("rejected_messages",), _rejected),
-    *(Layout("rejected", (f"{_REJECTED}{kind}s",), _rejected) for kind in KINDS),
-    Layout("numbered", ("output_1", "output_2", "preference"), _numbered),  # LLaVA-RLHF, AlpacaFarm
-    Layout("numbered", ("response_0", "response_1", "better_response_id"), _numbered),  # PKU-SafeRLHF
-    Layout("numbered", ("response1", "response2", "overall_preference"), _numbered),  # HelpSteer3
-    Layout("numbered", ("human_ref_A", "human_ref_B", "labels"), _numbered),  # SHP
-    Layout("numbered", ("conversation_a", "conversation_b", "winner"), _numbered),  # Chatbot Arena
-    Layout("numbered", ("response_a", "response_b", "winner"), _numbered),
-    Layout("ranked", ("completions",), _ranked, is_ranked),  # VLFeedback, UltraFeedback
-    Layout("ranked", ("answers",), _ranked, is_ranked),  # Nectar
-    Layout("ranked", ("responses",), _ranked, is_ranked),
-)
-"""Layouts of preferences, in the order in which they are tried.
-
-Source: TRL 1.16, dataset_formats; LLaMA-Factory at ff6d4d12e, data/README.md and data/converter.py; ms-swift at
-3602360a5, Custom-dataset.md; axolotl at 067b021c8, rlhf.qmd and prompt_strategies; LLaVA-RLHF at 830a083,
-data_utils_rm.py; RLHF-V's, RLAIF-V's, VLFeedback's, Nectar's, HelpSteer3's, SHP's and Chatbot Arena's dataset cards;
-TRL's example stack_llama, which prefers `response_j`; VLFeedback at de0bff3, run_dpo.py, which takes the mean of an
-answer's ratings and leaves ties out, as here.
-"""
-
-SCHEMAS = {layout.schema: layout.columns for layout in reversed(LAYOUTS)}
-"""Names of the layouts, and the columns that each is known by."""
-
-COLUMNS = tuple(dict.fromkeys(column for layout in LAYOUTS for column in layout.columns if column != "text"))
-"""Columns that hold answers and say which is better."""
+_ROWS = {"pair": _pair, "rejected": _rejected, "numbered": _numbered, "ranked": _ranked}
 
 
-def is_preference(fields: Mapping[str, Any]) -> bool:
-    """Whether a row is laid out as one of preferences."""
-    return _layout_of(fields) is not None
+def rows_of_answers(fields: Row, layout: Layout) -> list[Row]:
+    """Rows of chats, one for each answer, the best first.
 
+    Args:
+        fields: the row's columns by their roles, null ones left out.
+        layout: what they are taken for.
 
-def read_columns(fields: Mapping[str, Any]) -> set[str]:
-    """Columns that are read of a row of preferences; none of another row."""
-    layout = _layout_of(fields)
-    if layout is None:
-        return set()
-    names = {*layout.columns, *_SCORES, *(name for name in fields if name.startswith(_REJECTED))}
-    if prompt := _other_prompt(_without(fields, *layout.columns)):
-        names.add(prompt)
-    if layout.schema == "ranked":
-        names |= {*_PATHS, *columns_of_marks(fields)}
-    return names
-
-
-def num_ties(fields: Mapping[str, Any]) -> int:
-    """How many answers of a row are left out, since they are no worse than the best or not rated."""
-    layout = _layout_of(fields)
-    return num_left_out(fields, layout.columns[0]) if layout is not None and layout.schema == "ranked" else 0
-
-
-def _layout_of(fields: Mapping[str, Any]) -> Layout | None:
-    return next((layout for layout in LAYOUTS if layout.is_of(fields)), None)
-
-
-def _other_prompt(fields: Mapping[str, Any]) -> str | None:
-    """The column that holds the prompt under another name, where none has its own."""
-    return next((name for name in _OTHER_PROMPTS if name in fields and not {*_TURNS, *_PROMPTS} & fields.keys()), None)
+    Raises:
+        DataError: the columns hold no such answers, or none that is better.
+    """
+    return _ROWS[layout.schema](fields, layout)
 
 
 def _without(fields: Mapping[str, Any], *names: str) -> Row:
@@ -238,8 +132,6 @@ def _rows(base: Row, answers: Sequence[Any], *, replaces: bool = False) -> list[
         answers: words, a turn, turns, or a whole chat each.
         replaces: whether an answer takes the place of one that ends the turns before it.
     """
-    if column := _other_prompt(base):
-        base = _without(base, column) | {_OTHER_PROMPTS[column]: base[column]}
     prompt = next((name for name in (*_TURNS, *_PROMPTS) if name in base), None)
     contents = [_parsed(answer) for answer in answers]
     if prompt is None and all(isinstance(content, str) for content in contents):

@@ -29,7 +29,7 @@ def columns_of_marks(fields: Mapping[str, Any]) -> list[str]:
     return [name for name in names if isinstance(fields.get(name), list)]
 
 
-def ranked_answers(fields: Mapping[str, Any], column: str) -> list[str]:
+def ranked_answers(fields: Mapping[str, Any], column: str, name: str | None = None) -> list[str]:
     """The answers of a ranked list, best first, without those that do not differ from the best.
 
     Left out are answers without a rating, answers that are as good as the best, and a second answer of the same words.
@@ -37,6 +37,7 @@ def ranked_answers(fields: Mapping[str, Any], column: str) -> list[str]:
     Args:
         fields: the row's columns.
         column: the one that holds the list.
+        name: what messages call it, if that is something else.
 
     Raises:
         DataError: there are too many, or no two of which one is better.
@@ -45,23 +46,21 @@ def ranked_answers(fields: Mapping[str, Any], column: str) -> list[str]:
     >>> ranked_answers({"answers": rated}, "answers")
     ['b', 'a']
     """
-    items = _items(fields, column)
+    items, name = _items(fields, column), name or column
     if len(items) > MOST_ANSWERS:
-        raise DataError(
-            f'"{column}" holds {len(items):,} answers, but at most {MOST_ANSWERS} are read. Leave some out.'
-        )
+        raise DataError(f'"{name}" holds {len(items):,} answers, but at most {MOST_ANSWERS} are read. Leave some out.')
     ratings = [(rating, item) for item in items if (rating := _rating(item)) is not None]
     ratings.sort(key=lambda pair: -pair[0])
     answers: dict[str, float] = {}
     for rating, item in ratings:
         words = words_of(next((item[key] for key in _WORDS if key in item), None))
         if words is None:
-            raise DataError(f'"{column}" holds {shortened(item)}, whose answer is not words.')
+            raise DataError(f'"{name}" holds {shortened(item)}, whose answer is not words.')
         if not answers or rating < next(iter(answers.values())):
             answers.setdefault(words, rating)
     if len(answers) < 2:
         raise DataError(
-            f'"{column}" holds {len(items)} answers, {len(ratings)} of them rated, and none is better than another. '
+            f'"{name}" holds {len(items)} answers, {len(ratings)} of them rated, and none is better than another. '
             "Leave such rows out."
         )
     return list(answers)
@@ -104,6 +103,19 @@ def is_ranked(fields: Mapping[str, Any], column: str) -> bool:
     first = next(iter(_items(fields, column)), {})
     marks = {*_RANKS, *_RATINGS, _ASPECTS}
     return any(key in first for key in _WORDS) and bool(marks & first.keys())
+
+
+def pair_of(words: Any) -> Row | None:
+    """Question, chosen and rejected answer of an object within a column of words, or of its JSON; None of others."""
+    if isinstance(words, str):
+        if '"rejected"' not in words or not words.lstrip().startswith("{"):
+            return None
+        try:
+            words = json.loads(words)
+        except (ValueError, RecursionError):
+            return None
+    names = ("question", "chosen", "rejected")
+    return {name: words[name] for name in names} if isinstance(words, dict) and {*names} <= words.keys() else None
 
 
 def _rating(answer: Row) -> float | None:

@@ -157,7 +157,7 @@ class RowMedia:
         for name in _COLUMNS[kind]:
             value = _listed(fields.get(name))
             is_one = not isinstance(value, list) or (kind == "video" and _are_frames(value))
-            values = [item for item in ([value] if is_one else value or []) if not _is_nothing(item)]
+            values = [item for item in ([value] if is_one else value or []) if not is_nothing(item)]
             if kind != "video":  # whose inner lists are frames
                 values = [item for value in values for item in _flat(value)]
             if values:
@@ -276,13 +276,16 @@ def _flat(value: Any) -> Iterator[Any]:
     if isinstance(value, list):
         for item in value:
             yield from _flat(item)
-    elif not _is_nothing(value):
+    elif not is_nothing(value):
         yield value
 
 
-def _is_nothing(value: Any) -> bool:
+def is_nothing(value: Any) -> bool:
     """Whether a column names no media: null, an empty string as LLaVA's rows of text have it, a struct of nulls."""
-    return value in (None, "") or (isinstance(value, dict) and all(inner is None for inner in value.values()))
+    value = _listed(value)
+    if isinstance(value, dict):
+        return all(inner is None for inner in value.values())
+    return all(map(is_nothing, value)) if isinstance(value, list) else value in (None, "")
 
 
 def kind_of(name: str) -> str | None:

@@ -1,72 +1,24 @@
-"""Turn rows into typed samples: find a row's format, and its columns of questions, answers and media."""
+"""Turn rows into typed samples: columns as a layout reads them, by its schema."""
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Chat, Document, Media, MediaPart, Message, Origin, Part, Sample, TextPart, unlearnt
 from headway.data.sources import preferences
-from headway.data.sources.aliases import with_context, with_known_letters, with_media_column, with_own_pair
-from headway.data.sources.classes import LABEL, with_class
-from headway.data.sources.json_rows import shortened, words_of
-from headway.data.sources.marks import GRADES, check_columns_of, check_words, grade_of
+from headway.data.sources.json_rows import listed, shortened, words_of
+from headway.data.sources.layouts import COLUMNS, SCHEMAS, TEXT, Layout, RowReading, reading_of
+from headway.data.sources.marks import GRADES, check_columns_of, check_words, grade_of, marked
 from headway.data.sources.messages import json_value, read_tools, read_turns
 from headway.data.sources.parts import split_markers
-from headway.data.sources.preferences import LAYOUTS, Layout
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import KINDS, MediaRules, RowMedia, kind_of
 from headway.errors import ConfigError, DataError
 
-COLUMNS = (
-    "messages", "conversations", "system", "tools", "prompt", "completion", "instruction", "input", "output", "history",
-    "question", "answer", "text", "input_ids", "image", "images", "video", "videos", "audio", "audios",
-    "chat_template_kwargs", *GRADES, *preferences.COLUMNS,
-)  # fmt: skip
-"""Names of columns that the schemas read."""
-
-_ALIKE = 0.8  # of names such as answer_0 and answer_1
-
-NEEDS = {
-    "messages": ("messages",),
-    "llava": ("conversations",),
-    "sharegpt": ("conversations",),
-    "prompt_completion": ("prompt", "completion"),
-    "tokens": ("input_ids",),
-    "alpaca": ("instruction", "output"),
-    "question_answer": ("question", "answer"),
-}
-"""Schemas and the columns that each must have; "caption" and "text" need the text column."""
-
-ALIASES = (
-    {"query": "question", "response": "answer"},
-    {"input": "question", "output": "answer"},
-    {"prompt": "prompt", "response": "completion"},
-    {"instruction": "instruction", "response": "output"},
-    {"instruction": "instruction", "completion": "output"},
-    {"question": "question", "completion": "answer"},
-    {"conversation": "conversations"},
-    {"texts": "conversations"},
-    {"question": "question", "response": "answer"},
-    {"input": "question", "target": "answer"},
-    {"inputs": "question", "targets": "answer"},
-    {"source": "question", "target": "answer"},
-    {"user": "question", "assistant": "answer"},
-    {"human": "question", "assistant": "answer"},
-    {"document": "question", "summary": "answer"},
-)
-"""Columns of other tools and what they are here, where a row has none of a schema's own; the first that fits is taken.
-
-Source: ms-swift's query and response, and conversation; the_cauldron's and FineVision's texts; axolotl's completion;
-OpenOrca's response; Natural Instructions' inputs and targets; XSum's document and summary.
-"""
-
-SCHEMAS = ("auto", *NEEDS, "caption", "text", *preferences.SCHEMAS)
-"""Values of `schema`; "auto" takes the one whose columns a row has."""
-
-VERSION = 7
+VERSION = 8
 """Raised when rows come to be other samples, or can be used that could not be, so that no index says otherwise."""
 
 
@@ -107,84 +59,74 @@ class Normaliser:
         Raises:
             DataError: the row does not have the schema's form.
         """
-        row_fields = self.named(row.fields)
-        if self.names_files and (kind := kind_of(str(row_fields.get("file_name")))) is not None:
-            row_fields = {kind: row_fields["file_name"], **row_fields}
-        layout = self._layout_of({name: value for name, value in row_fields.items() if value is not None})
-        if layout is None:
-            return self._read(self.schema, row_fields, row.members, origin, {})
+        fields, reading = self.reading(row)
+        layout, columns = reading.layout, reading(fields)
+        others = {} if self.columns else reading.unread(fields)  # what is not mapped is known not to be meant
+        check_columns_of(others, is_chat=layout.schema not in ("tokens", "text"), ways=layout.mapping)
+        if not layout.is_preference:
+            media = RowMedia(columns, row.members, self.folder, self.rules)
+            return self._read(layout, columns, media, origin, others)
         # A row of preferences is a row of a chat for each answer, with the same null columns.
-        empty = {name: None for name, value in row_fields.items() if value is None}
-        rows = layout.rows({name: value for name, value in row_fields.items() if value is not None}, layout.columns)
+        empty = {name: None for name, value in columns.items() if value is None}
+        filled = {name: value for name, value in columns.items() if value is not None}
+        chat_rows = preferences.rows_of_answers(filled, layout)
         decoded: dict[tuple[bool, str], Media] = {}
         chats: list[Chat] = []
-        for chat_row in rows:
-            chat = self._read("auto", empty | chat_row, row.members, origin, decoded)
+        for chat_row in chat_rows:
+            answered = empty | chat_row
+            chat_reading = reading_of(answered, has_members=self._has_media(row.members))
+            media = RowMedia(answered, row.members, self.folder, self.rules, decoded)
+            chat = self._read(chat_reading.layout, chat_reading(answered), media, origin, {})
             if not isinstance(chat, Chat):
                 raise DataError(
-                    f"the row has {' and '.join(layout.columns)}, of a preference, beside a document, which answers "
-                    "nothing. Remove it, or give a chat."
+                    f"the row has {layout}, of a preference, beside a document, which answers nothing. Remove it, or "
+                    "give a chat."
                 )
             chats.append(preferences.beginning_as(chat, chats))
-        return preferences.preference_of(chats, is_explicit=all("completion" in chat_row for chat_row in rows))
+        return preferences.preference_of(chats, is_explicit=all("completion" in chat_row for chat_row in chat_rows))
 
-    def named(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A row's columns under the names that schemas read, of which the text column is one.
+    def reading(self, row: ParsedRow) -> tuple[Mapping[str, Any], RowReading]:
+        """A row's columns, those that are mapped under the names that they are mapped to, and what they mean.
 
         Raises:
-            DataError: the row lacks a column that is mapped.
+            DataError: the row lacks a column that is mapped, or fits no layout, or two.
         """
-        if self.columns:
-            return with_own_names(renamed(fields, self.columns))
-        fields = with_known_letters(fields, COLUMNS, is_readable=has_schema(fields) or self.text_column in fields)
-        is_readable = has_schema(fields) or self.text_column in fields
-        fields = with_media_column(fields, names_files=self.names_files or not is_readable)
-        return with_own_names(with_context(with_own_pair(fields)))
+        fields = renamed(row.fields, self.columns) if self.columns else row.fields
+        return fields, reading_of(
+            fields,
+            self.text_column,
+            schema=self.schema,
+            mapped=self.columns.keys(),
+            has_members=self._has_media(row.members),
+            names_files=self.names_files,
+            is_there=self._is_there,
+        )
 
-    def _layout_of(self, fields: Mapping[str, Any]) -> Layout | None:
-        """The layout of a row of preferences; None of any other row."""
-        if self.schema not in ("auto", *preferences.SCHEMAS):
-            return None
-        layouts = [layout for layout in LAYOUTS if layout.is_of(fields)]
-        if self.schema != "auto":
-            layout = next((layout for layout in layouts if layout.schema == self.schema), None)
-            if layout is None:
-                raise _lacks_columns(fields, {self.schema: preferences.SCHEMAS[self.schema]})
-            return layout
-        mapped = self.columns.keys()
-        if mapped and layouts:  # what is mapped is meant
-            of_mapped = [layout for layout in layouts if mapped & {*layout.columns}]
-            others = any(mapped & {*names} and all(name in fields for name in names) for names in NEEDS.values())
-            layouts = of_mapped or ([] if others or self.text_column in mapped else layouts)
-        return next(iter(layouts), None)
+    @staticmethod
+    def _has_media(members: Mapping[str, bytes] | None) -> bool:
+        return any(kind_of(name) for name in members or ())
+
+    def _is_there(self, name: str) -> bool:
+        root = self.rules.root or self.folder  # Path raises for odd names
+        return "://" not in root and os.path.isfile(os.path.join(root, name))  # noqa: PTH113, PTH118
 
     def _read(
-        self,
-        schema: str,
-        row_fields: Mapping[str, Any],
-        members: Mapping[str, bytes],
-        origin: Origin,
-        decoded: dict[tuple[bool, str], Media],
+        self, layout: Layout, fields: dict[str, Any], media: RowMedia, origin: Origin, others: Mapping[str, Any]
     ) -> Chat | Document:
-        """A row of a chat or of a document; `decoded` as `RowMedia` takes it."""
-        fields = {name: value for name, value in row_fields.items() if value is not None}
-        media = RowMedia(row_fields, members, self.folder, self.rules, decoded)
-        if not has_schema(fields):
-            if schema == "auto" and (not self.columns or LABEL in self.columns):
-                row_fields = with_class(row_fields, self.text_column, has_media=any(map(media.waits, KINDS)))
-                fields = {name: value for name, value in row_fields.items() if value is not None}
-            if self.text_column in row_fields:
-                fields.setdefault(self.text_column, "")  # of a corpus, which has rows without words
-        schema = self._schema_of(schema, fields, media)
-        is_chat = schema not in ("tokens", "text")
-        others = {name: value for name, value in fields.items() if name != self.text_column}
-        check_columns_of(others, is_chat=is_chat, is_mapped=bool(self.columns))
+        """A row of a chat or of a document, its columns by their roles; the others may mark turns."""
+        schema, grades = layout.schema, {name: fields[name] for name in GRADES if name in fields}
+        if role := dict(layout.columns).get("label"):
+            asks = dict(layout.columns).get(TEXT)
+            if asks and not any(map(media.waits, KINDS)) and not str(fields[asks] or "").strip():
+                return Document("", origin)  # left out as an empty document
+            fields |= {role: _class(fields[role])}
+        fields = {name: value for name, value in fields.items() if value is not None}
         if schema == "tokens":
             sample: Chat | Document = Document(_token_ids(fields), origin)
         elif schema == "text":
             sample = Document(self._words(fields), origin)
         else:
-            messages, grade = self._messages(schema, fields, media), grade_of(row_fields)
+            messages, grade = marked(self._messages(schema, fields, media), others), grade_of(grades)
             if grade is not None:
                 messages = preferences.only_answer(messages)
             check_words(fields, messages)
@@ -193,21 +135,6 @@ class Normaliser:
             )
         media.finish()
         return sample
-
-    def _schema_of(self, schema: str, fields: dict[str, Any], media: RowMedia) -> str:
-        has_media = any(media.waits(kind) for kind in KINDS)
-        needs = NEEDS | {"caption": (self.text_column,), "text": (self.text_column,)}
-        if schema == "auto":
-            schemas = [name for name, columns in needs.items() if all(column in fields for column in columns)]
-            schemas = [
-                name for name in schemas if self.columns.keys() & {*needs[name]}
-            ] or schemas  # what is mapped is meant
-            if schemas:
-                return "text" if schemas[0] == "caption" and not has_media else schemas[0]
-        elif all(column in fields for column in needs[schema]):
-            return schema
-        check_columns_of(fields, is_chat=True, is_mapped=False)
-        raise _lacks_columns(fields, needs | preferences.SCHEMAS if schema == "auto" else {schema: needs[schema]})
 
     def _messages(self, schema: str, fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
         # A caption is an answer to the media alone.
@@ -245,35 +172,25 @@ class Normaliser:
         return head + (turns if schema == "sharegpt" else _with_leading_media(turns, media))
 
     def _words(self, fields: dict[str, Any]) -> str:
-        words = fields[self.text_column]
+        words = fields.get(TEXT, "")  # null in a corpus that has rows without words
         if not isinstance(words, str):
             raise DataError(f'"{self.text_column}" is {shortened(words)}, but a document must be a string of words.')
         return words
 
 
-def _lacks_columns(fields: Mapping[str, Any], needs: Mapping[str, tuple[str, ...]]) -> DataError:
-    """The error of a row that has the columns of none of some schemas."""
-    allowed = "; ".join(f"{' and '.join(columns)} ({name})" for name, columns in needs.items())
-    own = ", ".join(map(str, fields)) or "no columns"
-    return DataError(
-        f"got {shortened(dict(fields))}, but the row needs the columns of a schema: {allowed}. The row has {own}; say "
-        f"which of them is which with columns, such as {_possible_columns(fields)}, or name the schema and its text "
-        "column. Of CSV the first line names the columns."
-    )
+def _class(label: Any) -> str:
+    """A row's class, as the words of its answer.
 
-
-def _possible_columns(fields: Mapping[str, Any]) -> str:
-    """What the columns of a row could mean, as people would write it: two of like names could be answers to another."""
-    worded = [str(name) for name, value in fields.items() if isinstance(value, str | list) and value]
-    worded = worded if len(worded) > 1 else [*map(str, fields)]
-    for first, second in pairwise(worded):
-        others = [name for name in worded if name not in (first, second)]
-        if others and difflib.SequenceMatcher(None, first, second).ratio() >= _ALIKE:
-            prompt = max(others, key=lambda name: len(str(fields[name])))
-            return f"{{prompt: {prompt}, chosen: {first}, rejected: {second}}} where {first} is the better answer"
-    if len(worded) > 1:
-        return f"{{question: {worded[-2]}, answer: {worded[-1]}}}"
-    return f"{{text: {worded[0]}}}" if worded else "{question: Frage, answer: Antwort}"
+    Raises:
+        DataError: it is missing, or no word or number.
+    """
+    answer = (words_of(label) or "").strip()  # a space behind a separator is no part of a class
+    if not answer:
+        raise DataError(
+            f'"label" is {shortened(label)}, and a class is a word or a number. Delete rows without one; of several, '
+            "columns takes one: {label: label.0}; and columns: {text: text} learns the texts themselves."
+        )
+    return answer
 
 
 def _template_kwargs(fields: dict[str, Any]) -> dict[str, Any]:
@@ -332,7 +249,7 @@ def _alpaca(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
     """
     earlier = _earlier(fields, media)
     more = fields.get("input")
-    if more:
+    if more and str(more).strip():
         fields = fields | {"instruction": f"{_text(fields, 'instruction')}\n{_text(fields, 'input')}"}
     return earlier + _question_and_answer(fields, "instruction", "output", media)
 
@@ -348,8 +265,13 @@ def _earlier(fields: dict[str, Any], media: RowMedia) -> tuple[Message, ...]:
 def _question_and_answer(
     fields: dict[str, Any], question_column: str, answer_column: str, media: RowMedia
 ) -> tuple[Message, ...]:
-    """A turn of the user and one of the assistant; media that no marker places stand before the question."""
+    """A turn of the user and one of the assistant; a context, and media that no marker places, stand before a question.
+
+    Source: SQuAD's context and question.
+    """
     words = _text(fields, question_column)
+    if str(fields.get("context") or "").strip():
+        words = f"{fields['context']}\n{words}"
     markers = {kind for kind in KINDS if media.counts(kind) and f"<{kind}>" in words}
     shown = tuple(part for kind in KINDS if kind not in markers for part in _all_waiting(media, kind))
     question = Message("user", shown + split_markers(words, markers, media))
@@ -375,6 +297,12 @@ def _token_ids(fields: dict[str, Any]) -> tuple[int, ...]:
             '"labels" differs from "input_ids", but every token of a document is learnt. Leave the column out, or give '
             "chats, of which only the answers are learnt."
         )
+    attended = fields.get("attention_mask") or [1]
+    if isinstance(attended, list) and any(mark != 1 for mark in attended):
+        raise DataError(
+            f'"attention_mask" leaves out {sum(mark != 1 for mark in attended)} of the tokens, as of padding, but '
+            "every token of a document is learnt. Give the ids without padding."
+        )
     return tuple(ids)
 
 
@@ -396,32 +324,6 @@ def check_columns(columns: Mapping[str, str]) -> None:
                 f"columns maps {name!r}, which no schema reads. {hint}{turned}It says for each name of Headway's the "
                 f"column that the dataset has, such as question: Frage; names are {', '.join(COLUMNS)}."
             )
-
-
-def has_schema(fields: Mapping[str, Any]) -> bool:
-    """Whether a row has the columns of a schema of more than a text."""
-    return any(all(name in fields for name in columns) for columns in NEEDS.values())
-
-
-def with_own_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row's columns, those of other tools under the names that schemas read.
-
-    >>> with_own_names({"query": "1 + 1?", "response": "2", "id": 1})
-    {'id': 1, 'question': '1 + 1?', 'answer': '2'}
-    """
-    present = {name: value for name, value in fields.items() if value is not None}
-    if has_schema(present):
-        return fields
-    if isinstance(present.get("completion"), list) and "prompt" not in present:  # axolotl's KTO: a whole chat
-        return {
-            **{name: value for name, value in fields.items() if name != "completion"},
-            "messages": fields["completion"],
-        }
-    for alias in ALIASES:
-        if alias.keys() <= present.keys():
-            others = {name: value for name, value in fields.items() if name not in alias}
-            return others | {own: fields[name] for name, own in alias.items()}
-    return fields
 
 
 def renamed(fields: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
@@ -453,7 +355,7 @@ def _value(fields: Mapping[str, Any], name: str, column: str) -> Any:
             value = value[key]
         else:
             raise DataError(
-                f"the row has no column {column!r}, which columns names for {name}; it has {', '.join(fields)}, and "
+                f"the row has no column {column!r}, which columns names for {name}; it has {listed(fields)}, and "
                 f"reads {shortened(dict(fields))}."
             )
     return value

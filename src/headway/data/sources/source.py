@@ -2,23 +2,22 @@
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from typing import Any
 
 from headway.data.media.images import Picture
 from headway.data.media.sizes import MediaSizes
 from headway.data.samples import Chat, Origin, Sample, SampleError, best_answered
-from headway.data.sources.classes import CAPTIONS
-from headway.data.sources.marks import unread_keys
-from headway.data.sources.preferences import num_ties, read_columns
+from headway.data.sources.json_rows import listed
+from headway.data.sources.layouts import TEXT
+from headway.data.sources.marks import rendered_opening, unread_keys
+from headway.data.sources.ranked import num_left_out
 from headway.data.sources.reader import Raw, Reader
-from headway.data.sources.schemas import COLUMNS, Normaliser, has_schema
+from headway.data.sources.schemas import Normaliser
 from headway.errors import DataError, foreign
 
 _DIM = 65536 // 8  # of 16 bits
-_LISTED_KEYS = 12
 _PICTURED_ROWS = 3  # whose pictures are looked at, of each file
 
 
@@ -58,35 +57,35 @@ class Shard:
                 sample = error
             yield raw.row, sample
 
-    def unread_keys(self, most: int) -> set[str]:
-        """Columns and keys of turns in the file's first rows that are neither read nor known to be harmless.
+    def notes(self, most: int) -> list[str]:
+        """Notes on what is left out of the file's first rows, or done to them, without being plain.
 
         Args:
             most: how many rows are looked at.
         """
-        unread = set[str]()
-        for fields in self._first(most):
-            columns_read = {*COLUMNS, *read_columns(fields), self.normaliser.text_column}
-            if not has_schema(fields) and self.normaliser.text_column not in fields:
-                columns_read |= {*CAPTIONS}
-            unread |= unread_keys(fields, columns_read)
-        return unread
-
-    def num_ties(self, most: int) -> int:
-        """Answers of ranked lists in the file's first rows that are left out, as they are no worse than the best.
-
-        Args:
-            most: how many rows are looked at.
-        """
-        return sum(map(num_ties, self._first(most)))
-
-    def _first(self, most: int) -> Iterator[Mapping[str, Any]]:
-        """The columns of the first rows that can be read."""
+        unread, opening = set[str](), ""
+        ties = empty = 0
         for raw in islice(self.reader.stream(), most):
             try:
-                yield self.normaliser.named(self.reader.row(raw).fields)
+                fields, reading = self.normaliser.reading(self.reader.row(raw))
             except DataError:
                 continue  # told when the row is used
+            unread |= unread_keys(fields, reading.roles)
+            roles = reading(fields)
+            ties += num_left_out(roles, "answers") if reading.layout.schema == "ranked" else 0
+            empty += TEXT in roles and roles[TEXT] is None
+            turns = [role for _, role in reading.layout.columns if reading.layout.schema != TEXT]
+            opening = opening or rendered_opening(roles, turns)
+        notes = {
+            f"{ties} answers of its first rows are left out, as good as the best, unrated or the same as another "
+            "(docs/data.md)": ties,
+            f"{empty} of its first rows have no text, which is null, and are left out": empty,
+            f"its words begin with {opening!r}, as a chat template writes them, and the model's template is put around "
+            "them once more. Give rendered texts in the text column, or chats as they are (docs/data.md)": opening,
+            f"{listed(sorted(unread))} {'are' if len(unread) > 1 else 'is'} not looked at (docs/data.md has the keys "
+            "that are)": unread,
+        }
+        return [note for note, is_so in notes.items() if is_so]
 
     def dim_picture(self, most: int) -> str | None:
         """Note on 16-bit grey of which only the lowest values are used, as of X-rays of 12 bits.
@@ -133,11 +132,6 @@ class Shard:
             return self.normaliser.sample(self.reader.row(raw), origin)
         except DataError as error:
             raise SampleError(origin, *error.pieces) from error
-
-
-def _listed(keys: Sequence[str]) -> str:
-    """Keys in one line, of thousands the first ones."""
-    return ", ".join(keys[:_LISTED_KEYS]) + f" and {len(keys) - _LISTED_KEYS:,} more" * (len(keys) > _LISTED_KEYS)
 
 
 class Source:
@@ -200,31 +194,21 @@ class Source:
         return self.shards[number], int(row) - self.starts[number]
 
     def notes(self, rows: int = 20, files: int = 16) -> list[str]:
-        """Notes on the first files: keys that nobody looks at, ties that are left out, images nearly black.
+        """Notes on the first files: images nearly black, and those of `Shard.notes`, each once.
 
         Args:
             rows: how many of each file are looked at.
             files: how many files are.
         """
-        by_keys: dict[tuple[str, ...], list[str]] = {}
+        by_note: dict[str, list[str]] = {}
         for shard in self.shards[:files]:
-            if unread := shard.unread_keys(rows):
-                by_keys.setdefault(tuple(sorted(unread)), []).append(shard.name)
-        dim = [note for shard in self.shards[:files] if (note := shard.dim_picture(_PICTURED_ROWS)) is not None]
-        ties = sum(shard.num_ties(rows) for shard in self.shards[:files])
-        tied = (
-            f"{self.name}: {ties} answers of its first rows are left out, as good as the best, unrated or the same as "
-            "another (docs/data.md)"
-        )
-        return (
-            dim[:1]
-            + [tied] * (ties > 0)
-            + [
-                f"{names[0]}{f' and {len(names) - 1} more files' * (len(names) > 1)}: {_listed(keys)} "
-                f"{'are' if len(keys) > 1 else 'is'} not looked at (docs/data.md has the keys that are)"
-                for keys, names in by_keys.items()
-            ]
-        )
+            for note in shard.notes(rows):
+                by_note.setdefault(note, []).append(shard.name)
+        dim = [shard.dim_picture(_PICTURED_ROWS) for shard in self.shards[:files]]
+        return [note for note in dim if note is not None][:1] + [
+            f"{names[0]}{f' and {len(names) - 1} more files' * (len(names) > 1)}: {note}"
+            for note, names in by_note.items()
+        ]
 
     def fingerprint(self) -> str:
         """A digest of every file's name, size and time of change, and of how rows become samples.

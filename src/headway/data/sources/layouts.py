@@ -1,0 +1,393 @@
+"""Layouts of rows: the table of them, and the meaning of a set of columns, resolved once."""
+
+import difflib
+import tomllib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from headway.data.sources.json_rows import listed, shortened
+from headway.data.sources.marks import GRADES, check_columns_of
+from headway.data.sources.ranked import is_ranked, pair_of
+from headway.data.sources.references import KINDS, is_nothing, kind_of
+from headway.errors import DataError
+
+TEXT, MEDIA = "text", "media"
+"""Names in the table of the text column, and of any media of the row or its archive."""
+
+MEDIA_COLUMNS = {name: kind for kind in KINDS for name in (kind, f"{kind}s")}
+"""Columns of media, and their kinds."""
+MEDIA_PATHS = (
+    *(f"{kind}_{part}" for kind in KINDS for part in ("path", "file", "name", "url")),
+    *(f"img{part}" for part in ("", "_path", "_file", "_name")),
+)
+"""Columns that name a file of media, if a row has no column of its kind."""
+FILE_NAMES = ("file_name", "filename", "file_path", "filepath", "file", "path")
+"""Columns that do so if nothing could be learnt without them, or if the file is there and a question is about it."""
+
+_IN_CHATS = ("tools", "chat_template_kwargs", "label", "kto_tag", "objects")
+_WORDED = ("context", "system", "system_prompt")  # no other values of these are read
+_OF_FILES = ("question_answer", "alpaca", "prompt_completion", "caption")  # schemas of which a file's name may be part
+_ALIKE = 0.8  # of names such as answer_0 and answer_1
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An entry of the table.
+
+    Attributes:
+        schema: how its columns become a sample.
+        columns: those that a row must have, by the roles that they have; each (name, role).
+        forms: form of the value of a column, where it must have one; each (name, form).
+        rank: of two layouts that fit, the lower one is taken.
+        marks: values of a mark with which the first answer is better, and the second; "sign" takes its sign.
+        by_name: whether it is taken only if its schema is named.
+        source: who writes rows so.
+    """
+
+    schema: str
+    columns: Pairs
+    forms: Pairs
+    rank: int
+    source: str
+    marks: tuple[Any, ...] = ()
+    by_name: bool = False
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether its rows hold answers of which some are better than others."""
+        return self.rank == 0
+
+    @property
+    def mapping(self) -> str:
+        """Its columns, as people map them."""
+        return mapping({name: name for name, _ in self.columns if name != MEDIA})
+
+    def __str__(self) -> str:
+        return " and ".join(name for name, _ in self.columns)
+
+
+@dataclass(frozen=True)
+class RowReading:
+    """A row's columns as a layout reads them.
+
+    Attributes:
+        layout: what the columns are taken for.
+        roles: for each column that is read, the name under which it is.
+        names: the row's own names of columns that the table knows, by the table's.
+    """
+
+    layout: Layout
+    roles: Mapping[str, str]
+    names: Mapping[str, str]
+
+    def __call__(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns that are read, under the names of their roles."""
+        return {role: fields[name] for name, role in self.roles.items()}
+
+    def unread(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Columns that are not read, but for grades, by the table's names where it knows them; null ones left out."""
+        table_names = {own: name for name, own in self.names.items()}
+        left = (name for name in fields if self.roles.get(name, GRADES[0]) in GRADES)
+        return {table_names.get(name, name): fields[name] for name in left if fields[name] is not None}
+
+
+def _pairs(words: str) -> Pairs:
+    """Names and what stands behind "=" in them; the name itself where nothing does."""
+    parts = [word.partition("=") for word in words.split()]
+    return tuple((name.partition(":")[0], role or name.partition(":")[0]) for name, _, role in parts)
+
+
+def _forms(words: str) -> Pairs:
+    names = [word.partition("=")[0].partition(":") for word in words.split()]
+    return tuple((name, form) for name, _, form in names if form)
+
+
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+LAYOUTS = tuple(
+    Layout(
+        **{**row, "columns": _pairs(row["columns"]), "forms": _forms(row["columns"]), "marks": (*row.get("marks", ()),)}
+    )
+    for row in _TABLE["layouts"]
+)
+"""All layouts, in the order of the table."""
+_READS = {schema: _pairs(words) for schema, words in _TABLE["reads"].items()}
+_PROMPTS = {name: _pairs(words) for name, words in _TABLE["prompts"].items()}
+SCHEMAS = (
+    "auto",
+    *sorted(_READS, key=[layout.schema for layout in sorted(LAYOUTS, key=lambda layout: layout.rank or 9)].index),
+)
+"""Values of `schema`; "auto" takes the layout that a row has."""
+
+_FORMS: dict[str, Callable[[Mapping[str, Any], str], bool]] = {
+    "list": lambda fields, name: isinstance(fields[name], list),
+    "object": lambda fields, name: isinstance(fields[name], dict),
+    "pair": lambda fields, name: pair_of(fields[name]) is not None,
+    "ranked": is_ranked,
+}
+_FORMS_OF = {name: form for layout in LAYOUTS for name, form in layout.forms}
+_ROLES = dict.fromkeys(
+    role
+    for pairs in (*(layout.columns for layout in LAYOUTS), *_READS.values(), *_PROMPTS.values())
+    for pair in pairs
+    for role in pair[::-1]
+    if role != MEDIA
+)
+COLUMNS = tuple(dict.fromkeys([*_ROLES, *MEDIA_COLUMNS, *_IN_CHATS]))
+"""Names of columns that schemas read."""
+_KNOWN = {*COLUMNS, *MEDIA_PATHS, *FILE_NAMES}
+
+
+def columns_of(fields: Mapping[str, Any], text_column: str) -> dict[str, str]:
+    """Columns of a row that the table knows, by its names: spaces and capitals do not count where no other has a name.
+
+    >>> columns_of({"Question": "1 + 1?", "answer ": "2", "id": 1}, "text")
+    {'question': 'Question', 'answer': 'answer '}
+    """
+    names: dict[str, str] = {}
+    for name in fields:
+        plain = name if name in _KNOWN or name == text_column else name.strip().lower().replace(" ", "_")
+        if plain in _KNOWN and (plain == name or (plain not in fields and plain not in names)):
+            names[plain] = name
+        elif name == text_column:
+            names[name] = name
+    return names
+
+
+def reading_of(
+    fields: Mapping[str, Any],
+    text_column: str = TEXT,
+    *,
+    schema: str = "auto",
+    mapped: Collection[str] = (),
+    has_members: bool = False,
+    names_files: bool = False,
+    is_there: Callable[[str], bool] = lambda _name: False,
+) -> RowReading:
+    """What the columns of a row mean.
+
+    Args:
+        fields: the row's columns.
+        text_column: the column of words.
+        schema: the one that is named, or "auto".
+        mapped: columns that the dataset's user named, which are meant.
+        has_members: whether media are stored with the row.
+        names_files: whether a column such as `file_name` is known to name media.
+        is_there: whether a file of media that a column names is there.
+
+    Raises:
+        DataError: no layout fits, or two.
+    """
+    names = columns_of(fields, text_column)
+    values = {name: fields[own] for name, own in names.items()}
+    media = {name: name for name in values if name in MEDIA_COLUMNS}
+    filled = {MEDIA_COLUMNS[name] for name in media if not is_nothing(values[name])}
+    paths = _paths(values, filled, MEDIA_PATHS)
+    files = _paths(values, filled | {*paths.values()}, FILE_NAMES)
+    facts = _facts(values, text_column)
+
+    def resolved(paths: Mapping[str, str]) -> tuple[Layout, ...]:
+        is_pictured = has_members or bool(filled) or bool(paths)
+        return _resolve(facts | ({MEDIA} if is_pictured else set()), text_column, schema, frozenset(mapped))
+
+    layouts = resolved(paths)
+    if files and (names_files or not layouts):
+        paths = paths | files
+        layouts = resolved(paths)
+    elif files and layouts[0].schema in _OF_FILES and all(is_there(values[name]) for name in files):
+        paths = paths | files
+    if len(layouts) != 1:
+        raise _refusal(fields, layouts, schema, text_column, names, paths)
+    (layout,) = layouts
+    roles = dict(_roles(layout, facts, text_column, frozenset(mapped))) | media
+    roles = {name: role for name, role in roles.items() if role not in paths.values() or name not in media} | paths
+    return RowReading(layout, {names[name]: role for name, role in roles.items() if name in names}, names)
+
+
+def _paths(values: Mapping[str, Any], filled: set[str], columns: Iterable[str]) -> dict[str, str]:
+    """The first column that names a file of each kind of media that a row has no column of."""
+    paths: dict[str, str] = {}
+    for name in columns:
+        value = values.get(name)
+        kind = kind_of(value) if isinstance(value, str) and "://" not in value else None
+        if kind is not None and kind not in filled and kind not in paths.values():
+            paths[name] = kind
+    return paths
+
+
+def _facts(values: Mapping[str, Any], text_column: str) -> frozenset[str]:
+    """Names of columns that hold something, with the forms of their values where the table asks for them."""
+    facts = set[str]()
+    for name, value in values.items():
+        if value is None:
+            facts |= {name} if name in ("label", "kto_tag", text_column) else set()
+        elif value in ([], {}):
+            facts.add(f"{name}:empty")
+        elif name in _WORDED and not isinstance(value, str):
+            facts.add(f"{name}:turns")
+        else:
+            facts.add(name)
+            form = _FORMS_OF.get(TEXT if name == text_column else name)
+            if form is not None and _FORMS[form](values, name):
+                facts.add(f"{name}:{form}")
+    return frozenset(facts)
+
+
+def _needs(layout: Layout, text_column: str) -> tuple[str, ...]:
+    return tuple(text_column if name == TEXT else name for name, _ in layout.columns)
+
+
+def _fits(layout: Layout, facts: Collection[str], text_column: str) -> bool:
+    forms = dict(layout.forms)
+    return all(
+        (f"{name}:{forms[own]}" if own in forms else name) in facts
+        or (not layout.is_preference and own not in forms and f"{name}:empty" in facts)
+        for name, (own, _) in zip(_needs(layout, text_column), layout.columns, strict=True)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _resolve(
+    facts: frozenset[str], text_column: str, schema: str, mapped: frozenset[str], least_rank: int = 0
+) -> tuple[Layout, ...]:
+    """The layouts that a set of columns has: one, or none, or several between which nothing decides."""
+    layouts = [layout for layout in LAYOUTS if layout.rank >= least_rank and _fits(layout, facts, text_column)]
+    layouts = [layout for layout in layouts if layout.schema == schema or (schema == "auto" and not layout.by_name)]
+
+    # What is mapped is meant, and a layout that consists of it before one that takes other columns as well.
+    def others(layout: Layout) -> int:
+        return len({*_needs(layout, text_column)} - mapped - {MEDIA})
+
+    meant = [layout for layout in layouts if mapped & {*_needs(layout, text_column)}]
+    if meant:
+        layouts = [layout for layout in meant if others(layout) == min(map(others, meant))]
+    least = min((layout.rank for layout in layouts), default=0)
+    layouts = [layout for layout in layouts if layout.rank == least]
+    # Of one rank the layout that reads every column of the other loses nothing; of two that do the first is taken.
+    reads = {layout: {MEDIA, *dict(_roles(layout, facts, text_column, mapped))} for layout in layouts}
+    needs = {layout: {*_needs(layout, text_column)} for layout in layouts}
+
+    def beats(layout: Layout, other: Layout) -> bool:
+        is_mutual = needs[layout] <= reads[other]
+        return needs[other] <= reads[layout] and not (is_mutual and layouts.index(other) <= layouts.index(layout))
+
+    best: list[Layout] = []
+    while layouts:
+        best += [layout for layout in layouts if not any(beats(other, layout) for other in layouts)] or layouts
+        left = [layout for layout in layouts if layout not in best]
+        layouts = [layout for layout in left if not any(beats(other, layout) for other in best)]
+    return tuple(best)
+
+
+def _roles(layout: Layout, facts: frozenset[str], text_column: str, mapped: frozenset[str]) -> list[tuple[str, str]]:
+    """Columns that a layout reads of those that a row has, and their roles: one column for each."""
+    roles = [(text_column if name == TEXT else name, role) for name, role in layout.columns if name != MEDIA]
+    wanted = [*_READS[layout.schema], *((name, name) for name in _IN_CHATS if layout.schema not in ("tokens", "text"))]
+    if layout.schema == "rejected":  # beside a chat, whose columns are its own
+        others = frozenset(fact for fact in facts if not fact.startswith("rejected_"))
+        chat = _resolve(others, text_column, "auto", mapped - {name for name, _ in roles}, 1)
+        for other in chat[:1]:
+            wanted += _roles(other, others, text_column, mapped)
+        wanted += [(name, name) for name in facts if name.startswith("rejected_")]
+    elif layout.is_preference:
+        free = [pair for pair in _PROMPTS["names"] if pair[0] not in dict(roles)]
+        prompt = next((pair for pair in free if {pair[0], f"{pair[0]}:empty", f"{pair[0]}:turns"} & facts), None)
+        if prompt is not None:
+            roles.append(prompt)
+            wanted += _PROMPTS.get(prompt[1], ())
+        wanted += _PROMPTS["beside"]
+    if mapped:  # only what is mapped counts, and what has the name by which it is read
+        wanted = [(name, role) for name, role in wanted if name == role != "context" or name in mapped]
+    for name, role in wanted:
+        is_read = name in facts or f"{name}:empty" in facts
+        if is_read and name not in dict(roles) and role not in {other for _, other in roles}:
+            roles.append((name, role))
+    return roles
+
+
+def _refusal(
+    fields: Mapping[str, Any],
+    layouts: tuple[Layout, ...],
+    schema: str,
+    text_column: str,
+    names: Mapping[str, str],
+    paths: Mapping[str, str],
+) -> DataError:
+    """The error of a row that fits no layout, or several."""
+    if layouts:
+        ways = " or ".join(layout.mapping for layout in layouts)
+        return DataError(
+            f"the row has the columns of {len(layouts)} layouts, {', of '.join(map(str, layouts[:-1]))} and of "
+            f"{layouts[-1]}, and what one of them reads would be lost. Say with columns which is meant, such as "
+            f"{ways}, or remove the other columns."
+        )
+    media = {kind: names[name] for name, kind in paths.items()}
+    way = proposed_columns(fields, media, text_column)
+    allowed = {layout.schema: layout for layout in reversed(LAYOUTS) if schema in ("auto", layout.schema)}
+    if schema == "auto" or not allowed[schema].is_preference:
+        check_columns_of({name: fields[own] for name, own in names.items() if fields[own] is not None}, ways=way)
+    needed = "; ".join(f"{allowed[name]} ({name})" for name in SCHEMAS if name in allowed)
+    return DataError(
+        f"got {shortened(dict(fields))}, but the row needs the columns of a schema: {needed}. The row has "
+        f"{listed(fields) or 'no columns'}; say which of them is which with columns, such as {way}, or name the schema "
+        "and its text column. Of CSV the first line names the columns."
+    )
+
+
+def mapping(columns: Mapping[str, str]) -> str:
+    """Columns as people map them: the name that schemas read, and the dataset's own."""
+    return f"{{{', '.join(f'{role}: {name}' for role, name in columns.items())}}}"
+
+
+def proposed_columns(fields: Mapping[str, Any], media: dict[str, str], text_column: str = TEXT) -> str:
+    """A mapping of columns with which a row could be read, as people would write it.
+
+    Columns that have a role by their names keep it, and columns of media are always in it.
+
+    Args:
+        fields: the row's columns.
+        media: columns that name files of media, by their kinds.
+        text_column: the column of words.
+
+    >>> proposed_columns({"image": "a.png", "question": "What?", "id": 3, "best_answer": "A cat."}, {})
+    '{answer: best_answer}'
+    """
+    names = columns_of(fields, text_column)
+    with_roles = {*names.values(), *media.values()}
+    free = [
+        name for name, value in fields.items() if name not in with_roles and isinstance(value, str | list) and value
+    ]
+    free = free or [name for name, value in fields.items() if name not in with_roles and value is not None]
+    longest = sorted(free, key=lambda name: -len(str(fields[name])))
+    has_media = bool(media) or any(not is_nothing(fields[own]) for name, own in names.items() if name in MEDIA_COLUMNS)
+    # Two columns of like names could be answers of which one is better.
+    prompts = [name for name, _ in _PROMPTS["names"] if name in names]
+    for first, second in pairwise(free):
+        question = next((name for name in longest if name not in (first, second)), None)
+        if (prompts or question) and difflib.SequenceMatcher(None, first, second).ratio() >= _ALIKE:
+            prompt = {} if prompts else {"prompt": str(question)}
+            columns = media | prompt | {"chosen": first, "rejected": second}
+            return f"{mapping(columns)} where {first} is the better answer"
+    # A layout of which one column is missing.
+    for layout in sorted(LAYOUTS, key=lambda layout: layout.rank or 9):
+        missing = [name for name, _ in layout.columns if name not in names and name != MEDIA]
+        present = [name for name, _ in layout.columns if name in names and name != MEDIA]
+        if len(missing) == 1 and present and free and not layout.forms:
+            best = max(free, key=lambda name: _suits(name, fields[name], missing[0]))
+            return mapping(media | {missing[0]: best})
+    if has_media and longest:
+        return mapping(media | {TEXT: longest[0]})
+    if len(free) > 1:
+        return mapping({"question": free[-2], "answer": free[-1]})
+    return mapping({TEXT: free[0]} if free else {"question": "Frage", "answer": "Antwort"})
+
+
+def _suits(name: str, value: Any, column: str) -> tuple[float, ...]:
+    """How well a column could be what is missing: by its name, by words in it; as a text, by their number."""
+    likeness = len(str(value)) if column == TEXT else difflib.SequenceMatcher(None, name.lower(), column).ratio()
+    return column in name.lower(), isinstance(value, str), likeness
