@@ -81,9 +81,10 @@ def test_model_inputs_hold_what_the_forward_takes_and_no_labels():
     batch = collate([made_up(0, 4, [True] * 4, [[1, 2, 2]], rows=3), made_up(1, 3, [True] * 3, [], rows=3)])
     inputs = batch.model_inputs()
     assert set(inputs) == {
-        "input_ids", "position_ids", "pack_cu_seqlens", "pack_max_seqlen", "use_cache", "mm_token_type_ids",
-        "pixel_values", "image_grid_thw",
+        "input_ids", "position_ids", "pack_cu_seqlens", "pack_max_seqlen", "pack_segments", "use_cache",
+        "mm_token_type_ids", "pixel_values", "image_grid_thw",
     }  # fmt: skip
+    assert inputs["pack_segments"] == ((4, 4), (3, 3))  # lengths, and positions that begin anew
     assert inputs["position_ids"].shape == (3, 1, 7)
     assert collate([made_up(0, 4, [True] * 4, [])]).model_inputs()["position_ids"].shape == (1, 4)
 

@@ -126,8 +126,8 @@ class _Functions:
         """Describe the function on rows of a length, the same for equal ones."""
         length = max(length, 2)
         if (kind, length) not in self._known:
-            positions = torch.tensor([0, 1, length - 1]).expand(*([3] if self._rows == 3 else []), 1, -1)
-            with _forgetting(self._twin):
+            with torch.device("cpu"), _forgetting(self._twin):
+                positions = torch.tensor([0, 1, length - 1]).expand(*([3] if self._rows == 3 else []), 1, -1)
                 parts = [angles[..., :2, :] for angles in _angles(self._twin, kind, positions)]
                 values = (part.contiguous().numpy().tobytes() for part in (*parts, *self._twin.buffers()))
                 self._known[kind, length] = b"".join(values)
