@@ -1,15 +1,27 @@
-"""Write docs/models.md: which families Headway trains, by the laws of tests/helpers/folders.py, run here.
+"""Write docs/models.md: which models Headway trains, by laws and trials that are run here.
 
-    python -m tools.trainable docs/models.md        # some minutes; families whose packages are missing are refused
+    python -m tools.trainable docs/models.md                    # half an hour of one core
+    python -m tools.trainable docs/models.md --only types       # the list of all types, some minutes
+    python -m tools.trainable docs/models.md --only families    # the table of families with processors
 
-Small models of every family's own classes are trained on packs and on samples alone; what the page says was computed.
+Small models of every family's own classes are trained on packs and on samples alone (the laws of
+tests/helpers/folders.py; families whose packages are missing are refused). Every type that transformers registers as a
+causal or an image-text model is tried as `headway train` tries it before its first step (`headway.models.trial`), from
+the default configuration of its class, with the settings of trainable.json where transformers' own defaults do not make
+a model. Each is tried in a process of its own, with limits of time and memory. What is not run again stays as it is.
 """
 
+import argparse
 import json
+import multiprocessing
 import os
+import re
+import resource
 import socket
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,34 +35,153 @@ import transformers
 
 from headway.errors import HeadwayError
 from headway.models.compiling import CompileWatch, compile_blocks
+from headway.models.head import ChunkedLoss
+from headway.models.load import load_model
 from headway.models.lora import adapter_modules, add_adapters, initialise_adapters
 from headway.models.parallel.sequence import local_slots, share_packs
+from headway.models.trial import verdict_on
 from headway.models.video import VideoProcessor
 from headway.tracing import trace
 from helpers.families import FAMILIES
 from helpers.folders import CLOSE, COUNTED_OTHERWISE, TOLERANCES, VLM_FOLDERS, FamilyPair
+from tools.sweep.__main__ import architectures
+from tools.sweep.defaults import fit_defaults
 
-PAGE = Path(__file__).parent / "trainable.md"  # the page's words; the table stands in place of {families}
+PAGE = Path(__file__).parent / "trainable.md"  # the page's words; what was run stands in place of {families}, {types}
 NAMES = json.loads((Path(__file__).parent / "trainable.json").read_text(encoding="utf-8"))
 _CLOSE = 1e-5
+_LIMIT_S, _LIMIT_BYTES = 300, 12 << 30  # of one type
+_PACKAGE = re.compile(r"requires the (\w+) library")
+_HEADS = {
+    "packed": "A pack is its segments",
+    "apart": "Each segment runs by itself: slower, and on one process",
+    "refused": "Refused",
+    "package": "Needs another package",
+    "untried": "Not known, as no small copy of the default configuration runs",
+}
 
 
-def main(target: Path) -> None:
-    """Run the laws and write the page.
+def main(target: Path, only: str | None = None) -> None:
+    """Run laws and trials, and write the page.
+
+    Args:
+        target: the page.
+        only: "families" or "types"; both are run when None.
 
     Raises:
         SystemExit: a family breaks a law.
     """
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
+    words = PAGE.read_text(encoding="utf-8")
+    for name, run in (("families", _families), ("types", _types)):
+        start, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
+        text = run() if only in (None, name) else _between(target.read_text(encoding="utf-8"), start, end)
+        words = words.replace(f"{{{name}}}", start + text + end)
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
+    target.write_text(words.replace("{versions}", versions), encoding="utf-8")
+
+
+def _between(text: str, start: str, end: str) -> str:
+    return text.partition(start)[2].partition(end)[0]
+
+
+def listed(page: str) -> dict[str, str]:
+    """Read which heading of the page's list each model type stands under, by its keys here."""
+    found, part = {}, _between(page, "<!-- types -->\n", "\n<!-- end of types -->")
+    for key, head in _HEADS.items():
+        section = _between(f"{part}\n### ", f"### {head}\n", "\n### ")
+        rows = re.findall(r"^\| `.*|^`.*", section, re.MULTILINE)
+        found |= {kind: key for row in rows for kind in re.findall(r"`([\w.-]+)`", row.split(" | ")[0])}
+    return found
+
+
+def registered() -> list[str]:
+    """Model types that transformers registers as causal or image-text models."""
+    kinds = [kind for task, kind, _ in architectures() if not task.startswith("sequence")]
+    return sorted(set(kinds))
+
+
+def outcome_of(kind: str) -> tuple[str, str]:
+    """Try a type: a key of the page's list, and what is to be said of the type there."""
+    receive, send = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=_attempt, args=(kind, send))
+    process.start()
+    outcome = receive.recv() if receive.poll(_LIMIT_S) else ("untried", f"its trial took more than {_LIMIT_S} s")
+    process.kill()
+    process.join()
+    return outcome
+
+
+def _attempt(kind: str, send: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (_LIMIT_BYTES, _LIMIT_BYTES))
+    try:
+        send.send(_tried(kind))
+    except Exception as error:  # noqa: BLE001  # any failure of foreign code is a result here
+        send.send(("untried", f"{type(error).__name__}: {' '.join(str(error).split())}"))
+
+
+def _tried(kind: str) -> tuple[str, str]:
+    settings = NAMES["settings"].get(kind, {})
+    config = transformers.CONFIG_MAPPING[kind](**settings)
+    fit_defaults(config)
+    verdict = verdict_on(config)
+    if verdict.mode == "untried" and (package := _PACKAGE.search(verdict.reason)):
+        return "package", package[1]
+    details = [verdict.reason] * bool(verdict.reason)
+    if verdict.media_error is not None:
+        details.append("tried with text alone")
+    if verdict.mode in ("packed", "apart"):
+        model = load_model(config, random_init=True, device="meta")
+        try:
+            ChunkedLoss(model, chunk=1)
+        except HeadwayError:
+            details.append("with `speed.loss_chunk: null`")
+    return verdict.mode, "; ".join(details)
+
+
+def _types() -> str:
+    """Try every type; the page's list."""
+    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for kind in registered():
+        key, detail = outcome_of(kind)
+        print(kind, key, detail, flush=True)
+        found[key][_short(detail)].append(kind)
+    lines = [f"{len(registered())} types: {', '.join(_count(key, found[key].values()) for key in _HEADS)}.", ""]
+    for key, head in _HEADS.items():
+        by_detail = found[key]
+        lines += [f"### {head}", ""]
+        if plain := by_detail.pop("", []):
+            lines += [_names(plain), ""]
+        if by_detail:
+            lines += [f"| types | {'package' if key == 'package' else 'note'} |", "| --- | --- |"]
+            lines += [f"| {_names(kinds)} | {detail} |" for detail, kinds in sorted(by_detail.items())]
+            lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _count(key: str, kinds: Iterable[list[str]]) -> str:
+    words = {"packed": "packed", "apart": "segment by segment", "refused": "refused", "package": "need another package"}
+    return f"{sum(map(len, kinds))} {words.get(key, 'not known')}"
+
+
+def _names(kinds: list[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
+
+
+def _short(detail: str) -> str:
+    """What is said of a type, without numbers of its small copy, and no longer than a cell."""
+    text = re.sub(r"\b\d[\d.]*\b", "N", detail).replace("|", "/").replace("\n", " ")
+    return text if len(text) <= 160 else text[:157] + "..."
+
+
+def _families() -> str:
+    """Run the laws on families with processors; a table."""
     missing = sorted(set(FAMILIES) - set(VLM_FOLDERS))
     if missing:
         raise SystemExit(f"These families need packages that are not installed here: {', '.join(missing)}.")
     shared = _all_shared()
-    rows = [_row(family, shared[family]) for family in NAMES["families"]]
-    words = PAGE.read_text(encoding="utf-8").replace("{families}", _table(rows))
-    versions = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
-    target.write_text(words.replace("{versions}", versions), encoding="utf-8")
+    return _table([_row(family, shared[family]) for family in NAMES["families"]])
 
 
 def _row(family: str, shared: str) -> dict[str, str]:
@@ -162,4 +293,10 @@ def _table(rows: list[dict[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Write docs/models.md: which models Headway trains.")
+    parser.add_argument("page", type=Path, help="Markdown file to write")
+    parser.add_argument(
+        "--only", choices=("families", "types"), help="run this part; the other stays as the page has it"
+    )
+    options = parser.parse_args()
+    main(options.page, options.only)

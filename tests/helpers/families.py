@@ -97,7 +97,7 @@ def _paligemma2() -> PreTrainedConfig:
     config = tiny_config("paligemma")
     text = dict(SIZES, **COUNTS, head_dim=8, max_position_embeddings=512, sliding_window=16, vocab_size=160)
     return transformers.PaliGemmaConfig(
-        text_config=dict(text, model_type="gemma2", use_bidirectional_attention=False),
+        text_config=dict(text, model_type="gemma2"),
         vision_config=config.vision_config.to_dict(),
         projection_dim=32,
         image_token_index=3,

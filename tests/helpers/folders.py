@@ -404,7 +404,7 @@ def _pairs(module, query, key, mask, options):
     """Query-key pairs that one call's mask allows."""
     causal = bool(options.get("is_causal") if options.get("is_causal") is not None else getattr(module, "is_causal", 1))
     cu_N = options.get("cu_seq_lens_q")
-    if cu_N is None and causal:
+    if cu_N is None and (causal or (isinstance(mask, SegmentMask) and mask.is_packed)):
         cu_N = options.get("pack_cu_seqlens")
     if isinstance(mask, SegmentMask):
         return sum(int(mask.allowed(*group).sum()) for group in mask.groups(cu_N))

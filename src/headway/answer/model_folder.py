@@ -30,6 +30,7 @@ from headway.models.lora import (
 )
 from headway.models.materialise import allocate
 from headway.models.scores import is_scorer
+from headway.models.trial import try_packs
 from headway.models.vision import patch_size_of
 from headway.words import Argument
 
@@ -178,6 +179,8 @@ def open_model(
     if for_generation and not getattr(model, "draws", False):  # whose prompts are packs
         parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
         use_attention(model, "sdpa" if all(part._supports_sdpa for part in parts) else "eager")
+    if not for_generation:
+        try_packs(model)
     model.train(False)
     processor = load_processor(folder)
     if chats is not None:

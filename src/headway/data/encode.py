@@ -233,9 +233,9 @@ class Encoder:
     def fingerprint(self) -> str:
         """A key that changes when tokenizer, chat template, processor settings or their versions do."""
         settings = {
-            name: _settings(getattr(self.processor, name))
+            name: _settings(part)
             for name in ("image_processor", "video_processor", "feature_extractor")
-            if not isinstance(self.processor, PreTrainedTokenizerBase) and hasattr(self.processor, name)
+            if (part := getattr(self.processor, name, None)) is not None  # which some name and leave empty
         }
         key = {
             "version": _VERSION,
@@ -357,7 +357,7 @@ class Encoder:
             return plain
         if not any(MODALITIES[name].shape == "grids" for name in media.sizes):
             return plain.repeat(3, 1)  # M-RoPE of text and sounds: the three rows agree
-        arguments = media.rope_arguments()
+        arguments = {**media.processed, **media.rope_arguments()}
         positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **arguments)
         return positions[:, 0].cpu()
 

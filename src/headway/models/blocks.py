@@ -1,6 +1,7 @@
-"""The repeated layers of a model's towers: each is sharded, compiled and recomputed as a unit."""
+"""Parts of a model: its body, its decoder, and the blocks of its towers, each sharded and compiled as a unit."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -45,3 +46,23 @@ def blocks(model: PreTrainedModel) -> tuple[Block, ...]:
             "compiled or recomputed layer by layer."
         )
     return tuple(outermost)
+
+
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """Find the part of a model that gives hidden states to its output layer; the model itself where it has none.
+
+    transformers names it in `base_model_prefix`, which some classes (Llama 4's) inherit from a larger model.
+    """
+    body: nn.Module = model.base_model
+    if body is not model:
+        return body
+    return next((part for part in model.children() if isinstance(part, PreTrainedModel)), model)
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Find the part of a model that turns embedded text into hidden states, without its output layer."""
+    hf_model: Any = model
+    decoder, head = hf_model.get_decoder(), hf_model.get_output_embeddings()
+    holds_head = decoder is model or any(part is head for part in decoder.modules())
+    body: nn.Module = body_of(decoder) if holds_head else decoder
+    return body

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headway.errors import ConfigError, TrainingError
+from headway.models.blocks import body_of
 from headway.models.losses import (
     IGNORED,
     AfterHead,
@@ -311,7 +312,7 @@ def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
     vocabulary = int(getattr(layer, "out_features", 0)) or len(layer.weight)  # type: ignore[arg-type]
     tried_1TV = torch.zeros(1, 1, max(vocabulary, len(_TRIED)), dtype=torch.float64)
     tried_1TV[0, 0, : len(_TRIED)] = torch.tensor(_TRIED, dtype=torch.float64)
-    body = model.base_model
+    body = body_of(model)
     with _instead(layer, lambda *_, **__: tried_1TV.clone()), _instead(body, lambda *_, **__: _Body()), torch.no_grad():
         try:
             got = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits

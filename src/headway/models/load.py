@@ -142,7 +142,7 @@ def load_model(
     model_class = _model_class(config)
     # Structure first, without memory: values are drawn where the model will live, or later, once sharded.
     if random_init:
-        with torch.device("meta"), _without_advice():
+        with torch.device("meta"), without_advice():
             model: PreTrainedModel = model_class.from_config(
                 config, dtype=dtype, attn_implementation="eager", **_NO_CODE
             )
@@ -162,7 +162,6 @@ def load_model(
         grow(model, rows, seed)
         model.to(device)  # type: ignore[arg-type]  # transformers narrows `to` to its own overloads
     # What packing needs of every model: attention and experts that know segments, and no waits.
-    _refuse_bidirectional(model)
     use_attention(model, attention)
     use_experts(model)
     answer_ahead(model)
@@ -232,7 +231,8 @@ def processor_note(folder: Path) -> str | None:
 def rope_index(model: PreTrainedModel) -> RopeIndex | None:
     """The model's own rule for multi-axis rotary positions (M-RoPE), or None where positions are plain indices.
 
-    The rule needs the model's class and configuration alone; it holds no weights and can be pickled.
+    The rule needs the model's class and configuration alone; it holds no weights and can be pickled. It takes all of a
+    sample's tensors by the names of the model's arguments, and reads those that it names: grids, or sizes of tiles.
     """
     inner: Any = getattr(model, "model", None)
     for module in (model, inner):
@@ -244,15 +244,16 @@ def rope_index(model: PreTrainedModel) -> RopeIndex | None:
             vars(shell).update({name: value for name, value in vars(module).items() if isinstance(value, plain)})
             shell.config = module.config
             rule: Any = shell.get_rope_index
-            names = tuple(inspect.signature(rule).parameters)
-            return rule if "mm_token_type_ids" in names else partial(_without_types, rule, names)
+            return partial(_ask, rule, tuple(inspect.signature(rule).parameters))
     return None
 
 
-def _without_types(rule: RopeIndex, names: tuple[str, ...], **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ask a rule that takes no token types, but wants a mask of all tokens."""
+def _ask(rule: RopeIndex, names: tuple[str, ...], **arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ask a rule with those of a sample's tensors that it names; one that takes no token types wants a mask of all."""
     accepted = {name: value for name, value in arguments.items() if name in names}
-    return rule(attention_mask=torch.ones_like(arguments["input_ids"]), **accepted)
+    if "mm_token_type_ids" not in names:
+        accepted["attention_mask"] = torch.ones_like(arguments["input_ids"])
+    return rule(**accepted)
 
 
 def check_weights(folder: Path) -> list[Path]:
@@ -378,27 +379,8 @@ def _model_class(config: PreTrainedConfig) -> Any:
     )
 
 
-def _refuse_bidirectional(model: PreTrainedModel) -> None:
-    """Refuse an encoder such as BERT's, in which each token sees the one that it would be trained to predict.
-
-    Its own code says so: no attention or layer is causal, or a decoder's, by its flags, and `is_decoder` of its
-    configuration is off.
-    """
-    config: Any = model.config
-    if getattr(config, "is_decoder", None) is not False or getattr(config, "is_encoder_decoder", False):
-        return
-    flags = [getattr(module, name, None) for module in model.modules() for name in ("is_causal", "is_decoder")]
-    if any(flags) or False not in flags:
-        return
-    raise UnknownModelError(
-        f"Models of type {config.model_type!r} read in both directions: each token sees the ones behind it, so that "
-        "predicting the next one teaches nothing. Headway trains models that write, one token after another; "
-        "docs/models.md lists the families."
-    )
-
-
 @contextmanager
-def _without_advice() -> Iterator[None]:
+def without_advice() -> Iterator[None]:
     """Keep transformers from advising how else to use a model while it is built; errors are still said."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # transformers leaves it untyped

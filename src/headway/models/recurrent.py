@@ -1,8 +1,8 @@
-"""Recurrent layers in a pack: the state of one segment does not go over into the next.
+"""Segments of a pack that run by themselves: through a model's recurrent layers, or through all of it.
 
 Linear attention and state-space layers carry a state, and a short convolution, from token to token. transformers tells
 only some of their kernels where segments begin, and its own PyTorch code none. So each segment runs through such a
-layer by itself.
+layer by itself. A model that mixes the tokens of a pack in other ways runs each segment by itself as a whole.
 """
 
 import functools
@@ -16,6 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headway.errors import ConfigError
+from headway.models.attention import use_attention
+from headway.models.blocks import decoder_of
 from headway.models.waits import on_pack
 
 _NO_BOUNDARIES_MESSAGE = (
@@ -48,6 +50,33 @@ def separate_segments(model: nn.Module) -> None:
             vars(module)["forward"] = _separated(module.forward)
     if not recurrent and any(_says_so(module) for module in model.modules()):
         model.register_forward_pre_hook(_refuse_pack, with_kwargs=True)
+
+
+def run_apart(model: PreTrainedModel) -> None:
+    """Have a model's decoder run each segment of a pack by itself, with its own attention, as it runs a sample alone.
+
+    Boundaries do not reach the decoder. Towers before it, and the output layer behind it, run once, on all of the pack.
+    """
+    boundaries = list[torch.Tensor]()
+    decoder: Any = decoder_of(model)
+    forward, names = decoder.forward, tuple(inspect.signature(decoder.forward).parameters)
+
+    def take_boundaries(_model: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        cu_seqlens_N = inputs.get("pack_cu_seqlens")
+        boundaries[:] = [] if cu_seqlens_N is None else [cu_seqlens_N]
+        return args, {name: value for name, value in inputs.items() if not name.startswith("pack_")}
+
+    @functools.wraps(forward)
+    def run(*args: Any, **inputs: Any) -> Any:
+        if not boundaries:
+            return forward(*args, **inputs)
+        inputs |= dict(zip(names, args, strict=False))
+        return _segment_by_segment(forward, inputs, boundaries[0])
+
+    # before the hooks that prepare a model for packs: what the decoder sees is none
+    model.register_forward_pre_hook(take_boundaries, prepend=True, with_kwargs=True)
+    vars(decoder)["forward"] = run
+    use_attention(decoder, "eager")
 
 
 def _says_so(module: nn.Module) -> bool:
@@ -86,18 +115,28 @@ def _separated(forward: Callable[..., Any]) -> Callable[..., Any]:
                 "This model's recurrent layers need whole segments: a pack cannot be shared by several processes, nor "
                 "its rows be padded. Set parallel.sequence to 1."
             )
-        return _segment_by_segment(forward, hidden_states, pack_cu_seqlens, others)
+        spans = functools.partial(forward, **others)  # what else it takes is of the whole pack
+        return _segment_by_segment(spans, {"hidden_states": hidden_states}, pack_cu_seqlens)
 
     return run
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped; boundaries are read on the host
-def _segment_by_segment(
-    forward: Callable[..., Any], hidden_1TH: torch.Tensor, cu_seqlens_N: torch.Tensor, others: dict[str, Any]
-) -> Any:
-    """Run every segment; of a layer that returns several things (attention weights, mostly None), the first is cut."""
-    spans = [span for span in pairwise(cu_seqlens_N.tolist()) if span[1] > span[0]]
-    parts = [forward(hidden_1TH[:, first:last], **others) for first, last in spans]
+def _segment_by_segment(forward: Callable[..., Any], inputs: dict[str, Any], cu_seqlens_N: torch.Tensor) -> Any:
+    """Run every segment; of what returns several things (attention weights, mostly None), the first is joined."""
+    boundaries = cu_seqlens_N.tolist()
+
+    def cut(value: Any, span: tuple[int, int]) -> Any:
+        if not isinstance(value, torch.Tensor) or boundaries[-1] not in value.shape[1:]:
+            return value
+        return value.narrow(1 + value.shape[1:].index(boundaries[-1]), span[0], span[1] - span[0])
+
+    spans = [span for span in pairwise(boundaries) if span[1] > span[0]]
+    parts = [forward(**{name: cut(value, span) for name, value in inputs.items()}) for span in spans]
+    if isinstance(parts[0], torch.Tensor):
+        return torch.cat(parts, dim=1)
+    hidden_1TH = torch.cat([part[0] for part in parts], dim=1)
     if isinstance(parts[0], tuple):
-        return torch.cat([part[0] for part in parts], dim=1), *parts[0][1:]
-    return torch.cat(parts, dim=1)
+        return hidden_1TH, *parts[0][1:]
+    parts[0][next(iter(parts[0]))] = hidden_1TH  # transformers' outputs are mappings, the hidden states first
+    return parts[0]

@@ -19,6 +19,7 @@ from headway.errors import ConfigError, DataError
 from headway.files import new_folder
 from headway.hub import CONFIG, is_model_here
 from headway.models.load import load_model
+from headway.models.trial import try_packs
 from headway.synthetic.small_model import Shape, processor_class, small_config, write_small_model
 from headway.tracing.build import subconfigs
 from headway.words import Argument
@@ -183,6 +184,8 @@ def _nearest(config: PreTrainedConfig, size: int, vocabulary: int) -> tuple[Shap
     for shape in _SHAPES:
         model = load_model(small_config(config, vocabulary, shape), random_init=True, device="meta")
         count = sum(parameter.numel() for parameter in model.parameters())
+        if best is None:  # a kind of model that cannot be trained is refused before anything is written
+            try_packs(model)
         if best is None or abs(math.log(count / size)) < abs(math.log(best[1] / size)):
             best = shape, count
         if count > size:

@@ -34,6 +34,7 @@ from headway.models.precision import Precision
 from headway.models.products import align_widths
 from headway.models.recompute import recompute_blocks
 from headway.models.scores import scoring_config
+from headway.models.trial import try_packs
 from headway.models.vision import tower_of_all
 from headway.optim import adapt, freeze, rows_of
 from headway.predict.speed import chosen_recompute, compiles, put_in_kernels
@@ -97,10 +98,12 @@ def build_trained(
     # where frozen weights are held in fewer bits than those that learn, values come once it is known which these are
     later = mesh is not None or config.model.base is not None or _holds_frozen(config, precision)
     model = build_model(config, checkpoint, precision.params, torch.device("meta") if later else device)
+    notes = try_packs(model, tokens=config.data.tokens_per_pack, is_shared=mesh is not None)
     plain_cost_model = freeze(model, trace(model), config.model.freeze)
     cost_model = adapt(model, plain_cost_model, config.model)
     switch_dropout(model, is_on=config.drops)
-    is_compiled, notes = compiles(config.speed, model, device)
+    is_compiled, lines = compiles(config.speed, model, device)
+    notes += lines
     recompute = chosen_recompute(config, model, cost_model, precision, fused=is_compiled)
     if config.speed.recompute_bytes is not None:
         notes += (f"{config.speed.recompute} {choice_in_words(recompute, cost_model.block_towers)}",)

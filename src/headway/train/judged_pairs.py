@@ -18,6 +18,7 @@ from headway.models.lora import has_adapters, without_adapters
 from headway.models.parallel.ranks import Ranks
 from headway.models.precision import Precision
 from headway.models.scores import is_scorer
+from headway.models.trial import try_packs
 from headway.optim import rows_of
 from headway.train.preference import judging, plain_losses, preferring_of
 from headway.train.reference import Scoring
@@ -103,6 +104,7 @@ def _keep_reference(
         raise HeadwayError(f"Its initial weights were held as model.base {config.model.base}.")
     dtype, device, settings = precision.params, scoring.device, config.model
     initial = load_model(settings.path, dtype=dtype, device=device, rows=rows_of(settings), seed=config.run.seed)
+    try_packs(initial, tokens=config.data.tokens_per_pack)
     initial.train(False)
     stored = scoring._replace(model_with_loss=model_with_loss(initial, chunk=chunk))
     for samples in held_out:

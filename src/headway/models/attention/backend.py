@@ -41,6 +41,9 @@ def register() -> None:
     original = getattr(masking, "is_flash_attention_requested", None)
     if original is not None and not hasattr(original, "__wrapped__"):
         masking.is_flash_attention_requested = _but_this_one(original)
+    prepare = getattr(masking, "_preprocess_mask_arguments", None)
+    if prepare is not None and not hasattr(prepare, "__wrapped__"):
+        masking._preprocess_mask_arguments = _as_it_is(prepare)
 
 
 def _but_this_one(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -51,6 +54,18 @@ def _but_this_one(original: Callable[..., bool]) -> Callable[..., bool]:
         return getattr(config, "_attn_implementation", None) != NAME and original(config, *args, **kwargs)
 
     return is_flash
+
+
+def _as_it_is(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a model hand its finished mask on to its text model, as transformers lets it do with one that is a tensor."""
+
+    @functools.wraps(original)
+    def prepare(config: Any, inputs_embeds: torch.Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(attention_mask, SegmentMask):
+            return True, attention_mask, *[None] * 5
+        return original(config, inputs_embeds, attention_mask, *args, **kwargs)
+
+    return prepare
 
 
 def use_attention(model: PreTrainedModel, name: str = NAME) -> None:
@@ -173,18 +188,17 @@ def attend(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window if causal else None
     query, key, value = _one_dtype(query, key, value)
-    # Boundaries: a tower's own win; those of the language pack hold for causal attention alone.
-    cu_N, longest = cu_seq_lens_q, max_length_q
-    if cu_N is None and causal:
-        cu_N, longest = pack_cu_seqlens, pack_max_seqlen
-
     # The mask is one of three: runs within segments, a rule to evaluate, or a boolean tensor written out.
+    own = attention_mask if isinstance(attention_mask, SegmentMask) else None
+    written = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.numel() else None
+    # Boundaries: a tower's own win; those of the language pack hold for causal attention and under its own mask.
+    cu_N, longest = cu_seq_lens_q, max_length_q
+    if cu_N is None and (causal or (own is not None and own.is_packed)):
+        cu_N, longest = pack_cu_seqlens, pack_max_seqlen
     splits = attention_mask if isinstance(attention_mask, SplitMask) else None
     if pack_splits is not None and causal and cu_seq_lens_q is None:
         splits = pack_splits
         _check_plain(attention_mask, window, softcap, s_aux)
-    own = attention_mask if isinstance(attention_mask, SegmentMask) else None
-    written = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.numel() else None
     if (own is not None or written is not None) and pack_split is not None:
         raise ConfigError(
             "This model attends through a mask of its own, which several processes that share a pack cannot cut. Set "

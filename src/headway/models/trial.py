@@ -1,0 +1,334 @@
+"""A trial of packs before the first step, on a tiny copy of the model at hand.
+
+A pack may be computed otherwise than its samples: a model's own code may attend without the backend that was set, count
+positions over the pack, or carry a state past a boundary. So a tiny copy, of the same classes and the same
+configuration but for its sizes (`tiny`), runs a pack of two segments, with a picture or a sound in the first if the
+model takes them. Its logits are compared with those of the model's own eager attention on each segment alone, and with
+those of packs in which a token of the first segment, or the last token of the second, is another.
+
+A text model that fails runs each segment by itself from then on (`recurrent.run_apart`), if that passes the trial.
+"""
+
+import hashlib
+import inspect
+import json
+import math
+import re
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from headway.cache import cache_root, write_whole
+from headway.count.workload import Workload
+from headway.errors import ConfigError, HeadwayError
+from headway.models.attention import use_attention
+from headway.models.foreign import first_line
+from headway.models.init_weights import to_memory
+from headway.models.load import load_model, rope_index, without_advice
+from headway.models.recurrent import run_apart
+from headway.models.scores import SCORE, is_scorer
+from headway.models.tiny import LENGTH, SPECIAL, lengths_of, tiny_configs
+from headway.tracing.build import subconfigs, twin_of_model
+from headway.tracing.inputs.model_inputs import Inputs
+from headway.version import __version__
+
+_TEXTS = (LENGTH - 1, LENGTH + 6)  # of the two segments, beside the places of media: on both sides of a length [tokens]
+_CLOSE = 1e-3  # of the logits' standard deviation; rounding is below 1e-5, and what leaks changes them by 0.1 and more
+_MOST_PARAMETERS = 200_000_000  # of a tiny copy, in float32
+_ALIKE = 7  # copies that may fail alike, but for numbers
+_NUMBER = re.compile(r"\d+")
+
+BOTH_WAYS = "it reads in both directions, so that a token sees the one that it is to predict"
+FUTURE = "a token of a pack sees the tokens behind it"
+LEAK = "the segments of a pack see each other"
+DIFFERS = "the logits of a segment in a pack are not those of the segment alone"
+
+_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "vocab_size", "architectures")  # what no verdict is of
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a trial.
+
+    Attributes:
+        mode: `packed`: a pack is its segments; `apart`: it is, if each runs by itself; `refused`: neither is so;
+            `untried`: no tiny copy of the model runs.
+        reason: why a pack is not its segments, or why no copy runs; "" where a pack is.
+        media_error: why pictures or sounds were not among what was tried, of a model that takes some; else None.
+    """
+
+    mode: str
+    reason: str = ""
+    media_error: str | None = None
+
+
+def try_packs(model: PreTrainedModel, *, tokens: float = math.inf, is_shared: bool = False) -> tuple[str, ...]:
+    """Make sure that a model computes of each segment of a pack what it computes of the segment alone.
+
+    Args:
+        model: from `load_model`, with or without weights; changed in place where its segments have to run apart.
+        tokens: of the longest pack [tokens].
+        is_shared: whether several processes hold its weights or share its packs.
+
+    Returns:
+        Lines for the start of a run: how segments run if not as a pack, or what could not be tried.
+
+    Raises:
+        ConfigError: a token sees what is not to be seen, the model cannot run packs, or several processes cannot.
+    """
+    if getattr(model, "draws", False):  # a family of its own, which lays out its own packs
+        return ()
+    name, verdict = type(model).__name__, _verdict(model, tokens)
+    if verdict.mode == "refused":
+        raise ConfigError(
+            f"{name} cannot be trained on packs: {verdict.reason}, as a trial of a tiny copy showed. Give a model of a "
+            "type that docs/models.md lists as trained."
+        )
+    if verdict.mode == "untried":
+        return (
+            f"warning: it is not known whether {name} keeps the samples of a pack apart, as no tiny copy of the model "
+            f"runs: {verdict.reason} Compare losses with those of data.samples_per_pack=1",
+        )
+    notes: tuple[str, ...] = ()
+    if verdict.media_error is not None:
+        notes = (f"warning: packs were tried with text alone, as no tiny copy took media: {verdict.media_error}",)
+    if verdict.mode == "packed":
+        return notes
+    if is_shared:
+        raise ConfigError(
+            f"{name} runs each segment of a pack by itself, as otherwise {verdict.reason}. Processes have unlike "
+            "numbers of segments, and would wait for each other without end. Train it on one process."
+        )
+    run_apart(model)
+    return (f"each segment of a pack runs by itself, which is slower: otherwise {verdict.reason}", *notes)
+
+
+def _verdict(model: PreTrainedModel, tokens: float) -> Verdict:
+    """The verdict on a model's classes and configuration: from the cache if it held packs, else by a trial."""
+    file = cache_root() / "packs" / f"{_key(model, tokens)}.json"
+    with suppress(OSError, ValueError, TypeError):  # none, or one that was cut short: it is made again
+        return Verdict(**json.loads(file.read_text(encoding="utf-8")))
+    verdict = verdict_on(model.config, tokens)
+    if verdict.mode in ("packed", "apart"):  # what else fails may fail for want of memory
+        with suppress(OSError):  # a cache that cannot be written costs the next run its trial
+            write_whole(file, lambda opened: opened.write(json.dumps(asdict(verdict)).encode()))
+    return verdict
+
+
+def _key(model: PreTrainedModel, tokens: float) -> str:
+    """A key of all that a verdict depends on: versions, the configuration, and the code of the model's classes."""
+    versions = [torch.__version__, transformers.__version__, __version__]
+    lengths = [length for length in lengths_of(model.config) if length < tokens]
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _VOLATILE}
+    code = hashlib.sha256()
+    for kind in sorted({type(module) for module in model.modules()}, key=lambda kind: kind.__qualname__):
+        for name, value in sorted(vars(kind).items()):
+            if inspect.isfunction(value):
+                code.update(f"{kind.__qualname__}.{name} {value.__code__.co_names}".encode() + value.__code__.co_code)
+    with suppress(OSError, TypeError):  # of a class without a file
+        code.update(Path(inspect.getfile(type(model))).read_bytes())
+    key = json.dumps([versions, lengths, config, code.hexdigest()], sort_keys=True, default=str)
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def verdict_on(config: PreTrainedConfig, tokens: float = math.inf) -> Verdict:
+    """Try a model on packs of so many tokens, by its configuration."""
+    with without_advice(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            trial = _first_that_runs(config, tokens)
+        except _NoCopyError as error:
+            return Verdict("untried", first_line(error.__cause__ or error))
+        if not trial.is_causal:
+            return Verdict("refused", BOTH_WAYS, trial.media_error)
+        use_attention(trial.model)
+        if not (reason := trial.fault()):
+            return Verdict("packed", media_error=trial.media_error)
+        run_apart(trial.model)
+        mode = "refused" if trial.fault() else "apart"
+    # where packs that reach none of the configuration's lengths hold, the shortest of these says how long they may be
+    shortest = next((length for length in lengths_of(config) if length < tokens), None)
+    if shortest is not None and verdict_on(config, 0).mode == "packed":
+        reason += f", in packs of more than {shortest:,} tokens"
+    return Verdict(mode, reason, trial.media_error)
+
+
+class _NoCopyError(Exception):
+    """No tiny copy of a model builds and runs."""
+
+
+def _first_that_runs(config: PreTrainedConfig, tokens: float) -> "_Trial":
+    """The smallest copy of a model that runs by its own code: with media, or without where none runs with them."""
+    errors = Counter[str]()
+    last: Exception = _NoCopyError("it has too many parameters.")
+    for has_media in (True, False):
+        for small in tiny_configs(config, tokens):
+            try:
+                model = load_model(small, random_init=True, device="meta")
+                if sum(parameter.numel() for parameter in model.parameters()) <= _MOST_PARAMETERS:
+                    return _Trial(model, media_error=None if has_media else first_line(last))
+            except Exception as error:  # noqa: BLE001  # sizes that do not fit together: whatever the model's code raises
+                last = error
+                errors[_NUMBER.sub("", f"{has_media} {type(error)} {error}")] += 1
+                if isinstance(error, HeadwayError) or max(errors.values()) == _ALIKE:  # sizes are not the reason
+                    break
+        errors.clear()
+    raise _NoCopyError from last
+
+
+class _Trial:
+    """A tiny model, two segments for it, and their logits alone.
+
+    Args:
+        model: on the meta device; is given weights.
+        media_error: why the first segment does not hold what the model's towers take; None if it does.
+
+    Attributes:
+        model: the same.
+        media_error: the same.
+        is_causal: whether no token sees those behind it in a segment alone.
+
+    Raises:
+        ValueError: the logits do not depend on the tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, media_error: str | None) -> None:
+        self.model, self.media_error = model.train(False), media_error
+        _draw_weights(model)
+        inputs = Inputs(twin_of_model(model))
+        if media_error is not None:
+            inputs.parts = []
+        plan = {name: sizes for part in inputs.parts for name, sizes in part.sizes(0).items()}
+        self._special = _special_tokens(model.config)
+        places = inputs.positions(Workload([1], **plan))
+        first = self._segment(inputs, Workload([places + _TEXTS[0]], **plan))
+        inputs.parts = []
+        second = self._segment(inputs, Workload([_TEXTS[1]]))
+        use_attention(model, "eager")
+        # what the first says of each token, such as its type, the second says as text does, which is causal
+        ids_1S, names = second["input_ids"], [name for name in self._of_tokens(first) if name not in second]
+        for kind in (0, 1):
+            second |= {name: torch.full_like(ids_1S, kind, dtype=first[name].dtype) for name in names}
+            self._segments = [first, second]
+            self._alone = [self._logits(segment) for segment in self._segments]
+            self._scale = float(torch.cat(self._alone).std())
+            other = self._logits(self._changed(1, -1)[1])
+            if self._are_close(other[-1:], self._alone[1][-1:]):
+                raise ValueError("its logits do not depend on its tokens")
+            self.is_causal = self._are_close(other[:-1], self._alone[1][:-1])
+            if self.is_causal or not names:
+                break
+
+    def fault(self) -> str:
+        """Say what is wrong with the logits of a pack; "" where they are those of its segments."""
+        length, first = len(self._alone[0]), int(self._plain(self._segments[0])[0].nonzero()[0])
+        try:
+            logits_TV = self._pack(self._segments)
+            other_first, other_last = self._pack(self._changed(0, first)), self._pack(self._changed(1, -1))
+        except HeadwayError as error:
+            return f"a pack ends in an error ({str(error).partition('. ')[0]})"
+        except Exception as error:  # noqa: BLE001  # whatever the model's code raises on a pack is a result here
+            return f"a pack ends in an error ({type(error).__name__}: {first_line(error)[:-1]})"
+        if not self._are_close(logits_TV[:-1], other_last[:-1]):
+            return FUTURE
+        if not self._are_close(logits_TV[length:], other_first[length:]):
+            return LEAK
+        return "" if self._are_close(logits_TV, torch.cat(self._alone)) else DIFFERS
+
+    def _are_close(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        return bool(((a - b).abs() <= _CLOSE * self._scale).all())
+
+    def _segment(self, inputs: Inputs, workload: Workload) -> dict[str, Any]:
+        """A forward's arguments for one segment, its text drawn at random from tokens that are not special."""
+        arguments = inputs.arguments(workload, torch.device("cpu"))
+        ids_1S = arguments["input_ids"]
+        rows = len(self.model.get_input_embeddings().get_parameter("weight"))
+        plain = torch.tensor([token for token in range(1, rows) if token not in self._special])
+        drawn = plain[torch.randint(len(plain), ids_1S.shape)]
+        arguments["input_ids"] = torch.where(self._plain(arguments), drawn, ids_1S)
+        return {name: value for name, value in arguments.items() if name not in ("position_ids", "use_cache")}
+
+    def _plain(self, segment: dict[str, Any]) -> torch.Tensor:
+        """Whether each token of a segment is no special one, shape (1, S)."""
+        return torch.isin(segment["input_ids"], torch.tensor(sorted(self._special)), invert=True)
+
+    def _changed(self, number: int, slot: int) -> list[dict[str, Any]]:
+        """The segments with another token at a slot of one; its media are others too if it is the first."""
+        segment = dict(self._segments[number])
+        ids_1S = segment["input_ids"].clone()
+        ids_1S[0, slot] = self._segments[1 - number]["input_ids"][0, -2]
+        segment["input_ids"] = ids_1S
+        return [segment if place == number else other for place, other in enumerate(self._segments)]
+
+    def _logits(self, arguments: dict[str, Any]) -> torch.Tensor:
+        """The logits or scores of one row, shape (T, V)."""
+        outputs: list[torch.Tensor] = []
+        if is_scorer(self.model.config):
+            hook = self.model.get_submodule(SCORE).register_forward_hook(lambda *call: outputs.append(call[2]))
+        output = self.model(**arguments, use_cache=False)
+        if outputs:
+            hook.remove()
+        logits_TV: torch.Tensor = (outputs or [output.logits])[0][0].float()
+        slots = arguments["input_ids"].shape[1]
+        if len(logits_TV) != slots or not bool(logits_TV.isfinite().all()):
+            raise ValueError(f"it gives {tuple(logits_TV.shape)} finite or infinite logits for {slots} tokens")
+        return logits_TV
+
+    def _pack(self, segments: list[dict[str, Any]]) -> torch.Tensor:
+        """The logits of both segments in one pack."""
+        lengths = [segment["input_ids"].shape[1] for segment in segments]
+        inputs = dict(segments[0])
+        for name in self._of_tokens(inputs):
+            inputs[name] = torch.cat([segment[name] for segment in segments], dim=1)
+        positions_RT = torch.cat([self._positions(segment) for segment in segments], dim=1)
+        return self._logits(
+            inputs
+            | {
+                "position_ids": positions_RT if len(positions_RT) == 1 else positions_RT[:, None],
+                "pack_cu_seqlens": torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32),
+                "pack_max_seqlen": max(lengths),
+            }
+        )
+
+    def _positions(self, segment: dict[str, Any]) -> torch.Tensor:
+        """Positions of a segment's tokens, shape (1 or 3, S), as an encoder gives them."""
+        plain_1S, rule = torch.arange(segment["input_ids"].shape[1])[None], rope_index(self.model)
+        if rule is None:
+            return plain_1S
+        has_media = len(segment) > len(self._of_tokens(segment))
+        return rule(**segment)[0][:, 0] if has_media else plain_1S.repeat(3, 1)
+
+    @staticmethod
+    def _of_tokens(segment: dict[str, Any]) -> list[str]:
+        """Names of a segment's arguments that hold something of each token."""
+        shape = segment["input_ids"].shape
+        return [name for name, value in segment.items() if isinstance(value, torch.Tensor) and value.shape == shape]
+
+
+@torch.no_grad()
+def _draw_weights(model: PreTrainedModel) -> None:
+    """Give a model from the meta device weights of a spread that lets every part of it count, and its buffers."""
+    to_memory(model, "cpu")
+    for buffer in model.buffers():
+        buffer.zero_()
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' rules leave it alone then
+    model.initialize_weights()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
+        else:
+            parameter.normal_(mean=0.0 if name.endswith("bias") else 1.0, std=0.05)
+
+
+def _special_tokens(config: PreTrainedConfig) -> set[int]:
+    """Numbers of a model's special tokens, by its configuration; 0 often is one."""
+    values = [value for part in subconfigs(config) for name, value in vars(part).items() if SPECIAL.search(name)]
+    listed = [value if isinstance(value, list | tuple) else [value] for value in values]
+    return {0, *(token for tokens in listed for token in tokens if isinstance(token, int))}
