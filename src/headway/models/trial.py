@@ -26,9 +26,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from headway.cache import cache_root, write_whole
 from headway.count.workload import Workload
-from headway.errors import ConfigError, HeadwayError
+from headway.errors import ConfigError, HeadwayError, first_line
 from headway.models.attention import use_attention
-from headway.models.foreign import first_line
 from headway.models.init_weights import to_memory
 from headway.models.load import load_model, rope_index, without_advice
 from headway.models.recurrent import run_apart
