@@ -274,3 +274,38 @@ def test_a_line_of_megabytes_in_a_log_is_no_row_and_no_traceback(audit):
     rows = "0,99,,9e13,,0.5,\n" + "x" * 200_000 + ',1\n"' + "\n0,100,,9e13,,0.5,\n"
     data = audit(LIGHTNING + rows, "--model", "qwen3-8b", "--seq-len", 4096, "--device", "H100", name="metrics.csv")
     assert [row["step"] for row in data["rows"]] == [99, 100]
+
+
+@pytest.mark.parametrize("form", ["state", "indented state", "console"])
+def test_trls_asynchronous_trainers(audit, headway, form):
+    # by its own function: a step of 8 rows of 4096 on 8 H100 in 12 s, of which forward and backward take 5 s
+    flops, tokens = 8 * THEIRS["trl"]["qwen3-8b"]["row"], 8 * 4096
+    entries = [
+        {
+            "step": step, "epoch": 0.1, "loss": 0.1, "perf/step_s": 12.0 + step, "perf/fwd_bwd_s": 5.0,
+            "perf/forwarded_tok_s_wall_clock": tokens / (12 + step), "perf/forwarded_tok_s_fwd_bwd": tokens / 5,
+            "perf/mfu_wall_clock": 100 * flops / (12 + step) / (8 * 989e12), "perf/mfu_fwd_bwd": 1.0,
+        }
+        for step in range(1, 7)
+    ]  # fmt: skip
+    state = {"log_history": entries, "global_step": 6, "total_flos": 0.0}
+    text = json.dumps(state, indent=2 if form == "indented state" else None)
+    if form == "console":  # without the step; the Trainer prints some numbers as strings
+        text = "".join(f"{ {k: str(v) for k, v in entry.items() if k != 'step'} }\n" for entry in entries)
+    data = audit(text, "--model", "qwen3-8b", "--seq-len", 4096, "--device", "H100", "--ranks", 8)
+    assert data["identified"]["convention"] == "trl"
+    assert [row["step"] for row in data["rows"]] == [1, 2, 3, 4, 5, 6]
+    mean = 6 * 8 * useful(headway, "qwen3-8b", "--segments", 4096) / sum(range(13, 19)) / 8 / H100
+    assert data["useful_mfu_mean"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_a_file_of_two_runs_says_so(audit):
+    tflops = 5000 * THEIRS["torchtitan-2026-06"]["qwen3-8b"]["row"] / 4096 / 1e12
+    rates = f"tps: 5,000  tflops: {tflops:.2f}  mfu: {tflops / 9.89:.2f}%"
+    went_back = (
+        "steps go back once, first from 3 to 2: the file holds several runs, or a run that was resumed, and rows "
+    )
+    for steps, notes in (((1, 2, 3, 2, 3), [went_back + "of all are in the means"]), ((1, 2, 3, 4, 5), [])):
+        text = "".join(f"step: {step:2d}  loss: 1.0  memory: 9.00GiB(9.66%)  {rates}\n" for step in steps)
+        data = audit(text, "--model", "qwen3-8b", "--seq-len", 4096)
+        assert [note for note in data["notes"] if note.startswith("steps go back")] == notes

@@ -88,14 +88,17 @@ def test_grids_and_accumulation(headway, tmp_path):
     assert record["strategies"]["balanced"]["steps"] >= (400 + 90) * 50 / 6000
 
 
-@pytest.mark.parametrize(("policy", "items", "dropped"), [("drop", 1, 1), ("truncate", 2, 0), ("split", 4, 0)])
-def test_over_long_samples_are_counted(headway, tmp_path, policy, items, dropped):
-    table = write(tmp_path, "tokens\n5\n25\n")
+@pytest.mark.parametrize(
+    ("policy", "items", "dropped", "left_out"), [("drop", 1, 1, 21), ("truncate", 2, 0, 11), ("split", 3, 0, 1)]
+)
+def test_over_long_samples_and_tokens_left_out_are_counted(headway, tmp_path, policy, items, dropped, left_out):
+    table = write(tmp_path, "tokens\n5\n21\n")  # the last piece of 21 at 10 is one token, which predicts nothing
     run = ("--packing-length", 10, "--overlong", policy, "--strategy", "none")
     source = json.loads(headway("pack", "--lengths", table, *run, "--json").out)["sources"]["lengths"]
     assert (source["items"], source["dropped"]) == (items, dropped)
     counted = {"drop": "1 dropped", "truncate": "1 truncated", "split": "1 split"}[policy]
-    assert counted in headway("pack", "--lengths", table, *run).out
+    text = headway("pack", "--lengths", table, *run).out
+    assert f"{counted}, {left_out} tokens left out" in " ".join(text.split())
 
 
 @pytest.mark.slow

@@ -420,3 +420,32 @@ def test_families_that_a_configuration_does_not_describe_are_read_off_their_code
     assert (model.windows, model.gated, model.kv_heads, model.moe_layers) == (windows, gated, kv_heads, moe_layers)
     useful = bill(model, "useful", Workload([8]), 8).parts
     assert bill(model, "maxtext", Workload([8]), 8).parts["linear"] == useful["linear"]
+
+
+@pytest.mark.parametrize(("tokens_per_s", "printed", "rows"), [(25, 0.08, 4096), (35, 0.14, 8192), (34, 0.14, 8192)])
+def test_the_first_experiments_of_torchtitans_page_are_billed_for_rows_of_two_lengths(tokens_per_s, printed, rows):
+    model = shipped("qwen3-vl-30b-a3b")
+    fitting = []
+    for length in (4096, 8192):
+        flops = bill(model, "torchtitan-2025-12-vlm", Workload([8192]), length).flops / 8192
+        fitting += [length] if round(100 * tokens_per_s * flops / 989e12, 2) == printed else []
+    assert fitting == [rows]
+
+
+def test_qwen35s_attention_does_not_explain_what_megatron_bridges_page_says():
+    # 8 of 32 layers attend, 16 heads of 256 features, half the square; 48.7 GFLOP a token by the traced ledger
+    attention, everything = 6 * 8 * 16 * 256 * 4096, 48.7e9
+    explained = everything / (everything - attention)
+    assert explained == pytest.approx(1.017, abs=5e-4)
+    assert 4096 / (261.6 / 88.9 / explained) == pytest.approx(1415, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "mfu", "step_s"),
+    [(1, 0.027, 0.040), (8, 0.09, 0.093), (8, 0.12, 0.074), (8, 0.17, 0.050), (16, 0.16, 0.104)],
+)
+def test_mfu_trackers_table_is_of_rows_of_some_140_tokens(rows, mfu, step_s):
+    of_a_row = mfu * step_s * 97.5e12 / rows
+    useful = {length: load_cost_model("gpt2").count(Workload([length])).total for length in (135, 145, 1024)}
+    assert useful[135] * 0.99 <= of_a_row <= useful[145]
+    assert useful[1024] > 7 * of_a_row

@@ -381,6 +381,14 @@ _SWIFT_NOTE = (
 _OF_PRIMUS = "elapsed time per iteration (ms): ... | tokens per GPU (tokens/s/GPU): ..."
 _MAXTEXT_RULES = ("maxtext", "maxtext-2026-03", "maxtext-2025-06")
 _TORCHTITAN_RULES = ("torchtitan", "torchtitan-2026-06", "torchtitan-2025-12-vlm", "torchtitan-flux")
+TRL = Format(
+    "TRL",
+    "'perf/mfu_wall_clock': ..., 'perf/forwarded_tok_s_wall_clock': ...",
+    ("trl", "trl-2026-07"),
+    rl_formats.trl,
+    whole_job=True,
+    note=rl_formats.TRL_NOTE,
+)
 FORMATS = (
     Format("torchtitan", "step: 7 loss: ... memory: ... tps: ... mfu: ...", _TORCHTITAN_RULES, _torchtitan),
     Format(
@@ -461,6 +469,7 @@ FORMATS = (
     Format("Lightning", "metrics.csv with train/device/mfu", ("flop-counter",), _lightning, smoothed=True),
     Format("verl", "perf/mfu/actor:...", ("verl", "verl-2025-12"), _verl, read_phases=rl_formats.verl_steps),
     Format("LMMs-Engine", "'train/mfu': ...", ("lmms-engine",), _lmms_engine),
+    TRL,
     Format(
         "diffusers",
         "Steps: ... [..., 1.25s/it, loss=..., lr=...]",

@@ -115,6 +115,10 @@ def _own_peak(interval: Interval | None, log: Log) -> float | None:
     return _one_of(plausible_peaks(tools), interval)
 
 
+def _is_of_table(peak: Interval | None, fit: Fit) -> bool:
+    return _one_of(plausible_peaks(frozenset({fit.convention.tool})), peak) is not None
+
+
 def _one_of(peaks: Sequence[float], interval: Interval | None) -> float | None:
     inside = [peak for peak in peaks if interval is not None and peak in interval.widened(_SLACK)]
     return inside[0] if len(inside) == 1 else None
@@ -173,6 +177,9 @@ def _by_format(
         return Identification(decided, fits, (), implied, peak, nominal_peak(peak, log))
     # Without FLOP/s, MFU and tokens/s imply the peak that the rule divides by.
     if peak is None and candidates:
+        # of several rules of the tool, the one under which that peak is one of its table
+        of_table = [fit for fit in candidates if _is_of_table(_peak_from_share(log, fit, num_ranks)[0], fit)]
+        candidates = of_table if len(of_table) == 1 else candidates
         first = candidates[0]
         peak, ranks = _peak_from_share(log, first, num_ranks)
         fits = tuple(Fit(fit.convention, fit.seq_len, fit.flops_per_token, ranks) for fit in candidates)

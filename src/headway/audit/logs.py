@@ -6,10 +6,12 @@ Text logs are told by their lines (`formats.py`); JSON is the Hugging Face Train
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
-from headway.audit.formats import FORMATS, KNOWN_LINES, Format
+from headway.audit.formats import FORMATS, KNOWN_LINES, TRL, Format
 from headway.audit.rows import Log, LogRow, RecordBasis, near, printed
 from headway.errors import LogError, UsageError
 from headway.report.numbers import finite, integer
@@ -77,7 +79,8 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
     """
     log = _own_records(text) if _JSON.match(text) else None  # a line of LMMs-Engine begins with {', as none of JSON
     lines = [_COLOUR.sub("", line) for line in text.splitlines()]
-    log = log or next((log for form in FORMATS if (log := _log_of(lines, form)) is not None), None)
+    if log is None and not (_JSON.match(text) and '"log_history"' in text):
+        log = next((log for form in FORMATS if (log := _log_of(lines, form)) is not None), None)
     if log is None and _JSON.match(text):
         log = _trainer_state(text, where, resumed_at)
     elif resumed_at is not None:
@@ -85,7 +88,7 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
             Argument("resumed_at", resumed_at), f" is for a trainer_state.json, and {where} is none. Leave it out."
         )
     if log is not None:
-        return log
+        return replace(log, notes=(*log.notes, *_went_back(log.rows)))
     for pattern, reason in _WITHOUT_RATES:
         if any(pattern.search(line) for line in lines):
             raise LogError(f"{where} {reason}")
@@ -94,6 +97,17 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
         "Face Trainer's trainer_state.json and Headway's own metrics.jsonl. Check that the file is the training log "
         "itself and not cut off by a terminal."
     )
+
+
+def _went_back(rows: Sequence[LogRow]) -> Iterable[str]:
+    """Say where steps begin again: a log of two runs, or of a run and what went on from its checkpoint."""
+    breaks = [(before.step, after.step) for before, after in pairwise(rows) if after.step <= before.step]
+    if breaks:
+        (before, after), count = breaks[0], f"{len(breaks)} times" if len(breaks) > 1 else "once"
+        yield (
+            f"steps go back {count}, first from {before:,} to {after:,}: the file holds several runs, or a run that "
+            "was resumed, and rows of all are in the means"
+        )
 
 
 def _log_of(lines: list[str], form: Format) -> Log | None:
@@ -136,7 +150,11 @@ def _once(rows: Iterable[LogRow], skipped: Counter[str]) -> Iterable[LogRow]:
 
 
 def _trainer_state(text: str, where: str, resumed_at: int | None) -> Log | None:
-    """Read a trainer_state.json: totals since the last start of the run, as one row; None for other JSON."""
+    """Read a trainer_state.json: TRL's own rates, else totals since the last start of the run as one row.
+
+    Returns:
+        None for other JSON.
+    """
     try:
         state = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -144,7 +162,13 @@ def _trainer_state(text: str, where: str, resumed_at: int | None) -> Log | None:
     if not isinstance(state, dict) or "log_history" not in state:
         return None
     try:
-        return _totals(state, where, resumed_at)
+        log = _log_of([json.dumps(entry) for entry in state["log_history"]], TRL)
+        if log is not None and resumed_at is not None:
+            raise UsageError(
+                Argument("resumed_at", resumed_at),
+                f" is for the totals of a trainer_state.json, and {where} has rates of each step. Leave it out.",
+            )
+        return log or _totals(state, where, resumed_at)
     except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
         raise LogError(f"{where} is a trainer_state.json with a value that no Trainer writes: {error}.") from error
 

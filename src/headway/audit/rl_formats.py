@@ -17,6 +17,11 @@ _SLIME_LINE = re.compile(r"\b(?:perf|rollout) (\d{1,18}): \{")
 _OPENRLHF_LINE = re.compile(r"Global step (\d{1,18}): \{")
 _PRIME_RL_STEP = re.compile(r"\bStep (\d{1,18}) \|")
 _PRIME_RL = re.compile(rf"\bThroughput:? ({_DECIMAL}) tokens/s \| MFU:? ({_DECIMAL})% \| Peak Mem\.?")
+_TRL_STEP = re.compile(r"\bstep: (\d{1,18})\b")
+TRL_NOTE = (
+    "tokens/s and MFU are those of the whole step where TRL prints them (`_wall_clock`), else those of forward and "
+    "backward; lines without a step are numbered"
+)
 _NEMO_HEAD = re.compile(r"=+ Step (\d{1,18})/\d+ =+")
 _NEMO_TIME = re.compile(rf"• ([a-z][a-z_/]{{0,60}}): ({_DECIMAL})s \(")
 _NEMO_VALUES = {
@@ -43,6 +48,29 @@ def slime(lines: Iterable[str], _: Counter[str], *, has_mfu: bool) -> Iterator[L
                 flops_per_s=near(rate * 1e12, 1e-6),
                 step_s=near(seconds, 1e-6) if seconds else None,
             )
+
+
+def trl(lines: Iterable[str], _: Counter[str]) -> Iterator[LogRow]:
+    """Read TRL's asynchronous trainers, an entry a line; lines of the console have no step."""
+    count = 0
+    for line in lines:
+        if "perf/mfu_" not in line:
+            continue
+        entry = line.replace("'", "").replace('"', "")  # transformers prints some numbers as strings
+        values = dict(_ENTRY.findall(entry))
+        for basis, time in (("wall_clock", "step_s"), ("fwd_bwd", "fwd_bwd_s")):
+            names = (f"perf/mfu_{basis}", f"perf/forwarded_tok_s_{basis}", f"perf/{time}")
+            mfu, tokens, seconds = map(values.get, names)
+            if mfu and tokens:
+                step = _TRL_STEP.search(entry)
+                count += 1
+                yield LogRow(
+                    int(step[1]) if step else count,
+                    mfu=printed(mfu, 0.01),
+                    tokens_per_s=printed(tokens),
+                    step_s=printed(seconds) if seconds else None,
+                )
+                break
 
 
 def prime_rl(lines: Iterable[str], skipped: Counter[str]) -> Iterator[LogRow]:

@@ -41,7 +41,7 @@ LogArgument = Annotated[
         metavar="LOG",
         help="Log of torchtitan, MaxText, Megatron-LM, Megatron-Bridge, Primus, nanoGPT, nanochat, OLMo-core, "
         "llm-foundry, NeMo RL, NeMo Automodel, ms-swift, Lightning, verl, slime, miles, prime-rl, OpenRLHF, "
-        "LMMs-Engine or diffusers, a trainer_state.json, or Headway's metrics.jsonl or run folder.",
+        "LMMs-Engine, TRL or diffusers, a trainer_state.json, or Headway's metrics.jsonl or run folder.",
     ),
 ]
 ModelOption = Annotated[

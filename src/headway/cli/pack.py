@@ -221,6 +221,8 @@ def _text(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", repo
         for what in ("bad", "empty", "dropped", "truncated", "split")
         if (number := sum(getattr(count, what) for count in counts.values()))
     ]
+    if tokens_dropped := sum(count.tokens_dropped for count in counts.values()):
+        left.append(f"{tokens_dropped:,} tokens left out")
     limits = [
         f"{settings[name]:,} {unit}"
         for name, unit in (("packing_length", "tokens"), ("patches", "patches"), ("items", "samples"))
@@ -253,7 +255,7 @@ def _text(settings: dict[str, Any], counts: "Mapping[str, OverlongCounts]", repo
     ]
     best = max(reports, key=lambda report: report.balance)
     notes = [
-        "fill: tokens over the packs' budget. Flat packs do not compute the rest.",
+        "fill: tokens over the packs' budget, of all steps but the last. Flat packs do not compute the rest.",
         "balance: mean over steps of mean / max FLOPs over ranks.",
         "mixing: spread over steps of the mean segment length, relative to random packing.",
         f"As padded batches the packs of {best.strategy} would be {format_share(best.padding_loss)} padding.",
