@@ -51,6 +51,17 @@ def test_fill_and_balance_are_those_of_the_planner_at_that_size(settings, device
     assert found.time.tokens == pytest.approx(report.fill * 8192 * ranks * accumulation)
 
 
+def test_fewer_steps_of_many_ranks_say_the_same(monkeypatch):
+    at_length = scaling().at(recipe(), 1024)
+    monkeypatch.setattr("headway.predict.scale._MANY_SAMPLES", 1)
+    shortly = scaling().at(recipe(), 1024)
+    assert (at_length.planned_steps, shortly.planned_steps) == (16, 4)  # the bound is that of docs/planning.md
+    assert shortly.time.step_s == pytest.approx(at_length.time.step_s, rel=5e-3)
+    assert shortly.packs.report.fill == pytest.approx(at_length.packs.report.fill, rel=5e-3)
+    assert shortly.packs.report.balance == pytest.approx(at_length.packs.report.balance, rel=1e-2)
+    assert shortly.memory == at_length.memory
+
+
 def test_exposed_exchanges_and_failures_grow_with_devices():
     runs = [scaling(Reliability(50_000 * 3600, 30, 300)).at(recipe(), devices) for devices in (8, 64, 512)]
     assert [run.devices for run in runs] == [8, 64, 512]
@@ -94,7 +105,7 @@ def test_few_lengths_are_drawn_from_until_there_are_enough(tmp_path, monkeypatch
     (_, found), steps = enough_lengths(config, load_cost_model("qwen2.5-7b"), config.parallel.mesh_shape(8))
     assert steps == 16
     assert found.tokens.sum() > 16 * 8 * 8192
-    monkeypatch.setattr("headway.predict.scale.MOST_SAMPLES", 1700)
+    monkeypatch.setattr("headway.predict.scale._MANY_SAMPLES", 1700)
     assert enough_lengths(config, load_cost_model("qwen2.5-7b"), config.parallel.mesh_shape(8))[1] == 8
 
 
