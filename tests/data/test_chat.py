@@ -353,6 +353,14 @@ def test_variables_with_names_of_headways_own_functions_are_variables():
     assert made(source).prompt(sample) == "abHi?</s>Hello.</s>"
 
 
+def test_a_chat_of_thousands_of_answers_is_refused_before_it_is_rendered_and_not_one_that_learns_the_last():
+    messages = 1500 * TWO.messages[:2]
+    with pytest.raises(DataError, match="has 1,500 answers to learn in 3,000 turns, .*: 2,250,000 turns, of which at"):
+        template("llama3").views(chat(*messages))
+    shown = (replace(turn, learnt=False) for turn in messages[:-1])
+    assert answers(template("llama3"), chat(*shown, messages[-1])) == ["Hello.<|eot_id|>"]
+
+
 def test_a_file_of_a_template_is_read_with_a_clear_error_for_each_mistake(tmp_path):
     file = tmp_path / "mine.jinja"
     for content, message in [

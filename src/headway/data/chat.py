@@ -25,6 +25,7 @@ Span = tuple[int, int]
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THINKING = re.compile(r"\s*<([^\s<>/]+)>\s*</\1>\s*")
 _OPEN_THINKING = re.compile(r"<([^\s<>/]+)>\s*$")
+MOST_TURNS = 1_000_000  # that all answers of a chat are shown behind: a chat of 2,000 turns, which takes 10 s
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # by which templates read what was thought
 _Turns = list[dict[str, Any]]
 
@@ -109,8 +110,15 @@ class ChatTemplate:
         """
         turns = self._turns(sample.messages)
         views: list[View] = []
-        learnt = [i for i, turn in enumerate(sample.messages) if turn.role == "assistant" and turn.learnt]
-        for number in reversed(learnt):
+        # Each answer is rendered with all turns before it.
+        if (num_turns := sum(sample.answers)) > MOST_TURNS:
+            raise unusable(
+                sample,
+                f"the chat has {len(sample.answers):,} answers to learn in {len(turns):,} turns, and each is rendered "
+                f"behind those before it: {num_turns:,} turns, of which at most {MOST_TURNS:,} are. Split the chat, or "
+                "mark earlier answers as not to be learnt (loss: false).",
+            )
+        for number in reversed(sample.answers):
             text, spans = self._answer(turns, number, sample)
             if views and views[-1].text.startswith(text[: spans[-1][1]]):
                 views[-1].spans[:0] = spans
