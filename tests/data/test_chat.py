@@ -355,7 +355,7 @@ def test_variables_with_names_of_headways_own_functions_are_variables():
 
 def test_a_chat_of_thousands_of_answers_is_refused_before_it_is_rendered_and_not_one_that_learns_the_last():
     messages = 1500 * TWO.messages[:2]
-    with pytest.raises(DataError, match="has 1,500 answers to learn in 3,000 turns, .*: 2,250,000 turns, of which at"):
+    with pytest.raises(DataError, match=r"has 1,500 answers to learn in 3,000 turns, .*: 2,250,000 turns, of which at"):
         template("llama3").views(chat(*messages))
     shown = (replace(turn, learnt=False) for turn in messages[:-1])
     assert answers(template("llama3"), chat(*shown, messages[-1])) == ["Hello.<|eot_id|>"]

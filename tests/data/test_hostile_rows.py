@@ -46,6 +46,17 @@ def test_a_number_of_thousands_of_digits_is_one_bad_row(form, tmp_path):
     assert "a number in it has too many digits" in str(found[1])
 
 
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv"])
+def test_two_columns_of_one_name_are_refused_and_not_two_keys_in_a_column_that_nobody_reads(form, tmp_path):
+    rows = ['{"text": "a", "more": {"x": 1, "x": 2}}', '{"text": "a", "id": 1, "text": "b"}']
+    content = {"jsonl": "\n".join(rows), "json": f"[{', '.join(rows)}]", "csv": "text,id,text\na,1,b"}[form]
+    (tmp_path / f"a.{form}").write_text(content)
+    source = open_source(tmp_path / f"a.{form}")
+    with pytest.raises(SampleError, match=r'several columns of the name "text"|names text twice'):
+        source[len(source) - 1]
+    assert form == "csv" or source[0].content == "a"
+
+
 def _tarred(*members):
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:

@@ -94,6 +94,7 @@ def test_a_mark_that_cannot_be_obeyed_is_named(turn, says):
 
 
 CHAT = {"messages": [ASKED, GOOD]}
+DETAILED = {"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}
 ALPACA = {"instruction": "Add.", "output": "2"}
 
 
@@ -225,6 +226,30 @@ def test_each_file_is_told_of_once_with_the_keys_that_nobody_looks_at(tmp_path):
     (note,) = open_source(tmp_path / "*.jsonl").notes()
     assert note.startswith(f"{tmp_path}/a.jsonl and 1 more files: mood is not looked at")
     assert open_source(tmp_path / "a.jsonl", columns={"system": "mood"}).notes() == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([{"text": None}] * 3, "3 of its first rows have no text, which is null, and are left out"),
+        ([{"text": "a"}, {"text": None}], "1 of its first rows have no text"),
+        ([{"text": "a"}, {"text": ""}], None),
+        ([{"prompt": "<|begin_of_text|>Hi", "completion": "Ho<|eot_id|>"}], "words begin with '<|begin_of_text|>'"),
+        ([{"messages": [{"role": "user", "content": "<start_of_turn>user\nHi"}, GOOD]}], "with '<start_of_turn>'"),
+        ([{"question": "[INST] Hi [/INST]", "answer": "Ho"}], "begin with '[INST]'"),
+        ([{"prompt": "<|im_start|>user", "chosen": "a", "rejected": "b"}], "begin with '<|im_start|>'"),
+        ([{"text": "<s>[INST] Hi [/INST] Ho</s>"}], None),  # a document, which keeps one beginning
+        ([{"question": "<b>1</b> + <i>?", "answer": "<p>"}], None),
+        ([{"messages": [{"role": "user", "content": [DETAILED]}, GOOD]}], "messages: detail is not looked at"),
+        ([{"messages": [ASKED | {f"k{n}": 1 for n in range(5000)}, GOOD]}], "messages: k0, messages: k1,"),
+        ([CHAT | {"k" * 5000: 1}], "kkk... is not looked at"),
+    ],
+)  # fmt: skip
+def test_what_is_done_to_rows_without_being_plain_is_told_once_in_a_line(tmp_path, rows, says):
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    notes = open_source(tmp_path / "a.jsonl").notes()
+    assert len(notes) == (says is not None)
+    assert says is None or (says in notes[0] and len(notes[0]) < 600 + len(str(tmp_path)))
 
 
 def test_pictures_that_come_out_nearly_black_are_told_of(tmp_path):

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
@@ -133,7 +134,7 @@ def parse_object(content: bytes, rule: str) -> dict[str, Any]:
         DataError: it is none, or not UTF-8; the message ends with the rule.
     """
     try:
-        value = json.loads(decoded(content))
+        value = json.loads(decoded(content), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise DataError(f"not valid JSON ({error.msg} at column {error.colno}). {rule}") from error
     except RecursionError as error:
@@ -146,7 +147,25 @@ def parse_object(content: bytes, rule: str) -> dict[str, Any]:
         )
     if not isinstance(value, dict):
         raise DataError(f"got {shortened(value)}, but it must be an object. {rule}")
+    if isinstance(value, _Repeating):
+        raise DataError(f"it has several columns of the name {shortened(value.name)}. Give each a name of its own.")
     return value
+
+
+class _Repeating(dict[str, Any]):
+    """An object that has one name twice, and of both the later value."""
+
+    name = ""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, which may have a name twice in a column that nobody reads."""
+    fields = dict(pairs)
+    if len(fields) == len(pairs):
+        return fields
+    repeating = _Repeating(fields)
+    repeating.name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+    return repeating
 
 
 def _is_encodable(value: Any) -> bool:

@@ -64,6 +64,11 @@ class Layout:
         return self.rank == 0
 
     @property
+    def is_chat(self) -> bool:
+        """Whether its rows are not documents."""
+        return self.schema not in ("tokens", "text")
+
+    @property
     def mapping(self) -> str:
         """Its columns, as people map them."""
         return mapping({name: name for name, _ in self.columns if name != MEDIA})
@@ -287,7 +292,7 @@ def _resolve(
 def _roles(layout: Layout, facts: frozenset[str], text_column: str, mapped: frozenset[str]) -> list[tuple[str, str]]:
     """Columns that a layout reads of those that a row has, and their roles: one column for each."""
     roles = [(text_column if name == TEXT else name, role) for name, role in layout.columns if name != MEDIA]
-    wanted = [*_READS[layout.schema], *((name, name) for name in _IN_CHATS if layout.schema not in ("tokens", "text"))]
+    wanted = [*_READS[layout.schema], *((name, name) for name in _IN_CHATS if layout.is_chat)]
     if layout.schema == "rejected":  # beside a chat, whose columns are its own
         others = frozenset(fact for fact in facts if not fact.startswith("rejected_"))
         chat = _resolve(others, text_column, "auto", mapped - {name for name, _ in roles}, 1)

@@ -27,6 +27,7 @@ _DENYING = {
     "masked", "masking",
 }  # fmt: skip
 _OF_TURNS = {"turn", "turns", "message", "messages", "this", "answer", "answers", "assistant", "output", "outputs"}
+_SPEAKS = re.compile("loss|train|learn|supervis|mask|weight", re.IGNORECASE)
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 _TO_OTHERS = ("weight", "weights")  # which turns of others than the assistant have as well, without a meaning
 
@@ -49,13 +50,13 @@ REFUSED_COLUMNS = {
 GRADES = ("label", "kto_tag")
 """Columns that say whether a chat's answer is wished for. Source: TRL's and ms-swift's `label`, LLaMA-Factory's."""
 
-HARMLESS_COLUMNS = (
+HARMLESS_COLUMNS = {
     "id", "idx", "index", "file_name", "key", "uid", "uuid", "__key__", "__url__", "url", "source", "dataset", "origin",
     "license", "lang", "language", "title", "author", "date", "time", "timestamp", "created_at", "meta", "metadata",
     "info", "split", "subset", "category", "topic", "domain", "tags", "channel", "score", "model", "num_turns",
     "num_tokens", "length", "attention_mask", "token_type_ids", "special_tokens_mask", "objects", "prompt_id", "models",
     "ds_name", "origin_dataset", "origin_split",
-)  # fmt: skip
+}  # fmt: skip
 """Columns that say nothing about what is learnt, or are read elsewhere."""
 
 HARMLESS_KEYS = (
@@ -84,6 +85,8 @@ def sense_of(name: str) -> int | None:
     >>> [sense_of(name) for name in ("trainable", "loss_mask", "is_masked", "no_loss", "labels_mask", "mood")]
     [1, 1, -1, -1, 0, None]
     """
+    if not _SPEAKS.search(name):  # of most names
+        return None
     words = [word.lower() for word in _WORD.findall(name)]
     stems = [word[2:] if word.startswith("un") and word[2:] in _LEARNING | _MASKING else word for word in words]
     learning, masking = [[place for place, stem in enumerate(stems) if stem in kind] for kind in (_LEARNING, _MASKING)]
@@ -310,18 +313,13 @@ def unread_keys(fields: Mapping[str, Any], roles: Mapping[str, str]) -> set[str]
     return unread
 
 
-def rendered_opening(roles: Mapping[str, Any], columns: Iterable[str]) -> str:
-    """The token with which words of a row begin as a chat template writes them; empty of any other row.
+def rendered_opening(columns: Mapping[str, Any]) -> str:
+    """The token with which words of a chat's row begin as a chat template writes them; empty of any other row.
 
-    Args:
-        roles: the row's columns by their roles.
-        columns: those that become turns.
-
-    >>> rendered_opening({"prompt": "<|begin_of_text|>Hi", "completion": "Ho"}, ["prompt", "completion"])
+    >>> rendered_opening({"prompt": "<|begin_of_text|>Hi", "completion": "Ho"})
     '<|begin_of_text|>'
     """
-    for column in columns:
-        turns = roles.get(column)
+    for turns in columns.values():
         for turn in turns if isinstance(turns, list) else [turns]:
             words = turn.get("content", turn.get("value")) if isinstance(turn, dict) else turn
             if isinstance(words, str) and (token := _RENDERED.match(words)):

@@ -74,8 +74,8 @@ class Shard:
             roles = reading(fields)
             ties += num_left_out(roles, "answers") if reading.layout.schema == "ranked" else 0
             empty += TEXT in roles and roles[TEXT] is None
-            turns = [role for _, role in reading.layout.columns if reading.layout.schema != TEXT]
-            opening = opening or rendered_opening(roles, turns)
+            if reading.layout.is_chat:
+                opening = opening or rendered_opening(roles)
         notes = {
             f"{ties} answers of its first rows are left out, as good as the best, unrated or the same as another "
             "(docs/data.md)": ties,
