@@ -4,13 +4,18 @@ import json
 import math
 import signal
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForImageTextToText
 
 from headway.answer.evaluate import Evaluation
 from headway.answer.model_folder import find_model
 from headway.checkpoint.export import find_checkpoint_in
+from headway.checkpoint.restore import read_tensors
+from headway.checkpoint.state import AVERAGE, WEIGHTS
 from headway.cli.app import main
 from headway.config import parse_config
 from headway.errors import ConfigError, RunCompleteError, UsageError
@@ -173,6 +178,51 @@ def test_the_best_is_wanted_of_a_run_that_has_none(raw, digits, tmp_path, headwa
     assert exit_code == 2
     assert "--best finds no checkpoint" in said
     assert "checkpoint.keep_best" in said
+
+
+@pytest.mark.parametrize("judges_average", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_every_door_hands_out_the_weights_that_were_judged(raw, digits, tmp_path, headway, judges_average):
+    """Outside witness: plain transformers opens the folders; their weights are one of the two in the checkpoint."""
+    raw["data"]["eval"] = str(digits / "data/eval.jsonl")
+    raw["optim"] |= {"steps": 3, "lr": 0.02, "schedule": "constant"}
+    raw["optim"]["ema"] = {"decay": 0.99, "warmup": False, "evaluate": judges_average}
+    raw["eval"], raw["checkpoint"] = {"every": 1, "max_samples": 6}, {"keep_best": True}
+    run = tmp_path / "run"
+    summary = train(parse_config(raw))
+    name, checkpoint = "model.language_model.norm.weight", find_checkpoint_in(run)
+    saved = {prefix: torch.empty(32) for prefix in (AVERAGE, WEIGHTS)}
+    read_tensors(checkpoint.folder, {prefix + name: tensor for prefix, tensor in saved.items()})
+    assert not torch.equal(saved[AVERAGE], saved[WEIGHTS])
+    judged = AVERAGE if judges_average else WEIGHTS
+
+    # the run's own export, the command's, and either of the two on request
+    folders = {Path(summary.model): judged}
+    for option, prefix in (("--best", judged), ("--ema", AVERAGE), ("--no-ema", WEIGHTS)):
+        folders[tmp_path / option] = prefix
+        _, said = headway("export", run, tmp_path / option, option)
+        assert ("moving average" in said) == (prefix == AVERAGE)
+    for folder, prefix in folders.items():
+        opened = AutoModelForImageTextToText.from_pretrained(folder)
+        assert torch.equal(opened.get_parameter(name), saved[prefix]), folder
+
+    # an evaluation of the run, its checkpoint and its best one gives the number that the run printed
+    printed = dict(evaluations(run))
+    best = min(printed, key=printed.__getitem__)
+    for place, option, step in ((run, [], 3), (checkpoint.folder, [], 3), (run, ["--best"], best)):
+        _, said = headway("evaluate", place, digits / "data/eval.jsonl", "--max-samples", 6, "--json", *option)
+        assert json.loads(said)["loss"] == pytest.approx(printed[step], rel=1e-6)
+    _, said = headway("evaluate", run, digits / "data/eval.jsonl", "--max-samples", 6, "--json", "--no-ema")
+    assert (json.loads(said)["loss"] == pytest.approx(printed[3], rel=1e-6)) == (judged == WEIGHTS)
+
+
+def test_a_choice_of_weights_that_are_not_there_is_refused(raw, digits, tmp_path, headway):
+    train(parse_config(raw))
+    exit_code, said = headway("export", tmp_path / "run", tmp_path / "model", "--ema")
+    assert exit_code == 2
+    assert "holds no moving average of the weights" in said
+    exit_code, said = headway("evaluate", digits / "model", digits / "data/eval.jsonl", "--no-ema")
+    assert exit_code == 2
+    assert "is no run and no checkpoint. Leave it out" in said
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from headway.checkpoint import Checkpoint, restore
+from headway.checkpoint import Checkpoint
 from headway.checkpoint.export import find_checkpoint_in, holds_adapters
 from headway.checkpoint.folder import MANIFEST, step_folders
+from headway.checkpoint.restore import read_model
 from headway.data.chat_settings import ChatSettings
 from headway.data.encode import Encoder
 from headway.data.encoders import family_encoder, settings_of_strangers
@@ -46,12 +47,14 @@ class ModelLocation:
         kind: a "model" that from_pretrained opens, "adapters" for one, or a "checkpoint" of a run.
         base: the model that adapters belong to, a folder or a name on the Hub; None for the other kinds.
         run: folder of the run that it came from; None where no run was named.
+        average: of a checkpoint, whether the moving average of the weights is read; None if evaluations judge it.
     """
 
     path: str
     kind: Kind
     base: str | None = None
     run: Path | None = None
+    average: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -62,14 +65,16 @@ class OpenedModel:
         location: where it was.
         model: in evaluation mode.
         processor: its processor, or the tokenizer of a text-only model.
+        is_average: whether its weights are a checkpoint's moving average.
     """
 
     location: ModelLocation
     model: PreTrainedModel
     processor: Processor
+    is_average: bool = False
 
 
-def find_model(name: str, base: str | None = None, *, best: bool = False) -> ModelLocation:
+def find_model(name: str, base: str | None = None, *, best: bool = False, average: bool | None = None) -> ModelLocation:
     """Find out what a path or name stands for, without reading weights.
 
     Args:
@@ -77,22 +82,30 @@ def find_model(name: str, base: str | None = None, *, best: bool = False) -> Mod
             a model's name on the Hugging Face Hub.
         base: the model that adapters belong to, where it is elsewhere than their folder says.
         best: of a run folder, the checkpoint after its best evaluation, or the export of that one.
+        average: whether the moving average of the weights is asked for, or the weights themselves, which a checkpoint
+            has both; None for what evaluations judge, which exports hold.
 
     Raises:
         UsageError: a run folder with neither, or one that has kept no best checkpoint.
-        ConfigError: a base without adapters that it could belong to.
+        ConfigError: a base without adapters that it could belong to, or a choice of weights where there is none.
         CheckpointError: adapters whose base is not there.
     """
     path = Path(name)
     run = path if (path / CONFIG).is_file() and not (path / MANIFEST).is_file() else None
     if best:
         path = find_checkpoint_in(path, best=True).folder
-        if run is not None and (run / EXPORTS / path.name).is_dir():
+        if average is None and run is not None and (run / EXPORTS / path.name).is_dir():
             path = run / EXPORTS / path.name
     elif run is not None:
-        path = _newest_of(run)
+        path = _newest_of(run) if average is None else find_checkpoint_in(run).folder
     if (path / MANIFEST).is_file():
-        location = ModelLocation(str(path), "checkpoint", run=run)
+        location = ModelLocation(str(path), "checkpoint", run=run, average=average)
+    elif average is not None:
+        raise ConfigError(
+            Argument("ema", True),
+            f" chooses between the weights of a checkpoint and their average, and {name} is no run and no checkpoint. "
+            "Leave it out.",
+        )
     elif (path / ADAPTER_CONFIG).is_file():
         return ModelLocation(str(path), "adapters", base or _base_of(path), run)
     else:
@@ -156,10 +169,11 @@ def open_model(
         CheckpointError: files that are damaged, incomplete or of another model.
     """
     folder: str | Path = location.path
+    is_average = False
     if location.kind == "checkpoint":
         checkpoint = find_checkpoint_in(Path(location.path))
         folder = checkpoint.model_folder
-        model = _of_checkpoint(checkpoint, device, dtype)
+        model, is_average = _of_checkpoint(checkpoint, device, dtype, location.average)
     elif location.kind == "adapters":
         assert location.base is not None
         scores = adapts_scorer(Path(location.path))
@@ -185,18 +199,20 @@ def open_model(
     processor = load_processor(folder)
     if chats is not None:
         chats.write_into(processor)
-    return OpenedModel(location, model, processor)
+    return OpenedModel(location, model, processor, is_average)
 
 
-def _of_checkpoint(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+def _of_checkpoint(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, average: bool | None
+) -> tuple[PreTrainedModel, bool]:
+    """A checkpoint's model, and whether it has the moving average of the weights."""
     model = load_model(checkpoint.model_folder, dtype=dtype, random_init=True, device="meta")
     if holds_adapters(checkpoint):
         add_saved_adapters(model, checkpoint.model_folder)
     with without_adapters(model):
         allocate(model, device)
     initialise_adapters(model, 0, device)
-    restore(checkpoint, model)
-    return model
+    return model, read_model(checkpoint, model, average=average)
 
 
 def make_encoder(

@@ -27,7 +27,7 @@ from headway.checkpoint.folder import (
     open_checkpoint,
     step_folders,
 )
-from headway.checkpoint.restore import check_architecture, read_tensors, saved_tensors
+from headway.checkpoint.restore import check_architecture, hands_out_average, read_tensors, saved_tensors
 from headway.checkpoint.spelling import respell_config
 from headway.checkpoint.state import AVERAGE, OPTIMIZER, WEIGHTS
 from headway.errors import UsageError
@@ -61,7 +61,6 @@ class Exports:
         when: "never", at the "end", or with "every" checkpoint.
         keep: newest folders that stay.
         dtype: of the weights; None for that of training.
-        average: whether the weights' moving average is exported in their place.
         merge_adapters: whether adapters, if there are any, are added into the weights, or exported alone.
     """
 
@@ -69,7 +68,6 @@ class Exports:
     when: Literal["never", "end", "every"]
     keep: int
     dtype: torch.dtype | None = None
-    average: bool = False
     merge_adapters: bool = False
 
     def folder(self, checkpoint: Checkpoint) -> Path | None:
@@ -86,7 +84,7 @@ class Exports:
         is_missing = folder is not None and not exists(place(folder))
         if folder is not None and is_missing:
             merge = self.merge_adapters and holds_adapters(checkpoint)
-            export(checkpoint, folder, dtype=self.dtype, average=self.average, merge_adapters=merge)
+            export(checkpoint, folder, dtype=self.dtype, merge_adapters=merge)
         for old in step_folders(self.root)[: -self.keep]:
             remove(old)
         return folder if is_missing else None
@@ -97,10 +95,10 @@ def export(
     folder: Path,
     *,
     dtype: torch.dtype | None = None,
-    average: bool = False,
+    average: bool | None = None,
     merge_adapters: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:
+) -> bool:
     """Write a folder that `from_pretrained` opens, whole or not at all; of a model with adapters, one that peft opens.
 
     Args:
@@ -108,9 +106,12 @@ def export(
         folder: must not exist.
         dtype: of the floating-point weights; None for that of what learns, or for bfloat16 where adapters are added
             into weights of 4 or 8 bits, which are dequantised for it.
-        average: whether the weights' moving average is exported in their place.
+        average: whether the weights' moving average is exported in their place; None if evaluations judge it.
         merge_adapters: whether adapters are added into the weights and all of the model is written, not they alone.
         max_file_bytes: largest weight file; a single larger tensor has a file of its own [bytes].
+
+    Returns:
+        Whether the moving average was exported.
 
     Raises:
         UsageError: the folder exists, there is no moving average, or there are no adapters to merge.
@@ -120,11 +121,7 @@ def export(
         raise UsageError(f"{shown(folder)} exists already; give another folder, or delete it first.")
     checkpoint.refuse_links()
     saved = saved_tensors(checkpoint.folder)
-    if average and not any(name.startswith(AVERAGE) for name in saved):
-        raise UsageError(
-            f"the checkpoint {checkpoint.folder} holds no moving average of the weights; train with optim.ema, or "
-            "export the weights themselves."
-        )
+    average = hands_out_average(checkpoint, saved, average)
     # the model on no device: its code says which weights there are and how transformers names them
     plain = load_model(checkpoint.model_folder, random_init=True, device="meta")
     model = plain
@@ -156,6 +153,7 @@ def export(
             files.add(revert_weight_conversion(plain, _cast(weights, kind, names)))
         files.close()
         write_card(checkpoint, temporary, adapters=leaves_base)
+    return average
 
 
 def holds_adapters(checkpoint: Checkpoint) -> bool:

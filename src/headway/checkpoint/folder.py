@@ -23,6 +23,7 @@ MANIFEST, POSITION, MODEL, INDEX = "manifest.json", "position.json", "model", ".
 # What position.json has besides the place in the data.
 SKIPPED, DIGEST, CHAIN, RESUMES = "skipped_in_a_row", "samples_digest", "samples_chain", "resumes"
 BEST = "best_evaluation"
+JUDGES_AVERAGE = "judges_average"  # whether evaluations judge the moving average of the weights
 SCHEMA_VERSION = 2
 _STEP_FOLDER = re.compile(r"step-(\d{6,18})")
 _SHA256 = re.compile("[0-9a-f]{64}")

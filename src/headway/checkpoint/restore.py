@@ -1,7 +1,7 @@
 """Bring a model, an optimizer and random generators back to a checkpoint, on any number of processes."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,9 +11,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from headway.checkpoint.folder import Checkpoint, open_checkpoint, set_aside, step_folders, with_way_out
+from headway.checkpoint.folder import (
+    JUDGES_AVERAGE,
+    Checkpoint,
+    open_checkpoint,
+    set_aside,
+    step_folders,
+    with_way_out,
+)
 from headway.checkpoint.index import SafeReader, read_index
 from headway.checkpoint.state import (
+    AVERAGE,
     OPTIMIZER,
     WEIGHTS,
     Average,
@@ -21,7 +29,7 @@ from headway.checkpoint.state import (
     model_tensors,
     training_tensors,
 )
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, UsageError
 from headway.models.parallel.ranks import Ranks
 from headway.optim import Optimizer
 
@@ -124,6 +132,56 @@ def restore(
     read_tensors(checkpoint.folder, training_tensors(model, optimizer, average))
     if isinstance(optimizer, Optimizer):
         optimizer.updates = checkpoint.step  # left-out ones among them, which no parameter's own count has
+
+
+def read_model(checkpoint: Checkpoint, model: nn.Module, *, average: bool | None = None) -> bool:
+    """Read the weights that a checkpoint hands out into a model.
+
+    Args:
+        checkpoint: of any layout.
+        model: of the same architecture.
+        average: as `hands_out_average` takes it.
+
+    Returns:
+        Whether they are the moving average.
+
+    Raises:
+        CheckpointError: the checkpoint is of another architecture.
+        UsageError: there is no moving average.
+    """
+    saved = saved_tensors(checkpoint.folder)
+    check_architecture(checkpoint, {name: tensor.shape for name, tensor in saved.items()}, model)
+    average = hands_out_average(checkpoint, saved, average)
+    read_tensors(
+        checkpoint.folder,
+        {
+            AVERAGE + name if average and AVERAGE + name in saved else WEIGHTS + name: tensor
+            for name, tensor in model_tensors(model)
+        },
+    )
+    return average
+
+
+def hands_out_average(checkpoint: Checkpoint, saved: Collection[str], asked_for: bool | None) -> bool:
+    """Whether the moving average of the weights is read of a checkpoint; unless told, the weights that were judged.
+
+    Whatever reads a run's model asks this: exports, chats, evaluations.
+
+    Args:
+        checkpoint: its position says what evaluations judge; one of an older version that they judge the average.
+        saved: names of its tensors.
+        asked_for: whether to read the average; None for what evaluations judge.
+
+    Raises:
+        UsageError: the average is asked for, and there is none.
+    """
+    is_there = any(name.startswith(AVERAGE) for name in saved)
+    if asked_for and not is_there:
+        raise UsageError(
+            f"the checkpoint {checkpoint.folder} holds no moving average of the weights; train with optim.ema, or "
+            "take the weights themselves."
+        )
+    return asked_for if asked_for is not None else is_there and bool(checkpoint.position().get(JUDGES_AVERAGE, True))
 
 
 def check_architecture(checkpoint: Checkpoint, saved: Mapping[str, torch.Size], model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.opened import BestOption
+from headway.cli.opened import BestOption, EmaOption
 from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_result, say
 from headway.errors import CheckpointError, UsageError
@@ -71,7 +71,6 @@ FolderArgument = Annotated[
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Floating-point type of the weights; that of training if not given.")
 ]
-EmaOption = Annotated[bool, typer.Option("--ema", help="The weights' moving average instead of the last weights.")]
 MergeOption = Annotated[
     bool, typer.Option("--merge-lora", help="Low-rank adapters added into the weights, instead of a folder of them.")
 ]
@@ -94,7 +93,7 @@ def export(
     source: SourceArgument,
     folder: FolderArgument = None,
     dtype: DtypeOption = None,
-    ema: EmaOption = False,
+    ema: EmaOption = None,
     merge_lora: MergeOption = False,
     best: BestOption = False,
     push_to_hub: PushOption = None,
@@ -113,7 +112,7 @@ def export(
         option = "--private" if private else "--update"
         raise UsageError(f"{option} is for --push-to-hub OWNER/NAME; give that too, or leave it out.")
     if folder is None:
-        options = {"--dtype": dtype is not None, "--ema": ema, "--merge-lora": merge_lora, "--best": best}
+        options = {"--dtype": dtype is not None, "--ema": ema is not None, "--merge-lora": merge_lora, "--best": best}
         _push_alone(source, push_to_hub, [name for name, is_set in options.items() if is_set], private, update, as_json)
         return
     with needs_extra("exporting"):
@@ -132,13 +131,14 @@ def export(
         refuse_local_base(checkpoint.model_folder)
     chosen = None if dtype is None else getattr(torch, dtype.value)
     with working(f"writing the model after step {checkpoint.step:,}"):
-        write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
+        is_average = write(checkpoint, folder, dtype=chosen, average=ema, merge_adapters=merge_lora)
     # What was written: adapters alone, unless merged; a card, if the run left records.
     here = fetch(folder, lambda name: repo is not None or not name.endswith(".safetensors"))
     what = "the adapters" if (here / "adapter_config.json").is_file() else "the model"
     has_card = (here / CARD).is_file()
+    weights = ", the moving average of the weights" if is_average else ""
     lines = [
-        f"{shown(folder)}: {what} after step {checkpoint.step}",
+        f"{shown(folder)}: {what} after step {checkpoint.step}{weights}",
         f"model card: {shown(folder / CARD) if has_card else 'none, as no records of its run can be read'}",
     ]
     if (note := processor_note(here)) is not None:
@@ -148,7 +148,12 @@ def export(
         url = _pushed(here, repo, private=private, message=f"Headway: {what} after step {checkpoint.step}")
         lines.append(f"on the Hub: {url}")
     print_result(
-        lambda: {"folder": shown(folder), "step": checkpoint.step, **({} if url is None else {"url": url})},
+        lambda: {
+            "folder": shown(folder),
+            "step": checkpoint.step,
+            **({"average": True} if is_average else {}),
+            **({} if url is None else {"url": url}),
+        },
         lambda: presentable("\n".join(lines)),
         as_json=as_json,
     )

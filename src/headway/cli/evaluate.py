@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from headway.answer.answers import Answer
     from headway.answer.evaluate import Evaluation
+    from headway.answer.model_folder import OpenedModel
     from headway.config import TrainConfig
     from headway.data import Budget, Encoder, Sample
     from headway.train.judged_pairs import PairJudgement
@@ -76,7 +77,7 @@ def evaluate(
         from headway.train.reference import Scoring
 
     chats = opened.read_template(chat_template)
-    location = find_model(model, opening.base, best=opening.best)
+    location = find_model(model, opening.base, best=opening.best, average=opening.ema)
     config = load_config(location.run / CONFIG) if location.run is not None else None
     samples = _samples(data, config, max_samples)  # a typo is told before a model is read
     where, precision = opened.chosen_device(RunConfig(folder=Path(), device=opening.device))
@@ -116,11 +117,12 @@ def evaluate(
         lambda: {
             "model": location.path,
             "kind": location.kind,
+            **({"average": True} if loaded.is_average else {}),
             **_record(total),
             **({} if judged is None else {"judged_by": judged.to_dict()}),
             "sources": sources,
         },
-        lambda: _text(location.path, budget, results, total, answers, judged),
+        lambda: _text(loaded, budget, results, total, answers, judged),
         as_json=as_json,
     )
 
@@ -172,7 +174,7 @@ def _answers(answers: "Sequence[Answer] | None") -> dict[str, Any]:
 
 
 def _text(
-    path: str,
+    loaded: "OpenedModel",
     budget: "Budget",
     results: "dict[str, Evaluation]",
     total: "Evaluation",
@@ -185,7 +187,8 @@ def _text(
     columns = [Column("data", "left"), *(Column(name) for name in ("samples", "tokens", "loss", *names))]
     rows = [_row(name, result) for name, result in results.items()]
     footer = _row("all", total) if len(rows) > 1 else None
-    pairs = [("model", path), ("pack", f"at most {format_count(budget.tokens)} tokens")]
+    pairs = [("model", loaded.location.path), *([("weights", "their moving average")] if loaded.is_average else [])]
+    pairs += [("pack", f"at most {format_count(budget.tokens)} tokens")]
     pairs += [] if judged is None else [("judged by", judged.note)]
     parts = [render_pairs(pairs), render_table(columns, rows, footer=footer)]
     parts += ["\n".join(answer_line(answer, longest=400) for answer in of_source) for of_source in answers.values()]

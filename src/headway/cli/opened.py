@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headway.cli.output import say
 from headway.log.working import working
 
 if TYPE_CHECKING:
@@ -55,6 +56,14 @@ BestOption = Annotated[
     bool,
     typer.Option("--best", help="Of a run: the checkpoint after its best evaluation, kept by checkpoint.keep_best."),
 ]
+EmaOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--ema/--no-ema",
+        help="The weights' moving average (optim.ema), or the last weights; those that were judged if not given.",
+        show_default=False,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,7 @@ class OpenOptions:
         ),
     ] = None
     best: BestOption = False
+    ema: EmaOption = None
     device: Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N; auto is CUDA if any.")] = (
         "auto"
     )
@@ -106,10 +116,13 @@ def open_where(
         from headway.config import RunConfig
 
         chats = read_template(chat_template)
-        location = find_model(model, opening.base, best=opening.best)
+        location = find_model(model, opening.base, best=opening.best, average=opening.ema)
         where, precision = chosen_device(RunConfig(folder=Path(), device=opening.device))
         chosen = precision.compute if opening.dtype is WeightDtype.auto else getattr(torch, opening.dtype.value)
-        return open_model(location, dtype=chosen, device=where, for_generation=for_generation, chats=chats), where
+        loaded = open_model(location, dtype=chosen, device=where, for_generation=for_generation, chats=chats)
+    if loaded.is_average:
+        say(f"{location.path}: the moving average of the weights, which --no-ema leaves out", on_stderr=True)
+    return loaded, where
 
 
 def read_template(file: str | None) -> "ChatSettings | None":

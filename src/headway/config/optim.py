@@ -78,7 +78,10 @@ class EmaConfig(Section):
     warmup: bool = Field(
         default=True, description="Begin with a short memory: update n decays by min(decay, (1 + n) / (10 + n))"
     )
-    evaluate: bool = Field(default=True, description="Evaluate with the averaged weights instead of the last ones")
+    evaluate: bool = Field(
+        default=True,
+        description="Evaluate the averaged weights, and hand them out (export, chat), instead of the last ones",
+    )
 
     @field_validator("decay")
     @classmethod

@@ -30,7 +30,7 @@ from headway.checkpoint import (
     training_tensors,
 )
 from headway.checkpoint.export import Exports
-from headway.checkpoint.folder import BEST
+from headway.checkpoint.folder import BEST, JUDGES_AVERAGE
 from headway.checkpoint.spelling import keep_spelling
 from headway.config import ParallelConfig, TrainConfig
 from headway.config.advice import warnings
@@ -427,6 +427,8 @@ def save(run: Run, place: Place, history: Mapping[str, Any], *, goes_on: bool = 
     position = {**run.feed.merged(run.ranks.gather(place.feed)), **history}
     if run.eval_set is not None:
         position[BEST] = run.best.to_dict()
+    if run.ema is not None:
+        position[JUDGES_AVERAGE] = run.ema.is_judged
     tensors = training_tensors(run.model, run.optimizer, run.ema)
     shape = MeshShape() if run.mesh is None else run.mesh.shape
     contents = Contents(tensors, place.random, position, asdict(shape), run.write_model)
