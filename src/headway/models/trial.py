@@ -292,6 +292,7 @@ class _Trial:
                 "position_ids": positions_RT if len(positions_RT) == 1 else positions_RT[:, None],
                 "pack_cu_seqlens": torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32),
                 "pack_max_seqlen": max(lengths),
+                "pack_segments": tuple((length, length) for length in lengths),
             }
         )
 
