@@ -261,7 +261,13 @@ def test_a_caption_beside_an_image_is_the_answer_to_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "names", ["0.json 0.png 1.json 1.png", "0.json 1.json 0.png 1.png", "0.png 1.png 0.json 1.json"]
+    "names",
+    [
+        "0.json 0.png 1.json 1.png",
+        "0.json ._0.png 0.png ._1.json 1.json 1.png",  # as macOS packs files
+        "0.json 1.json 0.png 1.png",
+        "0.png 1.png 0.json 1.json",
+    ],
 )
 def test_members_of_a_sample_that_do_not_lie_side_by_side_are_told(tmp_path, names):
     row = {"messages": [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "A dot."}]}
@@ -270,10 +276,10 @@ def test_members_of_a_sample_that_do_not_lie_side_by_side_are_told(tmp_path, nam
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for name in names.split():
             member = tarfile.TarInfo(name)
-            member.size = len(content[name[2:]])
-            archive.addfile(member, io.BytesIO(content[name[2:]]))
+            member.size = len(content[name.rpartition(".")[2]])
+            archive.addfile(member, io.BytesIO(content[name.rpartition(".")[2]]))
     rows = [sample for _, sample in open_source(tmp_path / "a.tar").shards[0].rows()]
-    if names.startswith("0.json 0.png"):
+    if " 0.png " in names.partition(" 1.")[0] + " ":
         assert [len(sample.images) for sample in rows] == [1, 1]
         return
     assert all(isinstance(row, DataError) for row in rows)  # the json alone is a marker without its picture

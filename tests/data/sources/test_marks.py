@@ -9,7 +9,7 @@ from PIL import Image
 from headway.data import Message, TextPart
 from headway.data.samples import Origin
 from headway.data.sources import open_source
-from headway.data.sources.marks import ANSWER_KEYS, QUESTION_KEYS, unread_keys
+from headway.data.sources.marks import ANSWER_KEYS, QUESTION_KEYS, sense_of, unread_keys
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import MediaRules
 from headway.data.sources.schemas import Normaliser
@@ -44,7 +44,7 @@ def learnt(chat):
         {"loss_scale": 0}, {"lossWeight": 0}, {"is_masked": 1}, {"isMasked": True}, {"no_loss": True},
         {"skip_training": 1},
         {"ignore_loss": True}, {"untrained": True}, {"learn": False}, {"supervised": False}, {"TRAIN": 0},
-        {"exclude_from_loss": True}, {"not_trained": 1},
+        {"exclude_from_loss": True}, {"not_trained": 1}, {"lossmask": 0}, {"nolosss": None, "noloss": 1},
     ],
 )  # fmt: skip
 def test_a_turn_that_says_so_is_shown_and_not_learnt(mark):
@@ -153,6 +153,18 @@ def test_a_row_that_lists_a_mark_for_each_turn_is_obeyed(marks, expected, system
 def test_a_row_whose_marks_say_that_nothing_is_learnt_is_refused():
     with pytest.raises(DataError, match="every turn of the assistant is marked as not to be learnt"):
         read(CHAT | {"loss_mask": [0, 0]})
+
+
+@pytest.mark.parametrize(
+    "name", ["constraint", "trainer", "glossary", "damask", "blossom", "counterweight", "relearns"]
+)
+def test_words_that_only_hold_such_a_word_are_no_marks(name):
+    assert sense_of(name) is None
+
+
+def test_a_pair_whose_row_lists_marks_is_refused():
+    with pytest.raises(DataError, match=r'"loss_mask", \[0, 1\]'):
+        read({"prompt": "a", "chosen": "b", "rejected": "c", "loss_mask": [0, 1]})
 
 
 def test_pictures_of_masks_and_masks_of_attention_are_no_marks_of_learning():

@@ -466,12 +466,18 @@ def test_of_two_layouts_one_reads_all_the_other_is_of_a_lower_rank_or_both_are_n
         columns = {name for layout in (one, other) for name, _ in layout.columns} - {"media"}
         reading, message = read_or_refused(row)
         if reading is None:
-            assert "needs the columns" in message or re.search(r"columns of \d layouts, .* and of ", message), row
+            assert "needs the columns" in message or re.search(r"fits \d layouts, of .*; of ", message), row
             continue
         assert reading.layout.rank <= min(one.rank, other.rank)
         assert columns - reading.roles.keys() <= unread_keys(row, reading.roles) | {"source", "label"}, row
         if one.rank == other.rank == reading.layout.rank:
             assert columns <= reading.roles.keys() or reading.layout not in (one, other), row
+
+
+def test_a_rejected_answer_beside_two_chats_is_of_neither(read):
+    turns = [said("user", "Hi"), said("assistant", "Ho")]
+    with pytest.raises(DataError, match="fits 2 layouts, of messages; of conversations, and what"):
+        read({"messages": turns, "conversations": turns[:1], "rejected_response": "Hu"})
 
 
 COLUMN = st.sampled_from(sorted({*COLUMNS} - {"label", "kto_tag"}))

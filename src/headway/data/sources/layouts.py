@@ -209,6 +209,8 @@ def reading_of(
     if len(layouts) != 1:
         raise _refusal(fields, layouts, schema, text_column, names, paths)
     (layout,) = layouts
+    if layout.schema == "rejected" and len(chats := _chats(facts, text_column, frozenset(mapped))) > 1:
+        raise _refusal(fields, chats, schema, text_column, names, paths)
     roles = dict(_roles(layout, facts, text_column, frozenset(mapped))) | media
     roles = {name: role for name, role in roles.items() if role not in paths.values() or name not in media} | paths
     return RowReading(layout, {names[name]: role for name, role in roles.items() if name in names}, names)
@@ -294,10 +296,8 @@ def _roles(layout: Layout, facts: frozenset[str], text_column: str, mapped: froz
     roles = [(text_column if name == TEXT else name, role) for name, role in layout.columns if name != MEDIA]
     wanted = [*_READS[layout.schema], *((name, name) for name in _IN_CHATS if layout.is_chat)]
     if layout.schema == "rejected":  # beside a chat, whose columns are its own
-        others = frozenset(fact for fact in facts if not fact.startswith("rejected_"))
-        chat = _resolve(others, text_column, "auto", mapped - {name for name, _ in roles}, 1)
-        for other in chat[:1]:
-            wanted += _roles(other, others, text_column, mapped)
+        for chat in _chats(facts, text_column, mapped)[:1]:
+            wanted += _roles(chat, facts, text_column, mapped)
         wanted += [(name, name) for name in facts if name.startswith("rejected_")]
     elif layout.is_preference:
         free = [pair for pair in _PROMPTS["names"] if pair[0] not in dict(roles)]
@@ -315,6 +315,12 @@ def _roles(layout: Layout, facts: frozenset[str], text_column: str, mapped: froz
     return roles
 
 
+def _chats(facts: frozenset[str], text_column: str, mapped: frozenset[str]) -> tuple[Layout, ...]:
+    """Layouts of the chat beside which a rejected answer stands."""
+    others = frozenset(fact for fact in facts if not fact.startswith("rejected_"))
+    return _resolve(others, text_column, "auto", frozenset(name for name in mapped if name in others), 1)
+
+
 def _refusal(
     fields: Mapping[str, Any],
     layouts: tuple[Layout, ...],
@@ -327,9 +333,8 @@ def _refusal(
     if layouts:
         ways = " or ".join(layout.mapping for layout in layouts)
         return DataError(
-            f"the row has the columns of {len(layouts)} layouts, {', of '.join(map(str, layouts[:-1]))} and of "
-            f"{layouts[-1]}, and what one of them reads would be lost. Say with columns which is meant, such as "
-            f"{ways}, or remove the other columns."
+            f"the row fits {len(layouts)} layouts, of {'; of '.join(map(str, layouts))}, and what one of them reads "
+            f"would be lost. Say with columns which is meant, such as {ways}, or remove the other columns."
         )
     media = {kind: names[name] for name, kind in paths.items()}
     way = proposed_columns(fields, media, text_column)

@@ -19,7 +19,8 @@ from headway.errors import DataError
 
 _LEARNING = {
     "loss", "losses", "train", "trained", "trainable", "training", "learn", "learned", "learnt", "learnable",
-    "supervise", "supervised", "weight", "weights", "weighted", "weighting",
+    "supervise", "supervised", "weight", "weights", "weighted", "weighting", "gradient", "gradients", "backprop",
+    "finetune", "finetuned",
 }  # fmt: skip
 _MASKING = {"mask", "masks", "masked", "masking"}
 _DENYING = {
@@ -27,8 +28,9 @@ _DENYING = {
     "masked", "masking",
 }  # fmt: skip
 _OF_TURNS = {"turn", "turns", "message", "messages", "this", "answer", "answers", "assistant", "output", "outputs"}
-_SPEAKS = re.compile("loss|train|learn|supervis|mask|weight", re.IGNORECASE)
-_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_SPEAKS = re.compile("loss|train|learn|supervis|mask|weight|gradient|backprop|finetune", re.IGNORECASE)
+_JOINED = r"(?:is|no|loss|train|label|mask|weight)(?=(?:loss|train|label|mask|weight)[a-z]{0,3}(?![a-z]))"  # lossmask
+_WORD = re.compile(rf"{_JOINED}|[A-Z]?[a-z]+|[A-Z]+")
 _TO_OTHERS = ("weight", "weights")  # which turns of others than the assistant have as well, without a meaning
 
 _PAIR = (

@@ -62,7 +62,8 @@ class Normaliser:
         fields, reading = self.reading(row)
         layout, columns = reading.layout, reading(fields)
         others = {} if self.columns else reading.unread(fields)  # what is not mapped is known not to be meant
-        check_columns_of(others, is_chat=layout.is_chat, ways=layout.mapping)
+        is_chat = layout.is_chat and not layout.is_preference
+        check_columns_of(others, is_chat=is_chat, ways=layout.mapping)
         if not layout.is_preference:
             media = RowMedia(columns, row.members, self.folder, self.rules)
             return self._read(layout, columns, media, origin, others)

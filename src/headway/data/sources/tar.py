@@ -41,12 +41,12 @@ class Tar(SpanReader):
             for member in archive:
                 archive.members.clear()  # type: ignore[attr-defined]  # they would grow with the archive
                 member_key = _key_of(member)
-                if member_key != key:
+                if member_key and member_key != key:  # others, such as folders, lie anywhere
                     if key:
                         number += 1
                         ended.add(hash(key))
                         yield Record(start, number, window.cut(start, member.offset))
-                    if member_key and hash(member_key) in ended:
+                    if hash(member_key) in ended:
                         raise io.UnsupportedOperation(
                             f"members of the sample {member_key} do not lie side by side: {member.name} stands behind "
                             "those of another sample, so it would be missing from its own. Write the shard again, "
@@ -70,7 +70,7 @@ class Tar(SpanReader):
         fields, members = {}, {}
         names = set()
         with _opened(content) as archive:
-            for member in archive:
+            for member in filter(_key_of, archive):
                 kind = member.name[len(_key_of(member)) + 1 :].lower()
                 file = archive.extractfile(member) if member.isreg() else None
                 if file is None or kind in names:
