@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from headway.data import Encoder
+from headway.data.bad_rows import BadSamples
 from headway.data.index import build, build_index, index_folder
-from headway.data.index.build import units_of
+from headway.data.index.build import measure_unit, units_of
 from headway.data.sources import open_source
 from headway.errors import ConfigError, DataError
 from headway.models import load_processor
@@ -62,6 +64,64 @@ def test_a_second_run_reads_what_the_first_wrote(chats, encoder, tmp_path):
     assert second.path.stat().st_mtime_ns == written
     assert np.array_equal(first.tokens, second.tokens)
     assert not told
+
+
+def write_files(folder, sizes):
+    """JSON Lines of so many rows each, by name; the last row of each is none."""
+    folder.mkdir(exist_ok=True)
+    for name, rows in sizes.items():
+        lines = [f'{{"text": "{"word " * (row % 7)}{name} {row}"}}' for row in range(rows - 1)]
+        text = "\n".join([*lines, "{"])
+        if not (folder / name).exists() or (folder / name).read_text() != text:
+            (folder / name).write_text(text)
+
+
+BEFORE = {"b.jsonl": 40, "c.jsonl": 50, "d.jsonl": 33, "e.jsonl": 7}
+# Changes of a corpus by the sizes of its files afterwards, None for one that goes; and the rows that are measured.
+CHANGES = {
+    "a row more in one file": ({"c.jsonl": 51}, 51),
+    "a file in front": ({"a.jsonl": 5}, 5),
+    "a file behind, and one changed": ({"f.jsonl": 5, "b.jsonl": 3}, 8),
+    "a file less": ({"c.jsonl": None}, 0),
+    "all but one changed": ({"b.jsonl": 41, "c.jsonl": 51, "d.jsonl": 34}, 126),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_file_measures_its_own_rows_and_the_index_is_that_of_a_first_time(
+    encoder, tmp_path, small_units, name, monkeypatch
+):
+    folder, skip, measured = tmp_path / "corpus", BadSamples("skip", limit=None, fraction=None), []
+    write_files(folder, BEFORE)
+    build_index(open_source(folder), encoder, tmp_path / "indices", workers=0, policy=skip)
+    sizes, rows = CHANGES[name]
+    write_files(folder, {file: size for file, size in sizes.items() if size})
+    for file in (file for file, size in sizes.items() if size is None):
+        (folder / file).unlink()
+    monkeypatch.setattr(build, "measure_unit", lambda job, unit: measured.append(unit) or measure_unit(job, unit))
+
+    again = build_index(open_source(folder), encoder, tmp_path / "indices", workers=0, policy=skip)
+
+    assert sum(map(len, measured)) == rows
+    afresh = build_index(open_source(folder), encoder, tmp_path / "others", workers=0, policy=skip)
+    assert pq.read_table(again.path).equals(pq.read_table(afresh.path))
+    assert again.bad.keys() == afresh.bad.keys()
+    assert [str(error) for error in again.bad.values()] == [str(error) for error in afresh.bad.values()]
+
+
+def test_a_damaged_index_gives_no_rows_to_another(encoder, tmp_path, small_units):
+    folder, skip = tmp_path / "corpus", BadSamples("skip", limit=None, fraction=None)
+    write_files(folder, BEFORE)
+    first = build_index(open_source(folder), encoder, tmp_path / "indices", workers=0, policy=skip)
+    content = bytearray(first.path.read_bytes())
+    content[40:60] = bytes(20)  # of its first page
+    first.path.write_bytes(content)
+    write_files(folder, {"f.jsonl": 9})
+
+    again = build_index(open_source(folder), encoder, tmp_path / "indices", workers=0, policy=skip)
+
+    afresh = build_index(open_source(folder), encoder, tmp_path / "others", workers=0, policy=skip)
+    assert pq.read_table(again.path).equals(pq.read_table(afresh.path))
 
 
 def test_a_refresh_measures_anew(chats, encoder, tmp_path, small_units):
@@ -228,6 +288,7 @@ class DeadlySource:
 
     def __init__(self, source, row):
         self.source, self.row, self.name, self.sizes = source, row, source.name, source.sizes
+        self.starts, self.shards = source.starts, source.shards
 
     def __len__(self):
         return len(self.source)

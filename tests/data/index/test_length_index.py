@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from itertools import chain
 
 import numpy as np
 import pandas
@@ -10,7 +11,7 @@ import pytest
 from headway.count import Workload, load_cost_model
 from headway.data.index import LengthIndex
 from headway.data.index.length_index import METADATA
-from headway.data.index.table import LAYOUT, join_tables, table_of, write_table
+from headway.data.index.table import LAYOUT, join_tables, read_rows, table_of, write_table
 from headway.data.samples import Origin, SampleError, SampleLengths
 from headway.errors import DataError, WorkloadError
 from headway.packing import Budget, Items
@@ -36,7 +37,7 @@ def file(tmp_path):
     for number, (start, stop) in enumerate([(0, 2), (2, 3), (3, 5)]):
         parts.append(tmp_path / f"{number}.parquet")
         write_table(parts[-1], table_of(ROWS[start:stop]))
-    join_tables(parts, tmp_path / "index.parquet", DESCRIPTION, group_rows=2)
+    join_tables(chain.from_iterable(map(read_rows, parts)), tmp_path / "index.parquet", DESCRIPTION, group_rows=2)
     return tmp_path / "index.parquet"
 
 
@@ -73,7 +74,7 @@ def test_the_summary_counts_usable_rows_alone(file):
 
 def test_an_index_without_usable_rows_has_a_summary(tmp_path):
     write_table(tmp_path / "part", table_of([ROWS[2], ROWS[2]]))
-    join_tables([tmp_path / "part"], tmp_path / "index.parquet", DESCRIPTION)
+    join_tables(read_rows(tmp_path / "part"), tmp_path / "index.parquet", DESCRIPTION)
     index = LengthIndex.load(tmp_path / "index.parquet")
 
     assert index.summary().length_percentiles == {}
@@ -161,5 +162,5 @@ def test_reading_an_index_needs_no_torch(file):
 
 def _index_of(rows, folder):
     write_table(folder / "part.parquet", table_of(rows))
-    join_tables([folder / "part.parquet"], folder / "rows.parquet", DESCRIPTION)
+    join_tables(read_rows(folder / "part.parquet"), folder / "rows.parquet", DESCRIPTION)
     return LengthIndex.load(folder / "rows.parquet")

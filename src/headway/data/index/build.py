@@ -4,14 +4,17 @@ The work is cut into units, ranges of rows that are measured apart; each finishe
 """
 
 import errno
+import hashlib
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,10 +25,10 @@ from headway.data.bad_rows import BadSamples, SampleCounts, sample_error
 from headway.data.encode import Encoder
 from headway.data.index.length_index import METADATA, LengthIndex
 from headway.data.index.store import INDEX_FILE, count_rows, folder_of
-from headway.data.index.table import BAD, LAYOUT, bad_rows, join_tables, table_of, write_table
+from headway.data.index.table import BAD, LAYOUT, bad_rows, join_tables, read_rows, table_of, write_table
 from headway.data.pool import Job, Pool
 from headway.data.samples import SampleError, SampleLengths
-from headway.data.sources import Source
+from headway.data.sources import Source, schemas
 from headway.errors import ConfigError, DataError
 from headway.report import format_bytes
 from headway.version import __version__
@@ -40,6 +43,7 @@ _LEAST_ROWS = 256  # of a unit
 _MOST_ROWS = 2000
 _PROGRESS_STEPS = 64
 _MOST_UNITS = 4096
+_MOST_INDICES = 64  # newest ones, whose files are looked for
 
 
 @dataclass(frozen=True)
@@ -147,31 +151,97 @@ def build_index(
     if refresh:
         shutil.rmtree(job.folder, ignore_errors=True)  # not there, most of the time
     if not job.index_file.exists():
-        _make(job, workers, progress or (lambda *_: None), policy)
+        _make(job, workers, progress or (lambda *_: None), policy, reuse=not refresh)
     index = LengthIndex.load(job.index_file, source=source.name)
     count_rows(index, source.name, policy, SampleCounts() if counts is None else counts)
     return index
 
 
-def _make(job: IndexJob, workers: int | None, progress: Progress, policy: BadSamples) -> None:
+@dataclass(frozen=True)
+class _Span:
+    """Rows of a source that lie side by side, and the place of their lengths in another index if they have one.
+
+    Attributes:
+        rows: of the source.
+        path: another index that holds them.
+        start: place of the first of them in it.
+    """
+
+    rows: range
+    path: Path | None = None
+    start: int = 0
+
+    def joined(self, after: "_Span") -> "_Span | None":
+        """This span and the one behind it as one; None where they have not one place."""
+        follows = self.path == after.path and (self.path is None or self.start + len(self.rows) == after.start)
+        return _Span(range(self.rows.start, after.rows.stop), self.path, self.start) if follows else None
+
+    @property
+    def units(self) -> list[range]:
+        """The units in which its rows are measured; none where they are known."""
+        first = self.rows.start
+        return [] if self.path else [range(first + u.start, first + u.stop) for u in units_of(len(self.rows))]
+
+    def tables(self, job: IndexJob) -> Iterator[pa.Table]:
+        """The lengths of its rows."""
+        if self.path is not None:
+            yield from read_rows(self.path, range(self.start, self.start + len(self.rows)))
+        for unit in self.units:
+            yield from read_rows(job.part(unit))
+
+
+def _file_keys(job: IndexJob) -> list[str]:
+    """A key for each file: of all that its rows' lengths depend on."""
+    common = f"{LAYOUT} {schemas.VERSION} {job.encoder.fingerprint()}"
+    return [hashlib.sha256(f"{common}\n{shard.description}".encode()).hexdigest()[:16] for shard in job.source.shards]
+
+
+def _spans(job: IndexJob, *, reuse: bool) -> list[_Span]:
+    """Cut the rows into spans: those of files that other indices hold as they are now, and those to be measured."""
+    files = [range(*ends) for ends in pairwise(job.source.starts)]
+    places: dict[str, tuple[Path, range]] = {}
+    indices = [path for path in job.folder.parent.glob(f"*/{INDEX_FILE}") if reuse and path != job.index_file]
+    if len(files) > 1:
+        for path in sorted(indices, key=lambda path: path.stat().st_mtime)[-_MOST_INDICES:]:
+            with suppress(OSError, pa.ArrowException, ValueError, TypeError, KeyError):  # damaged, or gone meanwhile
+                start = 0
+                for key, rows in json.loads(pq.read_metadata(path).metadata[METADATA])["files"]:
+                    places[key] = path, range(start, start + rows)
+                    start += rows
+    spans: list[_Span] = []
+    for key, rows in zip(_file_keys(job), files, strict=True):
+        path, place = places.get(key, (job.index_file, range(0)))
+        span = _Span(rows, path, place.start) if len(place) == len(rows) else _Span(rows)
+        joined = spans[-1].joined(span) if spans else None
+        spans[-1:] = [joined] if joined else [*spans[-1:], span]
+    if sum(span.path is None for span in spans) > _MOST_UNITS // 4:  # a file for each would be more than are kept
+        return [_Span(range(len(job.source)))]
+    return [span for span in spans if span.rows]
+
+
+def _make(job: IndexJob, workers: int | None, progress: Progress, policy: BadSamples, *, reuse: bool) -> None:
     """Measure what is not measured yet and join all parts to the index."""
     rows = len(job.source)
-    units = units_of(rows)
+    spans = _spans(job, reuse=reuse)
+    units = [unit for span in spans for unit in span.units]
     early = replace(policy, quarantine=None)  # stops as soon as there are too many; each is named when all are known
     counts = SampleCounts()
     counts.count(job.source.name, "read", rows)
     try:
-        measured = bad = 0
-        progress(0, rows, 0)
+        measured, bad = rows - sum(map(len, units)), 0
+        progress(measured, rows, 0)
         for unit in _finish(job, units, workers):
             errors = job.bad_rows(unit)
             measured, bad = measured + len(unit), bad + len(errors)
             for error in errors:
                 early.handle(error, counts)
             progress(measured, rows, bad)
-        join_tables([job.part(unit) for unit in units], job.index_file, {METADATA: _description(job, bad)})
+        tables = (table for span in spans for table in span.tables(job))
+        join_tables(tables, job.index_file, {METADATA: _description(job)})
     except OSError as error:
-        if not job.index_file.exists():  # otherwise another process was faster, and has cleared the parts away
+        if error.errno in (None, errno.ENOENT) and any(span.path for span in spans):
+            _make(job, workers, progress, policy, reuse=False)  # another index is damaged, or gone meanwhile
+        elif not job.index_file.exists():  # otherwise another process was faster, and has cleared the parts away
             raise _cannot_write(job, units, error) from error
     shutil.rmtree(job.parts_folder, ignore_errors=True)  # another process may do the same, or still write a part
 
@@ -249,7 +319,7 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _description(job: IndexJob, bad: int) -> bytes:
+def _description(job: IndexJob) -> bytes:
     return json.dumps(
         {
             "layout": LAYOUT,
@@ -257,7 +327,7 @@ def _description(job: IndexJob, bad: int) -> bytes:
             "source_fingerprint": job.source.fingerprint(),
             "encoder_fingerprint": job.encoder.fingerprint(),
             "rows": len(job.source),
-            "bad": bad,
+            "files": [*zip(_file_keys(job), map(len, job.source.shards), strict=True)],
             "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": {"headway": __version__}
             | {library: version(library) for library in ("transformers", "tokenizers")},

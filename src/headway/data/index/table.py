@@ -1,6 +1,6 @@
 """An index's rows as Parquet, one for each row of the source, in its order; docs/length-index.md has the columns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -96,27 +96,46 @@ def write_table(path: Path, table: pa.Table) -> None:
     write_whole(path, lambda file: pq.write_table(table, file, **_WRITING))
 
 
-def join_tables(parts: Sequence[Path], path: Path, metadata: dict[bytes, bytes], group_rows: int = 1 << 17) -> None:
-    """Write the rows of many files into one, whole or not at all, a group of rows in memory at a time.
+def read_rows(path: Path, rows: range | None = None) -> Iterator[pa.Table]:
+    """Read rows of a file of `write_table` or `join_tables`, all of them when None, a group in memory at a time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        start = 0
+        for group in range(file.num_row_groups):
+            stop = start + file.metadata.row_group(group).num_rows
+            wanted = range(start, stop) if rows is None else range(max(start, rows.start), min(stop, rows.stop))
+            if wanted:
+                table = file.read_row_group(group).replace_schema_metadata(None)
+                yield table.slice(wanted.start - start, len(wanted))
+            start = stop
+
+
+def join_tables(parts: Iterable[pa.Table], path: Path, metadata: dict[bytes, bytes], group_rows: int = 1 << 17) -> None:
+    """Write the rows of many tables into one file, whole or not at all, a group of rows in memory at a time.
 
     Args:
-        parts: files of `write_table`, in the order of their rows.
+        parts: tables of `read_rows`, in the order of their rows.
         path: the file to write.
         metadata: entries of the file's footer.
         group_rows: rows that Parquet keeps together, at least.
 
     Raises:
-        OSError: a part cannot be read, or the file cannot be written.
+        OSError: the file cannot be written.
     """
 
     def write(file: BinaryIO) -> None:
         schema = SCHEMA.with_metadata(metadata)
         with pq.ParquetWriter(file, schema, **_WRITING) as writer:
             tables: list[pa.Table] = []
-            for number, part in enumerate(parts, 1):
-                tables.append(pq.read_table(part, schema=SCHEMA, page_checksum_verification=True))
-                if sum(map(len, tables)) >= group_rows or number == len(parts):
-                    writer.write_table(pa.concat_tables(tables).replace_schema_metadata(metadata))
+            for table in parts:
+                tables.append(table)
+                if sum(map(len, tables)) >= group_rows:
+                    writer.write_table(pa.concat_tables(tables).cast(schema))
                     tables = []
+            if tables:
+                writer.write_table(pa.concat_tables(tables).cast(schema))
 
     write_whole(path, write)

@@ -42,6 +42,12 @@ class Shard:
         """Path or URL of the file."""
         return self.reader.name
 
+    @property
+    def description(self) -> str:
+        """All that the file's samples depend on: its name, size and time of change, and how its rows are read."""
+        columns, sizes = sorted(self.normaliser.columns.items()), self.normaliser.sizes
+        return repr((self.reader, self.normaliser)) + repr(columns) * bool(columns) + repr(sizes) * bool(sizes)
+
     def rows(self, start: int = 0) -> Iterator[tuple[int, Sample | SampleError]]:
         """Rows from `start` on with their places in the file; one that cannot be used is its error.
 
@@ -215,14 +221,7 @@ class Source:
 
         The media that rows name are not looked at.
         """
-        digest = hashlib.sha256()
-        for shard in self.shards:
-            digest.update(repr((shard.reader, shard.normaliser)).encode())
-            if shard.normaliser.columns:
-                digest.update(repr(sorted(shard.normaliser.columns.items())).encode())
-            if shard.normaliser.sizes:
-                digest.update(repr(shard.normaliser.sizes).encode())
-        return digest.hexdigest()[:32]
+        return hashlib.sha256("".join(shard.description for shard in self.shards).encode()).hexdigest()[:32]
 
     def schema_fingerprint(self) -> str:
         """A digest of how rows become samples, wherever the files lie."""
