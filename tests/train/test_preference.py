@@ -3,12 +3,14 @@
 import itertools
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from PIL import Image, ImageOps
 from trl import DPOConfig, DPOTrainer
 from typer.testing import CliRunner
 
@@ -155,6 +157,46 @@ def test_the_reference_is_computed_once_for_a_model_and_its_rows(words, text, ca
     words["run"] |= {"folder": words["run"]["folder"] + "-other", "seed": 5}  # other weights
     train(parse_config(words))
     assert "log-probabilities of 24 rows took" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_rows_whose_pictures_were_replaced_are_computed_again_and_no_others(raw, digits, tmp_path, capsys):
+    """The policy is the reference at step 1, so its loss is ln 2 whatever pictures show: Rafailov 2023, equation 7."""
+    shutil.copytree(digits / "data", tmp_path / "data")
+    torch.manual_seed(5)
+    load_model(str(digits / "model"), random_init=True).save_pretrained(tmp_path / "model")
+    for file in (digits / "model").iterdir():
+        if file.name != "config.json":
+            shutil.copy(file, tmp_path / "model")
+    rows = write_pictured_pairs(digits, tmp_path / "data/pairs.jsonl")
+    raw["model"] = {"path": str(tmp_path / "model")}
+    raw["data"] |= {"train": str(rows), "tokens_per_pack": 400}
+    raw["preference"] = {"loss": "sigmoid"}
+    raw["optim"]["steps"] = 1
+
+    def first_loss():
+        raw["run"]["folder"] += "x"
+        train(parse_config(raw))
+        return steps_of(raw)[0]["loss"], capsys.readouterr().err
+
+    assert first_loss()[0] == pytest.approx(math.log(2), abs=1e-6)
+    # Nothing but times and places of files has changed.
+    pictures = sorted((tmp_path / "data/images").iterdir())
+    for picture in pictures:
+        picture.touch()
+    shutil.copytree(tmp_path / "model", tmp_path / "copy")
+    raw["model"]["path"] = str(tmp_path / "copy")
+    assert "were computed before" in first_loss()[1]
+    # The same name and time with other content.
+    lines = rows.read_text().splitlines()
+    picture = next(picture for picture in pictures if picture.name in lines[0])
+    status = picture.stat()
+    ImageOps.mirror(Image.open(picture)).save(picture)
+    os.utime(picture, ns=(status.st_atime_ns, status.st_mtime_ns))
+    loss, told = first_loss()
+    assert loss == pytest.approx(math.log(2), abs=1e-6)
+    assert f"log-probabilities of {sum(picture.name in line for line in lines)} rows took" in told
 
 
 def test_an_interrupted_reference_goes_on(words, tmp_path, monkeypatch, capsys):

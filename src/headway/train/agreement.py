@@ -20,6 +20,7 @@ from headway.data.sources.identity import (
     UNASKED_BYTES,
     Identities,
     Verify,
+    content_mark,
     content_sha256,
     identify,
     is_small,
@@ -42,7 +43,7 @@ _BY_CONTENT = re.compile(r"model\.path|data(?:\.(?!columns\b)\w+)*\.(?:path|root
 _VARIABLES = (OVERRIDE_VARIABLE, FILE_VARIABLE)
 _SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # files of a model folder beside its weights
 _WEIGHTS = ".safetensors"
-_SPOTS, _SPOT_BYTES = 4096, 512  # of weights that are too many to be read once more
+_SPOTS = 4096  # of weights that are too many to be read once more
 _MOST_NAMED = 4  # differences, values of each, and ranks of each value, that an error names
 
 
@@ -145,7 +146,7 @@ def model_facts(config: TrainConfig, *, reads_weights: bool) -> Facts:
     with working("comparing the weights of the ranks"):
         for file in weights:
             path = Path(file.url)
-            content = _content(path) if is_hashed else _spots(path, max(16, _SPOTS // len(weights)))
+            content = _content(path) if is_hashed else content_mark(path, 0, max(16, _SPOTS // len(weights)))
             facts[f"{file.name} of the model folder"] = f"{content}, {file.size:,} bytes"
     return facts
 
@@ -193,13 +194,3 @@ def _content(path: Path) -> str:
 
 def _shortened(sha256: str) -> str:
     return f"SHA-256 {sha256[:16]}..."
-
-
-def _spots(path: Path, number: int) -> str:
-    """A digest of spots spread evenly over a file, which reads a few MB of it."""
-    digest, size = hashlib.blake2b(digest_size=16), path.stat().st_size
-    with path.open("rb") as file:
-        for spot in range(number):
-            file.seek(size * spot // number)
-            digest.update(file.read(_SPOT_BYTES))
-    return f"digest {digest.hexdigest()} of {number} spots"

@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -273,13 +274,15 @@ def _architecture(path: str, rows: int = 0, *, scores: bool = False) -> dict[str
     volatile = ["transformers_version", "_name_or_path", "dtype", "architectures"]
     volatile += ["pad_token_id"] if scores else []  # which a reward model has from its tokenizer
 
-    def clean(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: clean(value) for key, value in node.items() if key not in volatile}
-        return node
-
     architecture = scoring_config(load_config(path)) if scores else load_config(path)
     text = architecture.get_text_config()
     text.vocab_size = max(text.vocab_size, rows)
-    cleaned: dict[str, Any] = clean(architecture.to_dict())
+    cleaned: dict[str, Any] = without_keys(architecture.to_dict(), volatile)
     return cleaned
+
+
+def without_keys(node: Any, names: Collection[str]) -> Any:
+    """A configuration as plain types without some keys, those of its parts included."""
+    if isinstance(node, dict):
+        return {key: without_keys(value, names) for key, value in node.items() if key not in names}
+    return node

@@ -30,13 +30,13 @@ from headway.models.parallel.shard import reshard
 from headway.models.preferences import PairNumbers, PairSettings, Preferring
 from headway.models.scores import name_padding
 from headway.models.unpaired import UNPAIRED
-from headway.train.build import Trained
+from headway.train.build import Trained, without_keys
 from headway.train.mismatches import Mismatches, saved_mismatches, stored_mismatches
 from headway.train.reference import (
     FOLDER,
     Scoring,
     StoredReference,
-    model_key,
+    reference_key,
     save_reference,
     saved_reference,
     stored_reference,
@@ -279,11 +279,22 @@ def _reference(
         return saved_reference(folder, feed.sources)
     assert isinstance(feed, IndexedFeed)  # the configuration has checked that there is an index
     with without_adapters(model):
-        key = model_key(model, model.config.to_dict(), f"{config.run.dtype} on {scoring.device.type}")
+        key = reference_key(model, _reference_settings(config, model, scoring.device))
     folders = {source.name: index_folder(source, encoder) for source in feed.sources}
     reference = stored_reference(feed, scoring, ranks, trained.cost_model, folders, key)
     ranks.by_first(lambda: save_reference(folder, reference))
     return reference
+
+
+def _reference_settings(config: TrainConfig, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+    """Settings that log-probabilities of a row's answers depend on, beside its encoding."""
+    policies = {part.overlong or config.data.overlong for stage in config.data.played for part in stage.parts}
+    return {
+        "config": without_keys(model.config.to_dict(), ("_name_or_path",)),
+        "precision": f"{config.run.dtype} on {device.type}",
+        "kernels": [config.speed.attention, config.speed.kernels],
+        "cut": config.data.tokens_per_pack if "truncate" in policies else None,
+    }
 
 
 def _mismatches(

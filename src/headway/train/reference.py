@@ -2,7 +2,8 @@
 
 Stored ones are computed once, before the first step, for every row that the plan trains on. They lie beside the length
 index under a digest of the weights, so that other runs of the same model on the same rows find them; an interrupted
-computation goes on where it was. The run folder has a copy, which a resumed run reads.
+computation goes on where it was, and rows whose pictures, videos or sounds have changed are computed again. The run
+folder has a copy, which a resumed run reads.
 
 Tensor letters: N rows of a source, G answers of the row that has the most, A answers of a pack, L slots that this
 process computes.
@@ -11,9 +12,10 @@ process computes.
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,20 +24,22 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from headway.cache import write_whole
 from headway.count import CostModel
 from headway.data import Batch
 from headway.data.blank_media import vision_kinds
 from headway.data.feed import IndexedFeed
-from headway.data.samples import Origin
+from headway.data.samples import Chat, MediaPart, Origin, Preference, Sample, SampleError
 from headway.data.sources import Source
+from headway.data.sources.identity import content_mark
 from headway.errors import CheckpointError, DataError
 from headway.log.working import working
 from headway.models.head import ModelWithLoss
 from headway.models.parallel.ranks import Ranks
 from headway.report import format_count, format_duration
+from headway.version import code_digest, library_versions
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Table = NDArray[np.float64]
@@ -45,6 +49,7 @@ FOLDER = "reference"
 """Folder of a run's copies, one for each source."""
 
 _SAVE_S = 30.0  # between writes of an unfinished table
+_ELEMENTS = 2**24  # of weights that are added up at a time
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -119,14 +124,13 @@ def stored_reference(
         ranks: the processes; each takes its share of the packs.
         cost_model: of the model, for the note.
         folders: of each source, where its table lies.
-        key: digest of the model.
+        key: of the model, by `reference_key`.
 
     Raises:
         DataError: a row cannot be used, or its table cannot be written.
     """
     paths = {name: folder / f"reference-{key}.npy" for name, folder in folders.items()}
-    tables = ranks.by_first(lambda: {name: _read(path) for name, path in paths.items()})
-    tables = {source.name: _fitting(tables[source.name], len(source)) for source in feed.sources}
+    tables = ranks.by_first(lambda: {source.name: _current(source, paths[source.name]) for source in feed.sources})
     starts = _starts(feed.sources)
     missing = [np.asarray(np.isnan(tables[source.name]).all(axis=1)) for source in feed.sources]
     rows = flops = 0
@@ -190,26 +194,61 @@ def save_reference(folder: Path, reference: StoredReference) -> None:
     _write({name: _copy(folder, name) for name in reference.tables}, reference.tables)
 
 
-def model_key(model: nn.Module, config: Mapping[str, Any], precision: str) -> str:
-    """Digest of a model's weights, configuration and precision, the same however its weights are sharded.
+def reference_key(model: nn.Module, settings: Mapping[str, Any]) -> str:
+    """Digest of all that log-probabilities depend on beside rows: weights, code, and settings of the computation.
 
-    Of each parameter it takes the sum of its elements' bits as whole numbers.
+    It is the same however the weights are sharded, and wherever the model's folder lies. Rows and their encoding are in
+    the key of the folder that the table lies in, the media that rows name in the table's own marks.
 
     Args:
         model: with weights; adapters, whose outputs are zero at the start, should be out of it.
-        config: the content of its config.json.
-        precision: name of the precision that it computes in.
+        settings: configuration of the model, precision, device and limits of a row, as JSON takes them.
     """
-    digest = hashlib.blake2b(json.dumps([config, precision], sort_keys=True, default=str).encode(), digest_size=12)
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach()
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        total_1 = local.contiguous().view(_WHOLE[local.element_size()]).sum(dtype=torch.int64).reshape(1)
-        if isinstance(tensor, DTensor):  # what is sharded adds up, copies do not
-            placements = [Partial() if place.is_shard() else Replicate() for place in tensor.placements]
-            total_1 = DTensor.from_local(total_1, tensor.device_mesh, placements).full_tensor()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {int(total_1)}\n".encode())
+    code = [library_versions(), code_digest("data", "models")]
+    digest = hashlib.blake2b(json.dumps([settings, code], sort_keys=True, default=str).encode(), digest_size=12)
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_weighted_sum(tensor.detach())}\n".encode())
     return digest.hexdigest()
+
+
+def _weighted_sum(tensor: torch.Tensor) -> int:
+    """Sum of a tensor's elements, as whole numbers of their bits, each times a number of its place, modulo 2**64.
+
+    Elements that change places change it. A slice of a sharded tensor adds its part with the places that its elements
+    have in the whole, so that nothing but the sum is exchanged. The number of a place is a product of one of each axis.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not local.ndim:
+        local = local.reshape(1)
+    bits = local.contiguous().view(_WHOLE[local.element_size()])
+    factors = [_place_factors(tensor, axis).to(local.device) for axis in range(local.ndim)]
+    rows_RN = bits.reshape(-1, bits.shape[-1]) if bits.numel() else bits.reshape(0, 1)
+    # The last axis first, some rows at a time, as whole numbers take up to eight times the memory of weights.
+    step = max(1, _ELEMENTS // rows_RN.shape[1])
+    parts = [(rows_RN[at : at + step] * factors[-1]).sum(1) for at in range(0, len(rows_RN), step)]
+    total = torch.cat(parts).reshape(bits.shape[:-1]) if parts else rows_RN.new_zeros((), dtype=torch.int64)
+    for factors_N in reversed(factors[: total.ndim]):
+        total = (total * factors_N).sum(-1)
+    total_1 = total.sum().reshape(1)
+    if isinstance(tensor, DTensor):  # what is sharded adds up, copies do not
+        placements = [place if place.is_replicate() else Partial() for place in tensor.placements]
+        total_1 = DTensor.from_local(total_1, tensor.device_mesh, placements).full_tensor()
+    return int(total_1)
+
+
+def _place_factors(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """Odd numbers of the places along an axis that this process has, scattered over 64 bits, shape (N,)."""
+    places = torch.arange(tensor.shape[axis] if tensor.ndim else 1)
+    if isinstance(
+        tensor, DTensor
+    ):  # cut as the tensor itself is along this axis, into slices that need not be adjacent
+        cuts = [place if getattr(place, "dim", None) == axis else Replicate() for place in tensor.placements]
+        places = places.reshape([-1 if other == axis else 1 for other in range(tensor.ndim)])
+        places = distribute_tensor(places, tensor.device_mesh, cuts, src_data_rank=None).to_local().flatten().cpu()
+    mixed_N = (places + 1) * (0x9E3779B97F4A7C15 - 2**64) + axis * 0x2545F4914F6CDD1D
+    for shift, factor in ((31, 0x7FB5D329728EA185), (27, 0x81DADEF4BC2DD44D - 2**64)):
+        mixed_N = (mixed_N ^ (mixed_N >> shift)) * factor
+    return mixed_N | 1
 
 
 def with_reference(batch: Batch, values_A: torch.Tensor) -> Batch:
@@ -234,18 +273,69 @@ def _copy(folder: Path, source: str) -> Path:
     return folder / FOLDER / f"{hashlib.blake2b(source.encode(), digest_size=6).hexdigest()}.npy"
 
 
-def _read(path: Path) -> Table:
+def _current(source: Source, path: Path) -> Table:
+    """The table of a source without rows whose pictures, videos or sounds have changed since it was written."""
+    table, marks_path = _fitting(_read(path), len(source)), path.with_name(f"{path.stem}-media.npy")
+    before = _read(marks_path, np.uint64)
+    before = before if before.shape == (len(source), 2) else np.zeros((len(source), 2), np.uint64)
+    with working(f"looking for changed media of {source.name}"):
+        marks = np.array([_media_marks(source, row, before[row]) for row in range(len(source))], np.uint64)
+    changed = marks[:, 1] != before[:, 1]
+    table[changed] = np.nan
+    if (marks != before).any():  # the table first: whatever interrupts this, no changed row is taken for another
+        _write({source.name: path}, {source.name: table})
+        _write({source.name: marks_path}, {source.name: marks})
+    return table
+
+
+def _media_marks(source: Source, row: int, before: NDArray[np.uint64]) -> tuple[int, int]:
+    """Digests of the state and of the content of the files that a row names; content is read if the state is another.
+
+    Both are 0 of a row without such files. An address on the web is known by itself alone.
+    """
+    try:
+        files = list(dict.fromkeys(_media_files(source[row])))
+        states = [(file, *_state(file)) for file in files]
+        state = _number(states)
+        if not files or state == before[0]:
+            return (state, int(before[1])) if files else (0, 0)
+        return state, _number([(file, content_mark(Path(file))) if "://" not in file else file for file in files])
+    except (SampleError, OSError):  # told where the row is used
+        return 0, 0
+
+
+def _state(file: str) -> tuple[int, ...]:
+    if "://" in file:
+        return ()
+    status = Path(file).stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _media_files(sample: Sample) -> Iterator[str]:
+    """Paths and addresses of the media that a sample names; those within the row are part of its file."""
+    chats = sample.chats if isinstance(sample, Preference) else (sample,) if isinstance(sample, Chat) else ()
+    media = [part.media for chat in chats for part in chat.parts if isinstance(part, MediaPart)]
+    for medium in chain.from_iterable(item.frames or (item,) for item in media):
+        if medium.path is not None:
+            yield medium.path
+
+
+def _number(value: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(errors="surrogatepass"), digest_size=8).digest(), "big")
+
+
+def _read(path: Path, dtype: type = np.float64) -> NDArray[Any]:
     """A table; an empty one where there is none."""
     try:
         table = np.load(path, allow_pickle=False)
     except FileNotFoundError:
-        return np.zeros((0, 0))
+        return np.zeros((0, 0), dtype)
     except (OSError, ValueError, EOFError) as error:
         raise DataError(f"The log-probabilities in {path} cannot be read: {error}. Delete the file.") from error
-    return np.asarray(table, dtype=np.float64)
+    return np.asarray(table, dtype=dtype)
 
 
-def _write(paths: Mapping[str, Path], tables: Mapping[str, Table]) -> None:
+def _write(paths: Mapping[str, Path], tables: Mapping[str, NDArray[Any]]) -> None:
     for name, path in paths.items():
         try:
             write_whole(path, lambda file, table=tables[name]: np.save(file, table))  # type: ignore[misc]  # at once

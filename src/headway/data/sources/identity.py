@@ -26,6 +26,7 @@ Verify = Literal["size-and-time", "hash", "size"]
 UNASKED_BYTES = 2**30  # of a run's local files together; so many are hashed in seconds, without being asked
 _SHA256 = re.compile("[0-9a-f]{64}")
 _HASHING_THREADS = 4
+_SPOT_BYTES = 512
 _MOST_NAMED = 3  # changed files that an error names
 
 
@@ -192,6 +193,29 @@ def content_sha256(path: Path) -> str:
     with suppress(OSError):  # a cache that cannot be written only costs time
         write_whole(digest_file, lambda target: target.write(digest.encode("ascii")))
     return digest
+
+
+def content_mark(path: Path, full_bytes: int = 2**24, spots: int = 256) -> str:
+    """A digest of a local file: of its content, or if it is large, of its size and of spots spread evenly over it.
+
+    Args:
+        path: of the file.
+        full_bytes: size of the largest file that is read to its end [bytes].
+        spots: of 512 bytes that are read of a larger one.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    digest = hashlib.blake2b(f"{size}".encode(), digest_size=16)
+    with path.open("rb") as file:
+        if size <= full_bytes:
+            digest.update(file.read())
+        else:
+            for spot in range(spots):
+                file.seek(size * spot // spots)
+                digest.update(file.read(_SPOT_BYTES))
+    return digest.hexdigest()
 
 
 def _digest(file: File) -> str:
