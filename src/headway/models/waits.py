@@ -42,11 +42,6 @@ class RunningPack:
     segments: Segments | None = None
     local: slice | None = None
 
-    @property
-    def lengths(self) -> list[int]:
-        """Lengths of its segments, as far as the host knows them [tokens]."""
-        return [length for length, _ in self.segments or ()]
-
     def spans(self, positions_RT: torch.Tensor) -> list[tuple[int, int, int]]:
         """First slot of each segment among those that this process computes, one past the last, and its positions.
 

@@ -29,7 +29,6 @@ from headway.models.attention.segments import segment_attention
 from headway.models.attention.splits import SplitMask, split_attention
 from headway.models.parallel.exchange import Split, heads_to_tokens, own_heads, tokens_to_heads
 from headway.models.products import product_dtype
-from headway.models.waits import RunningPack, running_pack
 
 NAME = "headway_flash"  # "flash" in the name makes vision towers hand over their cu_seqlens instead of looping
 
@@ -123,9 +122,7 @@ def mask(
     if is_complete and not is_plain(rule):
         return SegmentMask(rule, tuple(tensors), is_packed)
     if is_packed:
-        empty: Any = torch.empty(1, 1, 0, 0, dtype=torch.bool)
-        empty.pack = running_pack()  # for layers that are handed their mask and not the model's other arguments
-        return empty  # type: ignore[no-any-return]  # a tensor
+        return torch.empty(1, 1, 0, 0, dtype=torch.bool)
     if is_complete:
         return None
     kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -194,11 +191,10 @@ def attend(
     # The mask is one of three: runs within segments, a rule to evaluate, or a boolean tensor written out.
     own = attention_mask if isinstance(attention_mask, SegmentMask) else None
     written = attention_mask if isinstance(attention_mask, torch.Tensor) and attention_mask.numel() else None
-    cu_N, longest = cu_seq_lens_q, max_length_q  # a tower's own boundaries win
-    if cu_N is None:
-        is_packs = causal or (own is not None and own.is_packed)
-        pack = (pack_cu_seqlens, pack_max_seqlen)
-        cu_N, longest = _of_pack(pack, attention_mask, query.shape[2]) if is_packs else (None, None)
+    # Boundaries: a tower's own win; those of the language pack hold for causal attention and under its own mask.
+    cu_N, longest = cu_seq_lens_q, max_length_q
+    if cu_N is None and (causal or (own is not None and own.is_packed)):
+        cu_N, longest = pack_cu_seqlens, pack_max_seqlen
     splits = attention_mask if isinstance(attention_mask, SplitMask) else None
     if pack_splits is not None and causal and cu_seq_lens_q is None:
         splits = pack_splits
@@ -239,16 +235,6 @@ def attend(
     if pack_split is not None:
         out_THD = heads_to_tokens(out_THD, query.shape[2], query.shape[1], pack_split)
     return out_THD.reshape(query.shape[0], query.shape[2], *out_THD.shape[1:]), None
-
-
-def _of_pack(
-    pack: tuple[torch.Tensor | None, int | None], mask: Any, slots: int
-) -> tuple[torch.Tensor | None, int | None]:
-    """Boundaries of the language pack and its longest segment: those of the arguments, else those that its mask has."""
-    running: RunningPack | None = getattr(mask, "pack", None)
-    if pack[0] is None and running is not None and sum(running.lengths) == slots:
-        return running.boundaries_N, max(running.lengths)
-    return pack
 
 
 def _check_plain(mask: Any, window: int | None, softcap: float | None, sinks_H: torch.Tensor | None) -> None:
