@@ -1,11 +1,15 @@
 """What attention costs under any mask: the pairs that NumPy counts."""
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from headway.tracing import trace
 
@@ -67,3 +71,78 @@ def test_layers_that_share_a_mask_each_count_their_own_queries():
     cost = trace(Sharing(), inputs=(torch.randn(3, 7, 4), torch.randn(3, 5, 4)))
     # three heads, and 7 or 2 queries that see 3 keys each
     assert sum(row.forward for row in cost.rows if row.op == "attention") == 3 * (7 + 2) * 3 * 2 * (4 + 4)
+
+
+class _Unmasked(nn.Module):
+    """Attends through transformers' interface without a mask, as cross-modal layers and towers do."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, config, flag, options, by_interface):
+        super().__init__()
+        self.config, self.options, self.by_interface = config, options, by_interface
+        self.qkv = nn.Linear(32, 96)
+        if flag is not None:
+            self.is_causal = flag
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        name = self.config._attn_implementation
+        if self.by_interface:
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        else:  # as models wrote it before the interface had a method for it
+            attend = eager_attention_forward if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        return attend(self, q, k, v, None, dropout=0.0, scaling=8**-0.5, **self.options)[0].flatten(2)
+
+
+class _UnmaskedConfig(PretrainedConfig):
+    model_type = "unmasked"
+
+
+class _UnmaskedModel(PreTrainedModel):
+    config_class = _UnmaskedConfig
+    _supports_sdpa = True
+
+    def __init__(self, config, *how):
+        super().__init__(config)
+        self.attention = _Unmasked(config, *how)
+        self.post_init()
+
+    def forward(self, x):
+        return self.attention(x)
+
+
+@torch.no_grad()
+def _pairs_that_move(model, length):
+    """Count the pairs (query, key) of which the query's result moves with the key's input."""
+    x = torch.randn(1, length, 32)
+    out = model(x)
+    pairs = 0
+    for key in range(length):
+        changed = x.clone()
+        changed[0, key] += 1
+        pairs += int(((model(changed) - out).abs().sum(-1) > 1e-7).sum())
+    return pairs
+
+
+@pytest.mark.parametrize("by_interface", [True, False], ids=["interface", "looked-up"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"is_causal": False}, {"sliding_window": 4}], ids=str)
+@pytest.mark.parametrize("flag", [True, False, None])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention", "flash_attention_2"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_attention_without_a_mask_costs_what_its_implementation_attends_to(implementation, flag, options, by_interface):
+    length, window = 9, options.get("sliding_window", 9)
+    config = _UnmaskedConfig()
+    model = _UnmaskedModel(config, flag, options, by_interface)
+    config._attn_implementation_internal = implementation  # whether or not its kernel is installed here
+    causal = options.get("is_causal", flag)
+    if implementation == "flash_attention_2":  # runs on GPUs alone: its flag and window, as its documentation has them
+        if causal is None:
+            pytest.skip("transformers itself fails: its flash attention needs a flag")
+        rows = range(length)
+        pairs = sum(-window < key - query < (1 if causal else window) for query in rows for key in rows)
+    else:
+        with torch.compiler.set_stance("force_eager"):
+            pairs = _pairs_that_move(model, length)
+    (row,) = (r for r in trace(model, inputs=(torch.zeros(1, length, 32),)).rows if r.op == "attention")
+    assert row.forward == pairs * 2 * 4 * (8 + 8)

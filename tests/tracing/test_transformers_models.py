@@ -225,6 +225,17 @@ TRANSFORMERS: dict[str, Example] = {
         text(pixel_values=lambda: torch.randn(BATCH, 3, 32, 32)),
         causal(),
     ),
+    # eager alone, and its image side is handed no mask although its modules call themselves causal
+    "BridgeTowerModel": Example(
+        _transformers(
+            "BridgeTowerModel",
+            hidden_size=64,
+            contrastive_hidden_size=16,
+            text_config=_TINY | {"hidden_size": 64},
+            vision_config=_TINY | {"hidden_size": 64},
+        ),
+        text(pixel_values=lambda: torch.randn(BATCH, 3, 32, 32)),
+    ),
     "VJEPA2Model": Example(
         _transformers(
             "VJEPA2Model",

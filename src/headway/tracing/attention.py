@@ -2,10 +2,13 @@
 
 A seam sees heads, both head sizes, the mask and the window, which no matrix product further down would tell. The mask
 is a real boolean tensor here, so the pairs it allows are counted, and the count must agree with the formula of the
-kind of mask that the model names.
+kind of mask that the model names. Without a mask, the function that the model would have called says who sees whom: it
+runs on shapes, and what it attends to is read. Some read a causal flag or a window, others the mask alone.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,9 @@ from headway.tracing.record import Recorder
 TEXT = "headway_trace"
 TOWER = "headway_flash_trace"  # vision towers hand over cu_seqlens only to a name that contains "flash"
 BY_HAND = "headway_float_trace"  # masks are floats, as for models that transformers only runs eagerly
+
+_NAMES = (TEXT, TOWER, BY_HAND)
+_IMPLEMENTATION = "_implementation_that_runs"  # of a twin's configuration: the attention that its model was set to
 
 _recorder: Recorder | None = None
 
@@ -112,20 +118,24 @@ def _transformers_seam(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    *,
+    eager: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Take the place of an attention function: [batch, heads, tokens, size] in, [batch, tokens, heads, size] out."""
+    """Take the place of an attention function: [batch, heads, tokens, size] in, [batch, tokens, heads, size] out.
+
+    `eager` is what the model calls where no other implementation is set.
+    """
     assert _recorder is not None
     path = _recorder.path_of(module)
     boundaries = kwargs.get("cu_seq_lens_q")
-    causal = kwargs.get("is_causal")
-    causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     window = kwargs.get("sliding_window")
     driver, longest, heads = "", 0, 0
     query, key, value = of_one_batch(query, key, value)
     if boundaries is not None:
         lengths = np.diff(boundaries.tolist())
         longest = int(lengths.max())
+        causal = _sees_no_later_key(_recorder, module, (query, key, value), kwargs, eager)
         pairs = masks.causal_pairs(lengths) if causal else masks.full_pairs(lengths)
     elif attention_mask is not None:
         picked = _picked(module, path, key.shape[-2], kwargs)
@@ -133,10 +143,65 @@ def _transformers_seam(
         if window and driver == "pairs:causal" and query.shape[-2] <= window:
             driver = f"pairs:sliding:{window}"  # which no segment has exceeded yet
     else:
-        pairs, driver = plain_pairs(query, key, causal, window)
+        pairs, driver = _unmasked_pairs(_recorder, module, (query, key, value), kwargs, eager)
     extra = tuple(t for t in (attention_mask, *kwargs.values()) if isinstance(t, torch.Tensor))
     out = attend(_recorder, path, query, key, value, pairs, driver, extra, longest=longest, heads=heads)
     return out.transpose(1, 2).contiguous(), None
+
+
+def choose_interface(
+    _recorder: Recorder, *, self: Any, attn_implementation: str | None, default: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Stand in for `AttentionInterface.get_interface`, which knows what a model calls where eager attention is set."""
+    if attn_implementation in _NAMES:
+        return partial(_transformers_seam, eager=default)
+    function: Callable[..., Any] = self.get(attn_implementation, default)
+    return function
+
+
+def _unmasked_pairs(
+    recorder: Recorder,
+    module: nn.Module,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    kwargs: dict[str, Any],
+    eager: Callable[..., Any] | None,
+) -> tuple[int, str]:
+    """Count pairs of an attention without a mask, by running the function that the model would have called.
+
+    Returns:
+        Pairs, summed over the batch; and their driver where that function says it.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = getattr(getattr(module, "config", None), _IMPLEMENTATION, None) or "eager"
+    function = eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    if function is None:  # eager attention that the model calls by itself: all of transformers' read the mask alone
+        return plain_pairs(qkv[0], qkv[1], False, None)
+    before = len(recorder.operations)
+    with torch.no_grad():
+        function(module, *qkv, None, **kwargs)
+    ran = [op for op in recorder.operations[before:] if op.kind == "attention"]
+    del recorder.operations[before:]
+    if not ran:
+        raise TraceError(
+            f"module {recorder.path_of(module) or '(the model)'} attends without a mask by {name!r}, in which no "
+            "softmax over scores is seen: who sees whom cannot be told. Give it a boolean mask, or set another "
+            "attention, as by model.set_attn_implementation('sdpa')."
+        )
+    return ran[-1].units * (math.prod(qkv[0].shape[:-3]) if ran[-1].by_hand else 1), ran[-1].driver
+
+
+def _sees_no_later_key(
+    recorder: Recorder,
+    module: nn.Module,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    kwargs: dict[str, Any],
+    eager: Callable[..., Any] | None,
+) -> bool:
+    """Say whether attention is causal inside segments, as it is over two positions that stand for one."""
+    options = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)}
+    pairs, _ = _unmasked_pairs(recorder, module, tuple(t[..., :2, :] for t in qkv), options, eager)  # type: ignore[arg-type]  # three tensors
+    return pairs < qkv[0][..., 0, 0, 0].numel() * 4
 
 
 def _picked(module: nn.Module, path: str, keys: int, kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -266,9 +331,23 @@ def register() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    for name in (TEXT, TOWER, BY_HAND):
+    for name in _NAMES:
         AttentionInterface.register(name, _transformers_seam)
         AttentionMaskInterface.register(name, _float_mask_seam if name == BY_HAND else _mask_seam)
+
+
+def lead_here(configs: list[tuple[Any, str]]) -> None:
+    """Set the attention of configurations to one of the seams, and keep what it was.
+
+    Args:
+        configs: each with the name of its seam; setting one also sets those inside it.
+    """
+    register()
+    for config, _ in configs:
+        if config._attn_implementation not in _NAMES:
+            vars(config)[_IMPLEMENTATION] = config._attn_implementation
+    for config, name in configs:
+        config._attn_implementation = name
 
 
 def set_recorder(recorder: Recorder | None) -> Recorder | None:

@@ -14,7 +14,7 @@ from headway.count import masks
 from headway.count.integers import Ints
 from headway.errors import TraceError
 from headway.tracing import known_values
-from headway.tracing.attention import attend, masked_pairs, plain_pairs
+from headway.tracing.attention import attend, choose_interface, masked_pairs, plain_pairs
 from headway.tracing.record import Recorder
 
 
@@ -137,6 +137,38 @@ def _flash(
     return (out, _statistics(out), None) if return_attn_probs else out
 
 
+def _transformers_flash(
+    recorder: Recorder,
+    *,
+    query_states: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    **_options: Any,
+) -> torch.Tensor:
+    """Stand in for the function through which transformers calls any flash kernel: [batch, tokens, heads, size].
+
+    Source: transformers.modeling_flash_attention_utils: a window of w tokens reaches w - 1 to either side.
+    """
+    if attention_mask is not None:
+        raise TraceError(
+            f"module {recorder.module or '(the model)'} hands a flash kernel a mask of padding: give whole segments."
+        )
+    window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
+    if cu_seq_lens_q is not None:
+        flat = tuple(t.flatten(0, 1) for t in (query_states, key_states, value_states))
+        out = _attend_packed(recorder, flat, (cu_seq_lens_q, cu_seq_lens_k), window, is_causal, None)  # type: ignore[arg-type]  # three tensors
+        return out.unflatten(0, query_states.shape[:2])
+    out: torch.Tensor = _flash(
+        recorder, q=query_states, k=key_states, v=value_states, causal=is_causal, window_size=window
+    )
+    return out
+
+
 def _xformers(
     recorder: Recorder,
     *,
@@ -231,5 +263,7 @@ SEAMS: dict[str, dict[str, Callable[..., Any]]] = {
     "torch.nn.attention.varlen": {"varlen_attn": _varlen_attn},
     "flash_attn.flash_attn_interface": _FLASH,  # flash-attn 2
     "flash_attn_interface": _FLASH,  # flash-attn 3
+    "transformers.modeling_utils": {"AttentionInterface.get_interface": choose_interface},
+    "transformers.modeling_flash_attention_utils": {"_flash_attention_forward": _transformers_flash},
     "xformers.ops.fmha": {"memory_efficient_attention": _xformers},
 }

@@ -283,11 +283,13 @@ def use_seams(model: nn.Module) -> None:
     """Point attention at the recording seams and experts at grouped products; let every layer run, on every row."""
     run_every_layer(model)
     keep_every_row(model)
-    if configs(model):
-        attention.register()
-    for config in {id(config): config for config in configs(model)}.values():  # one sets those inside it too
+    names = []
+    for config in {id(config): config for config in configs(model)}.values():
         masked = hasattr(config, "vocab_size") or config.model_type in MASKED_TOWERS
-        config._attn_implementation = attention.TEXT if masked else attention.TOWER
+        names.append((config, attention.TEXT if masked else attention.TOWER))
+    if names:
+        attention.lead_here(names)
+    for config, _ in names:
         config._experts_implementation = "grouped_mm"
         config.use_cache = False  # some forwards do not take it as an argument
     for module in model.modules():

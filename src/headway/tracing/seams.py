@@ -62,7 +62,9 @@ class Seams(TorchFunctionMode):
         replacements: dict[FunctionType, Callable[..., Any]] = {}
         for module, functions in attention_packages.SEAMS.items():
             for name, seam in functions.items():
-                function = getattr(sys.modules.get(module), name, None)
+                function: Any = sys.modules.get(module)
+                for part in name.split("."):
+                    function = getattr(function, part, None)
                 if isinstance(function, FunctionType):
                     replacements[function] = self._bound(seam, inspect.signature(function))
         return replacements
