@@ -1,5 +1,6 @@
 """Adapters: on a stored cost model against real ones that peft made, and real ones against PyTorch's own counter."""
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -7,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from headway.count import Workload
 from headway.tracing import trace
 from helpers.cases import some
-from helpers.counter import build, check
+from helpers.counter import build, check, counted, counted_eagerly
 from helpers.models import VISION_FAMILIES, tiny_ledger, tiny_model
 
 # Without targets both adapt all linear modules but the head. (On text mixtures of experts peft's all-linear also adapts
@@ -94,3 +95,55 @@ def test_doras_norm_costs_once_per_forward_pass():
     one, two = cost.count(Workload([50, 33])), cost.count(Workload([50]) + Workload([33]))
     assert two.forward - one.forward == norm
     assert cost.count(Workload([50, 33], packs=2)) == two
+
+
+_VIRTUAL = 5  # tokens that a learnt prompt puts before each text
+# queries, keys and values: then backward needs all four products of each attention
+_TARGETS = {"target_modules": ["q_proj", "k_proj", "v_proj"]}
+# adapters whose own work is on weights alone, on every row, or both
+METHODS = {
+    "HRA": lambda: peft.HRAConfig(r=4, **_TARGETS),
+    "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=_VIRTUAL, encoder_hidden_size=16),
+    "DoRA": lambda: LoraConfig(r=4, use_dora=True, **_TARGETS),
+    "LoHa": lambda: peft.LoHaConfig(r=4, **_TARGETS),
+    "LoKr": lambda: peft.LoKrConfig(r=4, **_TARGETS),
+    "RandLoRA": lambda: peft.RandLoraConfig(r=4, **_TARGETS),
+    "OFT": lambda: peft.OFTConfig(r=0, oft_block_size=8, **_TARGETS, use_cayley_neumann=False),
+    "OFT by a series": lambda: peft.OFTConfig(r=0, oft_block_size=8, **_TARGETS),
+    "BOFT": lambda: peft.BOFTConfig(boft_block_size=8, **_TARGETS),
+    "SHiRA": lambda: peft.ShiraConfig(r=4, **_TARGETS),
+    "FourierFT": lambda: peft.FourierFTConfig(n_frequency=10, **_TARGETS),
+    "VeRA": lambda: peft.VeraConfig(r=4, **_TARGETS),
+    "IA3": lambda: peft.IA3Config(feedforward_modules=[], **_TARGETS),
+}
+
+
+def _adapted_step(config, rows, length=9):
+    """Count a batch of rows under an adapter: FLOPs of the ledger, and of a real step less its forbidden pairs."""
+    torch.manual_seed(0)
+    config.task_type = peft.TaskType.CAUSAL_LM
+    model = get_peft_model(tiny_model("qwen3", attn_implementation="eager", dtype=torch.float32), config).train()
+    ids = torch.randint(6, 160, (rows, length))
+    forward, backward = counted_eagerly(model, {"input_ids": ids, "labels": ids, "use_cache": False})
+    seen = length + (_VIRTUAL if isinstance(config, peft.PromptEncoderConfig) else 0)
+    # eager attention runs whole squares: two products of 4 heads of 8 in each of 2 layers, twice as many in backward
+    forbidden = rows * 2 * 2 * 2 * 4 * 8 * (seen * (seen - 1) // 2)
+    return counted(trace(model), Workload([length] * rows)), (forward - forbidden, backward - 2 * forbidden)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning", "ignore:Setting boft_n:UserWarning")
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA:UserWarning")
+@pytest.mark.parametrize("method", METHODS)
+def test_what_an_adapter_does_to_weights_is_done_once_for_all_rows(method):
+    for rows in (1, 3):
+        ledger, real = _adapted_step(METHODS[method](), rows)
+        assert ledger == real
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_an_adapter_that_cannot_be_read_is_named_beside_its_base():
+    with pytest.warns(RuntimeWarning, match=r"leaves out the adapters .*q_proj.*Fourier transform"):
+        ledger, _ = _adapted_step(peft.C3AConfig(block_size=8, **_TARGETS), 2)
+    # as an adapter without products: each rescales what its layer gives, from the same layers on
+    assert ledger == _adapted_step(peft.IA3Config(feedforward_modules=[], **_TARGETS), 2)[1]

@@ -4,8 +4,6 @@ A hidden pair's probability is exactly zero in float32, an allowed one's is not:
 that reads masks, and no formula for windows, chunks or top-k selections.
 """
 
-from collections import Counter
-
 import pytest
 import torch
 import transformers
@@ -81,6 +79,16 @@ MODELS = {
          "image_token_id": 3, "video_token_id": 4},
         ["pairs:pools:4:4"],
     ),
+    "an indexer that loops over queries, and picks whole blocks": (
+        "Qwen4ExpTextConfig",
+        {k: v for k, v in dict(
+            _TEXT, **_EXPERTS, num_experts=4, shared_expert_intermediate_size=16, hc_lowrank=4, hc_count=2,
+            linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+            layer_types=["linear_attention", "indexed_attention"], indexer_n_heads=2, indexer_kv_heads=1,
+            indexer_head_dim=8, indexer_budget=16, indexer_compress_ratio=4,
+        ).items() if k != "intermediate_size"},
+        ["pairs:pools:4:4"],
+    ),
     "chunks": (
         "Llama4TextConfig",
         dict(_TEXT, attention_chunk_size=16, num_hidden_layers=4, intermediate_size_mlp=40, num_local_experts=4),
@@ -145,13 +153,25 @@ def test_attention_is_billed_for_the_pairs_whose_probability_is_not_zero(name):
         assert nonzero - sinks == heads * sum(drivers.parse(driver)(workload) for driver in found)
 
 
-def test_an_indexer_scores_the_keys_that_each_query_may_see():
-    class_name, options, _ = MODELS["an indexer's top-k"]
+_SCORED = {
+    # 2 heads of 8: a product per pair and head, then their weighted sum
+    "an indexer's top-k": ("model.layers.0.self_attn.indexer", [("pairs:causal", 2 * 2 * 8), ("pairs:causal", 2 * 2)]),
+    # 2 heads of 8 over the means of whole blocks of 4, then their sum, which is no product
+    "an indexer that loops over queries, and picks whole blocks": (
+        "model.layers.1.self_attn.indexer",
+        [("pairs:compressed:4", 2 * 2 * 8)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _SCORED)
+def test_an_indexer_scores_the_keys_that_each_query_may_see(name):
+    class_name, options, _ = MODELS[name]
+    if "indexed_attention" in str(options) and "indexed_attention" not in ALLOWED_LAYER_TYPES:
+        pytest.skip("transformers 5.17 refuses these layers")
+    module, scored = _SCORED[name]
     cost = trace(getattr(transformers, class_name)(**options))
-    rows = [row for row in cost.rows if row.module == "model.layers.0.self_attn.indexer"]
-    # 2 heads of 8: a product per pair and head, then their weighted sum; the indexer gets no gradient
-    assert [(row.driver, row.forward, row.gradients) for row in rows] == [
-        ("pairs:causal", 2 * 2 * 8, ()),
-        ("pairs:causal", 2 * 2, ()),
-    ]
-    assert Counter(row.component for row in rows) == {"language.attention": 2}
+    rows = [row for row in cost.rows if row.module == module]
+    assert [(row.driver, row.forward) for row in rows] == scored
+    assert not any(row.gradients for row in rows)  # what picks gets no gradient
+    assert {row.component for row in rows} == {"language.attention"}

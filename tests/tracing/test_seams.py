@@ -148,6 +148,32 @@ def test_flex_attention_counts_what_its_mask_function_allows(rule, expected, com
     assert attention_row(attend, torch.zeros(2, 200, 8), kv_heads=KV_HEADS) == 2 * expected
 
 
+_ADDED = torch.zeros(1, 1, 30, 30).masked_fill(torch.ones(30, 30, dtype=torch.bool).triu(1), -torch.inf)
+_LEARNT = nn.Parameter(torch.zeros(HEADS, 30, 30))
+
+
+@pytest.mark.parametrize(
+    ("modify", "expected"),
+    [
+        (lambda score, _b, _h, q, k: torch.where(q >= k, score, -torch.inf), masks.causal_pairs([30])),
+        (lambda score, _b, _h, q, k: torch.where(q >= k, score, -1e9), masks.causal_pairs([30])),
+        (
+            lambda score, _b, h, q, k: torch.where(q >= k, score + _LEARNT[h, q, k], -torch.inf),
+            masks.causal_pairs([30]),
+        ),
+        (
+            lambda score, b, _h, q, k: score + _ADDED[b][0][q][k],
+            masks.causal_pairs([30]),
+        ),  # as transformers adds a mask
+        (lambda score, _b, h, q, k: score + _LEARNT[h, q, k], 30 * 30),
+        (lambda score, _b, _h, _q, _k: 20 * torch.tanh(score / 20), 30 * 30),
+    ],
+    ids=["-inf", "-1e9", "beside a learnt bias", "an added mask", "a learnt bias", "a cap"],
+)
+def test_flex_attention_counts_no_pair_whose_score_is_modified_away(modify, expected):
+    assert attention_row(heads_first(flex_attention, score_mod=modify), torch.zeros(1, 30, 8)) == expected
+
+
 def test_flex_attention_keeps_documents_apart():
     document = torch.tensor([0] * 70 + [1] * 130)
 

@@ -48,12 +48,17 @@ def in_dtype(value: Any, dtype: torch.dtype) -> Any:
     return _leaf(cast, value)
 
 
-def phantoms(value: Any) -> Iterator[Phantom]:
-    """Iterate over the phantoms among arguments."""
-    if isinstance(value, Phantom):
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Iterate over the tensors among arguments."""
+    if isinstance(value, torch.Tensor):
         yield value
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ():
-        yield from phantoms(part)
+        yield from tensors(part)
+
+
+def phantoms(value: Any) -> Iterator[Phantom]:
+    """Iterate over the phantoms among arguments."""
+    return (tensor for tensor in tensors(value) if isinstance(tensor, Phantom))
 
 
 def asking(model: nn.Module, arguments: Any) -> Iterator[tuple[str, Phantom]]:

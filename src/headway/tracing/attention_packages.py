@@ -13,7 +13,7 @@ import torch
 from headway.count import masks
 from headway.count.integers import Ints
 from headway.errors import TraceError
-from headway.tracing import known_values
+from headway.tracing import known_values, scores
 from headway.tracing.attention import attend, choose_interface, masked_pairs, plain_pairs
 from headway.tracing.record import Recorder
 
@@ -161,8 +161,8 @@ def _transformers_flash(
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
     if cu_seq_lens_q is not None:
         flat = tuple(t.flatten(0, 1) for t in (query_states, key_states, value_states))
-        out = _attend_packed(recorder, flat, (cu_seq_lens_q, cu_seq_lens_k), window, is_causal, None)  # type: ignore[arg-type]  # three tensors
-        return out.unflatten(0, query_states.shape[:2])
+        packed = _attend_packed(recorder, flat, (cu_seq_lens_q, cu_seq_lens_k), window, is_causal, None)  # type: ignore[arg-type]  # three tensors
+        return packed.view(*query_states.shape[:2], *packed.shape[1:])
     out: torch.Tensor = _flash(
         recorder, q=query_states, k=key_states, v=value_states, causal=is_causal, window_size=window
     )
@@ -206,21 +206,26 @@ def _flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    score_mod: Any = None,
     block_mask: Any = None,
     return_lse: bool = False,
     return_aux: Any = None,
     **_options: Any,
 ) -> Any:
-    """Stand in for `torch.nn.attention.flex_attention.flex_attention`; a score modification hides no pair."""
-    if block_mask is None:
-        (pairs, driver), heads = plain_pairs(query, key, False, None), 0
-    else:
+    """Stand in for `torch.nn.attention.flex_attention.flex_attention`; a modified score of -inf hides its pair."""
+    sizes = (*query.shape[:-1], key.shape[-2])
+    shown = None if score_mod is None else _shown(recorder, score_mod, query, sizes)
+    if shown is not None:
+        allowed = shown if block_mask is None else shown & _allowed(block_mask, query, key)
+        pairs, heads, driver = recorder.count(allowed, *_split(sizes))
+    elif block_mask is not None:
         pairs, heads, driver = recorder.cached(
-            block_mask, (*query.shape[:-1], key.shape[-2]), lambda: _allowed(recorder, block_mask, query, key)
+            block_mask, sizes, lambda: recorder.count(_allowed(block_mask, query, key), *_split(sizes))
         )
-    out = attend(
-        recorder, recorder.module, query, key, value, pairs, driver, masked=block_mask is not None, heads=heads
-    )
+    else:
+        (pairs, driver), heads = plain_pairs(query, key, False, None), 0
+    masked = shown is not None or block_mask is not None
+    out = attend(recorder, recorder.module, query, key, value, pairs, driver, masked=masked, heads=heads)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -231,8 +236,46 @@ def _flex_attention(
     return (out, out[..., 0].float()) if return_lse else out
 
 
-def _allowed(recorder: Recorder, block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[int, int, str]:
-    """Count the pairs of a block mask: all of a full block, those that the mask function allows of a partial one."""
+def _split(sizes: tuple[int, ...]) -> tuple[tuple[int, ...], int, int]:
+    return sizes[:-2], sizes[-2], sizes[-1]
+
+
+def _shown(recorder: Recorder, score_mod: Any, query: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor | None:
+    """Say which pairs (batch, heads, queries, keys) a score modification does not hide; None where it hides none.
+
+    It runs on all scores at once, as shapes, and its choices of -inf are followed. One that takes single places only,
+    as transformers' own, runs on real zeros, head by head.
+    """
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads, queries, keys = sizes
+    places = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)]) for axis, n in enumerate(sizes)]
+    try:
+        stays = scores.of_mask(score_mod(query[..., :1].expand(sizes), *places))
+    except Exception:  # noqa: BLE001  # its places may be read one after another
+        stays = "unclear"
+    if not isinstance(stays, str):
+        return stays
+
+    def of_head(row: int, head: int) -> torch.Tensor:
+        def at(score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+            return torch.where(score_mod(score, b + row, h + head, q, k) > scores.HIDDEN, 0.0, -torch.inf)
+
+        with torch._C.DisableTorchFunction():  # under which new zeros are data
+            plane: torch.Tensor = create_mask(at, 1, 1, queries, keys, device="cpu")[0, 0]
+            return plane
+
+    planes = torch.stack([of_head(row, head) for row in range(batch) for head in range(heads)])
+    if not planes.any(-1).all():  # what is unknown hides all that it is compared to
+        raise TraceError(
+            f"module {recorder.module or '(the model)'} modifies attention scores by floats whose data is not known, "
+            "and may hide pairs. Give its mask as a block mask."
+        )
+    return None if planes.all() else planes.view(sizes)
+
+
+def _allowed(block_mask: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Write out a block mask: all of a full block, those pairs that the mask function allows of a partial one."""
     from torch.nn.attention.flex_attention import create_mask
 
     number: torch.Tensor = block_mask.kv_num_blocks
@@ -241,7 +284,7 @@ def _allowed(recorder: Recorder, block_mask: Any, q: torch.Tensor, k: torch.Tens
     allowed = inside & _listed(number, block_mask.kv_indices, sides, queries, keys)
     if block_mask.full_kv_num_blocks is not None:
         allowed |= _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, sides, queries, keys)
-    return recorder.count(allowed, q.shape[:-2], queries, keys)
+    return allowed
 
 
 def _listed(

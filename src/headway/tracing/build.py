@@ -248,7 +248,7 @@ def places(model: nn.Module) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
-def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
+def window_lengths(model: nn.Module, by_hand: bool) -> tuple[list[int], list[int]]:
     """List the lengths at which a model's attention may change without saying so [tokens].
 
     Windows, chunks and top-k selections go by many names in configurations, and attention written by hand may keep
@@ -257,6 +257,9 @@ def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
     Args:
         model: a phantom twin.
         by_hand: whether some attention does not go through a library's function.
+
+    Returns:
+        The lengths; and lengths of blocks whose keys may be compressed into one.
     """
     windows = [_LONGEST_UNNAMED_WINDOW] if by_hand else []
     picked, rates, places = [0], [1], [LONGEST_WINDOW]
@@ -268,15 +271,15 @@ def window_lengths(model: nn.Module, by_hand: bool) -> list[int]:
             lengths = [v for v in values if type(v) is int]
             if re.search("topk|top_k", name):
                 picked += lengths
-            elif re.search("window|chunk", name):
+            elif re.search("window|chunk|budget", name):
                 windows += lengths
-            elif re.search("compress_rate|block_size", name):  # what is picked may be blocks of so many tokens
+            elif re.search("compress_rat|block_size", name):  # what is picked may be blocks of so many tokens
                 rates += lengths
             elif hasattr(config, "vocab_size") and _PLACES.fullmatch(name):
                 places += lengths
     windows += [number * rate for number in set(picked) for rate in set(rates)]
     most = max(min(places) - _ROOM, 0)
-    return [min(length, most) for length in windows if length <= LONGEST_WINDOW]
+    return [min(length, most) for length in windows if length <= LONGEST_WINDOW], sorted({*rates} - {0, 1})
 
 
 def use_seams(model: nn.Module) -> None:

@@ -269,7 +269,7 @@ def idle_modules(
             is_idle[path] = not any(parameters_read >> i & 1 for i in matrices)
 
     # an adapter and the layer that it wraps rest together or not at all
-    for wrapper in (path for path, module in model.named_modules() if _wraps_a_layer(module)):
+    for wrapper in (path for path, module in model.named_modules() if wraps_a_layer(module)):
         wrapped = [path for path in is_idle if inside(path, [wrapper])]
         is_idle.update(dict.fromkeys(wrapped, all(is_idle[path] for path in wrapped)))
 
@@ -287,7 +287,7 @@ def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
 
 
-def _wraps_a_layer(module: nn.Module) -> bool:
+def wraps_a_layer(module: nn.Module) -> bool:
     """Say whether a module is peft's, around a layer that it adapts or trains whole."""
     is_peft = type(module).__module__.startswith("peft.")
     return is_peft and not {"base_layer", "original_module"}.isdisjoint(module._modules)

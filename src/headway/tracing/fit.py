@@ -58,7 +58,7 @@ def proportional(units: Sequence[int], driver_units: Mapping[str, Sequence[int]]
 
 
 def fit(
-    runs: Sequence[Operation], workloads: Sequence[Workload], driver_units: dict[str, list[int]]
+    runs: Sequence[Operation], workloads: Sequence[Workload], driver_units: dict[str, list[int]], doubled: int = 0
 ) -> list[DriverFit]:
     """Explain one operation from its record in each run, by one driver or by a sum of drivers.
 
@@ -66,6 +66,7 @@ def fit(
         runs: the operation in each run.
         workloads: what each run was on.
         driver_units: units of each driver that could explain it, in each run.
+        doubled: FLOPs of its forward in a pass over two segments as the first run's; 0 where there was none.
 
     Raises:
         TraceError: no driver explains how its cost grows.
@@ -100,8 +101,10 @@ def fit(
             return match[1] != 1, not (attends and names_pairs(match[0]) and share == 1), rows, share
 
         driver, ratio = min(matches, key=rank)
-        # every run is one segment in one pack: weights know of packs only, one row of zeros is a segment's first state
-        if driver == "segments" and not first.fed and first.units > 1:
+        # every run is one segment in one pack: two segments tell these apart; else weights know of packs only, and one
+        # row of zeros is a segment's first state
+        is_of_weights = not first.fed and (first.units > 1 or not first.unit_flops)
+        if driver == "segments" and (doubled == first.forward_flops if doubled else is_of_weights):
             driver = "packs"
         return [_fitted(first, *_without_padding(runs, driver, ratio, driver_units), unit_flops)]
 

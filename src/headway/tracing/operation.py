@@ -86,7 +86,9 @@ class Operation:
     def expected_backward_flops(self) -> int:
         """FLOPs that backward should dispatch, from the operands' pasts."""
         needed = sum(flops for _, flops, sources in self.products if sources)
-        return (self.executed_flops or self.forward_flops) * needed // self.unit_flops if needed else 0
+        if not self.unit_flops:  # a gradient of what forward did without a product
+            return self.units * needed
+        return (self.executed_flops or self.forward_flops) * needed // self.unit_flops
 
     def count_picked(self, picks: int) -> None:
         """Count only the rows of a stack of weights that were picked: so many for each that all matrices ran on."""

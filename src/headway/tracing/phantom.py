@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.utils._mode_utils import no_dispatch
 
-from headway.errors import TraceError
 from headway.tracing import known_values
 
 aten = torch.ops.aten
@@ -29,6 +29,7 @@ OnResult = Callable[[Any, tuple[Any, ...], Any], Any]
 Stays = torch.Tensor | Literal["unclear"] | None
 _on_dispatch: OnDispatch | None = None
 _on_result: OnResult | None = None
+_own_storages: frozenset[int] = frozenset()  # addresses of the data that the model holds beside its parameters
 # (operation, shapes) -> meta result: layers, runs and models repeat each other, and meta kernels are slow
 _results: dict[Any, Any] = {}
 _MOST_RESULTS = 1 << 13  # a few megabytes
@@ -73,6 +74,8 @@ class Phantom(torch.Tensor):
         self.parts: known_values.Parts | None = None  # what is known of some places along an axis
         self.writes = 0  # in-place operations on it or on its views
         self.picked = False  # rows that an index picked, or a view of such
+        self.is_sparse_matrix = False  # whether it stands in for one
+        self.steps = 0  # elementwise products and sums of activations, one after another, that it came out of
         self._constant: tuple[torch.Tensor, int] | None = None
 
     @property
@@ -124,10 +127,18 @@ def blank(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Recording:
-    """While entered, hands operations on phantoms to `on_dispatch`, results of what is no product to `on_result`."""
+    """While entered, hands operations on phantoms to `on_dispatch`, results of what is no product to `on_result`.
 
-    def __init__(self, on_dispatch: OnDispatch, on_result: OnResult) -> None:
-        self.listeners = (on_dispatch, on_result)
+    Args:
+        model: whose own integers, such as the places at which a matrix is filled, are not of the batch.
+        on_dispatch: see `OnDispatch`.
+        on_result: see `OnResult`.
+    """
+
+    def __init__(self, model: nn.Module, on_dispatch: OnDispatch, on_result: OnResult) -> None:
+        tensors = _tensors(value for module in model.modules() for value in vars(module).values())
+        storages = {_storage(t) for t in tensors if not isinstance(t, Phantom) and t.layout == torch.strided}
+        self.listeners = (on_dispatch, on_result, frozenset(storages) - {0})
 
     def __enter__(self) -> None:
         self._previous = _listen(*self.listeners)
@@ -136,10 +147,16 @@ class Recording:
         _listen(*self._previous)
 
 
-def _listen(on_dispatch: OnDispatch | None, on_result: OnResult | None) -> tuple[OnDispatch | None, OnResult | None]:
-    global _on_dispatch, _on_result  # __torch_dispatch__ is a class method: there is no instance to hold them
-    previous = (_on_dispatch, _on_result)
-    _on_dispatch, _on_result = on_dispatch, on_result
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _listen(
+    on_dispatch: OnDispatch | None, on_result: OnResult | None, storages: frozenset[int]
+) -> tuple[OnDispatch | None, OnResult | None, frozenset[int]]:
+    global _on_dispatch, _on_result, _own_storages  # __torch_dispatch__ is a class method: no instance holds them
+    previous = (_on_dispatch, _on_result, _own_storages)
+    _on_dispatch, _on_result, _own_storages = on_dispatch, on_result, storages
     if len(_results) > _MOST_RESULTS:
         _results.clear()
     return previous
@@ -149,6 +166,17 @@ def is_identity(tensor: torch.Tensor) -> bool:
     """Say whether a real tensor is an identity matrix, whose product with a weight is that weight: no activation."""
     square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] and tensor.is_floating_point()
     return square and torch.equal(tensor, torch.eye(len(tensor), dtype=tensor.dtype))
+
+
+PRODUCTS = {aten.mul, aten.mul_, aten.addcmul, aten.addcmul_, aten.lerp, aten.lerp_}  # element by element
+_JOINING = PRODUCTS | {aten.add, aten.add_, aten.sub, aten.sub_}
+
+
+def joined(packet: Any, args: tuple[Any, ...]) -> "list[Phantom]":
+    """List the activations that an operation multiplies or adds element by element; none for another operation."""
+    if packet not in _JOINING:
+        return []
+    return [a for a in args if isinstance(a, Phantom) and a.fed and a.numel() > 1]
 
 
 def root(tensor: Phantom) -> Phantom:
@@ -179,6 +207,8 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
             tensors.append(value)
         elif isinstance(value, tuple | list):
             tensors += _tensors(value)
+        elif isinstance(value, dict):
+            tensors += _tensors(value.values())
     return tensors
 
 
@@ -217,7 +247,7 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*_map(_meta, args), **{name: _map(_meta_device, value) for name, value in kwargs.items()})
     except NotImplementedError as error:
         reason = str(error).splitlines()[0].partition(". ")[0]  # pages on PyTorch's backends follow
-        raise TraceError(f"{func} has no kernel that works on shapes alone: {reason}.") from error
+        raise RuntimeError(f"{func} has no kernel that works on shapes alone: {reason}.") from error
     if key is not None and _on_dispatch is not None:
         _results[key] = out
     return out
@@ -302,11 +332,14 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     forward = torch._C._current_autograd_node() is None
     product = _on_dispatch(func, args, out) if _on_dispatch is not None else None
     if func._schema.is_mutable:
+        for p in phantoms[:1]:
+            root(p).steps = max(root(q).steps for q in phantoms) + (len(joined(packet, args)) > 1)
         return _mutated(func, args, kwargs, sources, fed)
 
     # the past that results take over: attention scores of their size, data where all operands are constant, and the
     # tensor that they look at
     scores = {p.numel(): p.scores for p in phantoms if p.scores is not None}
+    steps = max((root(p).steps for p in phantoms), default=0) + (len(joined(packet, args)) > 1)
     constant = _constant(func, args, kwargs, out) if forward and product is None else None
     view_of = args[0] if func.is_view and args and isinstance(args[0], Phantom) else None
     base = None if view_of is None else root(view_of)
@@ -316,11 +349,11 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return value
         if value.is_floating_point() or value.is_complex():
             result = Phantom(value, sources, fed, base)
-            result.constant = constant
+            result.constant, result.steps = constant, steps
             result.picked = _picked(packet, args) if view_of is None else view_of.picked
             if product is None:
                 result.scores = scores.get(value.numel())
-                if packet is aten.sum and phantoms[0].scores is not None and value.dim() > 1:
+                if packet is aten.sum and phantoms[0].scores is not None and value.dim():
                     result.scores = phantoms[0].scores  # summed over heads, as an indexer does
                 if forward and constant is None and _on_result is not None:
                     result.stays = _on_result(packet, args, result)
@@ -343,9 +376,9 @@ def _past(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Phantom],
     if torch._C._current_autograd_node() is None:
         for p in phantoms:
             sources |= p.sources if p.requires_grad or not torch.is_grad_enabled() else 0
-    # a real integer tensor is an index made from the batch: rows picked by it are activations
+    # a real integer tensor is an index made from the batch, if not the model's own: rows picked by it are activations
     real = [t for t in flat if not isinstance(t, Phantom) and t.dim() > 0]
-    fed = any(p.fed for p in phantoms) or not all(is_identity(t) for t in real)
+    fed = any(p.fed for p in phantoms) or not all(_storage(t) in _own_storages or is_identity(t) for t in real)
     return phantoms, sources, fed
 
 
@@ -371,7 +404,7 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: 
             if isinstance(tensor, Phantom):
                 _overwritten(func, args, kwargs, tensor, sources, fed)
             elif sources:
-                raise TraceError(
+                raise RuntimeError(
                     f"{func} writes activations into a tensor of {tensor.dtype} that was made from no activation, "
                     f"of shape {tuple(tensor.shape)}: its gradient cannot be followed."
                 )

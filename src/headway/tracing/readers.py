@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headway.tracing.operation import ConvolutionWindow, Operand, Operation, Running
-from headway.tracing.phantom import aten
+from headway.tracing.phantom import Phantom, aten
 
 # operations whose kernels multiply matrices in a way that this ledger does not read; a model that dispatches one is
 # refused
@@ -67,7 +67,7 @@ def _rows(
     """Read `batch` products of m x k by k x n; a unit is one row of activations."""
     m, k, n = sizes
     a, b = Operand.of(left), Operand.of(right)
-    if k == 1 and not a.sources and not b.sources:
+    if k == 1 and not any(isinstance(t, Phantom) and t.sources for t in (left, right)):
         return None  # an outer product without parameters, such as rotary angles: elementwise work written as a product
     if not a.fed and b.fed:
         operation = _product(running, "matmul", n, 2 * batch * m * k, a, b, (k, m))
@@ -231,8 +231,6 @@ _IN_BACKWARD: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     aten._cdist_backward: _of_distances,
     aten._trilinear: _terms,
 }
-# what multiplies operands element by element
-ELEMENTWISE = {aten.mul, aten.mul_, aten.addcmul, aten.addcmul_, aten.lerp, aten.lerp_}
 # autograd nodes whose gradient is an outer product, which PyTorch runs as an elementwise multiplication
 _OUTER_NODES = ("MvBackward0", "AddmvBackward0", "DotBackward0", "VdotBackward0")
 

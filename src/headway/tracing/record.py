@@ -21,8 +21,8 @@ from headway.errors import TraceError
 from headway.tracing import scores
 from headway.tracing.classify import inside
 from headway.tracing.operation import Operation
-from headway.tracing.phantom import Phantom, Recording, Stays, aten
-from headway.tracing.readers import ELEMENTWISE, OPAQUE, READERS, backward_flops
+from headway.tracing.phantom import PRODUCTS, Phantom, Recording, Stays, aten, joined, root
+from headway.tracing.readers import OPAQUE, READERS, backward_flops
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]  # a class method
 
@@ -80,6 +80,8 @@ class Recorder:
     beyond: int = 0  # source bit of tensors that ask for a gradient and are no parameters
     # elementwise products of activations by module path, and by whether one is spread over the other
     multiplied: Counter[tuple[str, bool]] = field(default_factory=Counter)
+    # by module path, after how many elementwise products and sums, one after another, its own began and ended
+    chains: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._path_of: dict[int, str] = {id(module): path for path, module in self.model.named_modules()}
@@ -93,7 +95,9 @@ class Recorder:
 
         self.block_of = running_block
         self._by_node: dict[int, Operation] = {}
-        self._module_of_node: dict[int, str] = {}  # by the sequence number after the node's own
+        # of each node, by the sequence number after its own: its module, whether it depends on the batch, and the
+        # parameters that it depends on
+        self._node: dict[int, tuple[str, bool, int]] = {}
         self._mask_pairs: dict[tuple[int, Sequence[int]], tuple[torch.Tensor, tuple[int, int, str]]] = {}
         self._cache: dict[tuple[int, Sequence[int]], tuple[Any, Any]] = {}
         self.failure: tuple[BaseException, str, str] | None = None  # the last error, its module and operation
@@ -167,7 +171,7 @@ class Recorder:
 
         self._hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         self._saved = torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda tensor: tensor)
-        self._dispatch = Recording(self._on_dispatch, self._on_result)
+        self._dispatch = Recording(self.model, self._on_dispatch, self._on_result)
         self._saved.__enter__()
         self._dispatch.__enter__()
         return self
@@ -214,7 +218,7 @@ class Recorder:
         if node is not None:
             self._on_backward(node, func, backward_flops(packet, args, out, node))
             return None
-        self._module_of_node[torch._C._autograd._get_sequence_nr()] = self.module
+        self._note_node(args)
         self._note(packet, args, out)
 
         # in forward, a product becomes a row of the record; its autograd node is known by its number
@@ -222,12 +226,7 @@ class Recorder:
         operation = None if reader is None else reader(self, args, out)
         if operation is None:
             return None
-        self._refuse_custom_functions()
-        if any(isinstance(a, torch.Tensor) and a.is_complex() for a in args):
-            raise TraceError(
-                f"module {self.module or '(the model)'} runs {packet} on complex numbers, of which a multiply-add is "
-                "four real ones: no ledger counts it. Trace the model with its real and imaginary parts apart."
-            )
+        self._refuse(packet, args, operation)
         if operation.stacked > 1:
             self._pick(operation)
         self.add(operation)
@@ -246,12 +245,25 @@ class Recorder:
             operation.scored.append(operand.scores)  # scores summed over heads, as an indexer does
         return operation
 
-    def _refuse_custom_functions(self) -> None:
-        if function := _custom_function():
+    def _refuse(self, packet: Any, args: tuple[Any, ...], operation: Operation) -> None:
+        """Refuse a product of which the ledger cannot tell how much it computes."""
+        place = f"module {self.module or '(the model)'}"
+        if operation.fed and (function := _custom_function()):
             raise TraceError(
-                f"module {self.module or '(the model)'} multiplies matrices inside {function}, a function with its own "
+                f"{place} multiplies matrices inside {function}, a function with its own "
                 "backward: which of the products are gradients already, as in fused losses, cannot be seen. The kernel "
                 "does not change what the model costs: trace the model without it, or before it is applied."
+            )
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if any(isinstance(tensor, Phantom) and root(tensor).is_sparse_matrix for tensor in tensors):
+            raise TraceError(
+                f"{place} runs {packet} on a sparse matrix: how much of it is multiplied cannot be seen. Trace the "
+                "model with a full matrix in its place."
+            )
+        if any(tensor.is_complex() for tensor in tensors):
+            raise TraceError(
+                f"{place} runs {packet} on complex numbers, of which a multiply-add is "
+                "four real ones: no ledger counts it. Trace the model with its real and imaginary parts apart."
             )
 
     def _pick(self, operation: Operation) -> None:
@@ -274,6 +286,16 @@ class Recorder:
             )
         operation.count_picked(choice.picks)
 
+    def _note_node(self, args: tuple[Any, ...]) -> None:
+        """Note what an autograd node's operations depend on; those of a custom function share its node."""
+        number = torch._C._autograd._get_sequence_nr()
+        _, fed, sources = self._node.get(number, ("", False, 0))
+        for arg in args:
+            for tensor in arg if isinstance(arg, list | tuple) else (arg,):
+                if isinstance(tensor, Phantom):
+                    fed, sources = fed or tensor.fed, sources | tensor.sources
+        self._node[number] = (self.module, fed, sources)
+
     def _note(self, packet: Any, args: tuple[Any, ...], out: Any) -> None:
         for arg in args:
             for tensor in arg if isinstance(arg, list | tuple) else (arg,):
@@ -281,16 +303,14 @@ class Recorder:
                     self.parameters_read |= tensor.sources
                     if not tensor.fed and isinstance(out, torch.Tensor) and not out.numel():
                         self.met_nothing |= tensor.sources
-        if packet in ELEMENTWISE:
-            self._multiply(args, out)
+        if len(operands := joined(packet, args)) > 1:
+            after = max(root(operand).steps for operand in operands)
+            first, last = self.chains.get(self.module, (after, after))
+            self.chains[self.module] = (min(first, after), max(last, after))
+            if packet in PRODUCTS:
+                self.multiplied[self.module, out.numel() > min(operand.numel() for operand in operands)] += 1
         if packet in _CHOICES:
             self.choices[self.module].append(Choice.of(packet, args))
-
-    def _multiply(self, args: tuple[Any, ...], out: Any) -> None:
-        """Note an elementwise product of activations, which a recurrence written as a loop is made of."""
-        sizes = [a.numel() for a in args if isinstance(a, Phantom) and a.fed and a.numel() > 1]
-        if len(sizes) > 1:
-            self.multiplied[self.module, out.numel() > min(sizes)] += 1
 
     def _on_result(self, packet: Any, args: tuple[Any, ...], out: Phantom) -> Stays:
         """Follow what is hidden in a result; where scores end, bill their products for the pairs that stay."""
@@ -303,8 +323,8 @@ class Recorder:
         for ended in args[:2]:
             if not isinstance(ended, Phantom) or ended.scores is None or ended.scores.kind == "attention":
                 continue
-            ends = packet is aten.topk or out.scores is None
-            if packet is aten._softmax or (ends and isinstance(ended.stays, torch.Tensor)):
+            is_masked = out.scores is None and isinstance(ended.stays, torch.Tensor)
+            if packet in (aten._softmax, aten.topk) or is_masked:
                 self._bill(ended.scores, ended, normalised=packet is aten._softmax)
         return stays
 
@@ -332,15 +352,24 @@ class Recorder:
     def _on_backward(self, node: Any, func: Any, flops: int | None) -> None:
         if flops is None:
             return
-        operation = self._by_node.get(node._sequence_nr())
+        number = node._sequence_nr()
+        module, fed, sources = self._node.get(number + 1, ("", True, 0))
+        if flops and number not in self._by_node:
+            if fed:
+                raise TraceError(
+                    f"module {module or '(the model)'}: its backward runs {func} in {node.name()}, which no product of "
+                    "its forward explains. Trace the model without this operation."
+                )
+            # on weights alone, as peft's rotations are solved for: a gradient of what forward did without a product
+            self._by_node[number] = Operation(
+                module, "matmul", 1, 0, (("wgrad", 0, sources),), self.block_of(module), fed=False
+            )
+            self.add(self._by_node[number])
+        operation = self._by_node.get(number)
         if operation is not None:
             operation.backward_flops += flops
-        elif flops:
-            module = self._module_of_node.get(node._sequence_nr() + 1) or "(the model)"
-            raise TraceError(
-                f"module {module}: its backward runs {func} in {node.name()}, which no product of its forward "
-                "explains. Trace the model without this operation."
-            )
+            if not operation.unit_flops and operation.kind == "matmul":
+                operation.products = (("wgrad", operation.backward_flops, sources),)
 
     def check_backward(self) -> None:
         """Compare what backward dispatched with what the operands' pasts predict.

@@ -30,10 +30,12 @@ def check_loops(runs: Sequence[Recorder], tokens: Sequence[int]) -> None:
 
     Its state updates are multiply-adds that no product shows, so without a formula they would count as nothing. A cell
     whose state meets a weight shows its products, in the module or below it; the gates beside them are elementwise and
-    of the state's own size.
+    of the state's own size. A loop in which no pass reads what an earlier one made, as over the blocks of an indexer,
+    carries no state.
 
     Raises:
-        TraceError: a module multiplies activations at least once more for each token more, with no product beside.
+        TraceError: a module multiplies activations at least once more for each token more, each time what it made of
+            the token before, with no product beside.
     """
     later = [i for i in range(1, len(tokens)) if tokens[i] > tokens[i - 1]]
 
@@ -42,8 +44,9 @@ def check_loops(runs: Sequence[Recorder], tokens: Sequence[int]) -> None:
 
     for path, spread in runs[-1].multiplied:
         counts = [run.multiplied[path, spread] for run in runs]
+        chains = [last - first for first, last in (run.chains.get(path, (0, 0)) for run in runs)]
         products = [sum(f"{op.module}.".startswith(path and f"{path}.") for op in run.operations) for run in runs]
-        if steps(counts) and (spread or not steps(products)):
+        if steps(counts) and steps(chains) and (spread or not steps(products)):
             raise TraceError(
                 f"module {path or '(the model)'} runs {counts[0]} elementwise operations on {tokens[0]} tokens and "
                 f"{counts[-1]} on {tokens[-1]}: it loops over them one by one, a recurrence that no known formula "
@@ -68,7 +71,7 @@ def merged(runs: Sequence[Recorder]) -> list[list[Operation]]:
     """
     groups = [_groups(run.operations) for run in runs]
     if any(run.keys() != groups[0].keys() for run in groups):  # a mask may look like another kind on a small workload
-        groups = [_groups([replace(op, driver="") for op in run.operations]) for run in runs]
+        groups = [_groups(run.operations, by_mask=False) for run in runs]
     for run in groups[1:]:
         for key in groups[0].keys() ^ run.keys():
             op = (groups[0].get(key) or run[key])[0]
@@ -79,13 +82,13 @@ def merged(runs: Sequence[Recorder]) -> list[list[Operation]]:
     return [[_merge(run[key]) for key in groups[0]] for run in groups]
 
 
-def _groups(run: Sequence[Operation]) -> dict[Any, list[Operation]]:
-    """Group operations by all that is fixed about them; their sizes are not."""
+def _groups(run: Sequence[Operation], *, by_mask: bool = True) -> dict[Any, list[Operation]]:
+    """Group operations by all that is fixed about them: not their sizes, and masks by name only if `by_mask`."""
     groups: dict[Any, list[Operation]] = {}
     for op in run:
         shares = tuple((phase, Fraction(flops, op.unit_flops or 1), sources) for phase, flops, sources in op.products)
         needed = (op.block and op.saves_after, bool(op.backward_flops), shares)
-        key = (op.module, op.kind, op.weight, op.fed, op.driver, op.block, needed)
+        key = (op.module, op.kind, op.weight, op.fed, op.driver if by_mask else "", op.block, needed)
         groups.setdefault(key, []).append(op)
     return groups
 
@@ -93,6 +96,8 @@ def _groups(run: Sequence[Operation]) -> dict[Any, list[Operation]]:
 def _merge(repeats: list[Operation]) -> Operation:
     """Add up one operation's repeats; where their units differ, a unit becomes the least that gradients share out."""
     first = repeats[0]
+    if any(op.driver != first.driver for op in repeats):
+        first = replace(first, driver="")
     unit = first.unit_flops
     if not unit:  # an elementwise recurrence
         return replace(first, units=sum(op.units for op in repeats))

@@ -86,13 +86,13 @@ class Seams(TorchFunctionMode):
             return self._multi_head(*args, **kwargs)
         if getattr(func, "__name__", "").removesuffix(".default") == "_int_mm":
             return self._integer_product(*args)
-        if getattr(func, "__name__", "").startswith("fft_") and _has_phantom((*args, *kwargs.values())):
+        if getattr(func, "__name__", "").startswith("fft_") and _has_activation((*args, *kwargs.values())):
             raise TraceError(
                 f"module {self.recorder.module or '(the model)'} runs {func.__name__.replace('_', '.', 1)}: a Fourier "
                 "transform is no matrix product, so no ledger counts it. Trace the model without it."
             )
-        if func is torch._VF._pad_packed_sequence:
-            return _pad_packed(*args, **kwargs)
+        if func in _STAND_INS and _has_phantom(args):
+            return _STAND_INS[func](*args, **kwargs)
 
         # anything else runs as it is; placeholders among its arguments are followed
         known_values.refuse_lengths(func, args, self.recorder.module)
@@ -106,7 +106,7 @@ class Seams(TorchFunctionMode):
             self._ask(args[0])
         if func is torch.empty and result.is_floating_point():
             return phantom(result)  # it holds no data, and may be written activations
-        return blank(result) if func is torch.zeros else result
+        return blank(result) if func in (torch.zeros, torch.eye) else result
 
     def _ask(self, tensor: torch.Tensor) -> None:
         """Note that a model lets an activation, such as its input, ask for a gradient: it is computed then."""
@@ -193,8 +193,25 @@ def _pad_packed(
     return (padded.transpose(0, 1) if batch_first else padded), real.sum(0)
 
 
+def _filled(indices: torch.Tensor, values: torch.Tensor, size: Any, **_options: Any) -> torch.Tensor:
+    """Stand in for a sparse matrix by the full one, which no kernel on shapes adds to another; no product takes it."""
+    full = values.new_zeros(size).index_put(tuple(indices), values, accumulate=True)
+    full.is_sparse_matrix = True  # type: ignore[attr-defined]  # a phantom
+    return full
+
+
+_STAND_INS: dict[Any, Callable[..., Any]] = {
+    torch._VF._pad_packed_sequence: _pad_packed,
+    torch.sparse_coo_tensor: _filled,
+}
+
+
 def _has_phantom(values: Any) -> bool:
     return any(isinstance(value, Phantom) for value in values)
+
+
+def _has_activation(values: Any) -> bool:
+    return any(isinstance(value, Phantom) and value.fed for value in values)
 
 
 _PLACE = "the replacement"

@@ -1,8 +1,11 @@
 """`trace`: read a model's cost rows off its own forward and backward, run once on tensors without data."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -15,6 +18,7 @@ from headway.count.workload import Workload
 from headway.errors import HeadwayError, TraceError
 from headway.tracing import build, classify
 from headway.tracing.arguments import asking, in_dtype
+from headway.tracing.classify import wraps_a_layer
 from headway.tracing.fit import DriverFit, candidates, fit, shortened
 from headway.tracing.inputs.denoiser import Denoiser
 from headway.tracing.inputs.model_inputs import ExampleInputs, alternate_forwards, call, inputs_for, without_arguments
@@ -57,26 +61,43 @@ def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, 
     """
     try:
         return _traced(model_or_config, inputs, results, name)
+    except TraceError as error:
+        is_model = isinstance(model_or_config, nn.Module)
+        adapted = [path for path, m in model_or_config.named_modules() if wraps_a_layer(m)] if is_model else []
+        if not adapted:
+            raise
+        with suppress(TraceError):  # else it is not the adapters that cannot be read
+            cost = _traced(model_or_config, inputs, results, name, adapters=False)
+            missing = (
+                f"the adapters of {adapted[0]} and {len(adapted) - 1} more layers, whose base alone counts: {error}"
+            )
+            warnings.warn(f"The ledger of {cost.name} leaves out {missing}", RuntimeWarning, stacklevel=2)
+            return replace(cost, unknown=(*cost.unknown, missing))
+        raise
     except HeadwayError:
         raise
     except Exception as error:  # foreign code may raise anything: its module and operation are named where it ran
         raise failed_on_shapes(error, model_or_config) from error
 
 
-def _traced(model_or_config: Any, inputs: Any, results: Results, name: str | None) -> CostModel:
+def _traced(
+    model_or_config: Any, inputs: Any, results: Results, name: str | None, *, adapters: bool = True
+) -> CostModel:
     # the model on shapes alone; every parameter is trained for now, so that each row shows all of its gradients
     is_model = isinstance(model_or_config, nn.Module)
     model = build.twin_of_model(model_or_config) if is_model else build.twin_of_config(model_or_config)
+    for layer in [] if adapters else filter(wraps_a_layer, model.modules()):
+        layer.forward = partial(_base_alone, layer)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     parameters = build.prepare(model.requires_grad_(True))
     model_inputs = inputs_for(model, inputs)
 
     # every operation with the driver that its cost grows with
-    runs, workloads, windows = _watch(model, model_inputs, results)
+    runs, workloads, mask_drivers = _watch(model, model_inputs, results)
     names = [*model_inputs.drivers]
     if len(runs) > 1:  # one example shows no growth: it is billed by what its form of input says, segments
-        names += [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
-    explained = _explain(runs, workloads, names, model_inputs.strided)
+        names += mask_drivers
+    explained = _explain(model, model_inputs, results, runs, workloads, names)
     operations, fitted = [op for op, _ in explained], [f for _, f in explained]
 
     # components of operations and parameters, and how much of each parameter one token uses
@@ -116,17 +137,17 @@ def _traced(model_or_config: Any, inputs: Any, results: Results, name: str | Non
     )
 
 
-def _watch(model: nn.Module, model_inputs: Any, results: Results) -> tuple[list[Recorder], list[Workload], list[int]]:
+def _watch(model: nn.Module, model_inputs: Any, results: Results) -> tuple[list[Recorder], list[Workload], list[str]]:
     """Run a model on workloads that tell its drivers apart.
 
     Returns:
-        What it ran on each; the workloads; and the windows that its attention may have [tokens].
+        What it ran on each; the workloads; and drivers of masks that its settings may mean.
     """
     workloads = model_inputs.workloads()
     runs = [_run(model, model_inputs.arguments(workloads[0]), backward=True, results=results)]
     first = runs[0].operations
     unnamed = any(op.by_hand or op.masked for op in first)
-    windows = build.window_lengths(model, unnamed)
+    windows, blocks = build.window_lengths(model, unnamed)
     windows += [int(op.driver.rpartition(":")[2]) for op in first if op.driver.startswith("pairs:sliding")]
     longest = max(windows, default=0)
     if unnamed and not build.configs(model):
@@ -139,7 +160,8 @@ def _watch(model: nn.Module, model_inputs: Any, results: Results) -> tuple[list[
                 _run(model, model_inputs.arguments(other), backward=True, results=results) for other in workloads[1:]
             ]
             break
-    return runs, workloads, windows
+    sliding = [f"pairs:sliding:{window}" for window in dict.fromkeys(windows) if window > 0]
+    return runs, workloads, sliding + [f"pairs:compressed:{size}" for size in blocks]
 
 
 def _elsewhere(
@@ -179,12 +201,58 @@ def _longest_that_runs(model: nn.Module, model_inputs: Any, longest: int) -> int
 
 
 def _explain(
-    runs: list[Recorder], workloads: Sequence[Workload], names: Sequence[str], strided: Sequence[str]
+    model: nn.Module,
+    model_inputs: Any,
+    results: Results,
+    runs: list[Recorder],
+    workloads: Sequence[Workload],
+    names: Sequence[str],
 ) -> list[tuple[Operation, DriverFit]]:
     check_loops(runs, [workload.tokens for workload in workloads])
     operations = [run.operations for run in runs] if alike(runs) else merged(runs)
-    driver_units = candidates(workloads, [*names, *(shortened(operations, workloads, strided) if strided else ())])
-    return [(ops[0], f) for ops in zip(*operations, strict=True) for f in fit(ops, workloads, driver_units)]
+    strided = shortened(operations, workloads, model_inputs.strided) if model_inputs.strided else ()
+    driver_units = candidates(workloads, [*names, *strided])
+    grows = all(len({op.forward_flops for op in ops}) > 1 for ops in zip(*operations, strict=True))
+    doubled = [0] * len(operations[0])
+    if len(runs) > 1 and not grows and hasattr(model_inputs, "doubled"):
+        doubled = _doubled(model, model_inputs, results, runs, workloads[0], operations[0])
+    repeats = zip(zip(*operations, strict=True), doubled, strict=True)
+    return [(ops[0], f) for ops, flops in repeats for f in fit(ops, workloads, driver_units, flops)]
+
+
+def _doubled(
+    model: nn.Module,
+    model_inputs: Any,
+    results: Results,
+    runs: Sequence[Recorder],
+    workload: Workload,
+    operations: Sequence[Operation],
+) -> list[int]:
+    """Count each operation's FLOPs in a pass over two segments: work on activations doubles, that on weights does not.
+
+    Args:
+        model: a phantom twin.
+        model_inputs: of which two segments can be made.
+        results: as for `trace`.
+        runs: on one segment each.
+        workload: of the first.
+        operations: of the first, repeats merged where runs are not alike.
+
+    Returns:
+        FLOPs; zeros where two segments cannot be made, or do more together than each alone.
+    """
+    backward = any(op.backward_flops for op in runs[-1].operations)
+    try:
+        second = _run(model, model_inputs.doubled(workload), backward=backward, results=results)
+        ran = second.operations if alike(runs) else merged([runs[0], second])[-1]
+    except Exception:  # noqa: BLE001  # a user's function, or a tower, may make inputs of one segment only
+        ran = []
+    costs = [(op.module, op.kind, op.forward_flops) for op in operations]
+    doubled = [(op.module, op.kind, op.forward_flops) for op in ran]
+    is_apart = len(ran) == len(operations) and all(
+        b[:2] == a[:2] and b[2] in (a[2], 2 * a[2]) for a, b in zip(costs, doubled, strict=True)
+    )
+    return [flops for *_, flops in doubled] if is_apart else [0] * len(operations)
 
 
 def _run(model: nn.Module, arguments: Any, *, backward: bool, results: Results = None) -> Recorder:
@@ -215,6 +283,15 @@ def _run(model: nn.Module, arguments: Any, *, backward: bool, results: Results =
         )
     merge_experts(model, recorder)
     return recorder
+
+
+def _base_alone(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the layer inside an adapter, whose parameters then ask for the gradients that the adapter would."""
+    out = layer.get_base_layer()(*args, **kwargs)
+    own = dict(layer.named_parameters())
+    for name, parameter in own.items():
+        out = out if "base_layer" in name else out + parameter.sum() * 0
+    return out
 
 
 def _row(model: nn.Module, op: Operation, fitted: DriverFit, component: str, beyond: int) -> Row:

@@ -199,6 +199,7 @@ class CrossAttentionFrames(Frames):
             "pixel_values": floats((1, len(grids), self.tiles, *shape)),
             "aspect_ratio_ids": torch.ones((1, len(grids)), dtype=torch.long),
             "aspect_ratio_mask": torch.ones((1, len(grids), self.tiles), dtype=torch.long),
+            "cross_attention_mask": torch.ones((1, text.tokens, len(grids), self.tiles), dtype=torch.long),
         }
 
 
@@ -311,7 +312,7 @@ class EncoderFrames(Frames):
     def __init__(self, model: Any) -> None:
         super().__init__(model)
         self.drivers = [*self.drivers, "sources", "source_pairs:full", "pairs:cross"]
-        self.reach = max(build.window_lengths(model, False), default=0)
+        self.reach = max(build.window_lengths(model, False)[0], default=0)
 
     def sizes(self, run: int) -> dict[str, Any]:
         """Give frames, and sources that hold them beside text of another length in each run, beyond any window."""

@@ -23,7 +23,7 @@ from headway.count.workload import Workload
 from headway.errors import TraceError
 from headway.plugins import family_hook
 from headway.tracing import build
-from headway.tracing.arguments import as_phantoms, on_device
+from headway.tracing.arguments import as_phantoms, on_device, rebuilt, tensors
 from headway.tracing.inputs import audio, frames, patches, sources
 from headway.tracing.inputs.denoiser import Denoiser
 from headway.tracing.inputs.form import WINDOW_SIDES, InputForm, plain_token
@@ -174,6 +174,11 @@ class Inputs:
         batch = {name: value for name, value in batch.items() if name in self.accepted}
         return on_device(batch, device) if device is not None else batch
 
+    def doubled(self, workload: Workload) -> dict[str, Any]:
+        """Make the arguments of one forward over two segments alike, as two rows of a batch."""
+        batch: dict[str, Any] = _side_by_side(self.arguments(workload))
+        return batch
+
 
 def _parts_of(model: nn.Module) -> list[InputForm]:
     """Read the forms of a model's inputs: for each argument the first form of the table that the model takes."""
@@ -236,6 +241,15 @@ class FunctionInputs:
         arguments = self._function(workload)
         return on_device(arguments, device) if device is not None else as_phantoms(arguments)
 
+    def doubled(self, workload: Workload) -> Any:
+        """Make the arguments of one forward over two segments alike.
+
+        A function that makes a batch of one row puts a segment into a row; any other says itself what two segments are.
+        """
+        arguments = self.arguments(workload)
+        is_one_row = all(tensor.shape[:1] == (1,) for tensor in tensors(arguments))
+        return _side_by_side(arguments) if is_one_row else self.arguments(workload + workload)
+
 
 class ExampleInputs:
     """One example of a forward's arguments; what it costs is billed per segment of a workload.
@@ -296,6 +310,13 @@ def inputs_for(model: nn.Module, inputs: Any = None) -> Inputs | Denoiser | Fami
         own = family_hook(getattr(model, "config", None), "inputs")
         return (Denoiser.of(model) or Inputs(model)) if own is None else own(model)
     return FunctionInputs(inputs) if callable(inputs) else ExampleInputs(inputs)
+
+
+def _side_by_side(arguments: Any) -> Any:
+    """Repeat every tensor among arguments along its first axis, along which samples lie."""
+    if isinstance(arguments, torch.Tensor):
+        return torch.cat([arguments, arguments]) if arguments.dim() else arguments
+    return rebuilt(arguments, _side_by_side)
 
 
 def call(model: nn.Module, arguments: Any) -> Any:

@@ -54,7 +54,8 @@ class Probe:
         output = self._run(method, own)
         if isinstance(output, dict):
             pooled = getattr(output, "pooler_output", None)  # which not every class of outputs declares
-            output = output["last_hidden_state"] if pooled is None else pooled
+            parts = (part for key, part in output.items() if key not in ("hidden_states", "attentions"))
+            output = output.get("last_hidden_state", next(parts, None)) if pooled is None else pooled
         return _rows(output)
 
     def rows_before_text(self, arguments: dict[str, Any]) -> int:
@@ -112,7 +113,9 @@ class Probe:
 
 
 def _rows(features: Any) -> int:
-    """Count the rows [..., features] of a tensor, or of all in a list."""
+    """Count the rows [..., features] of a tensor, or of all in a list; of pairs (layer, features), those of one."""
     if isinstance(features, torch.Tensor):
         return features.numel() // features.shape[-1]
+    if isinstance(features[0], tuple) and isinstance(features[0][0], int):  # each layer adds its own to the same rows
+        return _rows(features[0][1])
     return sum(_rows(part) for part in features)
