@@ -169,7 +169,7 @@ def test_no_wrong_value_is_told_in_the_words_of_the_library_that_checks_it(name)
 
 LISTS = [
     *("run.trackers", "model.freeze", "model.lora.targets", "run.profile.ranks"),
-    *("model.new_tokens", "model.new_special_tokens", "plan.rollout.answer_tokens"),
+    *("model.new_tokens", "model.new_special_tokens"),
 ]
 
 
@@ -183,14 +183,12 @@ def test_a_value_alone_is_a_list_of_it(name, minimal):
     beside = {
         "model.lora.targets": ("model.lora.rank=8",),
         "run.profile.ranks": ("run.profile.start=2",),
-        "plan.rollout.answer_tokens": ("plan.rollout.prompts=8", "plan.rollout.prompt_tokens=8"),
     }.get(name, ())
-    values = {"run.profile.ranks": 1, "plan.rollout.answer_tokens": 8, "run.trackers": "tensorboard:x"}
+    values = {"run.profile.ranks": 1, "run.trackers": "tensorboard:x"}
     value = values.get(name, "q_proj")
     alone, listed = (load_config(minimal, (*beside, f"{name}={text}")) for text in (value, f"[{value}]"))
     assert alone == listed
-    if name != "plan.rollout.answer_tokens":  # without which there is no rollout
-        assert alone != load_config(minimal, beside)
+    assert alone != load_config(minimal, beside)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +482,6 @@ def test_a_file_that_cannot_be_extended_is_refused(tmp_path, text, message):
     [
         ("{mix: chat}", "no such mix of lengths; known are chats, images"),
         ("{mix: chats, lengths: a.csv}", "give either 'mix' or 'lengths'"),
-        ("{mix: chats, rollout: {prompts: 1, prompt_tokens: 1, answer_tokens: 1}}", "give either 'mix' or 'rollout'"),
     ],
 )
 def test_a_plan_has_lengths_from_one_known_place(minimal, plan, message):

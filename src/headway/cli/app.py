@@ -15,7 +15,6 @@ from headway.cli import (
     answer,
     audit,
     compare,
-    completion,
     config,
     convert,
     demo,
@@ -87,7 +86,6 @@ app.command("config", short_help="Print every setting of `headway train`.")(conf
 app.command("import-model", short_help="Make a model folder of a project's own layout.")(convert.import_model)
 app.command("export", short_help="Make a model folder of a checkpoint.")(convert.export)
 app.command("demo", short_help="Train a small model to read or draw handwritten digits.")(demo.demo)
-app.command("completion", short_help="Print the script by which a shell completes commands.")(completion.completion)
 for _command in app.registered_commands:
     _command.cls = HeadwayCommand
 

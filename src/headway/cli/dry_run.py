@@ -342,7 +342,7 @@ def lengths_of_data(config: "TrainConfig", cost_model: "CostModel") -> "tuple[st
         None where there are others or the data cannot be measured here, which is warned of.
     """
     planned = config.plan
-    if planned.mix or planned.lengths is not None or planned.rollout is not None or config.data.stream is not None:
+    if planned.mix or planned.lengths is not None or config.data.stream is not None:
         return None
     try:
         with needs_extra("measuring data.train"):

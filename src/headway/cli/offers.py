@@ -155,16 +155,12 @@ def plan_offers(
         as_json: one JSON object instead of tables.
 
     Raises:
-        UsageError: a run without an end, or of reinforcement learning.
+        UsageError: a run without an end.
         PlanError: no device is in time.
     """
     from headway.predict.offers import MOST_DEVICES, OfferSearch
 
     (config, cost_model, saved), (ends, table, lengths), (within, devices) = recipe, samples, bounds
-    if config.plan.rollout is not None:
-        raise UsageError(
-            "--price-list and --within plan no rollouts: plan.rollout is set. Plan one --device at a time."
-        )
     if not ends.is_given:
         raise UsageError("--price-list and --within are for a whole run; give its --samples, --tokens or --epochs.")
     rows = ends.rows(table, lengths)

@@ -126,7 +126,7 @@ def plan(
     The step's lines are those of `headway explain`. Each has a range, from what devices reach at best to what they
     should reach at least; `headway ceiling --model` measures this machine's own rates. With --scale, the same for
     several numbers of devices, with the failures that --mtbf implies. With --price-list or --within, which devices and
-    how many of them, ranked by cost. With plan.rollout set, a step of reinforcement learning by phase.
+    how many of them, ranked by cost.
 
     Exit code 1 if the run does not fit the device; settings that make it fit are printed.
 
@@ -141,9 +141,6 @@ def plan(
     refuse_halves(ends, price, lengths, data, work.segments or tokens_per_sample, within)
     of_lengths = () if lengths is None else ("plan.mix=null", f"plan.lengths={json.dumps(str(lengths))}")
     cost_model, config = named_recipe(recipe, (*of_lengths, *(settings or ())))
-    if config.plan.rollout is not None:
-        options = {"--scale": scale, "--data": data, "--segments": work.segments, "--samples": samples}
-        _refuse_with_rollout({**options, "--epochs": epochs})
     pattern = _pattern(cost_model, config.model.path, work, tokens_per_sample)
     name = device or config.plan.device
     target = named_device(name) if name is not None else None
@@ -179,9 +176,6 @@ def plan(
         return
     count = devices or config.plan.devices or 1
     config = with_copies(config, count)
-    if config.plan.rollout is not None:
-        _plan_rollout(config, cost_model, (target, count), saved, link_options, (tokens, price), as_json=as_json)
-        return
     link_options.joining(target, count)  # or an error, before anything is measured
     measured = measured_data(data, config, cost_model) if data else None
     table = own if measured is None else (measured.name, measured.lengths)
@@ -244,65 +238,6 @@ def _with_note_on_auto(
     return replace(planned, notes=(*planned.notes, note))
 
 
-def _plan_rollout(
-    config: "TrainConfig",
-    cost_model: "CostModel",
-    place: "tuple[Device | None, int]",
-    saved: Mapping[str, "SavedActivations"],
-    link_options: LinkOptions,
-    run_length: tuple[float | None, float | None],
-    *,
-    as_json: bool,
-) -> None:
-    """Plan a step of reinforcement learning, and print it.
-
-    Args:
-        config: the recipe, with a rollout.
-        cost_model: of its model.
-        place: kind and number of the devices of the update; None for this machine.
-        saved: what autograd saves of the model, by precision.
-        link_options: how devices are joined, where the options say it.
-        run_length: tokens to train on, and the price of a device-hour, where they are given.
-        as_json: one JSON object instead of tables.
-
-    Raises:
-        typer.Exit: the update does not fit its devices; exit code 1.
-    """
-    from headway.cli.rollout_text import rollout_record, rollout_text
-    from headway.devices import named_device
-    from headway.predict.dry_run import dry_run, learning_model
-    from headway.predict.planned_lengths import lengths_of
-    from headway.predict.rollout import EngineDevices, config_of_update, predict_rl
-
-    rollout, (target, count) = config.plan.rollout, place
-    assert rollout is not None
-    shape = config.parallel.mesh_shape(count)
-    config = config_of_update(config, shape)
-    planned = dry_run(
-        config, cost_model, saved, devices=count, device=target, lengths=lengths_of(config, cost_model, shape)
-    )
-    # the engines' devices, and how each kind is joined
-    speeds = speeds_of(config, cost_model, target, count)
-    kind = target if rollout.device is None else named_device(rollout.device)
-    engine_speeds = speeds if rollout.device is None else speeds_of(config, cost_model, kind, count)
-    num_engines = rollout.devices or count
-    engines = EngineDevices.of(num_engines, engine_speeds, kind, link_options.joining(kind, num_engines))
-    links = link_options.joining(target, count)
-    learning = learning_model(config, cost_model)
-    forecast = predict_rl(config, learning, saved, planned, speeds, links, engines)
-    # a whole run, on the devices of both
-    tokens, price = run_length
-    devices = count + (rollout.devices or 0)
-    run = None if tokens is None else WholeRun.of(tokens, forecast, devices, price, speeds)
-    print_result(
-        lambda: rollout_record(planned, forecast, speeds, engines, run),
-        lambda: in_red(rollout_text(config, planned, forecast, speeds, engines, run, links)),
-        as_json=as_json,
-    )
-    if planned.fits is False:
-        raise typer.Exit(1)
-
-
 def _pattern(
     cost_model: "CostModel", model: str, work: WorkloadOptions, tokens_per_sample: int | None
 ) -> "tuple[str, LengthTable] | None":
@@ -321,16 +256,6 @@ def _refuse_with_scale(options: dict[str, Any]) -> None:
         if value is not None:
             text = value[0] if isinstance(value, list) else f"{value:g}"
             raise UsageError(f"{name} {text} is for one size of a run, and cannot take effect with --scale.")
-
-
-def _refuse_with_rollout(options: dict[str, Any]) -> None:
-    for name, value in options.items():
-        if value:
-            text = value[0] if isinstance(value, list) else value
-            raise UsageError(
-                f"{name} {text} cannot take effect: plan.rollout says which answers a step learns from. Give the "
-                "length of the run with --tokens."
-            )
 
 
 def _reliability(
@@ -431,15 +356,12 @@ def named_recipe(recipe: str, settings: tuple[str, ...]) -> "tuple[CostModel, Tr
         config = load_config(Path(recipe), settings)
         return resolve_ledger(config.model), config
     cost_model = resolve_cost_model(recipe)
-    mix = {"mix": "images" if cost_model.has_vision else "chats"}
-    if any(setting.startswith("plan.rollout") for setting in settings):
-        mix = {}  # a rollout says itself how long its answers are
     raw = {
         "model": {"path": recipe},
         "data": {"train": [{"path": "data.jsonl"}], "tokens_per_pack": _PACK, "overlong": "truncate"},
         "optim": {"steps": 1000, "lr": 1e-5},
         "run": {"folder": "runs/plan"},
-        "plan": mix,
+        "plan": {"mix": "images" if cost_model.has_vision else "chats"},
     }
     return cost_model, with_overrides(raw, settings)
 

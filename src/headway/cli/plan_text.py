@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from headway.count import FlopCount
     from headway.predict.collectives import Links
     from headway.predict.dry_run import DryRun
-    from headway.predict.rollout import RlForecast
     from headway.predict.scale import Scaling, SizedRun
     from headway.predict.speeds import Cases, Speeds
     from headway.predict.step_time import StepForecast
@@ -47,7 +46,7 @@ class WholeRun:
     def of(
         cls,
         tokens: float,
-        time: "StepForecast | RlForecast",
+        time: "StepForecast",
         devices: int,
         price: float | None,
         speeds: "Speeds",

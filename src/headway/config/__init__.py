@@ -9,7 +9,7 @@ from headway.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.config.optim import OptimConfig
 from headway.config.preference import PreferenceConfig
 from headway.config.read import TrainConfig, changed_config, load_config, parse_config, with_overrides
-from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RolloutConfig, RunConfig
+from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -19,7 +19,6 @@ __all__ = [
     "ParallelConfig",
     "PlanConfig",
     "PreferenceConfig",
-    "RolloutConfig",
     "RunConfig",
     "SpeedConfig",
     "TrainConfig",

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headway.config.sections import Fraction, Positive, Section, Slots
+from headway.config.sections import Positive, Section
 from headway.errors import ConfigError
 from headway.log.sinks import check_spec
 from headway.packing.lengths import MIXES
@@ -125,82 +125,6 @@ class EvalConfig(Section):
         return self.every is not None or self.at_end
 
 
-MOST_ANSWERS = 10**6
-"""Answers of a step that can be planned."""
-
-
-class RolloutConfig(Section):
-    """A step of reinforcement learning that `headway plan` plans."""
-
-    prompts: Positive = Field(le=MOST_ANSWERS, description="Prompts of a step [prompts]")
-    prompt_tokens: Slots = Field(description="Length of a prompt [tokens]")
-    answer_tokens: tuple[Slots, ...] = Field(
-        min_length=1,
-        description="Lengths of answers, each of as many answers; the mean where longest_answer is set [tokens]",
-    )
-    longest_answer: Slots | None = Field(
-        default=None,
-        description="Spreads answers below it, round their mean; null for lengths as given [tokens]",
-    )
-    group: Positive = Field(default=1, le=MOST_ANSWERS, description="Answers to each prompt [answers]")
-    prefix: Literal["own", "computed once"] = Field(
-        default="computed once", description="Whether each answer has its prompt read, or a group once"
-    )
-    batching: Literal["continuous", "static"] = Field(
-        default="continuous",
-        description="Whether places are filled as answers end (vLLM, SGLang), or a batch waits for its longest answer "
-        "(generate of transformers)",
-    )
-    max_rows: Positive = Field(default=1024, description="Most answers that an engine writes at a time [answers]")
-    tensor: Positive = Field(default=1, description="Devices that share an engine's products [devices]")
-    devices: Positive | None = Field(
-        default=None, description="Devices of the engines alone; null for the update's [devices]"
-    )
-    device: str | None = Field(default=None, description="Kind of those devices")
-    memory: Fraction = Field(default=0.9, gt=0.0, description="Share of a device that an engine may fill")
-    offload: bool = Field(
-        default=False,
-        description="Whether the update's weights and optimizer leave its devices during the rollout",
-    )
-    scoring: bool = Field(default=True, description="Whether the policy reads its answers for log-probabilities")
-    reference: bool = Field(default=True, description="Whether a frozen copy does")
-    reward_s: float = Field(default=0.0, ge=0.0, description="Time of the reward [s]")
-    updates: Positive = Field(default=1, description="Optimizer steps that share the answers [steps]")
-    asynchronous: bool = Field(
-        default=False, description="Whether the next rollout runs beside the update, on devices of its own"
-    )
-
-    @property
-    def answers(self) -> int:
-        """Answers of a step."""
-        return self.prompts * self.group
-
-    @model_validator(mode="after")
-    def _answers_can_be_planned(self) -> Self:
-        if self.answers > MOST_ANSWERS:
-            raise ValueError(f"{self.prompts:,} prompts x {self.group:,} answers are more than {MOST_ANSWERS:,}")
-        if self.longest_answer is not None:
-            if len(self.answer_tokens) > 1:
-                raise ValueError("longest_answer spreads answers round one mean; give one number as answer_tokens")
-            if self.longest_answer < self.answer_tokens[0]:
-                raise ValueError(
-                    f"longest_answer {self.longest_answer:,} is below the mean, {self.answer_tokens[0]:,} tokens"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _engines_have_their_devices(self) -> Self:
-        if self.devices is None:
-            for name in ("device", "asynchronous"):
-                if getattr(self, name):
-                    raise ValueError(f"{name} has no effect without 'devices', on which the engines are alone")
-        elif self.devices % self.tensor:
-            raise ValueError(f"{self.devices:,} devices cannot form engines of {self.tensor:,} each; see 'tensor'")
-        elif self.offload:
-            raise ValueError("offload has no effect where the engines have 'devices' of their own")
-        return self
-
-
 class PlanConfig(Section):
     """Devices and lengths that `headway train --dry-run` plans for; training itself reads none of it."""
 
@@ -224,10 +148,6 @@ class PlanConfig(Section):
     lengths: Path | None = Field(
         default=None, description="Measured lengths instead: CSV or Parquet as `headway pack --lengths` reads"
     )
-    rollout: RolloutConfig | None = Field(
-        default=None,
-        description="Prompts and answers instead: a step of reinforcement learning",
-    )
 
     @field_validator("mix")
     @classmethod
@@ -238,7 +158,7 @@ class PlanConfig(Section):
 
     @model_validator(mode="after")
     def _lengths_come_from_one_place(self) -> Self:
-        names = [name for name in ("mix", "lengths", "rollout") if getattr(self, name) is not None]
+        names = [name for name in ("mix", "lengths") if getattr(self, name) is not None]
         if len(names) > 1:
             raise ValueError(f"give either {' or '.join(map(repr, names))}; null switches a setting off")
         return self

@@ -1,14 +1,12 @@
 """Lengths that packs are planned over before there are data: of a recipe's plan section, enough for some steps."""
 
-import math
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.config import RolloutConfig, TrainConfig
+from headway.config import TrainConfig
 from headway.count import CostModel, Workload, drivers
-from headway.count.integers import Ints
 from headway.count.units import remembered
 from headway.errors import ConfigError, PlanError
 from headway.packing.budget import square_grid
@@ -51,8 +49,6 @@ def lengths_of(
     data, accumulation = config.data, config.optim.accumulation
     if config.plan.lengths is not None:
         return read_table(config.plan.lengths, cost_model)
-    if config.plan.rollout is not None:
-        return lengths_in_turn(config, samples_of_rollout(config.plan.rollout), shape, steps)
     if config.plan.mix is None:
         return None
     mix = MIXES[config.plan.mix]
@@ -65,50 +61,6 @@ def lengths_of(
         )
     table = mix.lengths(samples)
     return f"{mix.name}: {mix.description}", table if cost_model.has_vision else _without_media(table)
-
-
-def samples_of_rollout(rollout: RolloutConfig) -> tuple[str, LengthTable]:
-    """Name and table of the samples that an update learns from: each answer behind its prompt."""
-    tokens = rollout.prompt_tokens + answer_lengths(rollout)
-    name = f"rollout: {rollout.prompts:,} prompts x {rollout.group:,} answers"
-    return name, _without_media(LengthTable(tokens, np.zeros_like(tokens)))
-
-
-def answer_lengths(rollout: RolloutConfig) -> Ints:
-    """Lengths of a step's answers in the order in which they are written, shape (answers,) [tokens].
-
-    Several lengths share the answers evenly. A mean below `longest_answer` is spread over a truncated exponential
-    distribution, of all that have this mean and this limit the one that assumes least (the one of most entropy).
-    The order is random, and always the same.
-    """
-    places = (np.arange(rollout.answers) + 0.5) / rollout.answers
-    if rollout.longest_answer is None:
-        sizes = np.sort(np.asarray(rollout.answer_tokens, dtype=np.int64))
-        lengths = sizes[(places * len(sizes)).astype(np.int64)]
-    else:
-        longest = rollout.longest_answer
-        shares = _truncated_exponential(places, rollout.answer_tokens[0] / longest)
-        lengths = np.clip(np.rint(longest * shares), 1, longest).astype(np.int64)
-    return np.random.default_rng(0).permutation(lengths)
-
-
-def _truncated_exponential(places: Floats, mean: float) -> Floats:
-    """Quantiles of a density proportional to exp(-r x) on 0 <= x <= 1 that has this mean.
-
-    Source: the mean is 1 / r - 1 / (exp(r) - 1), and x = -log(1 - p (1 - exp(-r))) / r has the share p below it. A mean
-    above a half is that of 1 - x.
-
-    >>> _truncated_exponential(np.array([0.25, 0.75]), 0.5).round(3).tolist()
-    [0.25, 0.75]
-    """
-    if mean > 0.5:
-        return 1 - _truncated_exponential(1 - places, 1 - mean)
-    low, high = 1e-6, 1e12  # the density falls from flat to all at 0
-    for _ in range(100):
-        r = math.sqrt(low * high)
-        low, high = (r, high) if 1 / r - (math.exp(-r) / -math.expm1(-r)) > mean else (low, r)
-    quantiles: Floats = -np.log1p(places * math.expm1(-r)) / r
-    return quantiles
 
 
 def lengths_in_turn(
