@@ -5,6 +5,7 @@ marked with {% generation %}: the expected words here. They may mark the beginni
 is given, and tokens behind the one at which generation stops.
 """
 
+import os
 import re
 from dataclasses import replace
 from inspect import signature
@@ -412,3 +413,9 @@ def test_images_videos_and_sounds_stand_where_the_template_puts_them():
     (view,) = template("qwen3_vl").views(chat(Message("user", parts), answer("It.")))
     image = "<|vision_start|><|image_pad|><|vision_end|>"
     assert f"<|im_start|>user\n{image}Which?{image}<|im_end|>" in view.text
+
+
+def test_a_template_is_a_plain_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe cannot be read: it is a pipe or a device, not a file"):
+        ChatSettings.of(str(tmp_path / "pipe"))

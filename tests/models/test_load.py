@@ -1,4 +1,5 @@
 import json
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -195,6 +196,25 @@ def test_a_pickle_beside_other_weights_is_not_tried(folder):
 def test_an_index_of_weights_names_files_of_its_folder_alone(name, folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
     with pytest.raises(CheckpointError, match="which is no file of its folder"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [({"a": 5}, "lacks 1 of its 1 weight files: 5"), ([], "cannot be read"), ({"a": ["b"]}, "lacks 1 of its 1")],
+)
+def test_an_index_of_weights_of_other_types_is_refused(content, says, folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": content}))
+    with pytest.raises(CheckpointError, match=says):
+        load_model(folder)
+
+
+@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="the package is there")
+def test_weights_that_another_package_reads_name_it_and_the_way_without(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"requires bitsandbytes.* Install it; or .*`model\.base: nf4`"):
         load_model(folder)
 
 

@@ -79,7 +79,12 @@ def _shown(name: str | None) -> "Iterator[tuple[Setting, str]]":
                 continue
             places = [places_by_name.get((inner.name, inner.meaning), []) for inner in settings_of(setting.section)]
             if common := [place for place in places[0] if all(place in inner for inner in places)]:
-                yield setting, f"its settings: as {common[0]}*"
+                here = {inner.name for inner in settings_of(setting.section)}
+                lacks = [
+                    name for (name, _), places in places_by_name.items() if common[0] in places and name not in here
+                ]
+                without = f", without {', '.join(lacks)}" if lacks else ""
+                yield setting, f"its settings: as {common[0]}*{without}"
                 continue
             yield setting, ""
             yield from below(setting.section, inside(setting))

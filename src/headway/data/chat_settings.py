@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.files import SETTINGS_BYTES, read_text
+from headway.files import SETTINGS_BYTES, check_plain, read_text
 from headway.words import Argument
 
 TEMPLATE_FILE = Argument("model.chat_template")
@@ -102,6 +102,7 @@ def _read_template(path: Path) -> str:
     from headway.data.template_bounds import MAX_SOURCE, compile_template
 
     try:
+        check_plain(path)  # to open a pipe would wait for whoever writes it
         if path.stat().st_size > MAX_SOURCE:
             raise ConfigError(f"{TEMPLATE_FILE} {path} has {path.stat().st_size:,} bytes: that is no template.")
         text = read_text(path, most=SETTINGS_BYTES)

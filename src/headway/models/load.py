@@ -28,7 +28,16 @@ from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
 from headway.count.models import shipped_name
-from headway.errors import CheckpointError, ConfigError, UnknownModelError, first_line, is_out_of_memory, reraise_own
+from headway.errors import (
+    CheckpointError,
+    ConfigError,
+    UnknownModelError,
+    first_line,
+    foreign,
+    is_out_of_memory,
+    reraise_own,
+)
+from headway.files import read_text
 from headway.hub import CONFIG, located
 from headway.models.attention import register, use_attention
 from headway.models.experts import use_experts
@@ -268,10 +277,9 @@ def check_weights(folder: Path) -> list[Path]:
     # Shards by the index, each beside it and there; else the one file.
     index = folder / _WEIGHT_INDEX
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"The weight index {index} cannot be read: {error}. Save the model anew.") from error
+        refusal = f"The weight index {index} cannot be read: "
+        with foreign(lambda reason: CheckpointError(f"{refusal}{reason} Save the model anew.")):
+            names = sorted({str(name) for name in json.loads(read_text(index))["weight_map"].values()})
         # A name with a folder in it would read files outside the model's folder.
         outside = [name for name in names if Path(name).name != name]
         if outside:
@@ -351,6 +359,11 @@ def weights_of(name: str) -> Iterator[set[str]]:
         yield missing
     except (OSError, SafetensorError) as error:
         raise _unreachable(name, error) from error
+    except ImportError as error:
+        raise CheckpointError(
+            f"The weights in {name} are of a form that another package reads: {first_line(error)}. Install it; or give "
+            "the model's own weights, which `model.base: nf4` keeps in 4 bits beside LoRA."
+        ) from error
     except BaseException as error:  # transformers' report of weights of other shapes, or whatever a stranger's raise
         reraise_own(error)
         if is_out_of_memory(error):

@@ -217,11 +217,9 @@ def enough_lengths(
 
     def fitting(mean: float) -> int:
         steps = STEPS
-        while steps > FEWEST_STEPS:
-            if samples_of(config, shape, mean, steps) <= min(
-                MOST_SAMPLES, _MANY_SAMPLES if steps > _FEW_STEPS else MOST_SAMPLES
-            ):
-                break
+        while steps > _FEW_STEPS and samples_of(config, shape, mean, steps) > min(_MANY_SAMPLES, MOST_SAMPLES):
+            steps //= 2
+        while steps > FEWEST_STEPS and samples_of(config, shape, mean, steps) > MOST_SAMPLES:
             steps //= 2
         return steps
 

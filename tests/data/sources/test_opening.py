@@ -1,12 +1,15 @@
 """Which files a path names, in which format, and when two sources are the same."""
 
 import json
+from pathlib import Path
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from headway.data.sources import FORMATS, open_source
+from headway.data.sources.files import find_files
 from headway.errors import ConfigError, DataError
 
 
@@ -133,3 +136,31 @@ def test_a_changed_file_is_read_anew(tmp_path):
         pq.write_table(pa.table({"text": words}), tmp_path / "a.parquet")
         source = open_source(tmp_path / "a.parquet")
         assert [source[row].content for row in range(len(source))] == words
+
+
+@pytest.mark.parametrize("pattern", ["*", "**", "**/*.jsonl", "*/*.jsonl", "a/**/c.jsonl", "?/[bc]*", "**/b/**", ".*"])
+def test_a_glob_names_the_files_that_fsspec_names(tmp_path, pattern):
+    for name in ("a.jsonl", "a/b.jsonl", "a/b/c.jsonl", "a/.hidden/c.jsonl", "b/c.jsonl", ".d.jsonl", "b/x[1].jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text('{"text": "a"}')
+    (tmp_path / "link").symlink_to(tmp_path / "a")  # to a folder: through none, so that there is no circle
+    (tmp_path / "e.jsonl").symlink_to(tmp_path / "a.jsonl")
+    system = fsspec.filesystem("file")
+    names = [name for name in sorted(system.glob(f"{tmp_path}/{pattern}")) if system.isfile(name)]
+    if not pattern.startswith("."):
+        names = [name for name in names if not Path(name).name.startswith(".")]
+    files, _ = find_files(f"{tmp_path}/{pattern}", {})
+    assert [file.url for file in files] == names != []
+    if "**/" in pattern:
+        assert [file.url for file in find_files(f"{tmp_path}/{pattern.replace('**/', '**/**/**/')}", {})[0]] == names
+
+
+@pytest.mark.parametrize("path", ["{}", "{}/**/*.jsonl", "{}/*/*.jsonl"])
+def test_a_glob_or_folder_without_end_is_refused(tmp_path, path, monkeypatch):
+    monkeypatch.setattr("headway.data.sources.files._MOST_PATHS", 20)
+    for number in range(30):
+        (tmp_path / f"{number}.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(DataError, match=r"lie more than 20 files and folders.* Name a folder further down"):
+        open_source(path.format(tmp_path))
+    with pytest.raises(DataError, match="would follow all links of its server"):
+        open_source("http://127.0.0.1:9/**/a.jsonl")

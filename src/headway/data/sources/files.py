@@ -6,7 +6,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from errno import ENOENT
 from functools import lru_cache
@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import glob_translate
 
 from headway.cache import cache_root, write_whole
 from headway.errors import DataError, first_line
@@ -25,6 +26,7 @@ _CONTENT_FIELDS = ("content-md5", "md5hash", "blob-id", "etag", "last-modified")
 _GLOB = re.compile(r"[*?\[]")
 HEAD_BYTES = 64
 _PAGES = ("", ".txt", ".md", ".html", ".htm", ".xhtml", ".xml")  # texts, of which a web page may be one
+_MOST_PATHS = 3_000_000  # that are looked through; the largest public folders of pictures have half as many
 _OPEN_FILES = 64  # kept open for random access, per process; well below the usual limit of 1024
 
 
@@ -173,9 +175,10 @@ def _found(path: str, options: Mapping[str, Any]) -> tuple[list[File], str | Non
     # A folder stands for all files within, a glob for those it matches; hidden ones only where a glob names them.
     if kind == "directory":
         folder = _file_url(system, inside)
-        names = [name for name in sorted(system.find(inside)) if not _is_hidden(name[len(inside) :])]
+        paths = _walk(inside, None) if isinstance(system, LocalFileSystem) else system.find(inside)
+        names = sorted(name for name in paths if not _is_hidden(name[len(inside) :]))
     else:
-        names = [name for name in sorted(system.glob(inside)) if system.isfile(name)]
+        names = sorted(_glob(system, inside))
         if not Path(inside).name.startswith("."):  # as in a shell
             names = [name for name in names if not Path(name).name.startswith(".")]
     if folder and not names:
@@ -198,6 +201,44 @@ def _kind(system: Any, inside: str) -> str | None:
         return str(system.info(inside)["type"])
     except FileNotFoundError:
         return None
+
+
+def _glob(system: Any, pattern: str) -> Iterator[str]:
+    """Files that a glob names, as fsspec reads globs; on this machine without a list of all that lies around them."""
+    pattern = re.sub(r"(\*\*/)+", "**/", pattern)  # each would be tried at every depth
+    if not isinstance(system, LocalFileSystem):
+        if "**" in pattern and pattern.lower().startswith(("http://", "https://")):
+            raise DataError(f"The dataset {pattern} would follow all links of its server. Name its folders one by one.")
+        yield from (name for name, info in system.glob(pattern, detail=True).items() if info["type"] == "file")
+        return
+    before = _GLOB.split(pattern, maxsplit=1)[0].rpartition("/")[0] + "/"
+    depth = None if "**" in pattern else pattern[len(before) :].count("/") + 1
+    matches = re.compile(glob_translate(pattern)).match
+    yield from (name for name in _walk(before, depth) if matches(name))
+
+
+def _walk(folder: str, most_depth: int | None) -> Iterator[str]:
+    """Files below a folder of this machine, through no link to a folder.
+
+    Raises:
+        DataError: they are too many for a dataset, as below the root.
+    """
+    num_paths, waiting = 0, [(folder.rstrip("/"), 1)]
+    while waiting:
+        path, depth = waiting.pop()
+        with suppress(OSError), os.scandir(path or "/") as entries:  # gone meanwhile, or not ours to read
+            for entry in entries:
+                num_paths += 1
+                if num_paths > _MOST_PATHS:
+                    raise DataError(
+                        f"Below {folder} lie more than {_MOST_PATHS:,} files and folders, too many to look through. "
+                        "Name a folder further down."
+                    )
+                if entry.is_dir(follow_symlinks=False):
+                    if most_depth is None or depth < most_depth:
+                        waiting.append((f"{path}/{entry.name}", depth + 1))
+                elif entry.is_file():
+                    yield f"{path}/{entry.name}"
 
 
 def _file(system: Any, name: str, options: Mapping[str, Any], root: str) -> File:

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from array import array
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -212,4 +212,10 @@ class SpanReader(Reader):
             write_cached(self._damage_file(), lambda file: file.write(damage.encode()))
         # Rows of the table: first byte, one past the last, and number of the record in the file.
         table = np.frombuffer(spans, np.int64).reshape(-1, 3)
-        write_cached(path, lambda file: np.save(file, table))
+        write_cached(path, partial(_save, table=table))
+
+
+def _save(file: BinaryIO, table: NDArray[np.int64]) -> None:
+    """Write an array as `np.save` does, which tells a full disk in numbers of its own."""
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(table))
+    file.write(table.data)
