@@ -542,20 +542,8 @@ def test_a_mapped_document_keeps_the_file_that_its_words_are_from_as_a_note(read
 
 
 # Words that schemas look for, so that rows drawn at random come close to real ones.
-WRITTEN = [
-    "messages",
-    "conversations",
-    "prompt",
-    "completion",
-    "text",
-    "input_ids",
-    "labels",
-    "image",
-    "images",
-    "tools",
-]
 INNER = ["role", "content", "type", "url", "image_url", "input_audio", "data", "tool_calls", "function", "name", "from"]
-KEYS = st.sampled_from([*WRITTEN, *INNER, "video", "audio", "system", "arguments", "value", "id", "weight", "bytes"])
+KEYS = st.sampled_from([*COLUMNS, *INNER, "video", "audio", "system", "arguments", "value", "id", "weight", "bytes"])
 NAMES = ["user", "assistant", "tool", "human", "gpt", "function_call", "text", "image", "image_url", "input_audio"]
 PATHS = ["a.png", "data:,a", "http://a/b.png", "s3://", "..", "x" * 5000, "a\0", "\ud800"]
 LEAVES = st.sampled_from([*NAMES, *PATHS, "<image>", "[", "{}", "", 0, -1, 1.5, True, None, b"raw"])
@@ -565,8 +553,11 @@ VALUES = st.recursive(
 
 
 @settings(max_examples=examples(150, 400), suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(KEYS, VALUES, max_size=4), st.sampled_from(SCHEMAS), st.booleans())
-def test_any_row_is_a_sample_or_a_data_error(read, row, schema, has_member):
+@given(st.sampled_from(LAYOUTS), st.dictionaries(KEYS, VALUES, max_size=4), st.sampled_from(SCHEMAS), st.booleans())
+def test_any_row_is_a_sample_or_a_data_error(read, layout, row, schema, has_member):
     members = {"x_png": b"a"} if has_member else {}
-    with contextlib.suppress(DataError):
-        assert isinstance(read(row, schema, **members), Chat | Document | Preference)
+    for fields in (row, row_of(layout) | row):
+        with contextlib.suppress(DataError):
+            assert isinstance(read(fields, schema, **members), Chat | Document | Preference)
+        with contextlib.suppress(DataError):
+            unread_keys(fields, reading_of(fields).roles)

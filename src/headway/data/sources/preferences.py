@@ -261,7 +261,7 @@ def _said(answer: Any) -> str | None:
 
 def _styled(answer: Any, prompt: Any) -> Any:
     """An answer's turns with the keys that the prompt's turns have."""
-    first = prompt[0] if isinstance(prompt, list) and prompt else {}
+    first = prompt[0] if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict) else {}
     if not isinstance(answer, list):
         if not isinstance(prompt, list):
             return answer

@@ -77,7 +77,8 @@ class Normaliser:
             answered = empty | chat_row
             chat_reading = reading_of(answered, has_members=self._has_media(row.members))
             media = RowMedia(answered, row.members, self.folder, self.rules, decoded)
-            chat = self._read(chat_reading.layout, chat_reading(answered), media, origin, {})
+            is_chat = chat_reading.layout.is_chat and not chat_reading.layout.is_preference
+            chat = self._read(chat_reading.layout, chat_reading(answered), media, origin, {}) if is_chat else None
             if not isinstance(chat, Chat):
                 raise DataError(
                     f"the row has {layout}, of a preference, beside a document, which answers nothing. Remove it, or "
@@ -117,9 +118,10 @@ class Normaliser:
         """A row of a chat or of a document, its columns by their roles; the others may mark turns."""
         schema, grades = layout.schema, {name: fields[name] for name in GRADES if name in fields}
         if role := dict(layout.columns).get("label"):
-            asks = dict(layout.columns).get(TEXT)
-            if asks and not any(map(media.waits, KINDS)) and not str(fields[asks] or "").strip():
-                return Document("", origin)  # left out as an empty document
+            if asks := dict(layout.columns).get(TEXT):
+                fields |= {asks: "" if fields[asks] is None else fields[asks]}
+                if not any(map(media.waits, KINDS)) and not str(fields[asks]).strip():
+                    return Document("", origin)  # left out as an empty document
             fields |= {role: _class(fields[role])}
         fields = {name: value for name, value in fields.items() if value is not None}
         if schema == "tokens":
