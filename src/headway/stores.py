@@ -1,14 +1,19 @@
 """Outputs behind URLs: object stores and other file systems that fsspec opens, as the places of files and folders.
 
 A path that was made of a URL keeps it: `Path("s3://bucket/run")` is `s3:/bucket/run`, whose first part no file of this
-machine is meant by. So an output may be a URL wherever it may be a path, and joins and parents work on both. What has
-to be written piece by piece, as records and weights, is written to a folder of the cache that stands for the URL, its
-*spool*, and sent from there, because a store takes whole objects only and appends nothing.
+machine is meant by. So an output may be a URL wherever it may be a path, and joins and parents work on both.
+
+A store takes whole objects and appends nothing. So what a run writes piece by piece, as its records, is written to a
+folder of the cache that stands for the URL, its *spool*, and sent from there. What is read from a URL by commands that
+open local files is copied to another folder of the cache, its *copy*.
 """
 
 import os
 import re
 import shutil
+import threading
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,8 +23,9 @@ from headway.cache import cache_root
 from headway.errors import StoreError, UsageError, first_line
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)
-_SPOOLS = "spools"
-_UNSENT = re.compile(r"\..*|.*\.writing")  # a lock, or what is being written under another name
+_SPOOLS, _COPIES = "spools", "copies"
+_HIDDEN = re.compile(r"\.(?!smoke$|metadata$).*")  # a lock, or what is being written under another name
+_SEND_EVERY_S, _SENDING_SHARE = 30.0, 0.05  # time between sends, and the most of all time that they may take
 
 
 def url_of(path: str | Path) -> str | None:
@@ -39,21 +45,21 @@ def shown(path: Path) -> str:
     return url_of(place(path)) or str(path)
 
 
-def spool(path: Path) -> Path:
+def spool(path: Path, kind: str = _SPOOLS) -> Path:
     """The folder on this machine that stands for a URL; the path itself where it is no URL."""
     if url_of(path) is None:
         return path
     scheme, *parts = path.parts
-    return cache_root() / _SPOOLS / scheme.removesuffix(":") / Path(*parts)
+    return cache_root() / kind / scheme.removesuffix(":") / Path(*parts)
 
 
 def place(path: Path) -> Path:
-    """The place that a path below a spool stands for; the path itself where it is no such path."""
-    root = cache_root() / _SPOOLS
-    if not path.is_relative_to(root) or path == root:
-        return path
-    scheme, *parts = path.relative_to(root).parts
-    return Path(f"{scheme}:/", *parts)
+    """The place that a path below a spool or a copy stands for; the path itself where it is no such path."""
+    for root in (cache_root() / _SPOOLS, cache_root() / _COPIES):
+        if path.is_relative_to(root) and path != root:
+            scheme, *parts = path.relative_to(root).parts
+            return Path(f"{scheme}:/", *parts)
+    return path
 
 
 def refuse(path: Path, purpose: str) -> None:
@@ -225,39 +231,43 @@ def send(folder: Path, target: Path, names: Iterable[str], *, last: str = "") ->
             system.put_file(str(folder / name), f"{inside}/{name}")
 
 
-def fetch(target: Path, wanted: Callable[[str], bool] = lambda _: True) -> Path:
-    """Copy a folder behind a URL into its spool, but for files that are there as they are in the store.
+def fetch(path: Path, wanted: Callable[[str], bool] = lambda _: True, *, here: Path | None = None) -> Path:
+    """Copy what lies behind a URL to this machine, but for files that are there as they are in the store.
 
     Args:
-        target: the URL of a file or folder; one that is not there leaves an empty spool.
-        wanted: whether a file is, by its path below the folder.
+        path: the URL of a file or folder, or a path of this machine.
+        wanted: whether a file is, by its path below the folder; one that is, and is not in the store, is deleted here.
+        here: where it goes; the URL's copy if None.
 
     Returns:
-        The spool; a path of this machine is returned as it is.
+        The copy; a path of this machine as it is.
+
+    Raises:
+        StoreError: the store cannot be read.
     """
-    if url_of(target) is None:
-        return target
-    system, inside = open_system(target)
-    here = spool(target)
-    with store_errors(target, "cannot be read"):
+    if url_of(path) is None:
+        return path
+    system, inside = open_system(path)
+    here = here or spool(path, _COPIES)
+    with store_errors(path, "cannot be read"):
         system.invalidate_cache()
-        files = system.find(inside, detail=True)
-        for name, info in sorted(files.items()):
-            below = "" if name.rstrip("/") == inside.rstrip("/") else name[len(inside) :].strip("/")
-            if below and not wanted(below):
-                continue
-            path = here / below if below else here
-            if _is_copy(path, info):
-                continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-            system.get_file(name, str(unfinished))
-            unfinished.replace(path)
+        infos = {name[len(inside) :].strip("/"): info for name, info in system.find(inside, detail=True).items()}
+        infos = {name: info for name, info in infos.items() if not name or wanted(name)}
+        for name in [*_files_in(here)]:
+            if name not in infos and wanted(name):
+                (here / name).unlink()
+        for name, info in sorted(infos.items()):
+            target = here / name if name else here
+            if not _is_copy(target, info):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+                system.get_file(info["name"], str(unfinished))
+                unfinished.replace(target)
     return here
 
 
 class Mirror:
-    """Sends what changes in a spool to the place that it stands for.
+    """Sends what changes in a spool to the place that it stands for, from time to time and when asked.
 
     Args:
         folder: the spool of a run.
@@ -267,29 +277,66 @@ class Mirror:
     def __init__(self, folder: Path, left_out: tuple[str, ...]) -> None:
         self._folder, self._left_out = folder, left_out
         self._sent: dict[str, tuple[int, int]] = {}
+        self._turn, self._ended = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Take what is there for sent, and begin to send what changes."""
+        self._sent = dict(self._stamps())
+        self._thread = threading.Thread(target=self._send_often, name="headway mirror", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send the rest, and no more.
+
+        Raises:
+            StoreError: the store refuses it.
+        """
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            self._thread = None
+            self.send()
 
     def send(self) -> None:
-        """Send every file that is new or another than when it was sent.
+        """Send every file that is another than when it was sent.
 
         Raises:
             StoreError: the store refuses one.
         """
-        for name, stamp in self._stamps().items():
-            if self._sent.get(name) != stamp:
-                send(self._folder, place(self._folder), [name])
-                self._sent[name] = stamp
+        with self._turn:
+            for name, stamp in self._stamps():
+                if self._sent.get(name) != stamp:
+                    send(self._folder, place(self._folder), [name])
+                    self._sent[name] = stamp
 
-    def _stamps(self) -> dict[str, tuple[int, int]]:
-        stamps = {}
-        for path in self._folder.rglob("*"):
-            parts = path.relative_to(self._folder).parts
-            if parts[0] in self._left_out or any(map(_UNSENT.fullmatch, parts)):
-                continue
-            with suppress(FileNotFoundError):  # renamed or deleted meanwhile
-                status = path.stat()
-                if path.is_file():
-                    stamps["/".join(parts)] = (status.st_size, status.st_mtime_ns)
-        return stamps
+    def _send_often(self) -> None:
+        pause_s, is_told = _SEND_EVERY_S, False
+        while not self._ended.wait(pause_s):
+            start_s = time.monotonic()
+            try:
+                self.send()
+            except StoreError as error:  # the next checkpoint sends them too, and fails if they cannot be sent
+                if not is_told:
+                    warnings.warn(f"The run's records wait here: {error}", RuntimeWarning, stacklevel=1)
+                is_told = True
+            # records grow, and are sent whole
+            pause_s = max(_SEND_EVERY_S, (time.monotonic() - start_s) / _SENDING_SHARE)
+
+    def _stamps(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        for name in _files_in(self._folder):
+            if name.split("/")[0] not in self._left_out:
+                with suppress(FileNotFoundError):  # renamed or deleted meanwhile
+                    status = (self._folder / name).stat()
+                    yield name, (status.st_size, status.st_mtime_ns)
+
+
+def _files_in(folder: Path) -> Iterator[str]:
+    """The files below a folder, by their paths from it; not those that are hidden, or in hidden folders."""
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(map(_HIDDEN.fullmatch, parts)):
+            yield "/".join(parts)
 
 
 def _is_copy(path: Path, info: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from headway.checkpoint import Checkpoint
 from headway.checkpoint.export import find_checkpoint_in, holds_adapters
-from headway.checkpoint.folder import MANIFEST, step_folders
+from headway.checkpoint.folder import step_folders
 from headway.checkpoint.restore import read_model
 from headway.data.chat_settings import ChatSettings
 from headway.data.encode import Encoder
@@ -18,7 +18,7 @@ from headway.data.encoders import family_encoder, settings_of_strangers
 from headway.data.media.images import MAX_IMAGE_PIXELS
 from headway.data.media.placeholders import MAX_CHARACTERS
 from headway.errors import CheckpointError, ConfigError
-from headway.log.run_files import CHECKPOINTS, CONFIG, EXPORTS
+from headway.log.run_files import CHECKPOINTS, CONFIG, EXPORTS, MANIFEST, run_copy
 from headway.models.attention import use_attention
 from headway.models.load import Processor, load_model, load_processor, rope_index
 from headway.models.lora import (
@@ -33,6 +33,7 @@ from headway.models.materialise import allocate
 from headway.models.scores import is_scorer
 from headway.models.trial import try_packs
 from headway.models.vision import patch_size_of
+from headway.stores import fetch, place
 from headway.words import Argument
 
 Kind = Literal["model", "adapters", "checkpoint"]
@@ -90,7 +91,7 @@ def find_model(name: str, base: str | None = None, *, best: bool = False, averag
         ConfigError: a base without adapters that it could belong to, or a choice of weights where there is none.
         CheckpointError: adapters whose base is not there.
     """
-    path = Path(name)
+    path = run_copy(Path(name))
     run = path if (path / CONFIG).is_file() and not (path / MANIFEST).is_file() else None
     if best:
         path = find_checkpoint_in(path, best=True).folder
@@ -98,6 +99,8 @@ def find_model(name: str, base: str | None = None, *, best: bool = False, averag
             path = run / EXPORTS / path.name
     elif run is not None:
         path = _newest_of(run) if average is None else find_checkpoint_in(run).folder
+    if not (path / MANIFEST).is_file():  # whose weights are read where they are
+        path = fetch(place(path), here=path)
     if (path / MANIFEST).is_file():
         location = ModelLocation(str(path), "checkpoint", run=run, average=average)
     elif average is not None:

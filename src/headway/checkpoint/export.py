@@ -19,7 +19,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from headway.checkpoint.card import write_card
 from headway.checkpoint.folder import (
-    MANIFEST,
     MODEL,
     Checkpoint,
     best_checkpoint,
@@ -33,7 +32,7 @@ from headway.checkpoint.state import AVERAGE, OPTIMIZER, WEIGHTS
 from headway.errors import UsageError
 from headway.files import new_folder
 from headway.hub import CONFIG
-from headway.log.run_files import CHECKPOINTS
+from headway.log.run_files import CHECKPOINTS, MANIFEST, run_copy
 from headway.models.load import load_model
 from headway.models.lora import (
     ADAPTER_CONFIG,
@@ -85,7 +84,7 @@ class Exports:
         if folder is not None and is_missing:
             merge = self.merge_adapters and holds_adapters(checkpoint)
             export(checkpoint, folder, dtype=self.dtype, merge_adapters=merge)
-        for old in step_folders(self.root)[: -self.keep]:
+        for old in step_folders(place(self.root))[: -self.keep]:
             remove(old)
         return folder if is_missing else None
 
@@ -172,6 +171,7 @@ def find_checkpoint_in(path: Path, *, best: bool = False) -> Checkpoint:
         CheckpointError: it is damaged.
         UsageError: there is none.
     """
+    path = run_copy(path)
     if best:
         checkpoint = _best_of(path)
         checkpoint.check()

@@ -17,15 +17,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from headway import stores
 from headway.errors import CheckpointError
+from headway.log.run_files import MANIFEST
+from headway.stores import place, size_of, url_of
 
-MANIFEST, POSITION, MODEL, INDEX = "manifest.json", "position.json", "model", ".metadata"
+POSITION, MODEL, INDEX = "position.json", "model", ".metadata"
 # What position.json has besides the place in the data.
 SKIPPED, DIGEST, CHAIN, RESUMES = "skipped_in_a_row", "samples_digest", "samples_chain", "resumes"
 BEST = "best_evaluation"
 JUDGES_AVERAGE = "judges_average"  # whether evaluations judge the moving average of the weights
+_LAST = (MANIFEST, "config.json", "adapter_config.json")  # what is sent last of a checkpoint, a model, adapters
 SCHEMA_VERSION = 2
 _STEP_FOLDER = re.compile(r"step-(\d{6,18})")
+_PIECE_BYTES = 2**20
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -95,12 +100,13 @@ class Checkpoint:
         if rank == 0:
             self.refuse_links()
         for name, entry in list(self.files.items())[rank::world_size]:
-            path = self.folder / name
-            if not path.is_file():
+            path = place(self.folder / name)
+            size = size_of(path)
+            if size is None:
                 raise CheckpointError(f"the checkpoint {self.folder} is damaged: {name} is missing.")
-            if path.stat().st_size != entry.bytes:
+            if size != entry.bytes:
                 raise CheckpointError(
-                    f"the checkpoint {self.folder} is damaged: {name} has {path.stat().st_size} of {entry.bytes} bytes."
+                    f"the checkpoint {self.folder} is damaged: {name} has {size} of {entry.bytes} bytes."
                 )
             if _sha256(path) != entry.sha256:
                 raise CheckpointError(f"the checkpoint {self.folder} is damaged: the contents of {name} have changed.")
@@ -124,6 +130,11 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}"
 
 
+def is_remote(path: Path) -> bool:
+    """Whether a folder here stands for one behind a URL, which has what is large."""
+    return url_of(place(path)) is not None
+
+
 def rank_file(rank: int) -> str:
     """Name of the file with a process's random generators."""
     return f"rank-{rank:05d}.pt"
@@ -135,6 +146,8 @@ def set_aside(folders: Iterable[Path]) -> None:
         aside = folder.with_name(f"damaged-{folder.name}")
         shutil.rmtree(aside, ignore_errors=True)
         folder.rename(aside)
+        if is_remote(folder):
+            stores.rename(place(folder), place(aside))
 
 
 def clear_unfinished(root: Path) -> None:
@@ -145,6 +158,9 @@ def clear_unfinished(root: Path) -> None:
     """
     for unfinished in root.glob(".step-*"):
         shutil.rmtree(unfinished, ignore_errors=True)
+    for folder in step_folders(place(root)) if is_remote(root) else ():
+        if not any(stores.exists(folder / name) for name in _LAST):
+            stores.remove(folder)
 
 
 def latest_checkpoint(root: Path) -> Checkpoint | None:
@@ -274,6 +290,8 @@ def begin(root: Path, step: int) -> Path:
     temporary = root / f".{step_folder(root, step).name}.writing"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
+    if is_remote(root):  # a store has no renaming: the manifest makes it whole
+        stores.remove(place(step_folder(root, step)), MANIFEST)
     return temporary
 
 
@@ -308,8 +326,11 @@ def publish(temporary: Path, folder: Path, keep: int, best: int | None = None) -
         best: step of another one that stays.
     """
     root = folder.parent
+    if is_remote(folder):
+        names = [path.relative_to(temporary).as_posix() for path in temporary.rglob("*") if path.is_file()]
+        stores.send(temporary, place(folder), names, last=MANIFEST)
     if folder.exists():  # left by a run that was resumed from before it
-        remove(folder)
+        _remove_here(folder)
     temporary.rename(folder)
     sync(root)
     folders = step_folders(root)
@@ -330,12 +351,18 @@ def _skipped_in_a_row(folder: Path) -> int:
 
 def step_folders(root: Path) -> list[Path]:
     """The folders of whole checkpoints, oldest first."""
-    folders = [path for path in root.glob("step-*") if path.is_dir() and _STEP_FOLDER.fullmatch(path.name)]
+    folders = [path for path in stores.folders_in(root) if _STEP_FOLDER.fullmatch(path.name)]
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint without ever leaving half of it under its own name."""
+    if is_remote(folder):
+        stores.remove(place(folder), MANIFEST)
+    _remove_here(folder)
+
+
+def _remove_here(folder: Path) -> None:
     doomed = folder.with_name(f".{folder.name}.deleting")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
@@ -352,5 +379,8 @@ def sync(path: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with stores.open_file(path) as file, stores.store_errors(path):
+        digest = hashlib.sha256()
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+        return digest.hexdigest()

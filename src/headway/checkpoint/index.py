@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from headway.checkpoint.folder import INDEX
 from headway.errors import CheckpointError
+from headway.stores import open_file, place, url_of
 
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _RECORDS = {
@@ -53,12 +54,17 @@ class SafeReader(FileSystemReader):
     """PyTorch's reader of a checkpoint's tensors, with an index that is not trusted.
 
     Args:
-        folder: of the checkpoint.
+        folder: of the checkpoint; one that stands for a URL has its tensors there.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._folder = folder
+        if (url := url_of(place(folder))) is not None:
+            from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+            remote = FsspecReader(url)
+            self.fs, self.path = remote.fs, remote.path
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """Read the index.
@@ -78,7 +84,7 @@ def read_index(folder: Path) -> Metadata:
         CheckpointError: it is damaged, or holds something else than an index does.
     """
     try:
-        with (folder / INDEX).open("rb") as file:
+        with open_file(place(folder / INDEX)) as file:
             pickled = _Reader(file).load()
         return _metadata(pickled)
     except _DAMAGE as error:

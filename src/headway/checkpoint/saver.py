@@ -4,20 +4,26 @@ One checkpoint is in flight at a time. The processes agree after every stage ove
 whose disk is full fails the checkpoint for all of them, and none waits for another in a collective of the training.
 """
 
+import hashlib
+import io
 import json
+import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as FsspecFiles
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -32,6 +38,7 @@ from headway.checkpoint.folder import (
     Entry,
     begin,
     entries,
+    is_remote,
     open_checkpoint,
     publish,
     rank_file,
@@ -42,6 +49,7 @@ from headway.checkpoint.state import HostCopies
 from headway.errors import CheckpointError, RankLostError, first_line
 from headway.files import write_failure
 from headway.models.parallel.ranks import Ranks
+from headway.stores import place, send, shown, url_of
 
 T = TypeVar("T")
 _WRITES = "checkpoint to "  # begins the names of threads that write one
@@ -75,6 +83,59 @@ def writers(root: Path | None = None) -> list[threading.Thread]:
     return [thread for thread in alive if thread.name == _thread_name(root)]
 
 
+class StoreWriter(FsspecWriter):
+    """PyTorch's writer to a URL, which describes each file as it passes: nothing is read again from the store.
+
+    Args:
+        folder: of the checkpoint, behind a URL.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        url = url_of(folder)
+        assert url is not None
+        super().__init__(url, sync_files=False)
+        self.entries: dict[str, Entry] = {}
+        self.fs: Any = _HashingFiles(self.entries)
+        self.path = self.fs.init_path(url)
+
+
+class _HashingFiles(FsspecFiles):
+    def __init__(self, entries: dict[str, Entry]) -> None:
+        super().__init__()
+        self._entries = entries
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashed = _HashingStream(stream)
+            yield hashed
+        self._entries[PurePath(path).name] = Entry(hashed.num_bytes, hashed.sha256.hexdigest())
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self._entries[PurePath(new_path).name] = self._entries.pop(PurePath(path).name)
+
+
+class _HashingStream(io.RawIOBase):
+    """Passes on what is written, from the first byte to the last."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.num_bytes, self.sha256 = stream, 0, hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        self._stream.write(view)
+        self.sha256.update(view)
+        self.num_bytes += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+
 class CheckpointSaver:
     """Writes the checkpoints of a run, all processes together. All of them must make one, and call it alike.
 
@@ -85,6 +146,7 @@ class CheckpointSaver:
         keep_best: whether that of the best evaluation, which the position names, stays besides.
         asynchronous: whether training goes on while the files are written.
         export: what the first process does with each whole checkpoint, in the background too; None for nothing.
+        before_manifest: what the first process does before a checkpoint is whole, as to send the records up to it.
     """
 
     def __init__(
@@ -95,8 +157,10 @@ class CheckpointSaver:
         keep: int,
         keep_best: bool = False,
         asynchronous: bool = True,
-        export: Callable[[Checkpoint], None] | None = None,
+        export: Callable[[Checkpoint], object] | None = None,
+        before_manifest: Callable[[], None] | None = None,
     ) -> None:
+        self._before_manifest = before_manifest
         self._root, self._ranks, self._export = root, ranks, export
         self._keep, self._keep_best = keep, keep_best
         self._group = dist.new_group(backend="gloo", timeout=_SLOWEST_WRITE) if ranks.size > 1 else None
@@ -201,9 +265,12 @@ class CheckpointSaver:
         temporary = folder.with_name(f".{folder.name}.writing")
         try:
             self._agree(lambda: begin(self._root, step) if self._ranks.is_first else None)
-            writer = FileSystemWriter(temporary, sync_files=False)  # they are flushed when they are hashed
+            # files here are flushed when they are hashed
+            remote = StoreWriter(place(folder)) if is_remote(folder) else None
+            writer = remote or FileSystemWriter(temporary, sync_files=False)
             save(contents.tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
-            described = self._agree(lambda: self._write_the_rest(temporary, contents))
+            sent = remote.entries if remote is not None else {}
+            described = self._agree(lambda: self._write_the_rest(step, temporary, contents, sent))
             facts = {"step": step, "world_size": self._ranks.size, "mesh": contents.mesh}
             files = {name: entry for part in described for name, entry in part.items()}
             best = (contents.position.get(BEST) or {}).get("step") if self._keep_best else None
@@ -213,7 +280,7 @@ class CheckpointSaver:
             if self._ranks.is_first:
                 shutil.rmtree(temporary, ignore_errors=True)  # a full disk needs the room
             raise CheckpointError(
-                f"cannot write the checkpoint of step {step} to {self._root}: {reason}. "
+                f"cannot write the checkpoint of step {step} to {shown(self._root)}: {reason}. "
                 "Make room or give another run.folder; earlier checkpoints are untouched."
             ) from error
         checkpoint = open_checkpoint(folder)
@@ -222,9 +289,12 @@ class CheckpointSaver:
             self._agree(lambda: export(checkpoint) if self._ranks.is_first else None)
         return checkpoint
 
-    def _write_the_rest(self, temporary: Path, contents: Contents) -> dict[str, Entry]:
-        """Write the files other than tensors, and describe every file that this process wrote."""
+    def _write_the_rest(
+        self, step: int, temporary: Path, contents: Contents, sent: dict[str, Entry]
+    ) -> dict[str, Entry]:
+        """Write the files other than tensors, and describe every file that this process wrote or sent."""
         rank = self._ranks.rank
+        temporary.mkdir(parents=True, exist_ok=True)  # on a machine of its own, where the store is all that is shared
         own = temporary / rank_file(rank)
         torch.save(contents.random, own)
         written = [own, *temporary.glob(f"__{rank}_*")]
@@ -232,14 +302,18 @@ class CheckpointSaver:
             (temporary / POSITION).write_text(json.dumps(contents.position), encoding="utf-8")
             (temporary / MODEL).mkdir()
             contents.write_model(temporary / MODEL)
-            written += [temporary / POSITION, temporary / INDEX]
+            written += [temporary / POSITION, *([] if sent else [temporary / INDEX])]
             written += [path for path in (temporary / MODEL).rglob("*") if path.is_file()]
-        return entries(temporary, written)
+        elif sent:
+            send(temporary, place(step_folder(self._root, step)), [own.name])
+        return entries(temporary, written) | sent
 
     def _publish(
         self, temporary: Path, folder: Path, facts: dict[str, Any], files: dict[str, Entry], best: int | None
     ) -> None:
         if self._ranks.is_first:
+            if self._before_manifest is not None:
+                self._before_manifest()
             seal(temporary, facts, files)
             publish(temporary, folder, self._keep, best)
 

@@ -180,7 +180,8 @@ def _keep_parts(folder: Path, source: Path) -> None:
     """Write the parts of a processor into the files that the base has for them, with what the run has changed."""
     sections = _object(folder / _PROCESSOR)
     for name, parts in _PARTS.items():
-        before, now = _object(source / name), next((sections[part] for part in parts if part in sections), {})
+        before = _object(source / name)
+        now: dict[str, Any] = next((sections[part] for part in parts if part in sections), {})
         if before and not (folder / name).exists():
             edges = now.get("size") or {}
             _write(folder / name, {k: now.get(k, edges.get(_EDGES.get(k), v)) for k, v in before.items()})

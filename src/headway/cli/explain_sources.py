@@ -18,7 +18,7 @@ from headway.explain.trace import read_traces
 from headway.explain.trace_files import foreign_kind, is_packed
 from headway.explain.waterfall import explain as explain_traces
 from headway.files import open_plain, read_text
-from headway.log.run_files import METRICS
+from headway.log.run_files import METRICS, run_copy
 from headway.report.numbers import quantity
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def explained(paths: Sequence[Path], chosen: SourceOptions, *, compares: bool) -
         UsageError: neither one thing nor two that can be compared, or both are the same.
         ConfigError: a source cannot be explained.
     """
+    paths = [run_copy(path) for path in paths]
     if len(paths) == 1 and not compares:
         return _explained(paths[0], chosen)
     are_traces = all(_is_trace(path) for path in paths)

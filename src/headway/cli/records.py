@@ -8,6 +8,7 @@ import typer
 from headway.cli.options import JsonOption
 from headway.cli.output import print_result, warn
 from headway.errors import LogError
+from headway.log.run_files import run_copy
 
 CheckedRunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="Folder of a run of headway train, ended or not.")
@@ -31,7 +32,7 @@ def check(run: CheckedRunArgument, other: OtherArgument = None, as_json: JsonOpt
     """
     from headway.train.check import check_run
 
-    checked = check_run(run, other)
+    checked = check_run(run_copy(run), None if other is None else run_copy(other))
     print_result(checked.to_dict, checked.as_table, as_json=as_json)
     if checked.faults:
         raise LogError(f"{run} lost or repeated samples, or its records were changed: {'; '.join(checked.faults)}.")
@@ -55,7 +56,7 @@ def goodput(run: RunArgument, as_json: JsonOption = False) -> None:
     """
     from headway.meter.goodput_report import read_goodput
 
-    report = read_goodput(run)
+    report = read_goodput(run_copy(run))
     print_result(report.to_dict, report.as_table, as_json=as_json)
     for warning in report.warnings:
         warn(warning)

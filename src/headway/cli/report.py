@@ -9,6 +9,7 @@ import typer
 from headway.cli.output import say
 from headway.errors import ConfigError, UsageError
 from headway.files import write_output
+from headway.log.run_files import run_copy
 from headway.log.working import working
 from headway.stores import shown, url_of
 
@@ -60,6 +61,7 @@ def report(
 
     if markdown and (output is not None or open_it):
         raise UsageError("--md prints; -o and --open are for the HTML page. Give one of them.")
+    runs = [run_copy(run) for run in runs]
     if len(runs) > MOST:
         raise UsageError(f"{len(runs)} runs are given; a page is of one run or of two.")
     # One run is reported, two are compared.

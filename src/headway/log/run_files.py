@@ -14,17 +14,47 @@ export/         model folders made of checkpoints, one for each exported step
 """
 
 import json
+import re
+import shutil
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway import hub
+from headway import hub, stores
 from headway.cache import write_whole
+from headway.errors import UsageError
 
 CONFIG, RUN, METRICS, SUMMARY = "config.yaml", "run.json", "metrics.jsonl", "summary.json"
+MANIFEST = "manifest.json"
+"""In the folder of a checkpoint; written last."""
+_IN_STORE = re.compile(rf"{hub.EXPORTS}/.*\.safetensors|.*\.distcp")
 CHECKPOINTS, EXPORTS, SAMPLES, RESUMES = "checkpoints", hub.EXPORTS, "samples.jsonl", "resumes.jsonl"
+
+
+def run_copy(path: Path, *, here: Path | None = None) -> Path:
+    """A run or a model to read: the path itself, or what lies behind a URL, copied to this machine.
+
+    The pieces of checkpoints and the weights of exports stay in the store.
+
+    Args:
+        path: of a run folder, a model folder or a file of records.
+        here: where it goes; the URL's copy if None.
+
+    Raises:
+        StoreError: the store cannot be read.
+        UsageError: nothing is there, and `here` is None.
+    """
+    copy = stores.fetch(path, lambda name: not _IN_STORE.fullmatch(name), here=here)
+    if copy == path:
+        return path
+    if here is None and not copy.exists():
+        raise UsageError(f"{stores.shown(path)} holds nothing. Check the URL.")
+    for folder in (copy / CHECKPOINTS).glob("step-*"):
+        if not (folder / MANIFEST).is_file():  # one that was cut off, or is written now, or was deleted
+            shutil.rmtree(folder)
+    return copy
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

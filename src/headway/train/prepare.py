@@ -63,6 +63,7 @@ from headway.models.vision import vision_geometry
 from headway.optim import Optimizer, WeightAverage, make_optimizer
 from headway.packing.mesh import MeshShape
 from headway.report import format_count
+from headway.stores import shown
 from headway.train.agreement import agree, agreed_files, model_facts, settings_facts
 from headway.train.best import BestEvaluation
 from headway.train.build import Trained, build_trained
@@ -150,7 +151,7 @@ class Run:
         ]
         lines += [*self.trained.notes, *self.optimizer.notes, *self.notes]
         lines += [f"warning: {fault} It is set aside, and the steps since are taken again." for fault in self.damaged]
-        return lines + ([f"resumed from {self.checkpoint.folder}"] if self.checkpoint else [])
+        return lines + ([f"resumed from {shown(self.checkpoint.folder)}"] if self.checkpoint else [])
 
     def place(self, step: int) -> Place:
         """Where this process stands now, after a step."""
@@ -183,7 +184,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     precision = choose_precision(config.run, device)
     mesh = make_mesh(config.parallel, ranks, device)
     phase.at("opening the run folder")
-    resumes = ranks.by_first(lambda: folder.open(config, resume=resume))
+    resumes = folder.open_together(config, ranks, resume=resume)
     phase.at("checking the newest checkpoint")
     root, checkpoint, damaged = config.run.folder / CHECKPOINTS, None, tuple[str, ...]()
     if resumes and resume is None:  # a job that restarts by itself goes on from what is there
@@ -242,6 +243,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         keep_best=saving.keep_best,
         asynchronous=saving.asynchronous,
         export=exports.make if saving.export == "every" else None,
+        before_manifest=folder.mirror.send if folder.mirror is not None else None,
     )
     run = Run(
         device=device,
@@ -366,8 +368,9 @@ def _length(config: TrainConfig, feed: Feed, checkpoint: Checkpoint | None) -> t
 
 
 def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> RunCompleteError:
+    folder = shown(config.run.folder)
     return RunCompleteError(
-        f"the run in {config.run.folder} has taken all of its {checkpoint.step} steps, so there is nothing to resume. "
+        f"the run in {folder} has taken all of its {checkpoint.step} steps, so there is nothing to resume. "
         f"Raise optim.steps or optim.epochs to go on, or start another run {from_weights_of(config.run.folder)}."
     )
 
@@ -376,8 +379,9 @@ def _best_so_far(config: TrainConfig, position: Mapping[str, Any]) -> BestEvalua
     """The best evaluation before a checkpoint; an error where as many as ended the run have not bettered it."""
     best = BestEvaluation.of(config.eval.best_by, position.get(BEST))
     if best.has_ended(config.eval.stop_after):
+        folder = shown(config.run.folder)
         raise RunCompleteError(
-            f"the run in {config.run.folder} ended early: {best.since} evaluations have not bettered {best.text}, as "
+            f"the run in {folder} ended early: {best.since} evaluations have not bettered {best.text}, as "
             f"eval.stop_after {config.eval.stop_after} asks for. Raise it to go on, or set it to null."
         )
     return best

@@ -20,7 +20,7 @@ from headway.log.working import working
 from headway.meter import Goodput, clock
 from headway.meter.goodput_report import FILE_NAME as GOODPUT
 from headway.models.parallel.ranks import own_rank
-from headway.stores import refuse
+from headway.stores import spool
 from headway.train.loop import Loop, LoopEnd, Outputs
 from headway.train.memory_error import Explanation
 from headway.train.memory_record import record_memory
@@ -59,7 +59,8 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
         RunCompleteError: the run has taken all of its steps; an export that was cut off is made first.
     """
     start_ns = clock.now_ns()
-    refuse(config.run.folder, "run.folder")
+    run_folder = spool(config.run.folder)  # what is behind a URL is written here, and sent
+    config = config.model_copy(update={"run": config.run.model_copy(update={"folder": run_folder})})
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
     phase, rank = LoopPhase(), own_rank()
     with (

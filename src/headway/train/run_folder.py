@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 
 from headway.cache import write_whole
-from headway.checkpoint.folder import clear_unfinished
+from headway.checkpoint.folder import clear_unfinished, is_remote
 from headway.checkpoint.saver import writers
 from headway.config import TrainConfig, parse_config
-from headway.errors import ConfigError
+from headway.errors import ConfigError, StoreError
 from headway.log.jsonl import lock
-from headway.log.run_files import CHECKPOINTS, CONFIG, EXPORTS, METRICS
+from headway.log.run_files import CHECKPOINTS, CONFIG, EXPORTS, METRICS, run_copy
 from headway.log.sink import flatten
+from headway.models.parallel.ranks import Ranks
+from headway.stores import Mirror, place, shown
 from headway.words import Argument
 
 if TYPE_CHECKING:
@@ -64,8 +67,8 @@ def refuse_existing_run(folder: Path) -> None:
     """
     if has_run(folder):
         raise ConfigError(
-            f"the run folder {folder} already holds a run. Continue it with {Argument('resume', True)}, start another "
-            f"one elsewhere with {Argument('run.folder', example='FOLDER')}, or delete the folder."
+            f"the run folder {shown(folder)} already holds a run. Continue it with {Argument('resume', True)}, start "
+            f"another one elsewhere with {Argument('run.folder', example='FOLDER')}, or delete the folder."
         )
 
 
@@ -73,7 +76,7 @@ def from_weights_of(folder: Path) -> str:
     """How another run begins with the weights of the one in a folder."""
     exports = sorted((folder / EXPORTS).glob("step-*"))
     model = exports[-1] if exports else "MODEL"
-    hint = "" if exports else f", a folder that `headway export {folder} MODEL` makes"
+    hint = "" if exports else f", a folder that `headway export {shown(folder)} MODEL` makes"
     return (
         f"from its weights, with {Argument('run.folder', example='FOLDER')} "
         f"{Argument('model.random_init', example='false')} {Argument('model.path', example=str(model))}{hint}"
@@ -92,6 +95,7 @@ class RunFolder:
 
     def __init__(self, path: Path, *, is_smoke: bool = False) -> None:
         self.path, self._is_smoke = path, is_smoke
+        self.mirror = Mirror(path, (CHECKPOINTS, EXPORTS)) if is_remote(path) else None
         self._lock: FileIO | None = None
 
     def open(self, config: TrainConfig, *, resume: bool | None) -> bool:
@@ -108,18 +112,26 @@ class RunFolder:
             ConfigError: the folder holds a run and `resume` is off, or none and it is on, or another process owns it,
                 or the configuration has changed since, or the folder cannot be written.
         """
-        self._check(resume)  # before there is a folder with nothing but a lock
+        if self.mirror is None:
+            self._check(resume)  # before there is a folder with nothing but a lock
         try:
             return self._open(config, resume)
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"the run folder {self.path} cannot be written: {error.strerror or error}. Make room, or give another "
-                f"with {Argument('run.folder', example='FOLDER')}."
+                f"the run folder {shown(self.path)} cannot be written: {error.strerror or error}. Make room, or give "
+                f"another with {Argument('run.folder', example='FOLDER')}."
             ) from error
         except ConfigError:
             self.close()
             raise
+
+    def open_together(self, config: TrainConfig, ranks: Ranks, *, resume: bool | None) -> bool:
+        """Take the folder by the first process, as `open` does; behind a URL each machine has a spool of its own."""
+        resumes = ranks.by_first(lambda: self.open(config, resume=resume))
+        if not ranks.is_first and os.environ.get("LOCAL_RANK") == "0":
+            self.follow()
+        return resumes
 
     def close(self) -> None:
         """Let go of the folder, as soon as nothing of this run writes there."""
@@ -132,12 +144,31 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self.mirror is not None:
+                self.mirror.close()
+        except StoreError as error:
+            if kind is None:
+                raise
+            warnings.warn(f"The last records of the run wait in {self.path}: {error}", RuntimeWarning, stacklevel=1)
+        finally:
+            self.close()
+
+    def follow(self) -> None:
+        """Bring the spool of a run behind a URL to what the store has, and begin to send what changes in it.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        if self.mirror is not None:
+            run_copy(place(self.path), here=self.path)
+            self.mirror.start()
 
     def _open(self, config: TrainConfig, resume: bool | None) -> bool:
         self.path.mkdir(parents=True, exist_ok=True)
         self._take()
+        self.follow()
         self._check(resume)  # another process may have begun and ended a run since
         if self._is_smoke:
             self._clear()
@@ -147,7 +178,9 @@ class RunFolder:
         if goes_on:
             _check_unchanged(config, self.path)
         (self.path / CHECKPOINTS).mkdir(exist_ok=True)
-        content = yaml.safe_dump(config.to_dict(), sort_keys=False).encode()
+        settings = config.to_dict()
+        settings["run"]["folder"] = shown(config.run.folder)
+        content = yaml.safe_dump(settings, sort_keys=False).encode()
         write_whole(self.path / CONFIG, lambda file: file.write(content))
         return goes_on
 
@@ -167,8 +200,8 @@ class RunFolder:
             refuse_existing_run(self.path)
         elif resume and not has_run(self.path):
             raise ConfigError(
-                f"there is no run to resume in {self.path}; start one without {Argument('resume', True)}, or give its "
-                "run.folder."
+                f"there is no run to resume in {shown(self.path)}; start one without {Argument('resume', True)}, or "
+                "give its run.folder."
             )
 
     def _take(self) -> None:
@@ -182,7 +215,7 @@ class RunFolder:
             owner = self._lock.read(200).decode(errors="replace").strip()
             self.close()
             raise ConfigError(
-                f"the run folder {self.path} belongs to a process that is still running"
+                f"the run folder {shown(self.path)} belongs to a process that is still running"
                 f"{f' ({owner})' if owner else ''}. Nothing was changed there. Wait until it has ended, or end it, "
                 f"or give another folder with {Argument('run.folder', example='FOLDER')}."
             ) from error
@@ -214,8 +247,9 @@ def _check_unchanged(config: TrainConfig, folder: Path) -> None:
     ]
     if changes:
         raise ConfigError(
-            f"the run in {folder} began with other settings: {'; '.join(changes)}. A resumed run repeats exactly what "
-            f"an uninterrupted one would have done, so set them back; or start another run {from_weights_of(folder)}."
+            f"the run in {shown(folder)} began with other settings: {'; '.join(changes)}. A resumed run repeats "
+            "exactly what an uninterrupted one would have done, so set them back; or start another run "
+            f"{from_weights_of(folder)}."
         )
     _check_goes_further(before, now)
 

@@ -24,6 +24,7 @@ from headway.report import (
     format_share,
     render_pairs,
 )
+from headway.stores import exists, place, shown
 from headway.train.best import BestEvaluation
 
 SCHEMA_VERSION = 1
@@ -90,9 +91,9 @@ class RunSummary:
             **self.utilisation.to_dict(),
             "schema_version": SCHEMA_VERSION,
             "kind": "run",
-            "folder": str(self.folder),
-            "checkpoint": str(self.checkpoint),
-            "model": str(self.model) if self.model else None,
+            "folder": shown(self.folder),
+            "checkpoint": shown(self.checkpoint),
+            "model": shown(self.model) if self.model else None,
             "complete": self.is_complete,
             "steps": self.steps,
             "planned_steps": self.planned_steps,
@@ -156,7 +157,7 @@ class RunSummary:
                 ("peak", f"{format_rate(use.peak.flops_per_s)} {use.peak.dtype}, {use.peak.kind}: {use.peak.name}"),
                 ("peak source", use.peak.source),
                 ("memory", format_bytes(use.peak_memory_bytes)),
-                ("checkpoint", str(self.checkpoint)),
+                ("checkpoint", shown(self.checkpoint)),
                 *self._exported(),
                 *self.not_recorded(),
             ]
@@ -166,7 +167,7 @@ class RunSummary:
         """The best evaluation, and how to use its checkpoint."""
         if self.best is None or not self.best.text:
             return []
-        use = f"; `headway export {self.folder} MODEL --best` makes its folder" if self.keeps_best else ""
+        use = f"; `headway export {shown(self.folder)} MODEL --best` makes its folder" if self.keeps_best else ""
         return [("best evaluation", f"{self.best.text}{use}")]
 
     def not_recorded(self) -> list[tuple[str, str]]:
@@ -179,9 +180,9 @@ class RunSummary:
         """What kind of folder the run leaves to be used, where, and how its processor opens if not as usual."""
         if self.model is None:
             return [("model folder", "none; make one with headway export")]
-        kind = "adapters" if (self.model / ADAPTER_CONFIG).is_file() else "model folder"
-        note = processor_note(self.model)
-        return [(kind, str(self.model)), *([("processor", note)] if note is not None else [])]
+        kind = "adapters" if exists(place(self.model / ADAPTER_CONFIG)) else "model folder"
+        note = processor_note(self.model) if self.model.is_dir() else None  # it may be behind a URL
+        return [(kind, shown(self.model)), *([("processor", note)] if note is not None else [])]
 
 
 def _samples(report: FeedReport) -> str:
