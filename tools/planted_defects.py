@@ -131,8 +131,8 @@ DEFECTS = (
     Defect(
         "a turn that says not to be learnt is learnt",
         "data/sources/marks.py",
-        'LEARNT_BY = {"loss": 1, "train": 1, "training": 1, "weight": 1, "masked": 0}',
-        'LEARNT_BY = {"weight": 1}',
+        "        learnt = learnt and says_learnt",
+        "        learnt = learnt or says_learnt",
         ("tests/data/sources/test_marks.py",),
     ),
     Defect(
@@ -172,6 +172,20 @@ DEFECTS = (
         "return kind in self._columns or self._is_archive",
         "return self.waits(kind)",
         ("tests/data/sources/test_schemas.py",),
+    ),
+    Defect(
+        "of two layouts that fit the first is taken",
+        "data/sources/layouts.py",
+        "    if len(layouts) != 1:",
+        "    if not layouts:",
+        ("tests/data/sources/test_schemas.py",),
+    ),
+    Defect(
+        "a mark whose meaning is not plain is passed over",
+        "data/sources/marks.py",
+        '        if sense is None or value in (None, "", [], {}):',
+        '        if not sense or value in (None, "", [], {}):',
+        ("tests/data/sources/test_marks.py",),
     ),
     Defect(
         "an export does not stop where answers were learnt to end",

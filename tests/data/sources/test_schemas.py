@@ -535,6 +535,14 @@ def test_a_picture_that_a_column_names_is_taken_with_columns_that_are_mapped_and
     assert (chat.images, chat.answer) == ((at("a.png"),), "A cat.")
 
 
+@pytest.mark.parametrize("value", [{"bytes": b"raw", "path": None}, b"raw", {"bytes": b"raw", "path": "a.png"}])
+@pytest.mark.parametrize("more", [{"label": "cat"}, {"question": "What?", "answer": "cat"}, {"caption": "cat"}])
+def test_a_picture_within_a_column_of_such_a_name_is_taken(read, value, more):
+    """As in the columns img and label of CIFAR-10."""
+    chat = read({"img": value, **more})
+    assert (chat.images, chat.answer) == ((Media(data=b"raw"),), "cat")
+
+
 def test_a_mapped_document_keeps_the_file_that_its_words_are_from_as_a_note(read):
     row = {"text": "A page.", "file_name": "scans/a.png"}
     assert read(row) == Document("A page.", ORIGIN)

@@ -12,7 +12,7 @@ from typing import Any
 from headway.data.sources.json_rows import listed, shortened
 from headway.data.sources.marks import GRADES, check_columns_of
 from headway.data.sources.ranked import is_ranked, pair_of
-from headway.data.sources.references import KINDS, is_nothing, kind_of
+from headway.data.sources.references import KINDS, is_nothing, kind_of, media_key
 from headway.errors import DataError
 
 TEXT, MEDIA = "text", "media"
@@ -24,7 +24,7 @@ MEDIA_PATHS = (
     *(f"{kind}_{part}" for kind in KINDS for part in ("path", "file", "name", "url")),
     *(f"img{part}" for part in ("", "_path", "_file", "_name")),
 )
-"""Columns that name a file of media, if a row has no column of its kind."""
+"""Columns that hold media or name a file of them, if a row has no column of their kind."""
 FILE_NAMES = ("file_name", "filename", "file_path", "filepath", "file", "path")
 """Columns that do so if nothing could be learnt without them, or if the file is there and a question is about it."""
 
@@ -204,11 +204,11 @@ def reading_of(
     if files and (names_files or not layouts):
         paths = paths | files
         layouts = resolved(paths)
-    elif files and layouts[0].schema in _OF_FILES and all(is_there(values[name]) for name in files):
+    elif files and layouts[0].schema in _OF_FILES and all(is_there(str(values[name])) for name in files):
         paths = paths | files
     if len(layouts) != 1:
         raise _refusal(fields, layouts, schema, text_column, names, paths)
-    (layout,) = layouts
+    layout = layouts[0]
     if layout.schema == "rejected" and len(chats := _chats(facts, text_column, frozenset(mapped))) > 1:
         raise _refusal(fields, chats, schema, text_column, names, paths)
     roles = dict(_roles(layout, facts, text_column, frozenset(mapped))) | media
@@ -217,14 +217,22 @@ def reading_of(
 
 
 def _paths(values: Mapping[str, Any], filled: set[str], columns: Iterable[str]) -> dict[str, str]:
-    """The first column that names a file of each kind of media that a row has no column of."""
+    """The first column that holds or names each kind of media that a row has no column of."""
     paths: dict[str, str] = {}
     for name in columns:
-        value = values.get(name)
-        kind = kind_of(value) if isinstance(value, str) and "://" not in value else None
+        kind = _kind(name, values.get(name))
         if kind is not None and kind not in filled and kind not in paths.values():
             paths[name] = kind
     return paths
+
+
+def _kind(name: str, value: Any) -> str | None:
+    """The kind of media that a column holds, or of the file that it names; None of any other."""
+    if isinstance(value, str):
+        return kind_of(value) if "://" not in value else None
+    is_medium = isinstance(value, bytes) or (isinstance(value, dict) and media_key(value) is not None)
+    kind = "image" if name.startswith("img") else name.partition("_")[0]
+    return kind if is_medium and kind in KINDS else None
 
 
 def _facts(values: Mapping[str, Any], text_column: str) -> frozenset[str]:
