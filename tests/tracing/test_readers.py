@@ -105,6 +105,22 @@ def test_quantised_products_cost_what_plain_ones_do(function):
     assert counted(cost) == (2 * 32 * 64 * 16, 0)
 
 
+def test_a_buffer_of_8_bits_is_multiplied_as_such():
+    class Stored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16, bias=False)
+            self.register_buffer("weight", torch.zeros(16, 16).to(torch.float8_e4m3fn))
+
+        def forward(self, x):
+            y, scale = self.linear(x), torch.ones(())
+            left = y.detach().to(self.weight.dtype)
+            return torch._scaled_mm(left, self.weight.t(), scale, scale, out_dtype=torch.bfloat16).float() + y
+
+    # both products forward; the layer has no input to send a gradient to, and the stored product has none
+    assert counted(trace(Stored(), inputs=(torch.randn(16, 16),))) == (2 * 2 * 16**3, 2 * 16**3)
+
+
 def test_inference_mode_hides_nothing():
     class Taught(nn.Module):
         def __init__(self):

@@ -237,6 +237,10 @@ def _shapes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args[0].meta = args[0].meta.detach()  # its sizes are about to change, and others may share them
     if func._overloadpacket is aten._grouped_mm and args[0].dtype != torch.bfloat16:  # all that it takes on shapes
         return func(*(a.meta.bfloat16() if isinstance(a, Phantom) else _meta(a) for a in args)).to(args[0].dtype)
+    if func._overloadpacket.__name__.startswith(
+        "_scaled_mm"
+    ):  # takes 8-bit floats alone, which parameters are not here
+        args = (*(a if a.dtype.itemsize == 1 else a.meta.to(torch.float8_e4m3fn) for a in args[:2]), *args[2:])
     key = None
     if not func._schema.is_mutable and not kwargs.get("generator"):
         options = tuple((name, _key(value)) for name, value in kwargs.items())
@@ -404,9 +408,14 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: 
             if isinstance(tensor, Phantom):
                 _overwritten(func, args, kwargs, tensor, sources, fed)
             elif sources:
+                data_chooses = (
+                    ""
+                    if tensor.numel()
+                    else "; how many there are (points, boxes) is the choice of data, not of shapes"
+                )
                 raise RuntimeError(
                     f"{func} writes activations into a tensor of {tensor.dtype} that was made from no activation, "
-                    f"of shape {tuple(tensor.shape)}: its gradient cannot be followed."
+                    f"of shape {tuple(tensor.shape)}: its gradient cannot be followed{data_chooses}."
                 )
     if len(func._schema.returns) == 0:
         return None

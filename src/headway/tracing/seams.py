@@ -86,11 +86,8 @@ class Seams(TorchFunctionMode):
             return self._multi_head(*args, **kwargs)
         if getattr(func, "__name__", "").removesuffix(".default") == "_int_mm":
             return self._integer_product(*args)
-        if getattr(func, "__name__", "").startswith("fft_") and _has_activation((*args, *kwargs.values())):
-            raise TraceError(
-                f"module {self.recorder.module or '(the model)'} runs {func.__name__.replace('_', '.', 1)}: a Fourier "
-                "transform is no matrix product, so no ledger counts it. Trace the model without it."
-            )
+        if reason := _refusal(getattr(func, "__name__", ""), (*args, *kwargs.values())):
+            raise TraceError(f"module {self.recorder.module or '(the model)'} {reason}")
         if func in _STAND_INS and _has_phantom(args):
             return _STAND_INS[func](*args, **kwargs)
 
@@ -210,8 +207,20 @@ def _has_phantom(values: Any) -> bool:
     return any(isinstance(value, Phantom) for value in values)
 
 
-def _has_activation(values: Any) -> bool:
-    return any(isinstance(value, Phantom) and value.fed for value in values)
+def _refusal(name: str, values: Any) -> str:
+    """Say why a function cannot be run on shapes; "" for one that can."""
+    if name.startswith("fft_") and any(isinstance(value, Phantom) and value.fed for value in values):
+        transform = name.replace("_", ".", 1)
+        return (
+            f"runs {transform}: a Fourier transform is no matrix product, so no ledger counts it. Trace the model "
+            "without it."
+        )
+    if name.startswith("_nested_") and _has_phantom(values):
+        return (
+            "makes a nested tensor, whose lengths nothing on shapes can have. Attend over padded rows with their mask, "
+            "or over packed ones by varlen_attn with cumulative boundaries: both count the same pairs."
+        )
+    return ""
 
 
 _PLACE = "the replacement"

@@ -50,6 +50,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, 
 
     Raises:
         TraceError: an operation, mask or driver cannot be explained; the message names the module and the operation.
+            Whatever else the model or `inputs` raise is its cause.
 
     Source: DESIGN section 2; what is counted is in docs/counting.md.
 
@@ -74,8 +75,8 @@ def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, 
             warnings.warn(f"The ledger of {cost.name} leaves out {missing}", RuntimeWarning, stacklevel=2)
             return replace(cost, unknown=(*cost.unknown, missing))
         raise
-    except HeadwayError:
-        raise
+    except HeadwayError as error:  # of a user's function, or of what a model runs
+        raise TraceError(str(error)) from error
     except Exception as error:  # foreign code may raise anything: its module and operation are named where it ran
         raise failed_on_shapes(error, model_or_config) from error
 
