@@ -96,6 +96,22 @@ def _varlen_attn(
     return (out, _statistics(out)) if return_aux is not None and return_aux.lse else out
 
 
+def _within_segments(
+    recorder: Recorder,
+    *,
+    q_THD: torch.Tensor,
+    k_TKD: torch.Tensor,
+    v_TKD: torch.Tensor,
+    cu_seqlens_N: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    **_options: Any,
+) -> Any:
+    """Stand in for the function that Headway's backend calls on the CPU, which no room above names."""
+    reach = (-1 if window is None else window - 1, 0) if causal else (-1, -1)
+    return _attend_packed(recorder, (q_THD, k_TKD, v_TKD), (cu_seqlens_N, cu_seqlens_N), reach, causal, None)
+
+
 def _flash(
     recorder: Recorder,
     *,
@@ -302,6 +318,7 @@ def _listed(
 
 # module -> function -> what records it; modules that are not imported are passed over
 SEAMS: dict[str, dict[str, Callable[..., Any]]] = {
+    "headway.models.attention.segments": {"segment_attention": _within_segments},
     "torch.nn.attention.flex_attention": {"flex_attention": _flex_attention},
     "torch.nn.attention.varlen": {"varlen_attn": _varlen_attn},
     "flash_attn.flash_attn_interface": _FLASH,  # flash-attn 2
