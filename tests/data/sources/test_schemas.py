@@ -546,6 +546,8 @@ def test_a_picture_within_a_column_of_such_a_name_is_taken(read, value, more):
 def test_a_mapped_document_keeps_the_file_that_its_words_are_from_as_a_note(read):
     row = {"text": "A page.", "file_name": "scans/a.png"}
     assert read(row) == Document("A page.", ORIGIN)
+    for elsewhere in ("scans/a.png", "/etc/hostname.png", "../a.png", "a\0.png", "https://a.org/b.png"):
+        assert read({"question": "What?", "answer": "A cat.", "path": elsewhere}).images == ()
     assert unread_keys(row, reading_of(row).roles) == {"file_name"}
 
 

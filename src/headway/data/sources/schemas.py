@@ -1,7 +1,6 @@
 """Turn rows into typed samples: columns as a layout reads them, by its schema."""
 
 import difflib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from headway.data.sources.marks import GRADES, check_columns_of, check_words, gr
 from headway.data.sources.messages import json_value, read_tools, read_turns
 from headway.data.sources.parts import split_markers
 from headway.data.sources.reader import ParsedRow
-from headway.data.sources.references import KINDS, MediaRules, RowMedia, kind_of
+from headway.data.sources.references import KINDS, MediaRules, RowMedia, below, kind_of
 from headway.errors import ConfigError, DataError
 
 VERSION = 8
@@ -109,8 +108,11 @@ class Normaliser:
         return any(kind_of(name) for name in members or ())
 
     def _is_there(self, name: str) -> bool:
-        root = self.rules.root or self.folder  # Path raises for odd names
-        return "://" not in root and os.path.isfile(os.path.join(root, name))  # noqa: PTH113, PTH118
+        root = self.rules.root or self.folder
+        try:
+            return "://" not in root and bool(below(root, "image", name))
+        except DataError:
+            return False
 
     def _read(
         self, layout: Layout, fields: dict[str, Any], media: RowMedia, origin: Origin, others: Mapping[str, Any]

@@ -79,7 +79,7 @@ class Shard:
             unread |= unread_keys(fields, reading.roles)
             roles = reading(fields)
             ties += num_left_out(roles, "answers") if reading.layout.schema == "ranked" else 0
-            empty += TEXT in roles and roles[TEXT] is None
+            empty += any(role in roles and roles[role] is None for role in (TEXT, "question"))
             if reading.layout.is_chat:
                 opening = opening or rendered_opening(roles)
         notes = {
