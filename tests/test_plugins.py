@@ -98,23 +98,64 @@ print([name for family in families_with("inputs") for name in family.model_types
 """
 
 
-@pytest.mark.slow
-def test_an_installed_distribution_brings_a_family(tmp_path):
-    """In a process of its own, with a distribution as pip leaves it: a package, and metadata with an entry point."""
-    package, metadata = tmp_path / "plain_dit", tmp_path / "plain_dit-1.0.dist-info"
-    package.mkdir()
+def install(site, name, package, parts=PARTS):
+    """Put a distribution into a folder as pip leaves it: a package, and metadata with an entry point."""
+    package_folder, metadata = site / name, site / f"{name}-1.0.dist-info"
+    package_folder.mkdir()
     metadata.mkdir()
-    (package / "__init__.py").write_text(PACKAGE)
-    (package / "parts.py").write_text(PARTS)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: plain_dit\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[headway.families]\nplain_dit = plain_dit\n")
-    (tmp_path / "use.py").write_text(USE)
-    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}", "PATH": "", "HF_HUB_OFFLINE": "1"}
+    (package_folder / "__init__.py").write_text(package)
+    (package_folder / "parts.py").write_text(parts)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[headway.families]\n{name} = {name}\n")
+
+
+def run_with(site, program):
+    """Run a program in a process of its own, which finds the distributions of a folder."""
+    environment = {"PYTHONPATH": f"{site}:{ROOT / 'src'}", "PATH": "", "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(
-        [sys.executable, tmp_path / "use.py"], capture_output=True, text=True, check=False, env=environment
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment, cwd=site
     )
     assert run.returncode == 0, run.stderr
-    assert "plain_dit" in run.stdout
+    return run
+
+
+@pytest.mark.slow
+def test_an_installed_distribution_brings_a_family(tmp_path):
+    install(tmp_path, "plain_dit", PACKAGE)
+    assert "plain_dit" in run_with(tmp_path, USE).stdout
+
+
+BROKEN = """
+from headway.errors import PluginError
+from headway.plugins import families, families_with, family_hook, register_families
+from transformers import AutoConfig
+
+register_families()
+register_families()
+assert AutoConfig.for_model("qwen3").model_type == "qwen3" and AutoConfig.for_model("plain_dit")
+assert {"plain_dit", "its_parts"} <= {name for family in families() for name in family.model_types}
+assert family_hook(AutoConfig.for_model("qwen3"), "inputs") is None
+assert family_hook(AutoConfig.for_model("plain_dit"), "inputs")
+try:
+    family_hook(type("Config", (), {"model_type": "its_parts"})(), "inputs")
+except PluginError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_broken_distribution_is_named_and_the_models_of_others_go_on(tmp_path):
+    install(tmp_path, "plain_dit", PACKAGE)
+    install(tmp_path, "lacks_module", "import notthere")
+    install(tmp_path, "lacks_family", "")
+    install(tmp_path, "no_python", "def (")
+    install(tmp_path, "its_parts", PACKAGE.replace("plain_dit", "its_parts"), "raise OSError('no such library')")
+    install(tmp_path, "its_hook", PACKAGE.replace("plain_dit", "its_hook"), "def register():\n    1 / 0")
+    run = run_with(tmp_path, BROKEN)
+    for name in ("lacks_module", "lacks_family", "no_python", "its_parts", "its_hook"):
+        assert run.stderr.count(f"RuntimeWarning: the plug-in {name} 1.0, which brings") == 1, run.stderr
+    assert "is broken: ModuleNotFoundError: No module named 'notthere'. Install it anew" in run.stderr
+    assert "plug-in its_parts 1.0" in run.stdout
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.package)

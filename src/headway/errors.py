@@ -153,6 +153,10 @@ class PlanError(UsageError):
     """The quantities of a plan are too few, contradict each other, or are not positive."""
 
 
+class PluginError(HeadwayError):
+    """A distribution that brings a family of models cannot be imported."""
+
+
 class LogError(HeadwayError):
     """A log holds no line that is recognised, or numbers that no convention explains."""
 

@@ -12,7 +12,7 @@ from headway.cli.options import JsonOption
 from headway.cli.output import needs_extra, print_result, say
 from headway.errors import CheckpointError, UsageError
 from headway.log.working import working
-from headway.plugins import families_with
+from headway.plugins import families_with, hooks_of_all
 from headway.report import presentable
 from headway.stores import fetch, shown
 
@@ -32,11 +32,10 @@ def import_model(
     """
     with needs_extra("reading a checkpoint"):
         # Each reader refuses a folder of another layout before it writes anything; the first one's words are shown.
-        readers = [family.hook("read_checkpoint") for family in families_with("read_checkpoint")]
+        readers = hooks_of_all("read_checkpoint")
     refusals = []
     with working("reading the checkpoint"):
         for read_folder in readers:
-            assert read_folder is not None
             try:
                 text = read_folder(folder, target)
                 break
