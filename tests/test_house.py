@@ -12,7 +12,7 @@ from headway.plugins import families
 from tools.house import circles, duplicated_classes, opaque_names, read_package, room_arrows
 
 ROOT = Path(__file__).parents[1]
-BASE = ["version", "plugins", "report", "words", "errors", "cache", "stores", "quiet", "hub", "safe_path", "files"]
+BASE = ["version", "report", "words", "errors", "plugins", "cache", "stores", "quiet", "hub", "safe_path", "files"]
 CORE = ["count", "devices", "tracing", "conventions", "packing", "log", "config", "meter", "models"]
 CORE += ["data", "synthetic", "explain", "pages", "optim", "checkpoint", "predict", "answer", "families", "train"]
 EDGES = ["integrations", "compat", "audit"]

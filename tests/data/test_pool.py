@@ -117,6 +117,37 @@ def ignore_terminate(begun):
     time.sleep(600)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("begins", ["list(pool.run([Job(i, 0) for i in range(3)]))", "index()"])
+def test_a_script_that_begins_its_work_where_it_is_imported_is_told_so(tmp_path, begins):
+    """Python's own word for it is in the documentation of multiprocessing: "Safe importing of main module"."""
+    from helpers.processes import PYTHONPATH  # here, as scripts of these tests import this file alone
+    from helpers.runs import write_model
+
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 600)
+    model = write_model(tmp_path / "model", "qwen3")
+    script = tmp_path / "my_script.py"
+    script.write_text(f"""
+from math import sqrt
+from headway.data.encoders import open_encoder
+from headway.data.index import build_index
+from headway.data.pool import Job, Pool
+from headway.data.sources import open_source
+
+def index():
+    build_index(open_source({str(tmp_path / "rows.jsonl")!r}), open_encoder({str(model)!r}), workers=2)
+
+pool = Pool(sqrt, workers=2, prefetch_bytes=2**20)
+{begins}
+""")
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "HEADWAY_CACHE": str(tmp_path / "cache")}
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, env=environment)
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith("headway.errors.ConfigError: The data workers ended with exit code 65 as they began."), last
+    assert f"Each imports {script} first" in last
+    assert 'if __name__ == "__main__":' in last
+
+
 def test_what_is_left_of_a_group_that_lost_a_process_is_killed(tmp_path):
     """An executor waits for a process that began as it lost another; such a one is not asked to end."""
     executor = ProcessPoolExecutor(1, mp_context=worker_context())

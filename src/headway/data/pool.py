@@ -12,6 +12,7 @@ import multiprocessing.resource_tracker
 import os
 import pickle
 import signal
+import sys
 import threading
 import warnings
 from collections import deque
@@ -35,6 +36,9 @@ Result = TypeVar("Result")
 
 PRELOAD = ("headway.data.feed", "headway.data.index.build")
 """Modules that the fork server imports once, so that workers begin at once; the first worker of a process decides."""
+
+IMPORTED_AGAIN = 65
+"""Exit code of a worker that would begin what its trainer does."""
 
 _MOST_AHEAD = 128  # jobs; each finished one holds a file descriptor, of which a process often has 1024
 
@@ -126,6 +130,7 @@ class Pool(Generic[Task, Result]):
 
         Raises:
             DataError: a task has killed several processes of its own, or shared memory is full.
+            ConfigError: the script that runs does its work again wherever it is imported.
         """
         pending: deque[_Pending[Task]] = deque()
         in_flight_bytes = 0
@@ -173,6 +178,7 @@ class Pool(Generic[Task, Result]):
     def _replace_workers(self, pending: "deque[_Pending[Task]]") -> None:
         """End the group that was to do the first job, and do again what its killed processes left undone."""
         place = self._place(pending[0].job)
+        self._check_script(place)
         self._end(place)
         warnings.warn(
             f"A data worker was killed; what it left undone is done again ({self.replaced} times so far).",
@@ -195,6 +201,19 @@ class Pool(Generic[Task, Result]):
             self._end(self._place(job))
         self.close()
         raise DataError(self._explain(job.task, self._attempts)) from future.exception()
+
+    def _check_script(self, place: int) -> None:
+        """Say so if a group's processes have not been killed, but ended by themselves as they imported the script."""
+        processes = getattr(getattr(self._groups[place], "executor", None), "_processes", None) or {}
+        codes = sorted({process.exitcode for process in list(processes.values()) if process.exitcode})
+        if codes and codes[-1] > 0:
+            self.close()
+            script = getattr(sys.modules["__main__"], "__file__", "the script that runs")
+            raise ConfigError(
+                f"The data workers ended with exit code {codes[-1]} as they began. Each imports {script} first, "
+                "and would begin its work there once more. Put what that script does, but for its imports and "
+                'definitions, below the line `if __name__ == "__main__":`, or set workers to 0.'
+            )
 
     def _end(self, place: int) -> None:
         """End a group of which a process was killed; the next job starts another."""
@@ -273,8 +292,15 @@ class _Group(NamedTuple):
         self.executor.shutdown(wait=wait, cancel_futures=True)
 
 
+def leave_if_imported_again() -> None:
+    """End this process if it is a worker on its way that imports its trainer's script, which would train once more."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        os._exit(IMPORTED_AGAIN)
+
+
 def worker_context() -> BaseContext:
     """Name how processes start: without this one's CUDA context, threads and locks."""
+    leave_if_imported_again()
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")

@@ -14,6 +14,7 @@ from headway.config import TrainConfig
 from headway.config.run import ProfileConfig
 from headway.data import Batch
 from headway.data.feed import FeedReport
+from headway.data.pool import leave_if_imported_again
 from headway.errors import RunCompleteError, errors_in
 from headway.log.run_files import METRICS, RESUMES, SAMPLES, SUMMARY, write_json
 from headway.log.working import working
@@ -58,6 +59,7 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
         RankLostError: another process of the run ended.
         RunCompleteError: the run has taken all of its steps; an export that was cut off is made first.
     """
+    leave_if_imported_again()
     start_ns = clock.now_ns()
     run_folder = spool(config.run.folder)  # what is behind a URL is written here, and sent
     config = config.model_copy(update={"run": config.run.model_copy(update={"folder": run_folder})})

@@ -26,7 +26,7 @@ from headway.data.encode import Encoder
 from headway.data.index.length_index import METADATA, LengthIndex
 from headway.data.index.store import INDEX_FILE, count_rows, folder_of
 from headway.data.index.table import BAD, LAYOUT, bad_rows, join_tables, read_rows, table_of, write_table
-from headway.data.pool import Job, Pool
+from headway.data.pool import Job, Pool, leave_if_imported_again
 from headway.data.samples import SampleError, SampleLengths
 from headway.data.sources import Source, schemas
 from headway.errors import ConfigError, DataError
@@ -142,6 +142,7 @@ def build_index(
             files that are gone or were changed since the source was opened.
         ConfigError: a negative number of workers, or bounds on media that the model's processor has not.
     """
+    leave_if_imported_again()
     if workers is not None and workers < 0:
         raise ConfigError(f"Indexing got workers={workers}. Give a number of processes of 0 or more.")
     if not len(source):
