@@ -29,10 +29,13 @@ class StandInHub:
         stored: LFS objects by their SHA-256.
         tokens: the role of each token; an owner whom it may write for is "me" or "lab".
         failing: the answer to a part of the protocol, by its name: a status and a message.
+        account: the answer to who asks, in place of its own; "silence" for none.
+        ended: set when it stops.
     """
 
     def __init__(self):
         self.repos, self.commits, self.stored, self.failing = {}, [], {}, {}
+        self.account, self.ended = None, threading.Event()
         self.tokens = {"hf_writes": "write", "hf_reads": "read"}
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -44,6 +47,7 @@ class StandInHub:
         return self
 
     def __exit__(self, *_):
+        self.ended.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -84,7 +88,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/api/whoami-v2" and self.passes("whoami"):
             token = self.headers["Authorization"].removeprefix("Bearer ")
             role = {"accessToken": {"role": self.hub.tokens[token], "displayName": "a token"}}
-            self.answer({"type": "user", "name": "me", "orgs": [{"name": "lab"}], "auth": role})
+            if self.hub.account == "silence":
+                self.hub.ended.wait(60)
+                return
+            user = {"type": "user", "name": "me", "orgs": [{"name": "lab"}], "auth": role}
+            self.answer(user if self.hub.account is None else self.hub.account)
         elif self.path.startswith("/api/models/") and self.passes("info"):
             repo_id = "/".join(self.path.partition("?")[0].split("/")[3:5])
             if repo_id in self.hub.repos:
@@ -299,6 +307,39 @@ def test_a_model_that_the_hub_refuses_stays_and_is_sent_again(
     assert code == 0, err
     assert f"on the Hub: {hub.url}/me/digits" in out
     assert "model.safetensors" in hub.repos["me/digits"]["files"]
+
+
+def test_only_what_an_export_writes_is_sent_and_links_are_refused(trained, hub, export, tmp_path):
+    folder = tmp_path / "model"
+    assert export(trained, folder)[0] == 0
+    written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    for name in (".env", "optimizer.pt", "sub/data.jsonl", "sub/config.json", "aws_config.json", ".git/config"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("SECRET=1")
+    (folder / "link.txt").symlink_to("/etc/hostname")
+    code, out, err = export(folder, "--push-to-hub", "me/digits")
+    assert code == 0, err
+    assert hub.repos["me/digits"]["files"].keys() == written
+    assert f"sent: {', '.join(sorted(written))}" in out
+    assert (
+        "not sent: .env, .git/config, aws_config.json, link.txt, optimizer.pt, sub/config.json, sub/data.jsonl" in out
+    )
+    (folder / "config.json").rename(tmp_path / "elsewhere.json")
+    (folder / "config.json").symlink_to(tmp_path / "elsewhere.json")
+    code, _, err = export(folder, "--push-to-hub", "me/other")
+    assert (code, list(hub.repos)) == (2, ["me/digits"])
+    assert "holds a link, config.json, and a link is not sent" in err
+
+
+@pytest.mark.parametrize("answer", [[1], {"x": 1}, "silence"], ids=["list", "no name", "silence"])
+def test_a_server_that_is_no_hub_or_says_nothing_is_one_paragraph(trained, hub, export, tmp_path, monkeypatch, answer):
+    monkeypatch.setattr("headway.checkpoint.push._hub_errors.__wrapped__.__defaults__", (0.2,))
+    hub.account = answer
+    code, out, err = export(trained, tmp_path / "model", "--push-to-hub", "me/digits")
+    assert (code, out, hub.repos) == (1, "", {})
+    assert ("timed out" if answer == "silence" else "answers with no account") in err
+    assert "Nothing was made or sent." in err
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_namespace_of_others_is_refused(trained, hub, export, tmp_path):

@@ -1,17 +1,18 @@
 """Send a model folder to the Hugging Face Hub, by huggingface_hub's own client, its token and its settings.
 
 What can be refused is refused before a model is exported, and what is exported stays where it is, whatever the Hub
-says.
+says. Only what an export writes is sent, so nothing else that lies in the folder becomes public.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, get_session, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, if not declared
 
@@ -21,6 +22,16 @@ from headway.models.lora import ADAPTER_CONFIG
 from headway.words import Argument
 
 _HttpError: type[Exception] = HfHubHTTPError.__bases__[0]  # of httpx or httpx2, whichever the client is built on
+_QUESTION_S, _SENDING_S = 30.0, 600.0  # silence of the Hub after which a question, or a file, is given up [s]
+_NUMBERED = r"(-\d{5}-of-\d{5})?"
+# What an export writes: the card, weights, settings, tokenizer and processor.
+_EXPORTED = re.compile(
+    rf"README\.md|(adapter_)?model{_NUMBERED}\.safetensors(\.index\.json)?"
+    r"|((generation_|adapter_|processor_|preprocessor_|video_preprocessor_|tokenizer_)?config|tokenizer"
+    r"|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|vocab\.txt|merges\.txt|(tokenizer|spiece|sentencepiece\.bpe)\.model"
+    r"|chat_template\.jinja|additional_chat_templates/[^/]+\.jinja"
+)
 _TOKEN = "HF_TOKEN names one in the environment, `hf auth login` stores one; huggingface.co/settings/tokens makes it"
 
 
@@ -62,6 +73,8 @@ def find_repo(name: str, *, private: bool, update: bool) -> HubRepo:
     api = HfApi()
     with _hub_errors(name, "Nothing was made or sent."):
         user = api.whoami()
+        if not isinstance(user, dict) or not isinstance(user.get("name"), str):  # a portal's page, or another service
+            raise ValueError(f"{hub.endpoint()} answers with no account; HF_ENDPOINT names the Hub's address")
         if _role(user) == "read":
             raise HubError(f"the token of {user['name']} may only read. Take one that may write: {_TOKEN}.")
         repo_id = name if "/" in name else f"{user['name']}/{name}"
@@ -104,8 +117,26 @@ def refuse_local_base(folder: Path) -> None:
         )
 
 
+def files_to_send(folder: Path) -> tuple[list[str], list[str]]:
+    """The files of a model folder that an export writes, and the names of what else lies there and is not sent.
+
+    Raises:
+        UsageError: one of the former is a link, which could lead anywhere, or there are none.
+    """
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    sent = [name for name in names if _EXPORTED.fullmatch(name)]
+    for name in sent:
+        if (folder / name).is_symlink() or (folder / name).parent.is_symlink():
+            raise UsageError(
+                f"{folder} holds a link, {name}, and a link is not sent. Put the file itself in its place."
+            )
+    if not sent:
+        raise UsageError(f"{folder} holds no file of a model.")
+    return sent, [name for name in names if name not in sent]
+
+
 def push(folder: Path, repo: HubRepo, *, private: bool, message: str) -> str:
-    """Send a model folder, to a repository that is made if it is not there.
+    """Send the files of a model folder that an export writes, to a repository that is made if it is not there.
 
     Args:
         folder: of a model or of adapters; it stays.
@@ -120,19 +151,19 @@ def push(folder: Path, repo: HubRepo, *, private: bool, message: str) -> str:
         HubError: the Hub refuses it, or cannot be reached; the message says how to go on.
     """
     api = HfApi()
+    sent, _ = files_to_send(folder)
     with _hub_errors(repo.repo_id, _again(folder, repo)):
         if not repo.is_there:
             api.create_repo(repo.repo_id, private=True if private else None)
-    with _hub_errors(repo.repo_id, _again(folder, HubRepo(repo.repo_id, is_there=True))):
-        api.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message=message)
+    with _hub_errors(repo.repo_id, _again(folder, HubRepo(repo.repo_id, is_there=True)), silence_s=_SENDING_S):
+        api.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message=message, allow_patterns=sent)
     return f"{hub.endpoint()}/{repo.repo_id}"
 
 
 def _again(folder: Path, repo: HubRepo) -> str:
-    command = f"`headway export {folder} --push-to-hub {repo.repo_id}`"
-    if repo.is_there:
-        command = f"`headway export {folder} --push-to-hub {repo.repo_id} --update`"
-    return f"The model in {folder} is complete and stays there; {command} sends it again."
+    update = f" {Argument('update', True)}" if repo.is_there else ""
+    again = f"`headway export {folder} {Argument('push_to_hub', repo.repo_id)}{update}`"
+    return f"The model in {folder} is complete and stays there; {again} sends it again."
 
 
 def _role(user: dict[str, Any]) -> str:
@@ -141,16 +172,19 @@ def _role(user: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _hub_errors(name: str, way_on: str) -> Iterator[None]:
-    """Put what the client raises into words.
+def _hub_errors(name: str, way_on: str, silence_s: float = _QUESTION_S) -> Iterator[None]:
+    """Put what the client raises into words, and do not wait for ever, as the client does.
 
     Args:
         name: of the repository.
         way_on: what is there, and what to do.
+        silence_s: longest time without a byte [s].
 
     Raises:
         HubError: the Hub refused something, or did not answer.
     """
+    session = get_session()
+    before, session.timeout = session.timeout, silence_s
     try:
         yield
     except (HfHubHTTPError, _HttpError, OSError, RuntimeError, ValueError) as error:
@@ -158,6 +192,8 @@ def _hub_errors(name: str, way_on: str) -> Iterator[None]:
         while not isinstance(cause, _HttpError) and cause.__cause__ is not None:
             cause = cause.__cause__
         raise HubError(f"{_reason(cause, name)} {way_on}") from error
+    finally:
+        session.timeout = before
 
 
 def _reason(error: BaseException, name: str) -> str:

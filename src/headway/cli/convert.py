@@ -145,7 +145,7 @@ def export(
     url = None
     if repo is not None:
         url = _pushed(here, repo, private=private, message=f"Headway: {what} after step {checkpoint.step}")
-        lines.append(f"on the Hub: {url}")
+        lines += [f"on the Hub: {url}", *_sent_lines(here)]
     print_result(
         lambda: {
             "folder": shown(folder),
@@ -173,13 +173,17 @@ def _push_alone(source: Path, name: str | None, options: list[str], private: boo
         )
     if options:
         raise UsageError(f"{options[0]} cannot take effect: {source} is exported already, and is sent as it is.")
-    repo = _repo(name, private, update)
-    from headway.checkpoint.push import refuse_local_base
+    with needs_extra("sending to the Hub"):
+        from headway.checkpoint.push import files_to_send, refuse_local_base
 
+    files_to_send(source)  # a link is told before the Hub is asked
+    repo = _repo(name, private, update)
     refuse_local_base(source)
     url = _pushed(source, repo, private=private, message="Headway: a model folder")
     print_result(
-        lambda: {"folder": str(source), "url": url}, lambda: presentable(f"on the Hub: {url}"), as_json=as_json
+        lambda: {"folder": str(source), "url": url},
+        lambda: presentable("\n".join([f"on the Hub: {url}", *_sent_lines(source)])),
+        as_json=as_json,
     )
 
 
@@ -189,6 +193,15 @@ def _repo(name: str, private: bool, update: bool) -> "HubRepo":
 
     with working("asking the Hub"):
         return find_repo(name, private=private, update=update)
+
+
+def _sent_lines(folder: Path) -> list[str]:
+    """The files that were sent, and what lies beside them and was not."""
+    from headway.checkpoint.push import files_to_send
+
+    sent, others = files_to_send(folder)
+    shortened = ", ".join(others[:10]) + (f" and {len(others) - 10:,} more" if len(others) > 10 else "")
+    return [f"sent: {', '.join(sent)}", *([f"not sent: {shortened}"] if others else [])]
 
 
 def _pushed(folder: Path, repo: "HubRepo", *, private: bool, message: str) -> str:
