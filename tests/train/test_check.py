@@ -122,6 +122,23 @@ def test_a_run_that_differs_from_another_is_found(killed, tmp_path):
     assert fault.startswith("1 steps, the first of them step 7, differ from")
 
 
+@pytest.mark.parametrize(
+    ("packs", "tokens_per_pack", "clause"),
+    [
+        (6, 128, "a step has 2 packs in {0}, and 6 in {1}"),
+        (2, 256, "data.tokens_per_pack is 128 in {0}, and 256 in {1}"),
+    ],
+)
+def test_a_run_with_other_packs_is_no_witness_and_accuses_nobody(killed, tmp_path, packs, tokens_per_pack, clause):
+    other = tmp_path / "other"
+    take(other, 1, 10, digest_of=lambda step: digest(step, run=3), packs=packs)
+    for folder, tokens in ((killed, 128), (other, tokens_per_pack)):
+        (folder / "config.yaml").write_text(f"data: {{tokens_per_pack: {tokens}, workers: {tokens}}}")
+    checked = check_run(killed, other)
+    assert (checked.faults, checked.others) == ((), None)
+    assert f"that both runs took the same samples: {clause.format(killed, other)}" in checked.unproved
+
+
 def test_steps_taken_again_with_other_packs_are_not_compared_but_told(tmp_path):
     take(tmp_path / "run", 1, 6)
     take(tmp_path / "run", 5, 10, packs=3, digest_of=lambda step: digest(step, run=5))

@@ -17,20 +17,26 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from headway.errors import LogError
 from headway.files import open_plain
-from headway.log.run_files import METRICS
+from headway.log.run_files import CONFIG, METRICS
+from headway.log.sink import flatten
 from headway.report import format_count, render_pairs
 
 SCHEMA_VERSION = 2
 CHAINED = ("step", "samples_digest", "packs", "tokens", "segments")
 """Fields of a step's record that a checkpoint's chain is made of."""
 
+_MOST_NAMED = 3  # settings that differ between two runs
 _DIGEST = re.compile("[0-9a-f]{16}")
 _NEVER_PROVED = (
     "losses, gradient norms, learning rates, times, FLOPs and rates of the records: nothing else holds them",
     "contents of samples: a digest is of their files, rows and lengths; see data.verify",
+    "weights, optimizer states and generators in checkpoints: a resume compares their files with the manifest",
 )
+_CHOOSE_NO_SAMPLES = ("data/eval", "data/workers", "data/prefetch_bytes", "data/verify")
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -63,6 +69,7 @@ class Check:
         chains: those whose chain was compared too, which proves order, packs, tokens and segments of single steps.
         counts: those whose feed had counted tokens and segments, whose sums were compared.
         others: steps compared with another run; None without one [steps].
+        incomparable: why that run's steps hold other samples, whatever happened to either; empty where they do not.
         proved: first and last of each stretch of steps on whose samples a witness agrees; none where there is a fault.
         in_order: those of them whose order, packs, tokens and segments are proved step by step.
         faults: what does not agree, a sentence each.
@@ -77,6 +84,7 @@ class Check:
     chains: int = 0
     counts: int = 0
     others: int | None = None
+    incomparable: str = ""
     proved: Ranges = ()
     in_order: Ranges = ()
     faults: tuple[str, ...] = ()
@@ -97,6 +105,8 @@ class Check:
         if self.unwitnessed:
             places = ", ".join(map(format_count, self.unwitnessed))
             clauses.append(f"that the run went on at the right place after step {places}: no later step to compare")
+        if self.incomparable:
+            clauses.append(f"that both runs took the same samples: {self.incomparable}")
         return (*clauses, *_NEVER_PROVED)
 
     @property
@@ -231,7 +241,8 @@ def _compare(folder: Path, other: Path | None) -> Check:
                 )
         if not compared:
             unwitnessed.append(int(resume["step"]))
-    others, differing = _compare_runs(steps, other)
+    incomparable = "" if other is None else _other_packs(folder, steps, other)
+    others, differing = _compare_runs(steps, None if incomparable else other)
     witnesses.faults += differing
     _compare_restarts(folder, resumes, witnesses)
 
@@ -249,6 +260,7 @@ def _compare(folder: Path, other: Path | None) -> Check:
         chains=len(witnesses.chains),
         counts=witnesses.counts,
         others=others,
+        incomparable=incomparable,
         proved=() if witnesses.faults else _joined(witnessed),
         in_order=() if witnesses.faults else _joined(ordered),
         faults=tuple(witnesses.faults),
@@ -315,6 +327,30 @@ def _compare_runs(steps: _Steps, other: Path | None) -> tuple[int | None, list[s
     if not differing:
         return both, []
     return both, [f"{len(differing)} steps, the first of them step {differing[0] + 1}, differ from {other}"]
+
+
+def _other_packs(folder: Path, steps: _Steps, other: Path) -> str:
+    """Say by what two runs put other samples into their steps: the number of packs, or a setting of the data."""
+    theirs = _Steps(other)
+    if steps.packs[:1] != theirs.packs[:1]:
+        return f"a step has {sum(steps.packs[:1])} packs in {folder}, and {sum(theirs.packs[:1])} in {other}"
+    ours, those = (_data_settings(run) for run in (folder, other))
+    names = [name for name in sorted(ours.keys() | those.keys()) if ours.get(name) != those.get(name)]
+    clauses = [
+        f"{name.replace('/', '.')} is {ours.get(name)!r} in {folder}, and {those.get(name)!r} in {other}"
+        for name in names[:_MOST_NAMED]
+    ]
+    return "; ".join(clauses)
+
+
+def _data_settings(folder: Path) -> dict[str, Any]:
+    """Settings of a run that choose its steps' samples; none where its configuration is gone."""
+    try:
+        raw = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    settings = flatten({"step": 0, "data": raw["data"]}) if isinstance(raw, dict) and "data" in raw else {}
+    return {name: value for name, value in settings.items() if not name.startswith(_CHOOSE_NO_SAMPLES)}
 
 
 def _compare_restarts(folder: Path, resumes: int, witnesses: _Witnesses) -> None:
