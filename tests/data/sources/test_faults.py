@@ -5,8 +5,11 @@ import io
 import json
 import os
 import pickle
+import random
 import re
 import struct
+import subprocess
+import sys
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -320,6 +323,52 @@ def test_a_strangers_file_ends_in_a_sentence_whatever_its_library_raises(tmp_pat
     *_, (_, last) = source.shards[0].rows()
     assert isinstance(last, SampleError)
     assert re.search(says, str(last))
+
+
+READ_ALL = """
+import sys
+from headway.data.sources import open_source
+from headway.errors import HeadwayError
+bad = 0
+for path in sys.argv[1:]:
+    source = open_source(path)
+    for row in range(len(source)):
+        try:
+            source[row]
+        except HeadwayError:
+            bad += 1
+print(bad)
+"""
+
+
+def test_offsets_that_lead_out_of_an_arrow_file_end_no_process(tmp_path):
+    # Arrow reads such offsets as they are: without a look at them a process ends by a signal, so one of its own reads.
+    words = [f"hello {row}" for row in range(50)]
+    turns = [[{"role": "user", "content": word}, {"role": "assistant", "content": "fine"}] for word in words]
+    rng, paths = random.Random(1), []
+    for number in range(60):
+        table = pa.table({"messages": turns} if number % 2 else {"text": words})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        content = bytearray(sink.getvalue().to_pybytes())
+        for _ in range(3):
+            content[rng.randrange(8, len(content) - 8)] = rng.choice((127, 128, 255))
+        paths.append(tmp_path / f"{number}.arrow")
+        paths[-1].write_bytes(content)
+    run = subprocess.run([sys.executable, "-c", READ_ALL, *paths], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 100
+
+
+def test_a_row_of_an_arrow_file_whose_words_are_no_utf_8_is_bad_alone(tmp_path):
+    words = pa.StringArray.from_buffers(3, *pa.array([b"a", b"\xff", b"c"]).buffers()[1:])
+    with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("text", pa.string())])) as writer:
+        writer.write_table(pa.table({"text": words}))
+    source = open_source(tmp_path / "a.arrow")
+    with pytest.raises(SampleError, match="row 1: the column"):
+        source[1]
+    assert [row.content for row in (source[0], source[2])] == ["a", "c"]
 
 
 def test_a_web_page_is_a_text_among_texts(tmp_path):

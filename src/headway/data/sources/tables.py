@@ -23,6 +23,11 @@ from headway.errors import DataError, first_line
 _BATCH_ROWS = 64  # decoded at once: few, as a row may hold images
 _ARROW_FILE = b"ARROW1"  # how an Arrow file begins; an Arrow stream does not
 _JSON_EXTENSION = "arrow.json"
+_BYTES_OF_WORDS = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
 
 
 class TableReader(Reader):
@@ -41,20 +46,24 @@ class TableReader(Reader):
         return ParsedRow(row_values(content))
 
     def get(self, row: int) -> Raw:  # noqa: D102 - as the base class says
-        starts, batches, damage = self._rows()
+        starts, batches, damage, _ = self._rows()
         if damage and row == starts[-1]:
             return Raw(row, after(self.get(row - 1)) if row else START, DataError(damage))
         number = bisect_right(starts, row) - 1
-        return _raw(starts[number], batches[number], row - starts[number])
+        faults = self._table[3]
+        if number not in faults:
+            faults[number] = _fault(batches[number])
+        return _raw(starts[number], batches[number], row - starts[number], faults[number])
 
     def __len__(self) -> int:
-        starts, _, damage = self._rows()
+        starts, _, damage, _ = self._rows()
         return starts[-1] + bool(damage)
 
     def _read(self, start: int) -> Iterator[Raw]:
         for first, batch in self.batches(max(start - 1, 0)):
+            fault = _fault(batch)
             for place in range(max(start - 1 - first, 0), batch.num_rows):
-                yield _raw(first, batch, place)
+                yield _raw(first, batch, place, fault)
 
     @contextmanager
     def _opened(self) -> Iterator[pa.NativeFile]:
@@ -67,11 +76,14 @@ class TableReader(Reader):
             self.file.check_head(source.read_at(HEAD_BYTES, 0))
             yield source
 
-    def _rows(self) -> tuple[list[int], list[pa.RecordBatch], str]:
-        """Rows before each batch and of all, the batches, mapped into memory, and why they end before their time."""
+    def _rows(self) -> tuple[list[int], list[pa.RecordBatch], str, dict[int, str]]:
+        """Rows before each batch and of all; the batches, mapped into memory; why they end before their time; faults.
+
+        A batch is looked through when its first row is read: to do so at once would read the whole file.
+        """
         if not hasattr(self, "_table"):
             batches, damage = self._directly() or self._from_copy()
-            self._table = [0, *accumulate(batch.num_rows for batch in batches)], batches, damage
+            self._table = [0, *accumulate(batch.num_rows for batch in batches)], batches, damage, dict[int, str]()
         return self._table
 
     def _directly(self) -> tuple[list[pa.RecordBatch], str] | None:
@@ -134,11 +146,10 @@ class Arrow(TableReader):
         with self._opened() as source:
             is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
             source.seek(0)
-            if is_file:
-                table = pa.ipc.open_file(source)
-                yield from ((source, table.get_batch(number)) for number in range(table.num_record_batches))
-            else:
-                yield from ((source, batch) for batch in pa.ipc.open_stream(source))
+            table = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+            assert table.schema.names is not None  # read here, as names that are no UTF-8 are a damage
+            for batch in map(table.get_batch, range(table.num_record_batches)) if is_file else table:
+                yield source, batch
 
     def _directly(self) -> tuple[list[pa.RecordBatch], str] | None:
         if not self.file.is_local:
@@ -179,8 +190,57 @@ def _lies_in(source: pa.MemoryMappedFile, batch: pa.RecordBatch) -> bool:
     return all(file_buffer.address <= buffer.address < file_buffer.address + file_buffer.size for buffer in buffers)
 
 
-def _raw(first: int, batch: pa.RecordBatch, place: int) -> Raw:
-    return Raw(first + place, f"row {first + place}", batch.slice(place, 1))
+def _raw(first: int, batch: pa.RecordBatch, place: int, fault: str) -> Raw:
+    content = DataError(f"its batch is damaged: {fault}. Copy the file again.") if fault else batch.slice(place, 1)
+    return Raw(first + place, f"row {first + place}", content)
+
+
+class _AsBytes:
+    """A batch whose words are bytes: what is no UTF-8 is told of each value, not of all.
+
+    Args:
+        batch: any.
+    """
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self._batch = batch
+
+    def __arrow_c_array__(self, _: object = None) -> tuple[object, object]:
+        """The same memory under another schema. Source: Arrow's PyCapsule interface."""
+        fields = [field.with_type(_bytes_type(field.type)) for field in self._batch.schema]
+        return pa.schema(fields).__arrow_c_schema__(), self._batch.__arrow_c_array__()[1]
+
+
+def _bytes_type(kind: pa.DataType) -> pa.DataType:
+    """A type of the same layout without words."""
+    is_type: Any = pa.types
+
+    def within(field: pa.Field) -> pa.Field:
+        return field.with_type(_bytes_type(field.type))
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return _bytes_type(kind.storage_type)
+    if is_type.is_struct(kind):
+        kind = pa.struct(list(map(within, kind)))
+    elif is_type.is_map(kind):
+        kind = pa.map_(_bytes_type(kind.key_type), _bytes_type(kind.item_type), kind.keys_sorted)
+    elif is_type.is_dictionary(kind):
+        kind = pa.dictionary(kind.index_type, _bytes_type(kind.value_type), kind.ordered)
+    elif is_type.is_fixed_size_list(kind):
+        kind = pa.list_(within(kind.value_field), kind.list_size)
+    elif is_type.is_list(kind) or is_type.is_large_list(kind):
+        kind = (pa.list_ if is_type.is_list(kind) else pa.large_list)(within(kind.value_field))
+    return _BYTES_OF_WORDS.get(kind, kind)
+
+
+def _fault(batch: pa.RecordBatch) -> str:
+    """Why a batch must not be read, as its offsets would lead out of its memory; "" of a sound one."""
+    try:
+        batch.validate()  # sizes of buffers, which the other interface does not hand over
+        pa.record_batch(_AsBytes(batch)).validate(full=True)
+    except pa.ArrowException as error:
+        return first_line(error)
+    return ""
 
 
 def row_values(batch: pa.RecordBatch) -> dict[str, Any]:
