@@ -1,16 +1,17 @@
 """Layouts of rows: the table of them, and the meaning of a set of columns, resolved once."""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from headway.data.sources.json_rows import listed, shortened
-from headway.data.sources.marks import GRADES, check_columns_of
+from headway.data.sources.marks import GRADES, HARMLESS_COLUMNS, check_columns_of
 from headway.data.sources.ranked import is_ranked, pair_of
 from headway.data.sources.references import KINDS, is_nothing, kind_of, media_key
 from headway.errors import DataError
@@ -31,6 +32,7 @@ FILE_NAMES = ("file_name", "filename", "file_path", "filepath", "file", "path")
 _IN_CHATS = ("tools", "chat_template_kwargs", "label", "kto_tag", "objects")
 _WORDED = ("context", "system", "system_prompt")  # no other values of these are read
 _OF_FILES = ("question_answer", "alpaca", "prompt_completion", "caption")  # schemas of which a file's name may be part
+_NUMBER = re.compile(r"(?:^|_)(?:id|idx|index)s?$|Id$")  # of a column that numbers rows
 _ALIKE = 0.8  # of names such as answer_0 and answer_1
 
 Pairs = tuple[tuple[str, str], ...]
@@ -143,6 +145,10 @@ _ROLES = dict.fromkeys(
     for role in pair[::-1]
     if role != MEDIA
 )
+# Names that have a role only beside media, or only where their values have a form.
+_BESIDE_MEDIA = {name for layout in LAYOUTS if (MEDIA, MEDIA) in layout.columns for name, _ in layout.columns}
+_BESIDE_MEDIA -= {name for layout in LAYOUTS if layout.schema != "caption" for name, _ in layout.columns}
+_ROLELESS = {*_FORMS_OF} - {name for layout in LAYOUTS if not layout.forms for name, _ in layout.columns}
 COLUMNS = tuple(dict.fromkeys([*_ROLES, *MEDIA_COLUMNS, *_IN_CHATS]))
 """Names of columns that schemas read."""
 _KNOWN = {*COLUMNS, *MEDIA_PATHS, *FILE_NAMES}
@@ -376,32 +382,38 @@ def proposed_columns(fields: Mapping[str, Any], media: dict[str, str], text_colu
     '{answer: best_answer}'
     """
     names = columns_of(fields, text_column)
-    with_roles = {*names.values(), *media.values()}
-    free = [
-        name for name, value in fields.items() if name not in with_roles and isinstance(value, str | list) and value
-    ]
-    free = free or [name for name, value in fields.items() if name not in with_roles and value is not None]
-    longest = sorted(free, key=lambda name: -len(str(fields[name])))
     has_media = bool(media) or any(not is_nothing(fields[own]) for name, own in names.items() if name in MEDIA_COLUMNS)
+    # Left to be mapped is what has no role by its name, and is no note on the row, unless that is all there is.
+    with_roles = {
+        own for name, own in names.items() if name not in _ROLELESS and (has_media or name not in _BESIDE_MEDIA)
+    }
+    left = [name for name, value in fields.items() if value not in (None, "", [], {})]
+    left = [name for name in left if name not in with_roles and name not in media.values()]
+    free = [name for name in left if name not in HARMLESS_COLUMNS and not _NUMBER.search(name)] or left
+    free.sort(key=lambda name: not isinstance(fields[name], str))  # words first
+    longest = sorted(free, key=lambda name: -len(str(fields[name])))
     # Two columns of like names could be answers of which one is better.
     prompts = [name for name, _ in _PROMPTS["names"] if name in names]
-    for first, second in pairwise(free):
-        question = next((name for name in longest if name not in (first, second)), None)
-        if (prompts or question) and difflib.SequenceMatcher(None, first, second).ratio() >= _ALIKE:
-            prompt = {} if prompts else {"prompt": str(question)}
-            columns = media | prompt | {"chosen": first, "rejected": second}
-            return f"{mapping(columns)} where {first} is the better answer"
+    alike = [
+        pair for pair in combinations(free, 2) if difflib.SequenceMatcher(None, pair[0], pair[1]).ratio() >= _ALIKE
+    ]
+    question = next((name for name in longest if name not in alike[0]), None) if alike else None
+    if len(alike) == 1 and (prompts or question):
+        ((first, second),) = alike
+        columns = media | ({} if prompts else {"prompt": str(question)}) | {"chosen": first, "rejected": second}
+        return f"{mapping(columns)} where {first} is the better answer"
     # A layout of which one column is missing.
     for layout in sorted(LAYOUTS, key=lambda layout: layout.rank or 9):
         missing = [name for name, _ in layout.columns if name not in names and name != MEDIA]
         present = [name for name, _ in layout.columns if name in names and name != MEDIA]
         if len(missing) == 1 and present and free and not layout.forms:
             best = max(free, key=lambda name: _suits(name, fields[name], missing[0]))
-            return mapping(media | {missing[0]: best})
+            label = {"label": names["label"]} if "label" in present else {}  # a text may be meant without
+            return mapping(media | {missing[0]: best} | label)
     if has_media and longest:
         return mapping(media | {TEXT: longest[0]})
     if len(free) > 1:
-        return mapping({"question": free[-2], "answer": free[-1]})
+        return mapping({"question": free[0], "answer": free[1]})
     return mapping({TEXT: free[0]} if free else {"question": "Frage", "answer": "Antwort"})
 
 
