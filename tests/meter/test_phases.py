@@ -349,6 +349,15 @@ def test_a_line_of_code_says_what_a_pause_is_for(tmp_path, code, purpose):
     assert place.code.endswith(" in f")
 
 
+@pytest.mark.parametrize("path", ["bin/tool", "train.py"])
+def test_the_entry_of_an_installed_command_is_not_named_as_code_of_the_loop(tmp_path, path):
+    """pip writes an entry without an extension: the code around it is named then, and of a script the script."""
+    (tmp_path / "bin").mkdir()
+    entry = compile("here()", str(tmp_path / path), "exec")
+    place = places_of(tmp_path / path, "def f():\n    exec(entry)\n", entry=entry)
+    assert place[0].code.endswith(" in f" if path == "bin/tool" else " in <module>")
+
+
 class _Gap:
     border, is_over = " optimizer", False
 

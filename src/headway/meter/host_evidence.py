@@ -14,6 +14,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from headway.meter.pauses import is_command
+
 COLLECTION = "gc:collection"  # begins the name of the annotation of a collection
 _EVERY_S = 0.005  # between two samples; a pause that is worth a word is longer
 _MOST_RUNS = 4000  # of equal samples in a row; a full list is thinned, so that a file grows by 200 kB at most
@@ -155,7 +157,7 @@ class HostEvidence:
         if code not in self._names:
             path = code.co_filename.replace("\\", "/")
             is_own = not path.startswith(("<", *_INSTALLED)) and "site-packages" not in path
-            is_own = is_own and not code.co_filename.startswith(str(Path(__file__).parents[1]))
+            is_own = is_own and not code.co_filename.startswith(str(Path(__file__).parents[1])) and not is_command(code)
             short = "/".join(path.split("/")[-2:])
             text = "" if path.endswith(_ENGINE) else f"{code.co_name} ({short}"
             self._names[code] = text, is_own

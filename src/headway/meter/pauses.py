@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 from headway.log.boundary import ErrorBoundary
@@ -159,7 +159,8 @@ class PlaceSampler:
                 break
             path = frame.f_code.co_filename
             purpose = purpose or next((name for part, name in _BY_FILE if part in path), "")
-            if own is None and not path.startswith(_LIBRARIES) and "-packages" not in path:
+            is_library = path.startswith(_LIBRARIES) or "-packages" in path or is_command(frame.f_code)
+            if own is None and not is_library:
                 own = frame
             frame = frame.f_back
         frame = own or innermost
@@ -181,6 +182,14 @@ def _watch(reference: "weakref.ref[PlaceSampler]", stop: threading.Event, bounda
                 return
             sampler.look(passed_s)
             del sampler
+
+
+def is_command(code: CodeType) -> bool:
+    """Whether code is the entry of an installed command, such as `headway` itself: a script that only calls a package.
+
+    Source: pip writes such scripts without an extension.
+    """
+    return code.co_name == "<module>" and not Path(code.co_filename).suffix
 
 
 def _purpose(path: str, line: int) -> str:
