@@ -11,7 +11,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from headway.models.attention.backend import use_attention
 from headway.tracing import trace
+from helpers.models import tiny_model
 
 
 @st.composite
@@ -146,3 +148,11 @@ def test_attention_without_a_mask_costs_what_its_implementation_attends_to(imple
             pairs = _pairs_that_move(model, length)
     (row,) = (r for r in trace(model, inputs=(torch.zeros(1, length, 32),)).rows if r.op == "attention")
     assert row.forward == pairs * 2 * 4 * (8 + 8)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_a_kernel_that_does_not_run_on_shapes_is_billed_by_its_flag(family):
+    # Headway's own backend calls PyTorch's kernel for the CPU by its name; its towers see all of a picture or window
+    plain, switched = (tiny_model(family, dtype=torch.float32) for _ in range(2))
+    use_attention(switched)
+    assert trace(switched).rows == trace(plain).rows

@@ -178,10 +178,16 @@ def _unmasked_pairs(
     if function is None:  # eager attention that the model calls by itself: all of transformers' read the mask alone
         return plain_pairs(qkv[0], qkv[1], False, None)
     before = len(recorder.operations)
-    with torch.no_grad():
-        function(module, *qkv, None, **kwargs)
-    ran = [op for op in recorder.operations[before:] if op.kind == "attention"]
-    del recorder.operations[before:]
+    try:
+        with torch.no_grad():
+            function(module, *qkv, None, **kwargs)
+    except TraceError:  # a kernel that does not run on shapes is believed to read what the interface hands it
+        causal = kwargs.get("is_causal")
+        causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+        return plain_pairs(qkv[0], qkv[1], causal, kwargs.get("sliding_window") if causal else None)
+    finally:
+        ran = [op for op in recorder.operations[before:] if op.kind == "attention"]
+        del recorder.operations[before:]
     if not ran:
         raise TraceError(
             f"module {recorder.path_of(module) or '(the model)'} attends without a mask by {name!r}, in which no "

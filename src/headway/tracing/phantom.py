@@ -137,7 +137,7 @@ class Recording:
 
     def __init__(self, model: nn.Module, on_dispatch: OnDispatch, on_result: OnResult) -> None:
         tensors = _tensors(value for module in model.modules() for value in vars(module).values())
-        storages = {_storage(t) for t in tensors if not isinstance(t, Phantom) and t.layout == torch.strided}
+        storages = {_storage(tensor) for tensor in tensors}
         self.listeners = (on_dispatch, on_result, frozenset(storages) - {0})
 
     def __enter__(self) -> None:
@@ -148,7 +148,9 @@ class Recording:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Return the address of a plain tensor's data, which its views share; 0 for any other tensor."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    return tensor.untyped_storage().data_ptr() if is_plain else 0
 
 
 def _listen(
