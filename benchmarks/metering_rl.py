@@ -30,9 +30,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from headway import Peak
 from headway.integrations import HeadwayCallback
-from headway.integrations.loops import ForwardCalls
 from headway.integrations.trainer_phases import TrainerCalls
 from headway.meter import clock
+from headway.meter.watch import ForwardWatch
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, spread, write
 
 VOCABULARY, PROMPT, ANSWER, ROWS = 2048, 64, 256, 8  # answers as long as TRL lets them be by itself
@@ -172,7 +172,7 @@ def run(folder: str, steps: int, *, metered: bool) -> dict[str, Any]:
     )  # fmt: skip
     events = ("on_epoch_begin", "on_step_begin", "on_step_end", "on_epoch_end", "on_substep_end", "on_log")
     entries = [
-        *((ForwardCalls, name) for name in ("_before", "_after")),
+        *((ForwardWatch, name) for name in ("begin", "end")),
         *((clock, name) for name in ("_before_forward", "_after_forward")),
         *((HeadwayCallback, name) for name in events),
     ]

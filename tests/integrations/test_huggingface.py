@@ -234,12 +234,20 @@ class Picture(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def train_pictures(path, callbacks):
+class ReadPicture(Picture):
+    """Reads the values of its data, which a trace has not."""
+
+    def forward(self, pixels, labels=None):
+        torch.linalg.svdvals(pixels.flatten(1)).tolist()
+        return super().forward(pixels, labels)
+
+
+def train_pictures(path, callbacks, kind=Picture):
     data = [{"pixels": torch.randn(3, 4, 4), "labels": torch.tensor(i % 5)} for i in range(12)]
     options = TrainingArguments(
         path, max_steps=3, per_device_train_batch_size=4, report_to=[], use_cpu=True, logging_steps=1
     )
-    trainer = Trainer(Picture(), options, train_dataset=data, callbacks=callbacks)
+    trainer = Trainer(kind(), options, train_dataset=data, callbacks=callbacks)
     trainer.train()
     return trainer
 
@@ -247,7 +255,7 @@ def train_pictures(path, callbacks):
 def test_a_model_that_cannot_be_counted_is_trained_with_one_warning(tmp_path):
     callback = HeadwayCallback(peak=PEAK)
     with pytest.warns(RuntimeWarning) as told:
-        trainer = train_pictures(tmp_path / "a", [callback])
+        trainer = train_pictures(tmp_path / "a", [callback], ReadPicture)
     (warning,) = [str(one.message) for one in told if "HeadwayCallback" in str(one.message)]
     assert warning.startswith("HeadwayCallback measures this training no further: ")
     assert "Training goes on without its numbers. For models" in warning
@@ -258,6 +266,14 @@ def test_a_model_that_cannot_be_counted_is_trained_with_one_warning(tmp_path):
     trainer.model(torch.randn(2, 3, 4, 4), torch.tensor([0, 1]))  # no hook is left to refuse it
     plain = train_pictures(tmp_path / "b", [])
     assert trainer.state.log_history[-1].keys() == plain.state.log_history[-1].keys()
+
+
+def test_a_model_of_any_arguments_is_counted_by_itself(tmp_path):
+    callback = HeadwayCallback(peak=PEAK, watch=True)
+    train_pictures(tmp_path, [callback])
+    assert callback.failure is None
+    # forward and the gradient of the weights of 48 x 5, for 3 batches of 4
+    assert callback.run.flops.total == 2 * 2 * 48 * 5 * 3 * 4
 
 
 def test_a_model_that_takes_pictures_alone_is_counted_by_itself(tmp_path):

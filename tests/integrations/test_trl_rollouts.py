@@ -331,10 +331,9 @@ class Untraceable(torch.nn.Module):
         self.inner = scorer()
         self.config = self.inner.config
 
-    def forward(self, **inputs):
-        if not self.inner.score.weight.sum().item() < 1e9:
-            raise ValueError("weights without values")
-        return self.inner(**inputs)
+    def forward(self, input_ids, **inputs):
+        torch.linalg.svdvals(self.inner.score.weight).tolist()
+        return self.inner(input_ids, **inputs)
 
 
 def with_failure(*args, **options):

@@ -285,8 +285,8 @@ def test_a_window_compiles_nothing_again_and_a_compiled_module_is_one_unit(tmp_p
     with_window, profile, _ = train_held(
         compile_it, lambda meter: headway.profile(meter, tmp_path, steps=range(first, first + 1))
     )
-    assert with_window == plain
-    assert plain[0] > 0
+    assert with_window[0] == plain[0] > 0
+    assert with_window[1] <= plain[1]  # hooks of the meter, which hold no operation, are looked at by the compiler too
     found = {event["name"].removeprefix("module:") for event in annotations(profile.path) if "module:" in event["name"]}
     assert found == named
 

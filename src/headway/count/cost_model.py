@@ -34,6 +34,8 @@ DENOISES = "denoises"
 """In the source of a ledger of a model of latents: the argument that carries them, their layout, and a patch's sides
 over frames, height and width [pixels of the latents]."""
 
+_MOST_VARIANTS = 1024  # of one ledger that are remembered: what it trains, which blocks it leaves out
+
 # name, driver, the driver that is evaluated, then FLOPs per unit of forward, dgrad, wgrad, recompute
 _Coefficients = list[tuple[str, str, str, int, int, int, int]]
 
@@ -115,6 +117,10 @@ class CostModel:
     def trained(self) -> int:
         """Bit i set when parameter i is trained, as `Gradient.runs` takes it."""
         return sum(1 << i for i, p in enumerate(self.parameters) if p.trainable)
+
+    @cached_property
+    def _variants(self) -> "dict[Any, CostModel]":
+        return {}
 
     @cached_property
     def _tables(self) -> dict[tuple[By, str, bool], _Coefficients]:
@@ -290,6 +296,39 @@ class CostModel:
             for i in self.matching(pattern, "freeze"):
                 parameters[i] = replace(parameters[i], trainable=False)
         return replace(self, parameters=tuple(parameters))
+
+    def training(self, trained: int) -> "CostModel":
+        """Return this model with just these parameters trained, bit i set for parameter i as in `trained`.
+
+        What makes the same products of backward gives the same object.
+        """
+        if trained == self.trained:
+            return self
+        model = self._variants.get(trained)
+        if model is None:
+            products = tuple(gradient.runs(trained) for row in self.rows for gradient in row.gradients)
+            model = self._variants.get(products)
+            if model is None:
+                parameters = (replace(p, trainable=bool(trained >> i & 1)) for i, p in enumerate(self.parameters))
+                model = replace(self, parameters=tuple(parameters))
+            self._remember(products, model)
+            self._remember(trained, model)
+        return model
+
+    def without_blocks(self, blocks: frozenset[str]) -> "CostModel":
+        """Return this model without some of its blocks, as a forward runs it that leaves out layers at random."""
+        if not blocks:
+            return self
+        model = self._variants.get(blocks)
+        if model is None:
+            model = replace(self, rows=tuple(row for row in self.rows if row.block not in blocks))
+            self._remember(blocks, model)
+        return model
+
+    def _remember(self, key: Any, model: "CostModel") -> None:
+        if len(self._variants) >= _MOST_VARIANTS:
+            self._variants.clear()
+        self._variants[key] = model
 
     def matching(self, pattern: str, parameter: str = "pattern") -> tuple[int, ...]:
         """Find the parameters that a pattern names, by their place in `parameters`.

@@ -1,19 +1,18 @@
 """Loops written with Hugging Face's Accelerate: the meter with its accumulation, wrappers and trackers."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from headway.count import Workload
 from headway.errors import UsageError
-from headway.integrations.loops import LOGGED, ForwardCalls, Observer, logged, observing, ranks_of_sequences
+from headway.integrations.loops import LOGGED, Observer, logged, observing, ranks_of_sequences
 from headway.meter import Meter, Window
+from headway.meter.watch import ForwardWatch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import nn
-
-    from headway.meter.watch import ForwardWatch
 
 
 class AccelerateMeter(Observer, Meter):
@@ -61,25 +60,24 @@ class AccelerateMeter(Observer, Meter):
         inner: nn.Module = accelerator.unwrap_model(model)
         options = {
             "batch_ranks": ranks_of_sequences(accelerator, workload),
-            "watch": workload is None and meter_options.get("cost_model") is None,
-            "recompute": _recomputed(inner),
             **meter_options,
+            "watch": workload is None and meter_options.get("cost_model") is None,
         }
         super().__init__(inner, on_window=self._log_window, steps_before=completed_steps, **options)
         self._accelerator = accelerator
         self._prefix = prefix
         self._names = tuple(names)
         self._then = on_window
-        self._calls: ForwardWatch | ForwardCalls | None = self._watches[0] if options["watch"] else None
-        if self._calls is None:
-            self._calls = ForwardCalls(inner, self, workload=workload, on_error=self.stop_measuring).__enter__()
+        self.on_failure = self.stop_measuring
+        if not options["watch"]:
+            self.add_watch(ForwardWatch(inner, self, workload=workload, phase=nullcontext))
 
     @observing
     def step(self, *, skipped: bool = False, **extra: float) -> Window | None:
         """End a micro-batch, and the optimizer step if Accelerate let the optimizer run; as `Meter.step` otherwise."""
         if not self._accelerator.sync_gradients:
             return None
-        if self._calls is not None and not self._calls.num_calls and not self.trains_now:
+        if not self._watches[0].num_calls and not self.trains_now:
             raise UsageError(
                 "the model is in evaluation mode, as from_pretrained leaves it, and its forwards are no training. Call "
                 "model.train() before the loop."
@@ -91,10 +89,6 @@ class AccelerateMeter(Observer, Meter):
         """Add up the steps since the last log, as `Meter.log` does."""
         return super().log()
 
-    def stop_counting(self, error: Exception) -> None:
-        """Warn of a forward that cannot be counted, and let go of the loop."""
-        self.stop_measuring(error)
-
     def _release(self) -> None:
         self._let_go()
 
@@ -103,20 +97,3 @@ class AccelerateMeter(Observer, Meter):
         self._accelerator.log(numbers, step=window.step)
         if self._then is not None:
             self._then(window)
-
-    def _let_go(self) -> None:
-        if isinstance(self._calls, ForwardCalls):
-            self._calls.__exit__()
-        super()._let_go()
-
-
-def _recomputed(model: "nn.Module") -> str:
-    """Read what the model's checkpointing runs again; nothing, and a warning, where that cannot be said."""
-    from headway.tracing.classify import checkpointing_of
-    from headway.tracing.unwrap import unwrapped
-
-    try:
-        return checkpointing_of(unwrapped(model))
-    except UsageError as error:
-        warnings.warn(f"HFU leaves out what checkpointing runs again: {error}", RuntimeWarning, stacklevel=3)
-        return "none"

@@ -18,7 +18,6 @@ from headway.errors import HeadwayError, TraceError
 from headway.integrations.loops import (
     LOGGED,
     LOGGED_OF_PHASES,
-    ForwardCalls,
     Observer,
     caller_of,
     logged,
@@ -28,9 +27,8 @@ from headway.integrations.loops import (
 )
 from headway.integrations.trainer_phases import POLICY, REFERENCE, TrainerCalls
 from headway.meter import Meter, PhaseDevices, Window
+from headway.meter.watch import ForwardWatch, ledger_of
 from headway.tracing import trace
-from headway.tracing.classify import checkpointing_of
-from headway.tracing.unwrap import unwrapped
 
 
 class HeadwayCallback(Observer, TrainerCallback):
@@ -107,19 +105,21 @@ class HeadwayCallback(Observer, TrainerCallback):
             model,
             cost_model=self._cost_model,
             log_every=sys.maxsize,  # windows end where the Trainer logs
-            recompute=self._recompute or checkpointing_of(unwrapped(model)),
+            recompute=self._recompute,
             others=[*models.others, *options.pop("others", ())],
             optimizer=kwargs["optimizer"] if "mbu" in self._names else None,
             **{
                 "steps_before": state.global_step,
                 "batch_ranks": ranks_of_sequences(trainer.accelerator, self._workload),
                 **options,
+                "watch": None,
             },
         )
+        self.meter.on_failure = self.stop_measuring
         if self._calls is not None:
             self._calls.close()  # of a run that ended in an error
         self._phases = phases = TrainerCalls(self.meter, self.stop_measuring, self._rollout_devices)
-        self._calls = models.calls(self.meter, phases, self._workload, self.stop_measuring)
+        self._calls = models.calls(self.meter, phases, self._workload)
         self._calls.callback(phases.close)
         phases.watch(trainer, {model: self.meter.cost_model, **models.ledgers})
         phases.is_named = phases.is_named or bool(models.others)
@@ -266,24 +266,24 @@ class _Models:
         meter: Meter,
         phases: TrainerCalls,
         workload: Callable[[Mapping[str, Any]], Workload] | None,
-        on_error: Callable[[Exception], None],
     ) -> ExitStack:
         """Count forwards of the trained model and of the others until the stack is closed."""
-        options: dict[str, Any] = {"trained": self._trained, "workload": workload, "on_error": on_error}
 
         def phase() -> AbstractContextManager[Any]:
             if torch.is_grad_enabled():
                 return phases.training()
             return phases.scoring(REFERENCE if self._is_reference else POLICY)
 
-        policy = ForwardCalls(self._trained, meter, cost_model=self._without_adapters, phase=phase, **options)
+        policy = ForwardWatch(self._trained, meter, self._without_adapters, workload=workload, phase=phase)
         phases.forwards = [policy]
         for other, ledger in self.ledgers.items():
             scoring = functools.partial(phases.scoring, self._names[other])
-            phases.forwards.append(ForwardCalls(other, meter, cost_model=ledger, phase=scoring, **options))
+            watch = ForwardWatch(other, meter, ledger, is_trained=False, workload=workload, phase=scoring)
+            phases.forwards.append(watch)
         stack = ExitStack()
-        for calls in phases.forwards:
-            stack.enter_context(calls)
+        for watch in phases.forwards:
+            meter.add_watch(watch)
+            stack.callback(watch.close)
         return stack
 
     @property
@@ -317,7 +317,7 @@ _PHASES = {"ref": REFERENCE}
 
 def _traced(model: nn.Module, name: str) -> CostModel:
     try:
-        return trace(model)
+        return ledger_of(model, watch=None)
     except HeadwayError as error:
         raise TraceError(f"the {name} model of this trainer, a {type(model).__name__}: {error}") from error
 

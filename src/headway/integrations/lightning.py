@@ -3,14 +3,16 @@
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from headway.count import Workload
 from headway.errors import UsageError
-from headway.integrations.loops import LOGGED, ForwardCalls, Observer, logged, observing
+from headway.integrations.loops import LOGGED, Observer, logged, observing
 from headway.meter import Meter, Window
+from headway.meter.watch import ForwardWatch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -61,7 +63,7 @@ class HeadwayMonitor(Observer, Callback):
         self._names = tuple(names)
         self._workload = workload
         self._options: dict[str, Any] = {"log_every": sys.maxsize, **meter_options}
-        self._calls: ForwardCalls | None = None
+        self._calls: ForwardWatch | None = None
         self._trainer: Trainer | None = None
         self._num_updates = self._num_calls = 0
 
@@ -77,8 +79,12 @@ class HeadwayMonitor(Observer, Callback):
         model = pl_module.get_submodule(path)
         optimizers = trainer.optimizers if "mbu" in self._names else None
         place = trainer.global_step // max(1, len(trainer.optimizers))  # each optimizer counts, and a step has them all
-        self.meter = meter = Meter(model, **{"optimizer": optimizers, "steps_before": place, **self._options})
-        self._calls = ForwardCalls(model, meter, workload=self._workload, on_error=self.stop_measuring).__enter__()
+        options = {"optimizer": optimizers, "steps_before": place, **self._options, "watch": None}
+        self.meter = meter = Meter(model, **options)
+        meter.on_failure = self.stop_measuring
+        is_compiled = getattr(pl_module, "_compiler_ctx", None) is not None
+        self._calls = ForwardWatch(model, meter, workload=self._workload, phase=nullcontext, breaks_graphs=is_compiled)
+        meter.add_watch(self._calls)
         self._num_updates, self._num_calls = trainer.global_step, 0
         # Lightning has no hook for these two, so its methods are wrapped until the run ends
         save = trainer.save_checkpoint
@@ -178,7 +184,7 @@ class HeadwayMonitor(Observer, Callback):
 
     def _let_go(self) -> None:
         if self._calls is not None:
-            self._calls.__exit__()
+            self._calls.close()
             self._calls = None
             trainer: Any = self._trainer
             for patched, name in ((trainer, "save_checkpoint"), (trainer.profiler, "start")):

@@ -1,26 +1,17 @@
-"""Another library's loop: the trainer that calls us, the forward calls of its model, and the numbers in its log."""
+"""Another library's loop: the trainer that calls us, and the numbers in its log."""
 
 import functools
-import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from types import MethodType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-import torch
-from torch import nn
-
-from headway.count import CostModel, Workload
 from headway.errors import HeadwayError, UsageError
 from headway.log.sink import flatten
-from headway.meter import Meter, Window
-from headway.meter.batches import input_gradients_of
-from headway.meter.watch import refuse_cached_keys
-from headway.tracing.unwrap import unwrapped
+from headway.meter import Window
 from headway.words import Argument
 
 T = TypeVar("T")
@@ -80,110 +71,6 @@ def observing(hook: C) -> C:
             return None
 
     return cast(C, observed)
-
-
-@dataclass(eq=False)
-class ForwardCalls:
-    """While entered, hands the arguments of a model's training forwards to a meter.
-
-    A forward without gradients is counted as forward only; one in evaluation mode is not training and is left out. A
-    trainer's own method that runs in place of the forward (so that wrappers gather the
-    parameters for it) is looked into: the forward of the model without its head is counted then.
-    """
-
-    model: nn.Module  # the innermost one, without wrappers such as DDP
-    meter: Meter  # of the loop
-    _: KW_ONLY
-    # of the model, one of the meter's `others`, or a function that says before each forward which it is; None is the
-    # meter's own
-    cost_model: CostModel | Callable[[], CostModel | None] | None = None
-    # whose mode tells training from evaluation; `model` when None. A reference model is in evaluation mode all the time
-    trained: nn.Module | None = None
-    # makes a workload from the forward's arguments by name; None where they say it by themselves (see `workload_of`)
-    workload: Callable[[Mapping[str, Any]], Workload] | None = None
-    # told of an error, which then does not reach the forward; None lets it through
-    on_error: Callable[[Exception], None] | None = None
-    phase: Callable[[], AbstractContextManager[Any]] = nullcontext  # begins the phase that a forward is in
-    is_headless: bool = False  # whether the head of the model runs elsewhere, on the positions that were asked for
-    num_calls: int = field(default=0, init=False)  # forwards counted so far
-    _begun: list[ExitStack] = field(default_factory=list, init=False)  # of the forwards that go on, one in another
-    _handles: list[Any] = field(default_factory=list, init=False)
-    _is_entered: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        self._names = list(inspect.signature(self.model.forward).parameters)
-        self._forward = self.model.forward
-
-    def __enter__(self) -> Self:
-        self._is_entered = True
-        self.resume()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._is_entered = False
-        self.pause()
-
-    def pause(self) -> None:
-        """Let forwards go by, at no cost, as those of a generation that is counted as a whole."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def resume(self) -> None:
-        """Go on after a pause."""
-        if not self._is_entered or self._handles:
-            return
-        before, after = map(torch.compiler.disable, (self._before, self._after))
-        self._handles = [
-            # in front of the meter's own hook: a phase without a backward pauses its timing of forwards
-            self.model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            self.model.register_forward_hook(after, always_call=True),
-        ]
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module is not self.model:  # a copy has the hooks, too
-            return
-        begun = ExitStack()
-        self._begun.append(begun)
-        try:
-            self._begin(begun, args, kwargs)
-        except Exception as error:
-            if self.on_error is None:
-                raise
-            self.on_error(error)
-
-    def _after(self, module: nn.Module, *_: Any) -> None:
-        if module is self.model and self._begun:
-            self._begun.pop().close()
-
-    def _begin(self, begun: ExitStack, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin the phase of a forward, and count what it computes."""
-        trained = self.model if self.trained is None else self.trained
-        if not trained.training:
-            return
-        if self.model.forward != self._forward and (headless := self._headless()) is not None:
-            begun.enter_context(headless)
-            return
-        begun.enter_context(self.phase())
-        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if self.is_headless and isinstance(num_logits := arguments.get("logits_to_keep"), int):
-            arguments["logits_to_keep"] = num_logits - 1  # those of the last position are dropped: they predict nothing
-        refuse_cached_keys(type(self.model).__name__, arguments)
-        self.num_calls += 1
-        self.meter.count(
-            arguments if self.workload is None else self.workload(arguments),
-            forward_only=not torch.is_grad_enabled(),
-            cost_model=self.cost_model() if callable(self.cost_model) else self.cost_model,
-            input_gradients=input_gradients_of(arguments),
-        )
-
-    def _headless(self) -> "ForwardCalls | None":
-        """Make the same for the model without its head, which a method runs in place of the model's forward."""
-        inner = getattr(unwrapped(self.model), "base_model", None)
-        if not isinstance(inner, nn.Module) or inner is self.model:
-            return None
-        trained = self.model if self.trained is None else self.trained
-        return replace(self, model=inner, trained=trained, is_headless=True)
 
 
 @contextmanager

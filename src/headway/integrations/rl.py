@@ -202,7 +202,7 @@ class TrainerPhases:
         # what a meter does with a step that its device has passed
         models = tuple(self.models.values())
         bytes_of = {i: self._traffic(model) for i, model in enumerate(models)}
-        pending = PendingSteps(models, "none", Mark(None, 0.0), forwards=bytes_of, elsewhere=apart)
+        pending = PendingSteps(models, Mark(None, 0.0), forwards=bytes_of, elsewhere=apart)
         pending.add(PendingStep(step, time, [], skipped=False, left_out=False, batches=batches, extra=extra or {}))
         sums = pending.take()
         others = [Sums(sums.keys) for _ in range(self.num_devices - 1)]  # devices that share the step's work

@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from headway.count import CostModel, Generation
 from headway.errors import WorkloadError
 from headway.integrations.generation_calls import ImageGrids, generation_of, generations_of
-from headway.integrations.loops import ForwardCalls, replaced
+from headway.integrations.loops import replaced
 from headway.meter import Meter, PhaseDevices
 from headway.tracing.unwrap import unwrapped
+
+if TYPE_CHECKING:
+    from headway.meter.watch import ForwardWatch
 
 ROLLOUT, REWARD, UPDATE = "rollout", "reward", "update"
 POLICY, REFERENCE = "policy", "reference"
@@ -36,7 +39,7 @@ class TrainerCalls:
 
     def __init__(self, meter: Meter, on_error: Callable[[Exception], None], devices: PhaseDevices | int | None) -> None:
         self.is_named = False
-        self.forwards: list[ForwardCalls] = []
+        self.forwards: list[ForwardWatch] = []
         self._meter = meter
         self._on_error = on_error
         self._devices = PhaseDevices(meter.peak, devices) if isinstance(devices, int) else devices

@@ -241,7 +241,8 @@ def _decoded(batch: Mapping[str, Any], grids: dict[str, Any]) -> Workload:
     if batch.get("decoder_attention_mask") is not None:
         lengths = (batch["decoder_attention_mask"] > 0).sum(-1).tolist()
     elif "decoder_input_ids" not in batch and target is not None:
-        lengths = (target >= 0).sum(-1).tolist()  # labels of padding are -100
+        # labels of padding are -100, and so are labels in front that nobody learns, which the decoder runs through
+        lengths = ((_on_host(target) >= 0) * np.arange(1, slots + 1)).max(-1, initial=0).tolist()
     speech = batch.get("input_features")
     if speech is None and batch.get("attention_mask") is not None:
         sources = batch["attention_mask"].sum(-1).tolist()
@@ -289,3 +290,18 @@ def _frames(pixels: Any, cost_model: CostModel | None) -> list[tuple[int, int, i
         )
     height, width = map(int, fixed[0].split(":")[1:])
     return [(1, height, width)] * math.prod(pixels.shape[:-3])
+
+
+def refuse_cached_keys(name: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse a forward that goes on from cached keys and values.
+
+    Raises:
+        WorkloadError: it does.
+    """
+    past = arguments.get("past_key_values")
+    if past is not None and past.get_seq_length():
+        raise WorkloadError(
+            f"{name} goes on from cached keys and values while it trains: it generates, and that is not counted from "
+            "its forwards. If it is no part of training, switch the model to eval() for it; else count the step "
+            "yourself: Meter.count with a headway.Generation, in a Meter.phase."
+        )

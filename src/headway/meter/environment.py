@@ -79,6 +79,20 @@ def traffic_or_warn(
         return None
 
 
+def recompute_of(model: Any) -> str:
+    """Read what a model's activation checkpointing runs again; nothing, and a warning, where that cannot be said."""
+    if isinstance(model, CostModel):
+        return "none"
+    from headway.tracing.classify import checkpointing_of
+    from headway.tracing.unwrap import unwrapped
+
+    try:
+        return checkpointing_of(unwrapped(model))
+    except UsageError as error:
+        warnings.warn(f"HFU leaves out what checkpointing runs again: {error}", RuntimeWarning, stacklevel=3)
+        return "none"
+
+
 class Compilation:
     """Notices when torch.compile compiles in this process, and tells when it begins and ends."""
 

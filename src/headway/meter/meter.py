@@ -41,7 +41,8 @@ class Meter(StepMeter):
         log_every: steps between two windows.
         num_warmup_steps: first steps to leave out. Steps in which torch.compile compiles, on any rank, are left out as
             well.
-        recompute: activation checkpointing of this loop: "none", "full" or a pattern of block names.
+        recompute: activation checkpointing of this loop: "none", "full" or a pattern of block names; read off the model
+            when None.
         ceiling: a measured peak, to see the MFU against it as well.
         on_window: called with each window that is complete, on every rank.
         log_to: where rank 0 writes the record of each window, as for `headway.meter.open_sink`: "jsonl:FILE",
@@ -54,7 +55,8 @@ class Meter(StepMeter):
             them counts it, whatever the others are told. Read off the mesh of the model's parameters when None.
         steps_before: steps that earlier processes of the run took; windows number steps from there.
         watch: whether the forwards of the model are counted by themselves, so that `count` need not be called. One that
-            takes neither `input_ids` nor latents is then traced for each shape of its arguments.
+            takes neither `input_ids` nor latents is then traced for each shape of its arguments. None is True for such
+            a model alone; of any other, what became of the forwards that `count` was told of is looked at.
         others: what else the steps run, such as DPO's reference, a VAE, a text encoder: modules, whose forwards are
             counted by themselves, with a backward where they are trained; or cost models, of which `count` is told,
             alone or in a pair with their module, whose phases then tell an MBU.
@@ -82,7 +84,7 @@ class Meter(StepMeter):
         memory_bytes_per_s: float | None = None,
         log_every: int = 10,
         num_warmup_steps: int = 0,
-        recompute: str = "none",
+        recompute: str | None = None,
         ceiling: Peak | None = None,
         on_window: Callable[[Window], None] | None = None,
         log_to: Sequence[str | Path | Sink] = (),
@@ -91,7 +93,7 @@ class Meter(StepMeter):
         packing_length: int | None = None,
         batch_ranks: int | None = None,
         steps_before: int = 0,
-        watch: bool = False,
+        watch: bool | None = None,
         others: Sequence[Any] = (),
         phases: bool = True,
         timeout_s: float = 60.0,

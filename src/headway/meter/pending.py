@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from headway.count import CostModel, FlopCount, Generation, Workload
@@ -32,19 +32,54 @@ class Billing:
     counts_tokens: bool = True  # whether its tokens are counted here, not by another stage of a pipeline
     phase: str = REST  # named phase that it is counted in
     is_timed: bool = True  # whether the forward is one of those that `ForwardTimer` times
+    trained: int | None = None  # bits of the parameters that are given a gradient; None for those of the ledger
+    dropped: frozenset[str] = frozenset()  # blocks that the forward leaves out
+    backward_only: bool = False  # its forward was counted before
+    recompute: str = "none"  # what checkpointing runs again of the model that is trained
 
     @property
     def trains(self) -> bool:
         """Whether the batch trains the model: its own forward, with a backward."""
         return self.own and not self.forward_only
 
-    def count(
-        self, workload: Workload, cost_models: Sequence[CostModel], recompute: str, by: By = "component"
-    ) -> FlopCount:
+    def count(self, workload: Workload, cost_models: Sequence[CostModel], by: By = "component") -> FlopCount:
         """Count the FLOPs of a workload that is billed so, with what the loop recomputes of the model it trains."""
         cost_model = cost_models[self.model].with_input_gradients(self.input_gradients)
-        again = recompute if self.trains and (not self.model or any(row.block for row in cost_model.rows)) else "none"
-        return cost_model.count(workload, recompute=again, forward_only=self.forward_only, by=by)
+        if self.trained is not None:
+            cost_model = cost_model.training(self.trained)
+        again = self.recompute
+        if not self.trains or (self.model and not any(row.block for row in cost_model.rows)):
+            again = "none"
+        cost_model = cost_model.without_blocks(self.dropped)
+        count = cost_model.count(workload, recompute=again, forward_only=self.forward_only, by=by)
+        if not self.backward_only:
+            return count
+        return FlopCount(tuple(replace(row, forward=0) for row in count.rows))
+
+
+def as_they_ran(
+    batches: list[tuple[Any, Billing]], forwards: Sequence[Any], models: Sequence[CostModel]
+) -> list[tuple[Any, Billing]]:
+    """Bill what a loop counted as its forwards ran, where there are as many of one as of the other.
+
+    Args:
+        batches: what the loop counted.
+        forwards: of the trained model, each a `Forward`.
+        models: the meter's ledgers.
+    """
+    forwards = [forward for forward in forwards if forward.has_gradients]
+    if sum(billed.trains for _, billed in batches) != len(forwards):
+        return batches
+    queue = iter(forwards)
+    return [(work, _as_it_ran(billed, next(queue), models) if billed.trains else billed) for work, billed in batches]
+
+
+def _as_it_ran(billed: Billing, forward: Any, models: Sequence[CostModel]) -> Billing:
+    ledger = models[billed.model].with_input_gradients(billed.input_gradients)
+    trained = forward.trained_of(ledger) if forward.has_backward else None
+    if trained is not None:
+        trained = None if trained == ledger.trained else ledger.training(trained).trained
+    return replace(billed, forward_only=not forward.has_backward, trained=trained, dropped=forward.dropped)
 
 
 @dataclass(slots=True)
@@ -66,7 +101,6 @@ class PendingSteps:
 
     Args:
         cost_models: cost rows of the model that is trained, and of the others that its steps run.
-        recompute: as `CostModel.count` takes it.
         start: where the first step begins.
         traffic: what this rank must move; None where it is not asked for.
         forwards: what forwards without a backward must move, by the model's place; of models of which it is known.
@@ -80,7 +114,6 @@ class PendingSteps:
     def __init__(
         self,
         cost_models: Sequence[CostModel],
-        recompute: str,
         start: Mark,
         traffic: Traffic | None = None,
         goodput: Goodput | None = None,
@@ -93,7 +126,6 @@ class PendingSteps:
     ) -> None:
         self.extra: dict[str, Any] = {}
         self._cost_models = cost_models
-        self._recompute = recompute
         self._last_end = start
         self._traffic, self._forwards = traffic, forwards or {}
         self._elsewhere = elsewhere
@@ -109,6 +141,11 @@ class PendingSteps:
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    def extend(self, keys: Iterable[tuple[str, str]]) -> None:
+        """Take in rows of a ledger that joins while the loop runs, at the same step on all ranks."""
+        self._keys = tuple(dict.fromkeys([*self._keys, *keys]))
+        self._sums = self._sums + Sums(self._keys)
 
     def add(self, step: PendingStep) -> None:
         """Note a step down."""
@@ -251,7 +288,7 @@ class PendingSteps:
         for billed, work in self._work.items():
             workloads = [item.workload if isinstance(item, Generation) else item for item in work]
             workload = Workload.total(workloads)
-            count = billed.count(workload, self._cost_models, self._recompute)
+            count = billed.count(workload, self._cost_models)
             # FLOPs of the ranks' own devices; tokens that the model learns from
             if billed.phase not in self._elsewhere:
                 self._sums.add_count(count)
@@ -295,7 +332,10 @@ class PendingSteps:
 
     def _moved_in_training(self, traffic: Traffic) -> int:
         trained = [
-            item for billed, work in self._work.items() for item in work if billed.trains and isinstance(item, Workload)
+            item
+            for billed, work in self._work.items()
+            for item in work
+            if billed.trains and isinstance(item, Workload) and not billed.backward_only
         ]
         steps, skipped = self._updates
         return traffic.bytes_of(

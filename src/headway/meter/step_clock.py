@@ -1,19 +1,22 @@
 """Times of steps: begin, end, what they wait for, and what is not training: every second of a loop in one place."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, NamedTuple
 
+from headway.devices import Peak
+from headway.errors import UsageError
 from headway.log.boundary import ErrorBoundary
 from headway.meter import clock as meter_clock
-from headway.meter.clock import Mark, Span
+from headway.meter.clock import ForwardTimer, Mark, Span
 from headway.meter.energy import WindowEnergy
 from headway.meter.environment import Compilation
 from headway.meter.goodput import Goodput
 from headway.meter.goodput_report import Bucket
 from headway.meter.pauses import CollectionTimer
 from headway.meter.phases import PhaseTimer, StepPhases
-from headway.meter.step_phases import PhaseClock, PhaseTimes
+from headway.meter.step_phases import NamedPhase, PhaseClock, PhaseDevices, PhaseTimes
 from headway.meter.tally import NS
 
 _PHASES = ("evaluation", "checkpoint")  # buckets that watchers are told of as phases
@@ -93,6 +96,8 @@ class StepClock:
         self._clock = clock or meter_clock.now_s
         self._energy = WindowEnergy(None, self.boundary)
         self._phases: PhaseTimer | None = None
+        self._forwards: ForwardTimer | None = None  # None where there is no module
+        self.peak: Peak
         self._phase_clock = PhaseClock(self._mark)
         self._collections = CollectionTimer(self._clock)
         self._compilation = Compilation(self._compiling, self._compiled)
@@ -200,6 +205,85 @@ class StepClock:
     def is_away(self) -> bool:
         """Whether the loop does something else than training, from a `leave` to its `back`."""
         return self._left_s is not None
+
+    @property
+    def current_phase(self) -> NamedPhase | None:
+        """The phase that the loop is in, if it has named it."""
+        return self._phase_clock.current
+
+    @contextmanager
+    def phase(
+        self,
+        name: str,
+        *,
+        forward_only: bool = False,
+        peak: Peak | None = None,
+        num_devices: int | None = None,
+        memory_bytes_per_s: float = math.nan,
+    ) -> Iterator[NamedPhase]:
+        """Name the part of a step within a block, such as "rollout", "reference" or "update".
+
+        Windows tell the time, FLOPs, MFU and MBU of each; one may come several times in a step, and one within another
+        interrupts it. Ranks need not name the same ones. Nothing waits for the device.
+
+        Args:
+            name: of the phase.
+            forward_only: nothing in it has a backward. Forwards within it are then not timed one by one.
+            peak: of one of the phase's own devices, where it does not run on those of the ranks; the meter's when None.
+            num_devices: number of the phase's own devices, of all ranks together; None where it has none.
+            memory_bytes_per_s: memory bandwidth of one of them [B/s].
+
+        Returns:
+            The phase. Set its `busy_s` where its own devices tell how long they worked.
+
+        Raises:
+            UsageError: a name that is taken, a peak without a number of devices.
+
+        >>> with meter.phase("rollout", forward_only=True):                       # doctest: +SKIP
+        ...     answers = generate(prompts)
+        ...     meter.count(Generation(prompt_lengths, answer_lengths, batch_size=64))
+        """
+        if num_devices is None and (peak is not None or not math.isnan(memory_bytes_per_s)):
+            raise UsageError(
+                f"the phase {name!r} has a peak or bandwidth of its own: say num_devices=, how many devices."
+            )
+        if num_devices is not None and num_devices < 1:
+            raise UsageError(f"num_devices={num_devices}: a phase with devices of its own has 1 or more.")
+        devices = None if num_devices is None else PhaseDevices(peak or self.peak, num_devices, memory_bytes_per_s)
+        self.start()
+        phase = NamedPhase(name, forward_only, devices)
+        self._phase_clock.enter(phase)
+        self._pause(phase)
+        self._tell_watchers(lambda watcher: watcher.enter(name))
+        try:
+            yield phase
+        finally:
+            self._tell_watchers(lambda watcher: watcher.leave())
+            self._phase_clock.leave()
+            self._resume(phase)
+
+    def _pause(self, phase: NamedPhase) -> None:
+        """Stop timing forwards one by one in a phase without a backward."""
+        if not phase.forward_only:
+            return
+        if self._forwards is not None:
+            self._forwards.pause()
+        if self._phases is not None:
+            self._phases.begin("inference")
+
+    def _resume(self, phase: NamedPhase) -> None:
+        outer = self._phase_clock.current
+        if not phase.forward_only or (outer is not None and outer.forward_only):
+            return
+        if self._forwards is not None:
+            self._forwards.resume()
+        if self._phases is not None:
+            self._phases.end("inference")
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether it compiles in the middle of training."""
+        return self._left_for == "compile"
 
     def _compiling(self) -> None:
         """Charge compilation that begins now, in the middle of a step, an evaluation or a checkpoint."""

@@ -2,9 +2,9 @@
 
 import math
 import warnings
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,14 +22,16 @@ from headway.meter.environment import (
     device_of,
     largest_memory,
     peak_of,
+    recompute_of,
     settings_of,
     traffic_or_warn,
 )
 from headway.meter.goodput import Goodput
-from headway.meter.pending import Billing, PendingStep, PendingSteps
+from headway.meter.leaves import Leaves
+from headway.meter.pending import Billing, PendingStep, PendingSteps, as_they_ran
 from headway.meter.phases import PhaseTimer, data_parallel_around
 from headway.meter.step_clock import LoopWatcher, StepClock
-from headway.meter.step_phases import REST, NamedPhase, PhaseDevices
+from headway.meter.step_phases import REST, NamedPhase
 from headway.meter.tally import Tally, Yardstick
 from headway.meter.watch import ForwardWatch, in_components_of, ledger_of
 from headway.meter.window import Window
@@ -49,14 +51,29 @@ class MeteredLoop:
     device: Any = None
     optimizer: Any = None
     memory_bytes_per_s: float | None = None
-    recompute: str = "none"
+    recompute: str | None = "none"
     ceiling: Peak | None = None
     packing_length: int | None = None
     batch_share: BatchShare = BatchShare()  # noqa: RUF009 - frozen
     steps_before: int = 0
     others: Sequence[Any] = ()
-    watch: bool = False
+    watch: bool | None = False
     phases: bool = True
+
+    def ledger(self, model: Any) -> CostModel:
+        """Take the cost model that the loop gives, or trace its model as it is now.
+
+        Raises:
+            UsageError: the results of a backward are named, though nothing is traced.
+        """
+        ledger = model if isinstance(model, CostModel) else self.cost_model
+        if ledger is None:
+            return ledger_of(model, self.results, self.watch)
+        if self.results is not None:
+            raise UsageError(
+                f"results={self.results!r} of a model with a cost model: nothing is traced. Give one of the two."
+            )
+        return ledger
 
 
 class StepMeter(StepClock, ABC):
@@ -78,7 +95,7 @@ class StepMeter(StepClock, ABC):
         if device is None:
             device = device_here() if isinstance(model, CostModel) else device_of(model)
         super().__init__(device, goodput, clock)
-        ledger = _ledger_of_loop(loop)
+        ledger = loop.ledger(model)
         # a stage of a pipeline counts what it runs itself, and the first of them the tokens
         self.batch_share, self._counts_tokens = loop.batch_share, True
         self._keys = [(row.component, row.driver) for row in ledger.rows]  # of the whole model, on every rank
@@ -87,13 +104,14 @@ class StepMeter(StepClock, ABC):
             ledger, self._counts_tokens, self.batch_share = stage, loop.batch_share.is_first, batch_share(model)
         self.cost_model = ledger
         self.peak = loop.peak if loop.peak is not None else peak_of(model, self.device)
-        self.recompute = loop.recompute
+        self._loop = replace(loop, model=None, others=())  # which must not keep a model alive
+        self.recompute = recompute_of(model) if loop.recompute is None else loop.recompute
         self.num_steps = 0
         self.steps_before = loop.steps_before
         self._traffic = (
             None
             if loop.optimizer is None
-            else traffic_or_warn(model, loop.optimizer, self.cost_model, loop.recompute, loop.results)
+            else traffic_or_warn(model, loop.optimizer, self.cost_model, self.recompute, loop.results)
         )
         # ledgers of all that the steps run; those of shapes join as they come
         self.models = [self.cost_model]
@@ -102,6 +120,8 @@ class StepMeter(StepClock, ABC):
         self._note_traffic(0, model)
         self._watches: list[ForwardWatch] = []
         self.failure: Exception | None = None  # what ended the counting of forwards; None while all is well
+        self.on_failure: Callable[[Exception], None] | None = None  # told of it, in place of a warning
+        self._leaves: weakref.WeakKeyDictionary[Any, Leaves] = weakref.WeakKeyDictionary()  # of the trained model
         self._add_others(loop)
         self.ceiling = loop.ceiling
         self.memory_bytes_per_s = loop.memory_bytes_per_s or bandwidth_of(self.device)
@@ -118,11 +138,10 @@ class StepMeter(StepClock, ABC):
             smooth_over,
         )
         self._run: Window | None = None
-        self._has_warned_of_no_batch = False
+        self._warned: set[str] = set()  # texts of warnings, or what they are about
+        self.second_backward = ""  # name of a model through whose forward a second backward has gone
         # forwards are timed where there is a module, and steps wait here until the device has passed them
-        if isinstance(model, CostModel):
-            self._forwards = None
-        else:
+        if not isinstance(model, CostModel):
             self._forwards = ForwardTimer(model, self._mark)
             has_queue = self.device is not None and self.device.type == "cuda"
             if loop.phases:
@@ -131,9 +150,9 @@ class StepMeter(StepClock, ABC):
         self._settings = settings_of(model, self.device)
         self._batches: list[tuple[Any, Billing]] = []
         self._pending = self._make_pending(keeps_steps=False)
-        if loop.watch and self.model is not None:
-            watch = ForwardWatch(model, self, self.cost_model, is_trained=True, results=loop.results)
-            self._watches.insert(0, watch)
+        if loop.watch is not False and self.model is not None:
+            counts = bool(loop.watch) or not self.cost_model.rows
+            self.add_watch(ForwardWatch(model, self, counts=counts))
 
     def start(self) -> None:
         """Start the clock; the first `count`, `batches` or `away` does so by itself. The device is waited for once."""
@@ -168,7 +187,7 @@ class StepMeter(StepClock, ABC):
             ledger = in_components_of(ledger, ledger.name)
             self.models.append(ledger)
             self._note_traffic(len(self.models) - 1, other)
-            self._watches.append(ForwardWatch(other, self, ledger, is_trained=False))
+            self.add_watch(ForwardWatch(other, self, ledger, is_trained=False))
 
     def _note_traffic(self, place: int, model: Any) -> None:
         """Find what forwards of a model move, where its weights are here."""
@@ -183,13 +202,12 @@ class StepMeter(StepClock, ABC):
     def _make_pending(self, *, keeps_steps: bool) -> PendingSteps:
         return PendingSteps(
             self.models,
-            self.recompute,
             self._last,
             self._traffic,
             self.goodput,
             forwards=self._forward_traffic,
             elsewhere=self._phase_clock.devices,
-            on_error=self.stop_counting if self._watches else None,
+            on_error=self.stop_counting if any(watch.counts for watch in self._watches) else None,
             keys=[*self._keys, *(key for watch in self._watches for key in watch.keys)],
             keeps_steps=keeps_steps,
         )
@@ -199,11 +217,54 @@ class StepMeter(StepClock, ABC):
         """Whether the trained model is in training mode, as far as it is known."""
         return self.model is None or self.model.training
 
-    @contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Leave the time of tracing out of the steps'."""
+    @property
+    def leaves(self) -> Leaves:
+        """Parameters of the trained model, which is a module."""
+        if self.model not in self._leaves:
+            self._leaves[self.model] = leaves = Leaves(self.model)
+            self._signature, self._checkpointed = leaves.signature(), leaves.checkpointed
+        return self._leaves[self.model]
+
+    def add_watch(self, watch: ForwardWatch) -> None:
+        """Count the forwards of one more watch, which comes in place of one of the trained model, with each step."""
+        for other in [other for other in self._watches if other.is_trained and watch.is_trained]:
+            other.close()
+            self._watches.remove(other)
+        self._watches.insert(0 if watch.is_trained else len(self._watches), watch)
+
+    @property
+    def results(self) -> Any:
+        """From which results of the trained model its backward starts, as for `headway.trace`."""
+        return self._loop.results
+
+    def follow(self, leaves: Leaves) -> None:
+        """Look, once a step, which parameters a model has, and trace the trained one again where they are others."""
+        if leaves.step == self.num_steps:
+            return
+        leaves.step = self.num_steps
+        signature, checkpointed = leaves.signature(), leaves.checkpointed
+        if leaves is not self._leaves.get(self.model):
+            return
+        if self._loop.recompute is None and checkpointed != self._checkpointed:
+            self._checkpointed, self.recompute = checkpointed, recompute_of(self.model)
+        if signature == self._signature:
+            return
+        self._signature = signature
+        if self._loop.cost_model is not None:
+            name = type(self.model).__name__
+            self._warn_once(f"{name} has other parameters than the cost model by which this meter counts its steps.")
+            return
+        if not self.cost_model.rows:
+            return  # each forward is traced by its shapes, and those of the parameters
         with self.away("compile"):
-            yield
+            self.cost_model = self._loop.ledger(self.model)
+        self.add_ledger(self.cost_model, is_trained=True)
+        self._pending.extend((row.component, row.driver) for row in self.cost_model.rows)
+
+    def _warn_once(self, message: str, category: type[Warning] = RuntimeWarning, about: str = "") -> None:
+        if (about or message) not in self._warned:
+            self._warned.add(about or message)
+            warnings.warn(message, category, stacklevel=5)
 
     def add_ledger(self, cost_model: CostModel, *, is_trained: bool) -> None:
         """Take in the ledger of one more shape; one that is there already changes nothing."""
@@ -221,6 +282,9 @@ class StepMeter(StepClock, ABC):
         for watch in self._watches:
             watch.close()
         self._tally.forget_peak()
+        if self.on_failure is not None:
+            self.on_failure(error)
+            return
         text = str(error) if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
         warnings.warn(f"this loop goes on without MFU: {text}", RuntimeWarning, stacklevel=3)
 
@@ -270,110 +334,58 @@ class StepMeter(StepClock, ABC):
             UsageError: the cost model is not one of `others`.
             WorkloadError: the batch does not say what it computes, or the cost model what an input's gradient costs.
         """
-        self.count_in(self.current_phase, batch, forward_only, cost_model, input_gradients)
-
-    @property
-    def current_phase(self) -> NamedPhase | None:
-        """The phase that the loop is in, if it has named it."""
-        return self._phase_clock.current
-
-    def count_in(
-        self,
-        phase: NamedPhase | None,
-        batch: Any,
-        forward_only: bool = False,
-        cost_model: CostModel | None = None,
-        input_gradients: Sequence[str] | None = None,
-    ) -> None:
-        """Count as `count` does, in a phase that may have ended."""
+        phase = self.current_phase
         self.start()
+        if self._leaves:
+            self.follow(self.leaves)
         forward_only = forward_only or isinstance(batch, Generation) or (phase is not None and phase.forward_only)
-        which = 0 if cost_model is None else self._place_of(cost_model)
+        ledger = self.cost_model if cost_model is None else cost_model
+        self._place_of(ledger)
         if input_gradients is None:
             input_gradients = () if isinstance(batch, Workload | Generation) else input_gradients_of(batch)
         gradients = () if forward_only else tuple(input_gradients)
+        trained = None
+        if cost_model is None and not forward_only and self._leaves:
+            trained = self.leaves.mask(ledger, self.leaves.trained)
+        if gradients:
+            ledger.with_input_gradients(gradients)  # refuses those that it does not know
+        work = read_or_copy(batch, ledger)
+        self.bill(work, phase, ledger, forward_only=forward_only, input_gradients=gradients, trained=trained)
+
+    def bill(
+        self,
+        work: Any,
+        phase: NamedPhase | None,
+        cost_model: CostModel,
+        *,
+        forward_only: bool,
+        input_gradients: tuple[str, ...] = (),
+        trained: int | None = None,
+        dropped: frozenset[str] = frozenset(),
+        backward_only: bool = False,
+    ) -> None:
+        """Add a forward to the step, as `read_or_copy` left it, in a phase that may have ended; see `Billing`."""
+        self.start()
+        which = self._place_of(cost_model)
+        forward_only = forward_only or (phase is not None and phase.forward_only)
+        if trained is not None and not forward_only:
+            ledger = cost_model.with_input_gradients(input_gradients)
+            trained = None if trained == ledger.trained else ledger.training(trained).trained
         billed = Billing(
             which,
             forward_only,
-            gradients,
+            () if forward_only else input_gradients,
             elsewhere=not self.batch_share.is_first,
             own=which in self._own,
             counts_tokens=self._counts_tokens,
             phase=REST if phase is None else phase.name,
             is_timed=phase is None or not phase.forward_only,
+            trained=None if forward_only else trained,
+            dropped=dropped,
+            backward_only=backward_only,
+            recompute=self.recompute,
         )
-        if billed.input_gradients:
-            self.models[which].with_input_gradients(billed.input_gradients)  # refuses those that it does not know
-        self._batches.append((read_or_copy(batch, self.models[which]), billed))
-
-    @contextmanager
-    def phase(
-        self,
-        name: str,
-        *,
-        forward_only: bool = False,
-        peak: Peak | None = None,
-        num_devices: int | None = None,
-        memory_bytes_per_s: float = math.nan,
-    ) -> Iterator[NamedPhase]:
-        """Name the part of a step within a block, such as "rollout", "reference" or "update".
-
-        Windows tell the time, FLOPs, MFU and MBU of each; one may come several times in a step, and one within another
-        interrupts it. Ranks need not name the same ones. Nothing waits for the device.
-
-        Args:
-            name: of the phase.
-            forward_only: nothing in it has a backward. Forwards within it are then not timed one by one.
-            peak: of one of the phase's own devices, where it does not run on those of the ranks; the meter's when None.
-            num_devices: number of the phase's own devices, of all ranks together; None where it has none.
-            memory_bytes_per_s: memory bandwidth of one of them [B/s].
-
-        Returns:
-            The phase. Set its `busy_s` where its own devices tell how long they worked.
-
-        Raises:
-            UsageError: a name that is taken, a peak without a number of devices.
-
-        >>> with meter.phase("rollout", forward_only=True):                       # doctest: +SKIP
-        ...     answers = generate(prompts)
-        ...     meter.count(Generation(prompt_lengths, answer_lengths, batch_size=64))
-        """
-        if num_devices is None and (peak is not None or not math.isnan(memory_bytes_per_s)):
-            raise UsageError(
-                f"the phase {name!r} has a peak or bandwidth of its own: say num_devices=, how many devices."
-            )
-        if num_devices is not None and num_devices < 1:
-            raise UsageError(f"num_devices={num_devices}: a phase with devices of its own has 1 or more.")
-        devices = None if num_devices is None else PhaseDevices(peak or self.peak, num_devices, memory_bytes_per_s)
-        self.start()
-        phase = NamedPhase(name, forward_only, devices)
-        self._phase_clock.enter(phase)
-        self._pause(phase)
-        self._tell_watchers(lambda watcher: watcher.enter(name))
-        try:
-            yield phase
-        finally:
-            self._tell_watchers(lambda watcher: watcher.leave())
-            self._phase_clock.leave()
-            self._resume(phase)
-
-    def _pause(self, phase: NamedPhase) -> None:
-        """Stop timing forwards one by one in a phase without a backward."""
-        if not phase.forward_only:
-            return
-        if self._forwards is not None:
-            self._forwards.pause()
-        if self._phases is not None:
-            self._phases.begin("inference")
-
-    def _resume(self, phase: NamedPhase) -> None:
-        outer = self._phase_clock.current
-        if not phase.forward_only or (outer is not None and outer.forward_only):
-            return
-        if self._forwards is not None:
-            self._forwards.resume()
-        if self._phases is not None:
-            self._phases.end("inference")
+        self._batches.append((work, billed))
 
     @property
     def model(self) -> Any:
@@ -397,24 +409,36 @@ class StepMeter(StepClock, ABC):
         """End a step, whose numbers wait until the device has passed it."""
         for watch in self._watches if self.failure is None else ():
             try:
-                watch.settle()
+                if watch.counts:
+                    watch.settle()
+                else:
+                    self._batches = as_they_ran(self._batches, watch.take(), self.models)
             except Exception as error:  # noqa: BLE001 - a forward that cannot be counted ends the numbers, not the loop
                 self.stop_counting(error)
+        if self.second_backward:
+            name, self.second_backward = self.second_backward, ""
+            self._warn_once(f"a second backward goes through a forward of {name}, which is counted with one alone.")
         time = self._end_step(self.num_steps)
         self.num_steps += 1
-        if not self._batches and self.failure is None and not self._has_warned_of_no_batch:
-            self._has_warned_of_no_batch = True
-            warnings.warn(
-                f"step {self.num_steps} ends without a batch and counts as one without work: call count(batch) for "
-                "each micro-batch, or count(Workload()) where this rank has none.",
-                stacklevel=3,
-            )
+        if not self._batches and self.failure is None and not time.compiled:
+            self._warn_of_no_batch()
         left_out = time.compiled or self.num_steps <= num_warmup_steps
         forwards = [] if self._forwards is None else self._forwards.take()
         step = PendingStep(self.num_steps, time, forwards, skipped, left_out, self._batches, extra)
         self._pending.add(step)
         self._batches = []
         return step
+
+    def _warn_of_no_batch(self) -> None:
+        names = [watch.name for watch in self._watches if watch.counts]
+        advice = (
+            "call count(batch) for each micro-batch, or count(Workload()) where this rank has none. With "
+            "Meter(model, watch=True) a model's forwards are counted by themselves."
+        )
+        if names:  # what is counted by itself
+            advice = f"no forward of {names[0]} was seen. Call the model that the meter was given, not a part of it."
+        text = f"step {self.num_steps} ends without a batch and counts as one without work: {advice}"
+        self._warn_once(text, UserWarning, about="batches")
 
     def _largest_memory(self) -> int:
         largest = 0  # where unknown
@@ -474,21 +498,3 @@ class StepMeter(StepClock, ABC):
         for watch in self._watches:
             watch.close()
         self._stop()
-
-
-def _ledger_of_loop(loop: MeteredLoop) -> CostModel:
-    """Take the cost model that a loop gives, or trace its model.
-
-    Raises:
-        UsageError: the results of a backward are named, though nothing is traced.
-    """
-    ledger = loop.model if isinstance(loop.model, CostModel) else loop.cost_model
-    if ledger is not None and loop.results is not None:
-        raise UsageError(
-            f"results={loop.results!r} of a model with a cost model: nothing is traced. Give one of the two."
-        )
-    if ledger is not None:
-        return ledger
-    from headway.tracing import trace
-
-    return ledger_of(loop.model, loop.results) if loop.watch else trace(loop.model, results=loop.results)

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 from headway.count import FlopCount, FlopRow, Workload, modalities
@@ -98,9 +99,11 @@ class Sums:
         return own
 
     def __add__(self, other: "Sums") -> "Sums":
-        sums = Sums(self.keys)
+        sums = Sums(max(self.keys, other.keys, key=len))  # keys that joined while the loop ran stand behind the others
         sums.totals = {name: total + other.totals[name] for name, total in self.totals.items()}
-        sums.flops = [[a + b for a, b in zip(*rows, strict=True)] for rows in zip(self.flops, other.flops, strict=True)]
+        sums.flops = [
+            [a + b for a, b in zip_longest(*rows, fillvalue=0)] for rows in zip(self.flops, other.flops, strict=True)
+        ]
         sums.phases = {name: self.of_phase(name) + other.of_phase(name) for name in {**self.phases, **other.phases}}
         return sums
 

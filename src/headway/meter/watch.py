@@ -1,19 +1,28 @@
-"""Forwards that are counted by themselves: of the trained model, and of others that its steps run.
+"""Forwards that are counted by themselves, each once it has ended, with the backward that its results really get.
 
 A model of text or latents is traced once, and each forward is read off its arguments. Any other is traced for each
 shape of its arguments, after the step in which it came; so is what a method other than `forward` runs of it, as a VAE's
 `encode` runs its encoder: the outermost modules that really run are counted.
+
+A hook on the gradients of a forward's results tells that a backward reaches it, and autograd's plan of that backward
+which parameters and arguments it gives a gradient (`leaves.py`). Nothing waits for a device, and no result is kept.
 """
 
+import functools
+import sys
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from headway.count import CostModel, Workload
 from headway.errors import TraceError, UsageError, WorkloadError
+from headway.meter.batches import input_gradients_of, read_or_copy, refuse_cached_keys
+from headway.meter.hooks import ModuleHooks, arguments_by_name, is_compiled, outermost
+from headway.meter.leaves import Leaves, node_of, tensors_in, will_run
 from headway.meter.step_phases import NamedPhase
 
 if TYPE_CHECKING:
@@ -30,46 +39,41 @@ _ONE_CALL = Workload(packs=1)  # one forward of the shapes that it was traced on
 _MOST_SHAPES = 512  # of one module
 
 
-def ledger_of(model: "nn.Module", results: Any = None) -> CostModel:
-    """Trace a model that reads text or latents; one without rows where its forwards are traced by their shapes."""
-    from headway.tracing import trace
+@dataclass(eq=False, slots=True)
+class WatchedForward:
+    """One forward of a watched module, and what backwards have made of it until now."""
 
-    with suppress(TraceError):
-        return trace(model, results=results)
-    return CostModel(type(model).__name__, (), ())
-
-
-class CountingMeter(Protocol):
-    """The meter of a watched loop; `StepMeter` says what each method does."""
+    module: "weakref.ref[nn.Module]"
+    leaves: Leaves
+    phase: NamedPhase | None  # that it ran in
+    has_gradients: bool  # whether gradients were on
+    exception: BaseException | None  # that was handled around it
+    is_again: bool = False  # whether a backward runs it once more
+    ran: set[str] = field(default_factory=set)  # blocks that have begun, of those that may be left out
+    dropped: frozenset[str] = frozenset()  # blocks that it left out
+    trained: int = 0  # bits of the parameters that required a gradient
+    inputs: tuple[Any, ...] = ()  # names or places of its arguments that did
+    cost_model: CostModel | None = None  # by which it is counted; None where its shapes are traced
+    batch: Any = None  # as `read_or_copy` leaves it, or arguments without data
+    shapes: Any = None  # of its arguments
+    is_known: bool = False  # whether silence means that no backward has come
+    reached: int | None = None  # bits of the parameters that backwards gave a gradient; None before any came
+    answered: set[Any] = field(default_factory=set)  # of `inputs`, those that they did
+    is_counted: bool = False
 
     @property
-    def is_away(self) -> bool:
-        """Whether the loop has left training."""
+    def has_backward(self) -> bool:
+        """Whether a backward came, or may have come where nobody could tell."""
+        return self.has_gradients and not self.is_known if self.reached is None else True
 
     @property
-    def trains_now(self) -> bool:
-        """Whether the trained model is in training mode."""
+    def differentiated(self) -> tuple[Any, ...]:
+        """Names or places of the arguments that were given a gradient."""
+        return tuple(name for name in self.inputs if self.reached is None or name in self.answered)
 
-    @property
-    def current_phase(self) -> NamedPhase | None:
-        """The phase that the loop is in."""
-
-    def count(self, batch: Any, *, forward_only: bool = False, cost_model: CostModel | None = None) -> None:
-        """Count a forward."""
-
-    def count_in(
-        self, phase: NamedPhase | None, batch: Any, forward_only: bool = False, cost_model: CostModel | None = None
-    ) -> None:
-        """Count a forward in a phase that may have ended."""
-
-    def tracing(self) -> AbstractContextManager[None]:
-        """Leave the time of tracing out of the steps'."""
-
-    def add_ledger(self, cost_model: CostModel, *, is_trained: bool) -> None:
-        """Take in the ledger of one more shape."""
-
-    def stop_counting(self, error: Exception) -> None:
-        """Warn of forwards that cannot be counted."""
+    def trained_of(self, cost_model: CostModel) -> int | None:
+        """Bits of a ledger's parameters that were given a gradient; None where it has others than the module."""
+        return self.leaves.mask(cost_model, self.trained if self.reached is None else self.reached)
 
 
 class ForwardWatch:
@@ -77,109 +81,255 @@ class ForwardWatch:
 
     Args:
         model: whose forwards are counted; its wrappers may be around it.
-        meter: of the loop.
-        cost_model: of the model, without rows where each shape is traced; the meter's own for the trained model.
+        meter: of the loop, a `StepMeter`; errors go to its `stop_counting`.
+        cost_model: of the model, without rows where each shape is traced; or a function that says before each forward
+            which of the meter's it is. None is the meter's own.
         is_trained: whether the steps train this very model.
-        results: as for `headway.trace`.
+        workload: makes a workload from a forward's arguments by name; None where they say it by themselves.
+        phase: begins the phase that a forward is in. Forwards in evaluation mode are then left out in any phase, and
+            what cannot be read is an error.
+        counts: whether forwards are counted; else the loop's own counts are told what became of them.
+        breaks_graphs: whether the hooks run between the parts of a function around the model that is compiled.
+        is_headless: whether the head of the model runs elsewhere, on the positions that were asked for.
+
+    Attributes:
+        name: class of the model.
+        num_calls: forwards so far.
+        is_lost: whether a compiled function runs the model, around all hooks.
     """
 
     def __init__(
-        self, model: "nn.Module", meter: CountingMeter, cost_model: CostModel, *, is_trained: bool, results: Any = None
+        self,
+        model: "nn.Module",
+        meter: Any,
+        cost_model: "CostModel | Callable[[], CostModel | None] | None" = None,
+        *,
+        is_trained: bool = True,
+        workload: Callable[[Mapping[str, Any]], Workload] | None = None,
+        phase: Callable[[], AbstractContextManager[Any]] | None = None,
+        counts: bool = True,
+        breaks_graphs: bool = False,
+        is_headless: bool = False,
     ) -> None:
         from headway.tracing.unwrap import unwrapped
 
-        self.name = type(unwrapped(model)).__name__
-        self.num_calls = 0  # forwards so far
+        inner = unwrapped(model)
+        self.name, self.counts, self.is_trained = type(inner).__name__, counts, is_trained
+        self.num_calls, self.is_lost = 0, False
         self._meter, self._cost_model = meter, cost_model
-        self._is_trained, self._results = is_trained, results
-        self._has_warned = False
-        self._depth = 0  # of watched modules that run in each other
-        # modules, their arguments without data, whether no gradient, and the phase that they ran in
-        self._calls: list[tuple[Any, Any, bool, NamedPhase | None]] = []
-        self._traces: dict[Any, ShapeTraces] = {}
-        self._handles: list[Any] = []
-        self._compiled: list[tuple[Any, Any]] = []
-        self._hook(model)
-        if not cost_model.rows:
-            for module in _outermost(unwrapped(model)):
-                self._hook(module)
+        self._workload, self._phase, self._is_headless = workload, phase, is_headless
+        self._model, self._inner = weakref.ref(model), weakref.ref(inner)
+        self._own_forward = vars(model).get("forward")
+        self._has_warned = self._is_closed = False
+        self._owner: ForwardWatch | None = None  # which outlives a watch of the model without its head
+        # calls under way, of each thread by itself; forwards of this step; those whose backward came after their step;
+        # and the forwards that each backward under way has come to, with the parameters that it reaches
+        self._local = threading.local()
+        self._forwards: list[WatchedForward] = []
+        self._later: list[WatchedForward] = []
+        self._backwards: dict[int, tuple[dict[Leaves, int], dict[WatchedForward, int]]] = {}
+        self._leaves: weakref.WeakKeyDictionary[nn.Module, Leaves] = weakref.WeakKeyDictionary()
+        self._traces: weakref.WeakKeyDictionary[nn.Module, ShapeTraces] = weakref.WeakKeyDictionary()
+        if is_trained and not is_headless:
+            self._leaves[inner] = meter.leaves
+        self._hooks = ModuleHooks(self, first=phase is not None, breaks_graphs=breaks_graphs)
+        self.resume()
 
     @property
     def keys(self) -> tuple[tuple[str, str], ...]:
         """Component and driver of each row that the traces of its shapes may have."""
         return tuple((f"{self.name}.{part}", "packs") for part in _PARTS)
 
+    @property
+    def _ledger(self) -> CostModel:
+        ledger = self._cost_model() if callable(self._cost_model) else self._cost_model
+        ledger = self._meter.cost_model if ledger is None else ledger
+        return cast(CostModel, ledger)
+
+    def resume(self) -> None:
+        """Begin, or go on after a pause."""
+        model, inner = self._model(), self._inner()
+        if self._hooks.are_on or self._is_closed or model is None or inner is None:
+            return
+        self._hooks.watch(model, inner if is_compiled(model) else None)
+        if not self._ledger.rows:
+            for module in outermost(inner):
+                self._hooks.watch(module)
+        self._hooks.watch_blocks(inner)
+
+    def pause(self) -> None:
+        """Let forwards go by, at no cost, as those of a generation that is counted as a whole."""
+        self._hooks.close()
+
     def close(self) -> None:
         """Leave the model as it was."""
-        for handle in self._handles:
-            handle.remove()
-        for module, call in self._compiled:
-            module._compiled_call_impl = call
-        for module in [module for module, owner in _watches.items() if owner is self]:
-            del _watches[module]
-        self._handles, self._compiled, self._calls = [], [], []
+        self._is_closed = True
+        self._hooks.close()
+        for leaves in self._leaves.values():
+            leaves.close()
+        self._forwards, self._later = [], []
+        self._backwards.clear()
         self._traces.clear()
 
     def settle(self) -> None:
         """Count the step's forwards; shapes that are new are traced here, in no step's time.
 
         Raises:
-            HeadwayError: one of them cannot be counted.
+            HeadwayError: one of them cannot be counted, or they run where no hook does.
         """
-        calls, self._calls = self._calls, []
-        for module, arguments, forward_only, phase in calls:
-            self._meter.count_in(phase, _ONE_CALL, forward_only, self._traced(module, arguments))
+        later, self._later, forwards = self._later, [], self.take()
+        if self.is_lost:
+            raise UsageError(
+                f"{self.name} runs inside a function that torch.compile compiled, around the meter's hooks. Compile "
+                "the model itself, or count its batches yourself: Meter(model, watch=False) and Meter.count(batch)."
+            )
+        for forward in later:
+            self._count(forward, backward_only=True)
+        for forward in forwards:
+            self._count(forward)
 
-    def _hook(self, module: "nn.Module") -> None:
-        _watches[module] = self
-        compiled = module._compiled_call_impl
-        if compiled is not None:  # of `module.compile()`, which compiles a module's hooks with it
-            module._compiled_call_impl = _around(module, compiled)
-            self._compiled.append((module, compiled))
-            return
-        self._handles.append(module.register_forward_pre_hook(_before, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(_after, always_call=True))
+    def take(self) -> list[WatchedForward]:
+        """Give the forwards since the last call."""
+        self._stack.clear()  # of what an interrupt has left
+        self._backwards.clear()
+        forwards, self._forwards[:] = [*self._forwards], []
+        return forwards
 
-    def begin(self, module: "nn.Module", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _count(self, forward: WatchedForward, *, backward_only: bool = False) -> None:
+        """Count a forward with what backwards have made of it until now."""
+        forward.is_counted = True
+        batch, cost_model, inputs = forward.batch, forward.cost_model, forward.differentiated
+        if cost_model is None:
+            batch, cost_model, inputs = _ONE_CALL, self._traced(forward), ()  # whose arguments say what asks
+        self._meter.bill(
+            batch,
+            forward.phase,
+            cost_model,
+            forward_only=not forward.has_backward,
+            input_gradients=inputs,
+            trained=forward.trained_of(cost_model) if forward.has_backward else None,
+            dropped=forward.dropped,
+            backward_only=backward_only,
+        )
+
+    @property
+    def _stack(self) -> list[tuple["nn.Module", WatchedForward | None, ExitStack]]:
+        stack: list[Any] = self._local.__dict__.setdefault("stack", [])
+        return stack
+
+    def begin(self, module: "nn.Module") -> None:
         """Note that a watched module begins to run; the outermost one is a forward."""
-        self._depth += 1
-        if self._depth == 1:
-            self._note(module, args, kwargs)
-
-    def end(self) -> None:
-        """Note that a watched module has run, or failed."""
-        self._depth -= 1
-
-    def _note(self, module: "nn.Module", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Count a forward, or keep the shapes of its arguments until the step ends."""
-        import torch
-
-        # an evaluation, and what a checkpoint runs again in the backward, are no work of the step's; all of a phase is
-        trains = self._meter.trains_now or self._meter.current_phase is not None
-        if self._meter.is_away or torch._C._current_autograd_node() is not None or not trains:
+        stack, around = self._stack, ExitStack()
+        stack.append((module, None, around))
+        if len(stack) > 1:
             return
-        forward_only = not torch.is_grad_enabled()
         try:
-            arguments = _by_name(module, args, kwargs)
-            if forward_only and isinstance(arguments, Mapping) and arguments.get("past_key_values") is not None:
-                self._note_generation()
-                return
-            self.num_calls += 1
-            if self._cost_model.rows and isinstance(arguments, Mapping):
-                refuse_cached_keys(self.name, arguments)
-                with suppress(WorkloadError):  # as of states that require a gradient: their shapes tell more
-                    own = None if self._is_trained else self._cost_model
-                    self._meter.count(arguments, forward_only=forward_only, cost_model=own)
-                    return
-            from headway.tracing.shapes import without_data
-
-            self._calls.append((module, without_data(arguments), forward_only, self._meter.current_phase))
+            stack[0] = module, self._begun(module, around), around
         except Exception as error:  # noqa: BLE001 - whatever it is, the forward is the loop's
             self._meter.stop_counting(error)
 
-    def _note_generation(self) -> None:
-        """Leave out a forward that fills or reads a cache; the loop counts what it generates as a whole."""
-        if self._meter.current_phase is None and not self._has_warned:
+    def _begun(self, module: "nn.Module", around: ExitStack) -> WatchedForward | None:
+        """Open a forward; None for one that is no work of a step."""
+        import torch
+
+        from headway.tracing.unwrap import unwrapped
+
+        # an evaluation is none; all of a phase that the loop names is
+        trains = self._meter.trains_now or (self._phase is None and self._meter.current_phase is not None)
+        if self._meter.is_away or not trains:
+            return None
+        is_again = torch._C._current_autograd_node() is not None
+        if is_again and not torch.is_grad_enabled():
+            return None
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise UsageError(
+                f"{self.name} runs inside a transform of torch.func, such as grad or vmap, which hides from hooks what "
+                "its backward computes. Count the steps yourself: Meter(model, watch=False) and Meter.count(batch)."
+            )
+        if self._phase is not None and not is_again:
+            if vars(module).get("forward") is not self._own_forward and (headless := self._headless()) is not None:
+                around.callback(headless.close)
+                return None
+            around.enter_context(self._phase())
+        inner = self._inner()
+        target = inner if inner is not None and unwrapped(module) is inner else module
+        leaves = self._leaves_of(target)
+        self.is_lost = self.is_lost and not self._hooks.is_within_compiled()  # which has broken its graph here
+        self._meter.follow(leaves)
+        phase, gradients = self._meter.current_phase, torch.is_grad_enabled()
+        return WatchedForward(weakref.ref(target), leaves, phase, gradients, sys.exception(), is_again)
+
+    def _leaves_of(self, module: Any) -> Leaves:
+        if module not in self._leaves:
+            self._leaves[module] = Leaves(module)
+        return self._leaves[module]
+
+    def end(self, module: "nn.Module", args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any) -> None:
+        """Note that a watched module has run, or failed: then it is not counted."""
+        stack = self._stack
+        if not stack or stack[-1][0] is not module:
+            return
+        _, forward, around = stack.pop()
+        if stack:
+            return
+        around.close()
+        if forward is None or sys.exception() is not forward.exception:
+            return
+        try:
+            self._note(forward, module, arguments_by_name(module, args, kwargs), results)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the forward is the loop's
+            self._meter.stop_counting(error)
+
+    def _note(self, forward: WatchedForward, module: "nn.Module", arguments: Any, results: Any) -> None:
+        """Note down a forward that has ended, and watch for its backward."""
+        by_name = dict(arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments))
+        forward.shapes = [(name, value.shape) for name, value in by_name.items() if hasattr(value, "shape")]
+        if forward.is_again:
+            self._note_again(forward, results)
+            return
+        if self.counts and not self._read(forward, arguments):
+            return
+        self.num_calls += 1
+        asking = {name: value for name, value in by_name.items() if getattr(value, "requires_grad", False)}
+        forward.inputs, forward.trained = tuple(asking), forward.leaves.trained
+        if not is_compiled(module) and module._compiled_call_impl is None:
+            forward.dropped = self._hooks.blocks - forward.ran
+        if forward.has_gradients:
+            self._watch_results(forward, results, asking)
+        self._forwards.append(forward)
+
+    def _read(self, forward: WatchedForward, arguments: Any) -> bool:
+        """Read off a forward's arguments what it computes; False where the loop counts what it generates."""
+        if self._is_generating(forward, arguments):
+            return False
+        ledger = self._ledger
+        if self._workload is not None:
+            forward.cost_model, forward.batch = ledger, self._workload(arguments)
+            return True
+        if ledger.rows and isinstance(arguments, Mapping):
+            refuse_cached_keys(self.name, arguments)
+            if self._is_headless and isinstance(num_logits := arguments.get("logits_to_keep"), int):
+                # those of the last position are dropped: they predict nothing
+                arguments = {**arguments, "logits_to_keep": num_logits - 1}
+            # what cannot be read, as states that require a gradient: their shapes tell more
+            with nullcontext() if self._phase is not None else suppress(WorkloadError):
+                if forward.has_gradients:
+                    ledger.with_input_gradients(input_gradients_of(arguments))
+                forward.batch = read_or_copy(arguments, ledger)
+                forward.cost_model = ledger
+                return True
+        from headway.tracing.shapes import without_data
+
+        forward.batch = without_data(arguments)
+        return True
+
+    def _is_generating(self, forward: WatchedForward, arguments: Any) -> bool:
+        """Say whether a forward fills or reads a cache, as one step of generation does."""
+        if self._phase is not None or forward.has_gradients or not isinstance(arguments, Mapping):
+            return False
+        if arguments.get("past_key_values") is None:
+            return False
+        if forward.phase is None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{self.name} generates within a step, and its forwards with a cache are not counted one by one: count "
@@ -188,55 +338,151 @@ class ForwardWatch:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        return True
 
-    def _traced(self, module: "nn.Module", arguments: Any) -> CostModel:
+    def _watch_results(self, forward: WatchedForward, results: Any, asking: Mapping[Any, Any]) -> None:
+        """Hook the results of a forward, through whose gradients its backward comes."""
+        nodes = {name: node_of(value) for name, value in asking.items()}
+        own = [id(node) for node in nodes.values()]  # a hook on an argument that is handed through would hold itself
+        tensors = tensors_in(results)
+        hooked = [tensor for tensor in tensors if tensor.grad_fn is not None and id(tensor.grad_fn) not in own]
+        forward.is_known = bool(hooked) or (bool(tensors) and not any(tensor.requires_grad for tensor in tensors))
+        if hooked:
+            hook = _Gradient(self._owner or self, forward, nodes, forward.leaves.nodes(forward.trained))
+            for tensor in hooked:
+                tensor.register_hook(hook)
+
+    def _note_again(self, again: WatchedForward, results: Any) -> None:
+        """Watch for the backward of a forward that ran without gradients first, as in a reentrant checkpoint."""
+        for forward in reversed(self._forwards):
+            if not forward.has_gradients and forward.leaves is again.leaves and forward.shapes == again.shapes:
+                forward.trained = again.leaves.trained
+                self._watch_results(forward, results, {})
+                return
+
+    def backward_begins(self, forward: WatchedForward, inputs: Mapping[Any, Any], nodes: Sequence[Any]) -> None:
+        """Note that a backward has come to a forward's results; what it reaches is noted once it has ended well."""
+        import torch
+
+        task = torch._C._current_graph_task_id()
+        if task not in self._backwards:
+            self._backwards[task] = {}, {}
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(functools.partial(_after_backward, weakref.ref(self), task))
+        of_leaves, forwards = self._backwards[task]
+        if forward in forwards:
+            return
+        leaves = forward.leaves
+        if leaves not in of_leaves:
+            leaves.arrived = 0
+            of_leaves[leaves] = leaves.reached(leaves.outside(forward.trained, forward.dropped), nodes)
+        forwards[forward] = of_leaves[leaves]
+        forward.answered.update(name for name, node in inputs.items() if will_run(node))
+        if torch.is_grad_enabled() or forward.reached is not None:
+            self._meter.second_backward = self.name
+
+    def backward_ends(self, task: int) -> None:
+        """Note what a backward has made of the forwards to whose results it came."""
+        for forward, planned in self._backwards.pop(task, ({}, {}))[1].items():
+            if forward.reached is None and forward.is_counted:
+                self._later.append(forward)
+            bits = planned | forward.leaves.arrived
+            # where nothing at all is given a gradient, the parameters have another form, as flat ones
+            forward.reached = (forward.reached or 0) | (bits if bits or forward.answered else forward.trained)
+
+    def is_traced(self, module: "nn.Module") -> None:
+        """Note that torch.compile goes around a module's hooks, and hook what it made of the module instead."""
+        trains = self._meter.trains_now or self._meter.current_phase is not None
+        if self._stack or not trains or (self._meter.is_away and not self._meter.is_compiling):
+            return
+        self.is_lost = self.is_lost or not self._hooks.watch_compiled(module)
+
+    def block_begins(self, path: str) -> None:
+        """Note that a block runs in the forward that goes on."""
+        if self._stack and (forward := self._stack[0][1]) is not None:
+            forward.ran.add(path)
+
+    def _headless(self) -> "ForwardWatch | None":
+        """Watch the model without its head, which a method runs in place of the model's forward."""
+        from torch import nn
+
+        bare = getattr(self._inner(), "base_model", None)
+        if not isinstance(bare, nn.Module) or bare is self._model():
+            return None
+        options: Any = {"workload": self._workload, "phase": self._phase, "breaks_graphs": self._hooks.breaks_graphs}
+        options |= {"is_trained": self.is_trained, "is_headless": True}
+        watch = ForwardWatch(bare, self._meter, self._cost_model, **options)
+        watch._forwards, watch._owner = self._forwards, self
+        watch._leaves[bare] = self._leaves_of(self._inner())
+        return watch
+
+    def _traced(self, forward: WatchedForward) -> CostModel:
+        """Trace a forward's module on the shapes of its arguments, with the gradients that these were given."""
         from headway.tracing.shapes import ShapeTraces
 
+        if (module := forward.module()) is None:
+            return CostModel(self.name, (), ())
         traces = self._traces.get(module)
         if traces is None:
-            traces = self._traces[module] = ShapeTraces(module, self._results, self._named, self._meter.tracing)
+            around = functools.partial(self._meter.away, "compile")
+            traces = self._traces[module] = ShapeTraces(module, self._meter.results, self._named, around)
         if len(traces) >= _MOST_SHAPES:
             raise UsageError(
                 f"{self.name} is called with other shapes again and again, {_MOST_SHAPES} by now: give its cost model, "
                 "headway.trace(model, inputs=FUNCTION OF A WORKLOAD), and count its batches."
             )
-        cost_model = traces.of(arguments)
-        self._meter.add_ledger(cost_model, is_trained=self._is_trained)
+        for name in set(forward.inputs) - set(forward.differentiated):
+            forward.batch[name].requires_grad_(False)
+        cost_model = traces.of(forward.batch)
+        self._meter.add_ledger(cost_model, is_trained=self.is_trained)
         return cost_model
 
     def _named(self, cost_model: CostModel) -> CostModel:
         return in_components_of(cost_model, self.name, driver="packs")
 
 
-# The hooks find their watch here: so a model that is watched can be copied and pickled, and the copy is not counted.
-_watches: "weakref.WeakKeyDictionary[nn.Module, ForwardWatch]" = weakref.WeakKeyDictionary()
+class _Gradient:
+    """The hook of the gradients of a forward's results; it holds its watch weakly."""
 
+    __torch_unserializable__ = True  # a tensor with it may be written
 
-def _before(module: "nn.Module", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    import torch
+    def __init__(
+        self, watch: ForwardWatch, forward: WatchedForward, inputs: Mapping[Any, Any], nodes: Sequence[Any]
+    ) -> None:
+        self._watch, self._forward, self._inputs, self._nodes = weakref.ref(watch), forward, inputs, nodes
 
-    if not torch.compiler.is_compiling() and (watch := _watches.get(module)) is not None:
-        watch.begin(module, args, kwargs)
-
-
-def _after(module: "nn.Module", _args: Any, _results: Any) -> None:
-    import torch
-
-    if not torch.compiler.is_compiling() and (watch := _watches.get(module)) is not None:
-        watch.end()
-
-
-def _around(module: "nn.Module", compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Watch the calls of what `module.compile()` made."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        _before(module, args, kwargs)
+    def __call__(self, _gradient: Any) -> None:
+        if (watch := self._watch()) is None:
+            return
         try:
-            return compiled(*args, **kwargs)
-        finally:
-            _after(module, args, None)
+            watch.backward_begins(self._forward, self._inputs, self._nodes)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the backward is the loop's
+            watch._meter.stop_counting(error)
 
-    return call
+
+def _after_backward(watch: "weakref.ref[ForwardWatch]", task: int) -> None:
+    if (owner := watch()) is not None:
+        owner.backward_ends(task)
+
+
+def ledger_of(model: "nn.Module", results: Any = None, watch: bool | None = True) -> CostModel:
+    """Trace a model that reads text or latents; one without rows where its forwards are traced by their shapes.
+
+    Args:
+        model: any module.
+        results: as for `headway.trace`.
+        watch: whether any model that cannot be traced so is; None for those that take other arguments, False for none.
+
+    Raises:
+        TraceError: it cannot be traced, and is not to be watched.
+    """
+    from headway.tracing import trace
+    from headway.tracing.inputs.model_inputs import UnknownInputsError
+
+    refusals: tuple[type[TraceError], ...] = (UnknownInputsError,) if watch is None else (TraceError,) * watch
+    with suppress(*refusals):
+        return trace(model, results=results)
+    return CostModel(type(model).__name__, (), ())
 
 
 def in_components_of(cost_model: CostModel, name: str, driver: str | None = None) -> CostModel:
@@ -252,44 +498,3 @@ def in_components_of(cost_model: CostModel, name: str, driver: str | None = None
         for row in cost_model.rows
     )
     return replace(cost_model, rows=tuple(rows))
-
-
-def refuse_cached_keys(name: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse a forward that goes on from cached keys and values.
-
-    Raises:
-        WorkloadError: it does.
-    """
-    past = arguments.get("past_key_values")
-    if past is not None and past.get_seq_length():
-        raise WorkloadError(
-            f"{name} goes on from cached keys and values while it trains: it generates, and that is not counted from "
-            "its forwards. If it is no part of training, switch the model to eval() for it; else count the step "
-            "yourself: Meter.count with a headway.Generation, in a Meter.phase."
-        )
-
-
-def _outermost(model: "nn.Module") -> "Iterator[nn.Module]":
-    """Iterate over what runs outermost where a model's own forward does not: its parts, and the items of its lists."""
-    from torch import nn
-
-    for child in model.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _outermost(child)
-        else:
-            yield child
-
-
-def _by_name(module: "nn.Module", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Give arguments their names; a tuple where the forward takes them by position alone."""
-    import inspect
-
-    from headway.tracing.unwrap import unwrapped
-
-    parameters = inspect.signature(unwrapped(module).forward).parameters
-    names = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(args) > len(names):
-        if kwargs:
-            raise UsageError(f"{type(module).__name__} takes arguments by position and by name that have no name.")
-        return args
-    return {**dict(zip(names, args, strict=False)), **kwargs}

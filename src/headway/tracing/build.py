@@ -220,15 +220,20 @@ def run_every_layer(model: nn.Module) -> list[tuple[Any, str, float]]:
     Returns:
         What was switched off: (holder, attribute, value).
     """
-    drops = [
+    drops = layer_drops(model)
+    for holder, name, _ in drops:
+        setattr(holder, name, 0.0)
+    return drops
+
+
+def layer_drops(model: nn.Module) -> list[tuple[Any, str, float]]:
+    """List where a model says how often it leaves out layers while it trains: (holder, attribute, value)."""
+    return [
         (holder, name, value)
         for holder in (*model.modules(), *configs(model))
         for name, value in vars(holder).items()
         if name.endswith("layerdrop") and value
     ]
-    for holder, name, _ in drops:
-        setattr(holder, name, 0.0)
-    return drops
 
 
 def keep_every_row(model: nn.Module) -> None:

@@ -12,6 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_WRAPPED_MODULE as _WRAPPED,
+)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+)
 
 from headway.count import drivers
 from headway.count.modalities import media_towers
@@ -354,14 +361,21 @@ def checkpointing_of(model: nn.Module) -> str:
             f"{inner} checkpoints parts of its own, which may hold checkpoints again, as in UNets of diffusers: how "
             "often they run cannot be said."
         )
+    wrappers = {path: module for path, module in model.named_modules() if isinstance(module, CheckpointWrapper)}
+    if (part := next((p for p in wrappers if not {p, f"{p}.{_WRAPPED}"} & paths), None)) is not None:
+        raise UsageError(f"{part or 'the model'} is checkpointed, which is no block: what it runs again is not known.")
     checkpointed = [
         path
         for path, block in blocks.items()
-        if getattr(block, "gradient_checkpointing", False) or _parent(_parent(path)) in holders
+        if getattr(block, "gradient_checkpointing", False)
+        or _parent(_parent(path)) in holders
+        or {path, _parent(path)} & wrappers.keys()
     ]
     modules = (*(blocks[path] for path in checkpointed), *(model.get_submodule(path) for path in holders))
     functions = (getattr(module, "_gradient_checkpointing_func", None) for module in modules)
     is_reentrant = any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions)
+    is_reentrant |= any(wrapper.checkpoint_impl is CheckpointImpl.REENTRANT for wrapper in wrappers.values())
+    checkpointed = [path.removesuffix(f".{_WRAPPED}") for path in checkpointed]
     if len(checkpointed) not in (0, len(blocks)) and is_reentrant:
         raise UsageError(
             f"{len(checkpointed)} of {len(blocks)} blocks are checkpointed with use_reentrant=True, and what that runs "

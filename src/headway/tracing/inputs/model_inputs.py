@@ -68,6 +68,10 @@ _EVERYWHERE = (
 _TENSOR = re.compile("Tensor|Any|empty")  # an argument that is not annotated may be one
 
 
+class UnknownInputsError(TraceError):
+    """A model whose forward takes neither token ids nor any known form of input."""
+
+
 class Inputs:
     """The inputs of a model that takes `input_ids`, with what its towers take.
 
@@ -101,9 +105,10 @@ class Inputs:
     def _refuse_unknown_forms(self, model: nn.Module) -> None:
         """Refuse a forward that takes neither text nor a known form of input, or images in no known form."""
         if f"{self._decoder}input_ids" not in self.accepted and not self.parts:
-            raise TraceError(
+            raise UnknownInputsError(
                 f"{type(model).__name__}.forward takes {', '.join(self.accepted) or 'nothing'}; a model to trace takes "
-                "input_ids. Give its arguments with trace(model, inputs=...)."
+                "input_ids. Give its arguments with trace(model, inputs=...); a loop needs no trace of it: "
+                "Meter(model, watch=True) counts the forwards of any module by itself."
             )
         if "pixel_values" in self.accepted and not self._takes_images and has_tower(model):
             raise TraceError(

@@ -1,0 +1,230 @@
+"""Hooks on the calls of a watched module, whether torch.compile has gone around them or not."""
+
+import functools
+import gc
+import inspect
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from headway.errors import UsageError
+from headway.meter.leaves import plain_path
+
+if TYPE_CHECKING:
+    import types
+
+    from torch import nn
+
+
+_EVAL_FRAME = "torch/_dynamo/eval_frame.py"  # whose functions call what is compiled
+
+
+class ModuleHooks:
+    """The hooks of a watch, on modules and on what torch.compile made of them.
+
+    Args:
+        watch: a `ForwardWatch`, which is told that a module begins and ends, and that its hooks are compiled away.
+        first: whether its hooks run before those that are there.
+        breaks_graphs: whether they run between the parts of a function around the module that is compiled.
+    """
+
+    def __init__(self, watch: Any, *, first: bool, breaks_graphs: bool) -> None:
+        self.breaks_graphs = breaks_graphs
+        self._watch, self._first = weakref.ref(watch), first
+        self._numbers: dict[int, weakref.ref[nn.Module]] = {}
+        self._handles: list[Any] = []
+        self._compiled: list[tuple[nn.Module, Any]] = []
+        self._blocks: set[str] = set()
+
+    @property
+    def are_on(self) -> bool:
+        """Whether anything is hooked."""
+        return bool(self._numbers)
+
+    @property
+    def blocks(self) -> frozenset[str]:
+        """Paths of the blocks that are hooked."""
+        return frozenset(self._blocks)
+
+    def close(self) -> None:
+        """Leave all modules as they were."""
+        for handle in self._handles:
+            handle.remove()
+        for module, call in self._compiled:
+            module._compiled_call_impl = call
+        for number in self._numbers:
+            _hooked.pop(number, None)
+        self._numbers, self._handles, self._compiled, self._blocks = {}, [], [], set()
+
+    def watch(self, module: "nn.Module", original: "nn.Module | None" = None) -> None:
+        """Hook a module, what it was compiled from, and all that torch.compile has made of it."""
+        for model in dict.fromkeys([module, original or module, *_compiled_around(module, original or module)]):
+            if not any(reference() is model for reference in self._numbers.values()):
+                self._hook(model)
+
+    def watch_compiled(self, module: "nn.Module") -> bool:
+        """Hook what torch.compile has made of a module, which it is just compiling; False where that is not known."""
+        for frame in _frames():
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, _compiled_class()):
+                if caller._orig_mod is module:
+                    self.watch(caller)
+                if any(reference() is caller for reference in self._numbers.values()):
+                    return True
+        if module._compiled_call_impl is not None and not any(reference is module for reference, _ in self._compiled):
+            self._hook(module)
+        return any(frame.f_locals.get("self") is reference for frame in _frames() for reference, _ in self._compiled)
+
+    def is_within_compiled(self) -> bool:
+        """Whether the caller is a function that torch.compile has compiled, or a part of it."""
+        return any(frame.f_code.co_filename.endswith(_EVAL_FRAME) for frame in _frames())
+
+    def watch_blocks(self, model: "nn.Module") -> None:
+        """Hook the blocks of a model that leaves some of them out at random."""
+        from headway.tracing.build import layer_drops
+        from headway.tracing.classify import checkpointable_blocks
+
+        for path in checkpointable_blocks(model) if layer_drops(model) else ():
+            block = model.get_submodule(path)
+            if not is_compiled(block) and block._compiled_call_impl is None:
+                begins = functools.partial(_block_begins, self._number(block), plain_path(path))
+                self._blocks.add(plain_path(path))
+                self._handles.append(block.register_forward_pre_hook(begins))
+
+    def _number(self, module: "nn.Module") -> int:
+        number = next(_numbers)
+        self._numbers[number] = weakref.ref(module)
+        _hooked[number] = self._watch, weakref.ref(module)
+        return number
+
+    def _hook(self, module: "nn.Module") -> None:
+        import torch
+
+        torch.compiler.assume_constant_result(_note_compiled)  # type: ignore[no-untyped-call]  # the compiler runs it
+        number = self._number(module)
+        before: Callable[..., None] = functools.partial(_before, number)
+        after: Callable[..., None] = functools.partial(_after, number)
+        compiled = module._compiled_call_impl
+        if compiled is not None:  # of `module.compile()`, which compiles a module's hooks with it
+            module._compiled_call_impl = _around(module, compiled, before, after)
+            self._compiled.append((module, compiled))
+            return
+        if self.breaks_graphs:
+            before, after = map(torch.compiler.disable, (before, after))
+        self._handles += [
+            module.register_forward_pre_hook(before, prepend=self._first, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True, with_kwargs=True),
+        ]
+
+
+# A hook finds its watch here by a number of its own, so that a model that is watched can be copied and pickled, and the
+# copy is not counted.
+_numbers = itertools.count()
+_hooked: "dict[int, tuple[weakref.ref[Any], weakref.ref[nn.Module]]]" = {}
+
+
+def _watch_of(number: int, module: "nn.Module") -> Any:
+    watch, own = _hooked.get(number, (None, None))
+    return watch() if watch is not None and own is not None and own() is module else None
+
+
+def _before(number: int, module: "nn.Module", _args: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+    """Begin a call. A hook that is removed in the middle of a call may run once more, without its keywords."""
+    import torch
+
+    if torch.compiler.is_compiling():
+        _note_compiled(number)
+    elif kwargs is not None and (watch := _watch_of(number, module)) is not None:
+        watch.begin(module)
+
+
+def _after(number: int, module: "nn.Module", args: tuple[Any, ...], *results: Any) -> None:
+    import torch
+
+    if torch.compiler.is_compiling() or len(results) < 2:
+        return
+    if (watch := _watch_of(number, module)) is not None:
+        watch.end(module, args, *results)
+
+
+def _frames() -> "Iterator[types.FrameType]":
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _note_compiled(number: int) -> None:
+    """Note that a hook is being compiled: the compiler runs this once, and what it makes never does."""
+    import torch
+
+    watch, own = _hooked.get(number, (None, None))
+    if watch is not None and own is not None and (owner := watch()) is not None and (module := own()) is not None:
+        torch.compiler.disable(owner.is_traced)(module)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _block_begins(number: int, path: str, block: "nn.Module", _args: Any) -> None:
+    import torch
+
+    if not torch.compiler.is_compiling() and (watch := _watch_of(number, block)) is not None:
+        watch.block_begins(path)
+
+
+def _around(
+    module: "nn.Module", compiled: Callable[..., Any], before: Callable[..., None], after: Callable[..., None]
+) -> Callable[..., Any]:
+    """Watch the calls of what `module.compile()` made."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(module, args, kwargs)
+        results = None
+        try:
+            results = compiled(*args, **kwargs)
+            return results
+        finally:
+            after(module, args, kwargs, results)
+
+    return call
+
+
+def _compiled_class() -> Any:
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # where nobody imported it, nothing is compiled
+    return () if frames is None else frames.OptimizedModule
+
+
+def is_compiled(module: "nn.Module") -> bool:
+    """Say whether a module is what torch.compile made of another."""
+    return isinstance(module, _compiled_class())
+
+
+def _compiled_around(*models: "nn.Module") -> "list[nn.Module]":
+    """Find what torch.compile made of models, which do not tell of it: an object refers to its class."""
+    kind = _compiled_class()
+    compiled = [item for item in gc.get_referrers(kind) if type(item) is kind] if kind else []
+    return [item for item in compiled if any(item._orig_mod is model for model in models)]
+
+
+def outermost(model: "nn.Module") -> "Iterator[nn.Module]":
+    """Iterate over what runs outermost where a model's own forward does not: its parts, and the items of its lists."""
+    from torch import nn
+
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from outermost(child)
+        else:
+            yield child
+
+
+def arguments_by_name(module: "nn.Module", args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Give arguments their names; a tuple where the forward takes them by position alone."""
+    from headway.tracing.unwrap import unwrapped
+
+    parameters = inspect.signature(unwrapped(module).forward).parameters
+    names = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(names):
+        if kwargs:
+            raise UsageError(f"{type(module).__name__} takes arguments by position and by name that have no name.")
+        return args
+    return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -1,0 +1,262 @@
+"""A model's parameters as leaves of autograd's graphs: which are trained, and which of them a backward reaches."""
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headway.count import CostModel
+from headway.meter.clock import sharded_groups
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # within paths of parameters; a trace goes without them
+_MOST = 4096  # of what is remembered about one module
+
+
+class Leaves:
+    """The parameters of a module, each a bit of one number by its place.
+
+    Autograd's plan of a backward tells which leaves it will reach (`torch._C._will_engine_execute_node`). A backward
+    within a backward, as that of reentrant checkpointing, is in no such plan: the leaves that are missing then get a
+    hook each.
+
+    Args:
+        module: whose parameters they are; wrappers may be around it, and it is not kept alive.
+
+    Attributes:
+        names: of the parameters, as a trace of the module names them.
+        step: in which the parameters were looked at last.
+        arrived: bits of parameters with a hook whose gradients have come since this was cleared.
+    """
+
+    def __init__(self, module: "nn.Module") -> None:
+        from headway.tracing.unwrap import unwrapped
+
+        self._module = weakref.ref(module)
+        self._inner = weakref.ref(unwrapped(module))
+        self.arrived = 0
+        self.step = -1
+        self._is_doubtful = False  # whether a backward has reached less than what is trained, for the first time so
+        self._bits: dict[tuple[bool, ...], int] = {}
+        self._masks: dict[int, tuple[CostModel, dict[int, int | None]]] = {}  # of a ledger, by its identity
+        self._has_nested: dict[tuple[int, int], bool] = {}  # by what is trained, and what the plan reaches
+        self._hooked: dict[int, Any] = {}  # handles of hooks, by place
+        self._list()
+
+    def _list(self) -> None:
+        inner = self._inner()
+        parameters = {} if inner is None else {plain_path(name): p for name, p in inner.named_parameters()}
+        self.names, self._parameters = tuple(parameters), [*parameters.values()]
+        parts = [] if inner is None else [*inner.modules()]
+        self._groups = [*dict.fromkeys(group for part in parts for group in sharded_groups(part))]
+        self._states = [vars(part) for part in parts if hasattr(part, "gradient_checkpointing")]
+        self._num_wrapped = sum(type(part).__name__ == "CheckpointWrapper" for part in parts)
+        self._tree = [
+            (container, [*container.values()])
+            for part in parts
+            for container in (part._modules, part._parameters)
+            if container
+        ]
+
+    def close(self) -> None:
+        """Leave the parameters as they were."""
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked = {}
+
+    def signature(self) -> tuple[tuple[str, ...], list[Any]]:
+        """Give the names and shapes of the parameters that the module has now."""
+        if self._is_doubtful or not all(
+            len(container) == len(items) and all(map(operator.is_, container.values(), items))
+            for container, items in self._tree
+        ):
+            self.close()
+            self._list()
+            self._is_doubtful = False
+        return self.names, [parameter.shape for parameter in self._parameters]
+
+    @property
+    def checkpointed(self) -> tuple[int, list[Any]]:
+        """Where activations are checkpointed, as the module said at the last `signature`."""
+        return self._num_wrapped, [state.get("gradient_checkpointing", False) for state in self._states]
+
+    @property
+    def trained(self) -> int:
+        """Bits of the parameters that require a gradient now."""
+        return self._number(tuple([parameter.requires_grad for parameter in self._parameters]))
+
+    def _number(self, flags: tuple[bool, ...]) -> int:
+        bits = self._bits.get(flags)
+        if bits is None:
+            if len(self._bits) >= _MOST:
+                self._bits.clear()
+            bits = self._bits[flags] = int("".join("01"[flag] for flag in reversed(flags)) or "0", 2)
+        return bits
+
+    def outside(self, bits: int, blocks: Iterable[str]) -> int:
+        """Return bits without those of the parameters in some blocks."""
+        for block in blocks:
+            bits &= ~self._number(tuple([name.startswith(f"{block}.") for name in self.names]))
+        return bits
+
+    def nodes(self, trained: int) -> list[Any]:
+        """Look up the nodes in which the gradients of trained parameters arrive; None for the others.
+
+        They belong to a forward, after which they are asked for: a parameter may be given another shape, and its node
+        must then go.
+        """
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        gathered = self._gathered()
+        leaves = [gathered.get(id(parameter), parameter) for parameter in self._parameters]
+        places = [i for i, leaf in enumerate(leaves) if trained >> i & 1 and leaf is not None and leaf.requires_grad]
+        nodes: list[Any] = [None] * len(leaves)
+        if places:
+            with _disable_current_modes():
+                edges = _edges([leaves[i] for i in places])
+            for i, (node, _) in zip(places, edges, strict=True):
+                nodes[i] = node
+        return nodes
+
+    def _gathered(self) -> dict[int, Any]:
+        """Find what a forward runs on in place of the shards of `fully_shard`; None where nothing was gathered yet."""
+        return {
+            id(parameter.sharded_param): getattr(parameter, "_unsharded_param", None)
+            for group in self._groups
+            for parameter in group.fsdp_params
+        }
+
+    def reached(self, trained: int, nodes: Sequence[Any]) -> int:
+        """Bits of the parameters that the backward which runs now will give a gradient, as far as its plan tells."""
+        bits = self._planned(nodes)
+        missing = trained & ~bits
+        if not missing:
+            return bits
+        if (trained, bits) not in self._has_nested and len(self._has_nested) < _MOST:
+            self._has_nested[trained, bits] = _has_functions()
+            self._is_doubtful = True  # the first of this kind: the module may have other parameters by now
+        for place in range(len(nodes)) if self._has_nested.get((trained, bits)) else ():
+            if missing >> place & 1 and place not in self._hooked:
+                hook = functools.partial(_note_gradient, weakref.ref(self), 1 << place)
+                hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # a tensor with it may be written
+                self._hooked[place] = self._parameters[place].register_hook(hook)  # type: ignore[no-untyped-call]
+        return bits
+
+    def _planned(self, nodes: Sequence[Any]) -> int:
+        import torch
+
+        runs = torch._C._will_engine_execute_node
+        try:
+            flags = tuple([node is not None and runs(node) for node in nodes])
+        except RuntimeError:  # some of them are what `autograd.grad` is asked for
+            flags = tuple([node is not None and will_run(node) for node in nodes])
+        return self._number(flags)
+
+    def mask(self, cost_model: CostModel, bits: int) -> int | None:
+        """Return bits of these parameters as those of a ledger; None where it has others."""
+        entry = self._masks.get(id(cost_model))
+        if entry is None or entry[0] is not cost_model:
+            if len(self._masks) >= _MOST:
+                self._masks.clear()
+            entry = self._masks[id(cost_model)] = cost_model, {}
+        masks = entry[1]
+        if bits not in masks:
+            if len(masks) >= _MOST:
+                masks.clear()
+            masks[bits] = self._translated(cost_model, bits)
+        return masks[bits]
+
+    def _translated(self, cost_model: CostModel, bits: int) -> int | None:
+        names = [parameter.name for parameter in cost_model.parameters]
+        if (*names,) == self.names:
+            return bits
+        places = {name: place for place, name in enumerate(self.names)}
+        if any(parameter.trainable and parameter.name not in places for parameter in cost_model.parameters):
+            return None
+        return sum(1 << i for i, name in enumerate(names) if name in places and bits >> places[name] & 1)
+
+
+def plain_path(name: str) -> str:
+    """Return a path within a model without the wrappers on its way."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def node_of(tensor: Any) -> Any:
+    """Return the node of autograd's graph from which a tensor's gradient comes; of a leaf the one that keeps it."""
+    import torch
+
+    if tensor.grad_fn is not None:
+        return tensor.grad_fn
+    with torch.enable_grad():
+        return tensor.view_as(tensor).grad_fn.next_functions[0][0]
+
+
+def _edges(tensors: Sequence[Any]) -> Any:
+    """Return the nodes of several tensors, and the places of their results, by one function in front of them all."""
+    import torch
+
+    class Together(torch.autograd.Function):
+        @staticmethod
+        def forward(*_tensors: Any) -> Any:
+            return torch.empty(0)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            """Keep nothing for a backward, which never comes."""
+
+    with torch.enable_grad():
+        return Together.apply(*tensors).grad_fn.next_functions  # type: ignore[no-untyped-call]
+
+
+def will_run(node: Any) -> bool:
+    """Say whether the backward that runs now computes the gradient of a node; to be asked within a backward."""
+    import torch
+
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch's answer for a leaf whose gradient `autograd.grad` returns
+        return True
+
+
+def _has_functions() -> bool:
+    """Say whether a graph has functions written in Python, in which backwards of their own may run."""
+    import torch
+
+    node: Any = torch._C._current_autograd_node()
+    waiting, visited = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        for following, _ in node.next_functions:
+            if following is not None and following not in visited:
+                visited.add(following)
+                waiting.append(following)
+    return False
+
+
+def _note_gradient(leaves: "Callable[[], Leaves | None]", bit: int, _gradient: Any) -> None:
+    if (owner := leaves()) is not None:
+        owner.arrived |= bit
+
+
+def tensors_in(results: Any, depth: int = 0) -> Sequence[Any]:
+    """List the tensors among a forward's results, in what holds them: mappings, sequences, and at last any object."""
+    import torch
+
+    if isinstance(results, torch.Tensor):
+        return [results]
+    if depth > 3 or isinstance(results, str | bytes):
+        return ()
+    if hasattr(results, "values") and callable(results.values):
+        values = results.values()
+    elif isinstance(results, list | tuple):
+        values = results
+    else:
+        values = vars(results).values() if hasattr(results, "__dict__") else ()
+    return [tensor for value in values for tensor in tensors_in(value, depth + 1)]
