@@ -9,8 +9,9 @@ import pytest
 
 from headway import stores
 from headway.cli.app import app
-from headway.errors import StoreError, UsageError
+from headway.errors import ConfigError, StoreError, UsageError
 from headway.files import is_taken, new_folder, open_output, write_output
+from headway.log.sinks import open_sink
 from helpers import runs
 
 digits = runs.digits
@@ -81,6 +82,8 @@ def test_a_path_of_this_machine_is_no_url(tmp_path):
     for path in (tmp_path, Path("runs/a"), Path("./s3"), Path("C:/x"), tmp_path / "s3:/bucket"):
         assert stores.url_of(path) is None
     assert stores.url_of(Path("gs://b/a//c")) == "gs://b/a/c"
+    assert stores.url_of(Path("S3://b/a")) == "s3://b/a"
+    assert stores.url_of(Path("simplecache::s3://b/a")) == "simplecache::s3://b/a"
     assert stores.place(stores.spool(Path("s3://bucket/run/x"))) == Path("s3://bucket/run/x")
     assert stores.shown(stores.spool(Path("s3://bucket/run"))) == "s3://bucket/run"
 
@@ -106,6 +109,16 @@ def test_a_url_that_nothing_here_writes_is_refused_in_one_sentence(line, names, 
         app(arguments, standalone_mode=False)
     assert names in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) in (["cache"], [])
+
+
+@pytest.mark.parametrize(
+    "spec", ["jsonl:s3://bucket/m.jsonl", "tensorboard:gs://bucket/tb", Path("s3://bucket/m.jsonl")]
+)
+def test_records_that_are_appended_are_refused_to_a_url(spec, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"are appended line by line, which (s3|gs)://bucket/\S+ does not take"):
+        open_sink(spec)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_store_says_is_one_sentence(monkeypatch, tmp_path):

@@ -7,12 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from headway.errors import UsageError
+
 CACHE_VARIABLE = "HEADWAY_CACHE"
 
 
 def cache_root() -> Path:
-    """Name the cache's folder, there or not: $HEADWAY_CACHE, $XDG_CACHE_HOME/headway or ~/.cache/headway."""
+    """Name the cache's folder, there or not: $HEADWAY_CACHE, $XDG_CACHE_HOME/headway or ~/.cache/headway.
+
+    Raises:
+        UsageError: the variable holds a URL.
+    """
     folder = os.environ.get(CACHE_VARIABLE)
+    if folder and "://" in folder:
+        raise UsageError(f"{CACHE_VARIABLE} is {folder}, and must be a folder of this machine.")
     if folder:
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headway"

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, cast
 from headway.cache import cache_root
 from headway.errors import StoreError, UsageError, first_line
 
-_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.*)", re.DOTALL)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+):/+(.*)", re.DOTALL)  # with those that one file system hands on
 _SPOOLS, _COPIES = "spools", "copies"
 _HIDDEN = re.compile(r"\.(?!smoke$|metadata$).*")  # a lock, or what is being written under another name
 _SEND_EVERY_S, _SENDING_SHARE = 30.0, 0.05  # time between sends, and the most of all time that they may take
@@ -37,7 +37,8 @@ def url_of(path: str | Path) -> str | None:
     match = _URL.fullmatch(os.fspath(path))
     if match is None:
         return None
-    return f"{match[1]}://{'/' if match[1] == 'file' else ''}{match[2]}"
+    scheme = match[1].lower()
+    return f"{scheme}://{'/' if scheme.endswith('file') else ''}{match[2]}"
 
 
 def shown(path: Path) -> str:

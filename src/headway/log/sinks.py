@@ -13,6 +13,7 @@ from typing import Any, Self
 from headway.errors import ConfigError
 from headway.log.jsonl import LineFile
 from headway.log.sink import Sink, flatten
+from headway.stores import url_of
 
 
 class Sinks(Sink):
@@ -166,7 +167,8 @@ _FORMS = {
     "prometheus": "prometheus:[HOST:]PORT",
     "live": "live[:STEPS]",
 }
-_NEEDS_PLACE = {"jsonl", "tensorboard", "prometheus"}
+_OF_FILES = {"jsonl", "tensorboard"}
+_NEEDS_PLACE = {*_OF_FILES, "prometheus"}
 
 
 def _parse(spec: str) -> tuple[str, str]:
@@ -180,6 +182,11 @@ def _parse(spec: str) -> tuple[str, str]:
         raise ConfigError(
             f"{spec!r} is not a place for records. Give one of {', '.join(_FORMS.values())}, or a Path that ends in "
             ".jsonl."
+        )
+    if kind in _OF_FILES and (url := url_of(place)) is not None:
+        raise ConfigError(
+            f"{spec!r}: records are appended line by line, which {url} does not take. Give a path of this machine; a "
+            "run of headway train whose run.folder is a URL sends its own records there."
         )
     return kind, place
 

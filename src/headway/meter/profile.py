@@ -17,6 +17,7 @@ from headway.meter.pending import PendingStep
 from headway.meter.step_clock import LoopWatcher, StepTime
 from headway.meter.step_meter import StepMeter
 from headway.meter.trace_file import facts_of, step_facts, write_trace
+from headway.stores import refuse
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,6 +89,7 @@ class ProfiledSteps(LoopWatcher):
             raise UsageError(f"ranks={ranks!r} to profile: give at least one; the first is 0.")
         self.path: Path | None = None
         self._meter, self._model, self._report = meter, model, report
+        refuse(Path(folder), "the folder of a profile")
         self._folder, self._steps, self._ranks = Path(folder), steps, ranks
         self._rank, self._world_size = 0, 1
         self._is_over = False
