@@ -62,12 +62,12 @@ class Layout:
 
     @property
     def is_preference(self) -> bool:
-        """Whether its rows hold answers of which some are better than others."""
+        """True if its rows hold answers of which some are better than others."""
         return self.rank == 0
 
     @property
     def is_chat(self) -> bool:
-        """Whether its rows are not documents."""
+        """True if its rows become chats, and no documents."""
         return self.schema not in ("tokens", "text")
 
     @property
@@ -180,7 +180,7 @@ def reading_of(
     names_files: bool = False,
     is_there: Callable[[str], bool] = lambda _name: False,
 ) -> RowReading:
-    """What the columns of a row mean.
+    """Find the layout that the columns of a row have, and their roles in it.
 
     Args:
         fields: the row's columns.
@@ -418,6 +418,6 @@ def proposed_columns(fields: Mapping[str, Any], media: dict[str, str], text_colu
 
 
 def _suits(name: str, value: Any, column: str) -> tuple[float, ...]:
-    """How well a column could be what is missing: by its name, by words in it; as a text, by their number."""
+    """Fitness of a column for what is missing: by its name, by words in it; as a text, by their number."""
     likeness = len(str(value)) if column == TEXT else difflib.SequenceMatcher(None, name.lower(), column).ratio()
     return column in name.lower(), isinstance(value, str), likeness

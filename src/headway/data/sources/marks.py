@@ -78,7 +78,7 @@ _BOXES = ("<bbox>", "<ref-object>")
 
 @lru_cache(maxsize=4096)
 def sense_of(name: str) -> int | None:
-    """What a key says of learning, by the words of its name.
+    """Sense of a key that speaks of learning, by the words of its name.
 
     Returns:
         1 where a true value says that something is learnt, -1 where it says that it is not, 0 where the name speaks of
@@ -94,10 +94,8 @@ def sense_of(name: str) -> int | None:
     learning, masking = [[place for place, stem in enumerate(stems) if stem in kind] for kind in (_LEARNING, _MASKING)]
     if not learning and not masking:
         return None
-    has_noun = bool({"mask", "masks"} & {*words})
-    if has_noun and (
-        not learning or masking[0] < learning[0]
-    ):  # of which 1 may mean that it is masked, or that it is not
+    # Of a mask alone, 1 may mean that it is masked, or that it is not.
+    if {"mask", "masks"} & {*words} and (not learning or masking[0] < learning[0]):
         return 0
     behind_on = words[words.index("on") + 1 :] if "on" in words else []
     if "only" in words or (behind_on and not _OF_TURNS & {*behind_on}):
@@ -107,7 +105,7 @@ def sense_of(name: str) -> int | None:
 
 
 def _says_learnt(name: str, value: Any) -> bool | None:
-    """Whether a mark says that what it stands at is learnt; None of one that does not say it plainly."""
+    """A mark's word on what it stands at: learnt or not; None of one that does not say it plainly."""
     sense = sense_of(name)
     return (value == 1) is (sense == 1) if sense and type(value) in (bool, int, float) and value in (0, 1) else None
 
@@ -131,9 +129,7 @@ def check_columns_of(fields: Mapping[str, Any], *, ways: str, is_chat: bool = Tr
             marks = value if isinstance(value, list) else [value]
             if all(_says_learnt(name, mark) for mark in marks):
                 continue
-            reason = (
-                "a row is learnt as it is, and counts by its tokens; data.train's weight says how much of a dataset"
-            )
+            reason = "every row is learnt in full, and data.train's weight says how much of a dataset"
         if reason is not None:
             raise DataError(
                 f'the row has the column "{name}", {shortened(value)}: {reason}. Remove the column, or say which '
@@ -142,7 +138,7 @@ def check_columns_of(fields: Mapping[str, Any], *, ways: str, is_chat: bool = Tr
 
 
 def _is_mark(name: str, value: Any) -> bool:
-    """Whether a row's column says something of learning; a picture of a mask does not."""
+    """Tell a column that speaks of learning from others, such as a picture of a mask."""
     if name in HARMLESS_COLUMNS or sense_of(name) is None or value in (None, "", [], {}):
         return False
     return not isinstance(value, bytes | dict) and not (isinstance(value, str) and kind_of(value))

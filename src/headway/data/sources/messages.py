@@ -135,7 +135,7 @@ class _Turns:
 
 
 def _is_result(content: Any) -> bool:
-    """Whether a tool's answer is a value, which templates write as JSON, and no list of parts."""
+    """Tell a tool's answer that is a value, which templates write as JSON, from a list of parts."""
     return isinstance(content, dict) or (isinstance(content, list) and not all(map(kind_of_part, content)))
 
 
