@@ -142,12 +142,19 @@ def _tried(kind: str) -> tuple[str, str]:
 
 def _types() -> str:
     """Try every type; the page's list."""
-    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    outcomes = {}
     for kind in registered():
-        key, detail = outcome_of(kind)
-        print(kind, key, detail, flush=True)
+        outcomes[kind] = outcome_of(kind)
+        print(kind, *outcomes[kind], flush=True)
+    return listing(outcomes)
+
+
+def listing(outcomes: dict[str, tuple[str, str]]) -> str:
+    """Write outcomes of types as the page's list."""
+    found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for kind, (key, detail) in outcomes.items():
         found[key][_short(detail)].append(kind)
-    lines = [f"{len(registered())} types: {', '.join(_count(key, found[key].values()) for key in _HEADS)}.", ""]
+    lines = [f"{len(outcomes)} types: {', '.join(_count(key, found[key].values()) for key in _HEADS)}.", ""]
     for key, head in _HEADS.items():
         by_detail = found[key]
         lines += [f"### {head}", ""]

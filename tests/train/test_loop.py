@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch
 from headway.checkpoint import latest_checkpoint
 from headway.config import parse_config
 from headway.data import Encoder, read_samples
-from headway.errors import CheckpointError, ConfigError, DataError, RunCompleteError, TrainingError
+from headway.errors import CheckpointError, ConfigError, DataError, RunCompleteError, TraceError, TrainingError
 from headway.meter.run_meter import RunMeter
 from headway.models.load import load_model, load_processor, rope_index
 from headway.models.parallel.ranks import Ranks
@@ -26,6 +27,13 @@ from helpers.runs import read_metrics
 
 def steps_of(config):
     return [record for record in read_metrics(config.run.folder / "metrics.jsonl") if record["kind"] == "step"]
+
+
+def trained_steps(raw, name):
+    raw["run"]["folder"] = str(Path(raw["run"]["folder"]).with_name(name))
+    config = parse_config(raw)
+    train(config)
+    return steps_of(config)
 
 
 def test_training_equals_a_plain_loop_over_single_samples(raw, digits):
@@ -360,3 +368,20 @@ def test_a_text_model_trains_the_same_way(raw, digits, tmp_path):
     assert summary.last_loss < 0.1 * summary.first_loss
     assert summary.utilisation.flops.share("vision") == 0.0
     load_model(str(summary.model))
+
+
+def test_a_model_that_cannot_be_traced_trains_without_flops_if_asked(raw, monkeypatch):
+    def fail(_model):
+        raise TraceError("Strange.forward raises an error when it runs on shapes alone.")
+
+    raw["optim"]["steps"] = 2
+    counted = [record["loss"] for record in trained_steps(raw, "counted")]
+    monkeypatch.setattr("headway.train.build.trace", fail)
+    with pytest.raises(TraceError, match=r"on shapes alone\. To train it without FLOPs and MFU, set model\.flops to"):
+        trained_steps(raw, "refused")
+    raw["model"]["flops"] = False
+    raw["data"]["strategy"] = "next_fit"  # as balanced packs go by FLOPs
+    steps = trained_steps(raw, "trained")
+    assert [(record["mfu"], record["flops"]["total"]) for record in steps] == [(None, 0)] * 2
+    assert all(math.isfinite(record["loss"]) for record in steps)
+    assert steps[0]["loss"] == pytest.approx(counted[0], rel=0.2)  # of other packs of the same data

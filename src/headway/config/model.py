@@ -74,6 +74,11 @@ class ModelConfig(Section):
         description="What does not learn: components of the ledger ('vision', 'language.mlp') or globs over parameter "
         "names ('model.language_model.layers.0.*'); each must match something",
     )
+    flops: bool = Field(
+        default=True,
+        description="Whether FLOPs are counted; false trains a model that cannot be traced, without FLOPs and MFU, and "
+        "with packs of equal tokens",
+    )
     chat_template: str | None = Field(
         default=None,
         description="File of a Jinja chat template in place of the model's own, which exports hold; null for its own",

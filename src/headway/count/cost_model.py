@@ -206,6 +206,8 @@ class CostModel:
 
     def _check_towers(self, workload: Workload) -> None:
         """Refuse a workload that holds what the model has no tower for, or that lacks what its encoder reads."""
+        if not self.rows:  # a model that was not traced, of which nothing is counted
+            return
         # images and videos, and clips of several frames
         if len(workload.grids) and not self.has_vision:
             raise WorkloadError(

@@ -92,7 +92,7 @@ def try_packs(model: PreTrainedModel, *, tokens: float = math.inf, is_shared: bo
     if verdict.mode == "untried":
         return (
             f"warning: it is not known whether {name} keeps the samples of a pack apart, as no tiny copy of the model "
-            f"runs: {verdict.reason} Compare losses with those of data.samples_per_pack=1",
+            f"runs ({verdict.reason}): compare losses with those of data.samples_per_pack=1",
         )
     notes: tuple[str, ...] = ()
     if verdict.media_error is not None:
@@ -233,7 +233,7 @@ class _Trial:
         except HeadwayError as error:
             return f"a pack ends in an error ({str(error).partition('. ')[0]})"
         except Exception as error:  # noqa: BLE001  # whatever the model's code raises on a pack is a result here
-            return f"a pack ends in an error ({type(error).__name__}: {first_line(error)[:-1]})"
+            return f"a pack ends in an error ({type(error).__name__}: {first_line(error).rstrip('.')})"
         if not self._are_close(logits_TV[:-1], other_last[:-1]):
             return FUTURE
         if not self._are_close(logits_TV[length:], other_first[length:]):

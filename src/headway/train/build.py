@@ -16,7 +16,8 @@ from headway.checkpoint import Checkpoint, refuse_half_written
 from headway.config import TrainConfig
 from headway.count import CostModel
 from headway.count.recompute import choice_in_words
-from headway.errors import CheckpointError
+from headway.count.rows import Parameter
+from headway.errors import CheckpointError, TraceError
 from headway.models.attention.cuda_kernel import choose_kernel
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.float8 import gather_in_float8, use_float8
@@ -100,7 +101,7 @@ def build_trained(
     later = mesh is not None or config.model.base is not None or _holds_frozen(config, precision)
     model = build_model(config, checkpoint, precision.params, torch.device("meta") if later else device)
     notes = try_packs(model, tokens=config.data.tokens_per_pack, is_shared=mesh is not None)
-    plain_cost_model = freeze(model, trace(model), config.model.freeze)
+    plain_cost_model = freeze(model, _ledger(model, is_counted=config.model.flops), config.model.freeze)
     cost_model = adapt(model, plain_cost_model, config.model)
     switch_dropout(model, is_on=config.drops)
     is_compiled, lines = compiles(config.speed, model, device)
@@ -165,6 +166,21 @@ def switch_dropout(model: PreTrainedModel, *, is_on: bool) -> None:
 def _drawn(holder: Any) -> list[str]:
     """Names of the probabilities and sizes by which a layer draws random numbers in training."""
     return [name for name, value in vars(holder).items() if isinstance(value, float) and value and _RANDOM.search(name)]
+
+
+def _ledger(model: PreTrainedModel, *, is_counted: bool) -> CostModel:
+    """The ledger of a model; one without rows where FLOPs are not counted.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+    if is_counted:
+        try:
+            return trace(model)
+        except TraceError as error:
+            raise TraceError(f"{error} To train it without FLOPs and MFU, set model.flops to false.") from error
+    parameters = [Parameter(name, p.numel(), p.numel(), "other") for name, p in model.named_parameters()]
+    return CostModel(type(model).__name__, (), tuple(parameters), unknown=("all of it",))
 
 
 def build_model(

@@ -6,7 +6,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -296,11 +296,14 @@ def _meter(
     pairs: PairTraining | None,
     checkpoint: Checkpoint | None,
 ) -> RunMeter:
+    peak = peak_for(device, precision.peak_dtype)
+    if not config.model.flops:  # a share of the peak would be 0
+        peak = replace(peak, flops_per_s=math.nan, source="model.flops is false")
     return RunMeter(
         MeteredLoop(
             trained.model,
             cost_model=trained.cost_model,
-            peak=peak_for(device, precision.peak_dtype),
+            peak=peak,
             device=device,
             optimizer=optimizer if math.isfinite(bandwidth_of(device)) else None,
             recompute=with_head(trained.recompute) if config.weighs_losses else trained.recompute,
