@@ -129,7 +129,7 @@ def check_columns_of(fields: Mapping[str, Any], *, ways: str, is_chat: bool = Tr
             marks = value if isinstance(value, list) else [value]
             if all(_says_learnt(name, mark) for mark in marks):
                 continue
-            reason = "every row is learnt in full, and data.train's weight says how much of a dataset"
+            reason = "every row is learnt in full; how much of a dataset is trained on is said by data.train's weight"
         if reason is not None:
             raise DataError(
                 f'the row has the column "{name}", {shortened(value)}: {reason}. Remove the column, or say which '
