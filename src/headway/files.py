@@ -165,7 +165,7 @@ def write_failure(error: BaseException, folder: Path) -> str | None:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
         if isinstance(cause, StoreError):
-            return first_line(cause).rstrip(".")
+            return first_line(cause)
         if (number := _SYSTEM_ERROR.search(str(cause))) is not None:
             return os.strerror(int(number[1]))
         cause = cause.__cause__ or cause.__context__
@@ -176,7 +176,7 @@ def write_failure(error: BaseException, folder: Path) -> str | None:
             os.fsync(file.fileno())
     except OSError as refusal:
         return refusal.strerror
-    return first_line(error).rstrip(".") if isinstance(error, OSError) else None
+    return first_line(error) if isinstance(error, OSError) else None
 
 
 def open_plain(path: Path) -> BinaryIO:

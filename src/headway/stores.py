@@ -91,7 +91,7 @@ def open_system(path: Path) -> tuple[Any, str]:
         system, inside = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:  # of unknown protocols, and of packages that are missing
         raise UsageError(
-            f"{url} cannot be written or read: {first_line(error).rstrip('.')}. Give a path of this machine, or "
+            f"{url} cannot be written or read: {first_line(error)}. Give a path of this machine, or "
             "install what opens such URLs (s3fs for s3://, gcsfs for gs://)."
         ) from error
     return system, str(inside)
@@ -111,7 +111,7 @@ def store_errors(path: Path, doing: str = "cannot be reached") -> Iterator[None]
     except Exception as error:
         if isinstance(error, StoreError | UsageError):
             raise
-        raise StoreError(f"{shown(path)} {doing}: {first_line(error).rstrip('.')}.") from error
+        raise StoreError(f"{shown(path)} {doing}: {first_line(error)}.") from error
 
 
 def exists(path: Path) -> bool:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from headway.checkpoint.folder import INDEX
-from headway.errors import CheckpointError
+from headway.errors import CheckpointError, foreign
 from headway.stores import open_file, place, url_of
 
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -43,11 +43,6 @@ _RECORDS = {
     ("pathlib._local", "PosixPath"),  # Python 3.13
 }
 _PIECES = re.compile(r"__\d+_\d+\.distcp")  # the only files that an index of ours points into
-# What reading a damaged or made-up pickle raises, and reading attributes and tuples that it lacks.
-_DAMAGE = (
-    pickle.UnpicklingError, EOFError, OSError, ValueError, TypeError, KeyError, AttributeError, IndexError,
-    OverflowError, MemoryError, RecursionError, UnicodeError,
-)  # fmt: skip
 
 
 class SafeReader(FileSystemReader):
@@ -83,15 +78,12 @@ def read_index(folder: Path) -> Metadata:
     Raises:
         CheckpointError: it is damaged, or holds something else than an index does.
     """
-    try:
-        with open_file(place(folder / INDEX)) as file:
-            pickled = _Reader(file).load()
-        return _metadata(pickled)
-    except _DAMAGE as error:
-        raise CheckpointError(
-            f"the checkpoint {folder} cannot be read: its {INDEX} is no index of tensors ({_reason(error)}). "
-            "Copy it again, or use another checkpoint."
-        ) from error
+    refusal = f"the checkpoint {folder} cannot be read: its {INDEX} is no index of tensors"
+    with (
+        foreign(lambda reason: CheckpointError(f"{refusal}: {reason} Copy it again, or use another checkpoint.")),
+        open_file(place(folder / INDEX)) as file,
+    ):
+        return _metadata(_Reader(file).load())
 
 
 class _StandIn:
@@ -201,7 +193,3 @@ def _text(value: Any) -> str:
     if type(value) is not str:
         raise TypeError(f"a name is {type(value).__name__}")
     return value
-
-
-def _reason(error: BaseException) -> str:
-    return str(error)[:200] or type(error).__name__

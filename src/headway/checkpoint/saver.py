@@ -343,4 +343,4 @@ def _reason(error: BaseException, folder: Path) -> str:
     if isinstance(error, CheckpointException):
         rank, (inner, _) = sorted(error.failures.items())[0]
         return f"{_reason(inner, folder)} (rank {rank})"
-    return write_failure(error, folder) or first_line(error).rstrip(".")
+    return write_failure(error, folder) or first_line(error)
