@@ -3,7 +3,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headway.errors import CheckpointError, ConfigError, DataError
@@ -240,14 +240,60 @@ def test_a_stage_is_over_before_the_next_begins_but_for_what_fills_no_step(first
     assert sum(is_first.sum() for is_first in of_first[begins:]) <= 5 * packs_per_step
 
 
-def test_the_samples_of_a_small_dataset_play_about_equally_often_at_any_time():
-    """A window spans one epoch's worth of places, so at most parts of two; a sample may be carried past two windows."""
-    items = Items.of(np.full(500, 7))
-    plan = Plan(items, Order(items.sizes), Budget(30), packs_per_step=2)
-    played = np.zeros(500, dtype=int)
-    for step, _ in itertools.islice(plan.steps(), 400):
+@given(plans(), st.integers(1, 4), st.integers(1, 3))
+def test_an_epoch_is_an_epoch(plan, ranks, accumulation):
+    """After n places of an order over N samples, each has played floor(n / N) or floor(n / N) + 1 times."""
+    items, order, budget, settings = plan
+    plan = Plan(items, order, budget, ranks * accumulation, accumulation=accumulation, **settings)
+    assume(plan.ends_epochs)
+    played = np.zeros(len(items), dtype=int)
+    for step, _ in plan.steps():
         np.add.at(played, np.concatenate(step.packs), 1)
-        assert played.max() - played.min() <= 4
+        assert set(played) <= {step.reached // len(items), step.reached // len(items) + 1}
+        assert played.sum() == step.reached
+
+
+@pytest.mark.parametrize("times", [{"a": 2, "b": 4}, {"a": 3, "b": 3}, {"a": 1.5, "b": 1.5}, {"a": 1, "b": 1.7}])
+def test_sources_with_epochs_of_their_own_end_them_together_where_they_can(times):
+    sizes = {"a": 60, "b": 30}
+    order = Order(sizes, [Stage(tuple(StageSource(name, epochs=number) for name, number in times.items()))])
+    draws = {name: round(times[name] * size) for name, size in sizes.items()}
+    ends = [order.lap_end(0)]
+    while ends[-1] < order.length:
+        ends.append(order.lap_end(ends[-1]))
+    assert ends[-1] == order.length == sum(draws.values())
+    for end in ends[:-1]:
+        counts = np.bincount(order.draw(0, end), minlength=90)
+        assert all(len(set(part)) == 1 for part in np.split(counts, [60]))
+    assert len(ends) == {(2, 4): 2, (3, 3): 3, (1.5, 1.5): 2}.get(tuple(times.values()), 1)
+
+
+def test_epochs_of_a_few_steps_are_mixed_where_ranks_would_have_unequal_work():
+    """Of four packs a step, two of which one long sample fills: a rank of three short ones has half as much to do."""
+    lengths = np.array([40] * 2 + [3] * 12)
+    items = Items.of(lengths, costs=lengths.astype(float) ** 2)
+    endless = Order(items.sizes)
+    alone = Plan(items, endless, Budget(40), 4, accumulation=4)  # one rank has all packs of a step
+    assert alone.ends_epochs
+    assert not Plan(items, endless, Budget(40), 4).ends_epochs
+    assert Plan(items, endless, Budget(40), 4, balance=0.0).ends_epochs
+    assert Plan(items, Order.epochs(items.sizes, 1), Budget(40), 4).ends_epochs  # there is only one
+
+
+def test_a_window_of_an_older_version_goes_on_as_it_was_packed():
+    items = Items.of(np.random.default_rng(0).integers(1, TOKENS, 100))
+    order = Order.epochs(items.sizes, 4)
+    plan = Plan(items, order, Budget(TOKENS), 2)
+    older = {**plan.initial_state(), "ends_epochs": False}
+    steps = list(plan.steps(older))
+    at = next(number for number, (_, state) in enumerate(steps) if state["position"] > 0) - 3
+    state = {key: value for key, value in steps[at][1].items() if key != "ends_epochs"}
+    rest = list(plan.steps(json.loads(json.dumps(state))))
+    assert [[p.tolist() for p in step.packs] for step, _ in rest] == [
+        [p.tolist() for p in step.packs] for step, _ in steps[at + 1 :]
+    ]
+    assert sorted(itertools.chain(*packs_of(steps))) == drawn(order)
+    assert rest[-1][1]["ends_epochs"]  # the windows behind it end with epochs
 
 
 @pytest.mark.slow

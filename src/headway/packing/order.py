@@ -122,9 +122,10 @@ class Order:
         self._lap = sum(sizes.values()) if tells_epochs else 0
         self._stages: list[list[_Part]] = []
         self._ends: list[int] = []  # where each stage ends; the last may never
+        self._laps: list[Fraction] = []  # draws of one time through each stage
         self._epoch: Fraction | None = None
         for number, stage in enumerate(stages):
-            parts, length, epoch = _parts(stage, number, sizes, firsts, numbers)
+            parts, length, epoch, lap = _parts(stage, number, sizes, firsts, numbers)
             self._epoch = epoch if len(stages) == 1 else None
             if length is None and number < len(stages) - 1:
                 raise ConfigError(
@@ -132,6 +133,7 @@ class Order:
                     "number of samples, or epochs instead of weights."
                 )
             self._stages.append(parts)
+            self._laps.append(lap)
             start = self._ends[-1] if self._ends else 0
             self._ends.append(_LAST_PLACE if length is None else start + length)
 
@@ -149,6 +151,15 @@ class Order:
     def epochs_at(self, place: int) -> float | None:
         """Compute how often the data have played before a place; None where stages follow one another."""
         return None if self._epoch is None else float(place / self._epoch)
+
+    def lap_end(self, place: int) -> int:
+        """Find where the time through the data ends that holds a place: each of their samples once; or its stage."""
+        begin = 0
+        for end, lap in zip(self._ends, self._laps, strict=True):
+            if place < end:
+                return min(end, begin + math.ceil(((place - begin) // lap + 1) * lap))
+            begin = end
+        return _LAST_PLACE
 
     def stage_end(self, place: int) -> int:
         """Find where the stage that holds a place ends; beyond all places where it never does, or nothing is left."""
@@ -213,8 +224,12 @@ class Order:
 
 def _parts(
     stage: Stage, number: int, sizes: Mapping[str, int], firsts: Mapping[str, int], numbers: Mapping[str, int]
-) -> tuple[list[_Part], int | None, Fraction]:
-    """Check a stage; return its sources with whole shares, its draws (None if endless), and those of an epoch."""
+) -> tuple[list[_Part], int | None, Fraction, Fraction]:
+    """Check a stage; return its sources with whole shares, its draws (None if endless), and those of an epoch.
+
+    The last number is the draws between places where all sources have played a whole number of times, if they do so
+    before the stage ends.
+    """
     where = f"Stage {number} of the data"
     if not stage.sources:
         raise ConfigError(f"{where} names no source. Name at least one of {', '.join(sizes)}.")
@@ -256,6 +271,7 @@ def _parts(
         shares = _whole_shares([source.weight for source in stage.sources])
     # Draws of one time through the stage, and of the whole stage; None where it never ends.
     epoch = Fraction(sum(shares)) if by_epochs else _epoch_of(stage, used, shares, where)
+    lap = _lap_of(shares, used) if by_epochs and any(shares) else epoch
     length = sum(shares) if by_epochs else stage.samples
     if stage.epochs is not None:
         length = max(1, round(Fraction(stage.epochs) * epoch))
@@ -268,7 +284,16 @@ def _parts(
         for source, num_used, share in zip(stage.sources, used, shares, strict=True)
         if share
     ]
-    return parts, length, epoch
+    return parts, length, epoch, lap
+
+
+def _lap_of(shares: Sequence[int], used: Sequence[int]) -> Fraction:
+    """Draws after which sources that have epochs have all played a whole number of times; else all of their draws."""
+    times = {Fraction(share, num_used) for share, num_used in zip(shares, used, strict=True)}
+    if len(times) == 1:
+        return sum(shares) / times.pop()
+    is_whole = all(number.denominator == 1 for number in times)
+    return Fraction(sum(shares), math.gcd(*(number.numerator for number in times)) if is_whole else 1)
 
 
 def _epoch_of(stage: Stage, used: Sequence[int], shares: Sequence[int], where: str) -> Fraction:

@@ -4,6 +4,7 @@ Every rank computes the same plan without communication: decisions rest on whole
 rounding that differs between processors.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from headway.packing.balanced import smallest_first, sums_of
 from headway.packing.budget import Budget, Size, over_budget
 from headway.packing.items import Items
 from headway.packing.order import Order, key_of
-from headway.packing.steps import BALANCE
+from headway.packing.steps import BALANCE, balance_of
 from headway.packing.strategies import STRATEGIES, Candidates, Strategy, cost_shift, pack_window, whole_costs
 
 Ints = NDArray[np.int64]
@@ -30,6 +31,7 @@ MOST_PACKS = 2**20
 """Packs of a step over all ranks at most."""
 
 _UNLIMITED = 1 << 62
+_LOST = 0.02  # balance over ranks that may be lost for windows that end with epochs of a few steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +50,17 @@ class PlannedStep:
 
 
 class _Start(NamedTuple):
-    """Start of a window: its place, what is carried into it, how its steps are cut, and where the order ended then."""
+    """Start of a window: its place, what is carried into it, how its steps are cut, and where the order ended then.
+
+    Windows that began before they were cut at the end of an epoch are packed as they were (`ends_epochs`).
+    """
 
     position: int
     carried: tuple[int, ...]
     packs_per_step: int
     accumulation: int
     end: int | None
+    ends_epochs: bool
 
 
 class _PackedWindow(NamedTuple):
@@ -74,7 +80,8 @@ class Plan:
     """Steps of packs.
 
     The order is packed a window at a time: its next samples, and what earlier windows left over. A window makes whole
-    steps, and steps of a window are shuffled.
+    steps, and steps of a window are shuffled. It ends with an epoch: what is left of that and fills no step makes one
+    with the first samples of the next, so that each sample has played once before any has twice, but for that step's.
 
     Args:
         items: the samples to plan.
@@ -146,7 +153,22 @@ class Plan:
 
     def initial_state(self) -> dict[str, Any]:
         """The state before the first step."""
-        return self._state(_Start(0, (), self.packs_per_step, self.accumulation, self.order.length), 0)
+        return self._state(self._start_at(0, (), ends_epochs=self.ends_epochs), 0)
+
+    @functools.cached_property
+    def ends_epochs(self) -> bool:
+        """Whether windows end where epochs do; not if epochs of a few steps would leave ranks with unequal work."""
+        start = self._start_at(0, (), ends_epochs=True)
+        end = self.order.lap_end(0)
+        if self.strategy != "balanced" or end == self.order.length:
+            return True
+        needed = self._window(self.order.draw(0, min(end, WINDOW)), start).packs_needed()
+        if not len(needed) or needed[-1] >= MIN_STEPS * self.packs_per_step:
+            return True
+        steps = [step for step, _ in self._steps(start, 0, ends_epochs=True, until=end)]
+        ranks = self.packs_per_step // self.accumulation
+        balances = balance_of(np.stack([step.costs for step in steps]), ranks)
+        return float(np.cumsum(balances)[-1]) >= (self.balance - _LOST) * len(balances)
 
     def steps(self, state: Mapping[str, Any] | None = None) -> Iterator[tuple[PlannedStep, dict[str, Any]]]:
         """Yield steps from a state on, each with the state that follows it.
@@ -162,6 +184,12 @@ class Plan:
             CheckpointError: the state is none of a plan.
         """
         start, done = self._start_of_state(state if state is not None else self.initial_state())
+        yield from self._steps(start, done, ends_epochs=self.ends_epochs)
+
+    def _steps(
+        self, start: _Start, done: int, *, ends_epochs: bool, until: int = _UNLIMITED
+    ) -> Iterator[tuple[PlannedStep, dict[str, Any]]]:
+        """Yield steps from a window on, of which some are done, until so many items have been trained on."""
         while True:
             packed = self._pack(start)
             while done < packed.num_packs:
@@ -171,14 +199,15 @@ class Plan:
                 stop = min(done + self.packs_per_step, packed.num_packs)
                 step, done = self._step(packed, done, stop, start.position - len(start.carried)), stop
                 yield step, self._state(start, done)
+                if step.reached >= until:
+                    return
             if self._ends(packed):
                 return
             left = packed.items[packed.bounds[done] :].tolist()  # of packs too few for a step of the new size
             same = start.packs_per_step == self.packs_per_step
             accumulation = start.accumulation if same else self.accumulation
-            carried = (*left, *packed.carried)
-            start = _Start(packed.position, carried, self.packs_per_step, accumulation, self.order.length)
-            done = 0
+            start = self._start_at(packed.position, (*left, *packed.carried), ends_epochs=ends_epochs)
+            start, done = start._replace(accumulation=accumulation), 0
 
     def count_steps(self, state: Mapping[str, Any] | None = None, most: int | None = None) -> int:
         """Count the steps from a state on, up to `most` of them; takes as long as it takes to plan them.
@@ -196,34 +225,72 @@ class Plan:
         costs = self.items.sizes_of(packed.items[bounds[0] : bounds[-1]]).costs
         return PlannedStep(packs, sums_of(pack_of, costs, len(packs)), before + int(bounds[-1]))
 
+    def _start_at(self, position: int, carried: tuple[int, ...], *, ends_epochs: bool) -> _Start:
+        return _Start(position, carried, self.packs_per_step, self.accumulation, self.order.length, ends_epochs)
+
     def _ends(self, packed: _PackedWindow) -> bool:
         return not packed.carried and self.order.length is not None and packed.position >= self.order.length
 
     def _pack(self, start: _Start) -> _PackedWindow:
         """Pack the window that starts somewhere; the same start gives the same packs."""
         carried = np.array(start.carried, dtype=np.int64)
-        # Steps of a window are shuffled, so that it spans about an epoch at most: else some samples would play again
-        # before others play at all. And it ends where its stage does, unless the rest of that fills no step.
         count = self.window or min(WINDOW, len(self.items))
         left = (_UNLIMITED if start.end is None else start.end) - start.position
-        within = min(left, self.order.stage_end(start.position) - start.position)
+        # Steps of a window are shuffled, so that it ends where all samples have played, or its stage does: else some
+        # would play again before others play at all.
+        end_of = self.order.lap_end if start.ends_epochs else self.order.stage_end
+        within = min(left, end_of(start.position) - start.position)
+        # What the epoch before has left over makes a step at once.
+        begins = start.ends_epochs and len(carried) and start.position == end_of(start.position - 1)
+        if begins:
+            within, count = 0, 1
         while True:
             wanted = max(1, count - len(carried))
             items = np.concatenate([carried, self.order.draw(start.position, min(wanted, within, left))])
             drawn_all = len(items) - len(carried) >= left
             window = self._window(items, start)
-            ends_stage = wanted >= within
-            enough = 1 if self.window is not None or ends_stage else MIN_STEPS
+            ends = wanted >= within
+            enough = 1 if self.window is not None or ends else MIN_STEPS
             steps = float(window.packs_needed()[-1]) / start.packs_per_step if len(items) else 0.0
+            if ends and steps < 1 and not drawn_all and start.ends_epochs:
+                return self._pack_across(start, items)
             if steps < enough and not drawn_all:
-                within = _UNLIMITED if ends_stage else within
+                within = _UNLIMITED if ends else within
                 count = 1 + max(2 * len(items), int(len(items) * enough / max(steps, 0.125)))
                 continue
             pack_of, num_packs = pack_window(window, self.strategy, drawn_all)
             if num_packs or drawn_all:
                 return _packed_window(items, pack_of, num_packs, start.position, len(carried))
-            within = _UNLIMITED if ends_stage else within
+            if ends and start.ends_epochs:
+                return self._pack_across(start, items)
+            within = _UNLIMITED if ends else within
             count = 2 * len(items)
+
+    def _pack_across(self, start: _Start, remaining: Ints) -> _PackedWindow:
+        """Pack what an epoch has left over, all of it, with as much of the next as makes a step.
+
+        Args:
+            start: of the window.
+            remaining: the items that are left, first those carried into it.
+        """
+        num_carried = len(start.carried)
+        place = start.position + len(remaining) - num_carried
+        left = (_UNLIMITED if start.end is None else start.end) - place
+        more = len(remaining)
+        while True:
+            items = np.concatenate([remaining, self.order.draw(place, min(more, left))])
+            needed = self._window(items, start).packs_needed()
+            if needed[-1] >= start.packs_per_step or len(items) - len(remaining) >= left:
+                break
+            more *= 2
+        items = items[: max(len(remaining), int(np.searchsorted(needed, 2 * start.packs_per_step)))]
+        while True:
+            is_alone = len(items) == len(remaining)
+            drawn_all = len(items) - len(remaining) >= left
+            pack_of, num_packs = pack_window(self._window(items, start), self.strategy, is_alone or drawn_all)
+            if (pack_of[: len(remaining)] >= 0).all() and num_packs:
+                return _packed_window(items, pack_of, num_packs, start.position, num_carried)
+            items = items[: len(remaining) + (len(items) - len(remaining)) // 2]
 
     def _window(self, items: Ints, start: _Start) -> Candidates:
         sizes = self.items.sizes_of(items)
@@ -247,13 +314,14 @@ class Plan:
             numbers = [int(state[name]) for name in ("position", "packs_per_step", "accumulation", "packs_done")]
             end = state.get("end", self.order.length)
             end = None if end is None else int(end)
+            ends_epochs = bool(state.get("ends_epochs", False))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"The state of a plan holds position, carried, packs_per_step, accumulation and packs_done, got "
                 f"{dict(state)!r:.200}. Resume from a whole checkpoint."
             ) from error
         position, packs_per_step, accumulation, done = numbers
-        return _Start(position, carried, packs_per_step, accumulation, end), done
+        return _Start(position, carried, packs_per_step, accumulation, end, ends_epochs), done
 
 
 def _packed_window(items: Ints, pack_of: Ints, num_packs: int, position: int, num_carried: int) -> _PackedWindow:
