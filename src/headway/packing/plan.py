@@ -288,7 +288,8 @@ class Plan:
             is_alone = len(items) == len(remaining)
             drawn_all = len(items) - len(remaining) >= left
             pack_of, num_packs = pack_window(self._window(items, start), self.strategy, is_alone or drawn_all)
-            if (pack_of[: len(remaining)] >= 0).all() and num_packs:
+            placed = pack_of[: len(remaining)]
+            if num_packs and (placed >= 0).all() and (is_alone or placed.max() < start.packs_per_step):
                 return _packed_window(items, pack_of, num_packs, start.position, num_carried)
             items = items[: len(remaining) + (len(items) - len(remaining)) // 2]
 

@@ -118,9 +118,9 @@ def test_settings_that_are_named_exist():
     there = {setting.name for setting in walk(TrainConfig)}
     sections = "|".join(sorted({name.partition(".")[0] for name in there}))
     files = [path for path in Path(rules.__file__).parent.glob("*.py") if path.name != "rules.py"]  # it names functions
-    named = set()
-    for path in files:
-        named |= set(re.findall(rf"\b(?:{sections})\.(?:[a-zN]\w*\.)*[a-z]\w*", path.read_text(encoding="utf-8")))
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    named = {name for text in texts for name in re.findall(rf"\b(?:{sections})\.(?:[a-zN]\w*\.)*[a-z]\w*", text)}
     named.discard("model.resize_token_embeddings")  # a method of transformers
     assert len(named) > 15
     assert named - there == set()
+    assert not [text for text in texts if "config.json" in text]  # no run reads a key of it that advice could name

@@ -313,7 +313,7 @@ def uneven_experts(evidence: StepEvidence) -> Observation | None:
         f"the busiest expert of a layer had {ratio:.1f} times the mean of its experts; waiting for it costs up to "
         f"{evidence.share(ns)} of the time.",
         "the router prefers some experts, so others and their devices idle.",
-        "a larger router_aux_loss_coef in the model's config.json, or experts over fewer devices.",
+        "experts over fewer devices, so that each holds more of them and their work evens out.",
         setting="a smaller parallel.expert",
     )
 
