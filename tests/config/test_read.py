@@ -251,7 +251,8 @@ def test_every_setting_that_stands_for_another_tools_exists_and_takes_the_value(
 
 def test_no_word_of_another_tool_is_a_setting_here_at_the_same_time():
     """Or the table would speak of a setting that was only put into the wrong section."""
-    assert not {name.rpartition(".")[2] for name in NAMES} & (SAME.keys() | ABSENT.keys())
+    own = {name.rpartition(".")[2] for name in NAMES} - {"loss"}  # preference.loss; that of tokens cannot be chosen
+    assert not own & (SAME.keys() | ABSENT.keys())
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -309,7 +310,26 @@ def test_settings_of_configurations_that_others_published_are_understood(tool):
     assert [word for word in PUBLISHED[tool].split() if translated(word) is None] == []
 
 
-@pytest.mark.parametrize("key", ["tokens", "grip", "datum", "callbacks", "mode", "use_kl"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "loss=contrastive", "optim.label_smoothing=0.1", "eval.tasks=[mmlu]", "model.teacher=x", "run.callbacks=[a]",
+        "router_aux_loss_coef=1", "model.mtp=true", "optim.z_loss=1e-4", "model.qat=true",
+    ],
+)  # fmt: skip
+def test_what_others_have_and_headway_has_not_is_said(minimal, override):
+    with pytest.raises(ConfigError, match=r"there is none in Headway: .*; nearest: "):
+        load_config(minimal, (override,))
+
+
+def test_a_setting_below_a_number_is_told_as_one_that_there_is_or_not(minimal):
+    with pytest.raises(ConfigError, match=r"no 'use_dora' in it; there is none in Headway: adapters and the loss"):
+        load_config(minimal, ("model.lora=8", "model.lora.use_dora=true"))
+    with pytest.raises(ConfigError, match=r"no 'alpha' in it; give model.lora a mapping of its settings"):
+        load_config(minimal, ("model.lora=8", "model.lora.alpha=4"))
+
+
+@pytest.mark.parametrize("key", ["tokens", "grip", "datum", "calling", "mode", "use_kl"])
 def test_a_name_that_is_near_nothing_is_not_guessed(minimal, key):
     with pytest.raises(ConfigError, match=f"unknown key 'optim.{key}', allowed here: name, steps"):
         load_config(minimal, (f"optim.{key}=1",))

@@ -159,6 +159,39 @@ _ABSENT: dict[str, str] = {
     "use_dora use_rslora neftune_noise_alpha label_smoothing_factor": (
         "adapters and the loss are the plain ones; nearest: `model.lora.alpha` and `model.lora.dropout`"
     ),
+    "optim.label_smoothing train.label_smoothing training.label_smoothing model.label_smoothing "
+    "optim.z_loss z_loss z_loss_weight z_loss_coef z_loss_multiplier entropy_coef entropy_bonus focal_loss "
+    "contrastive contrastive_loss info_nce loss_fn loss_function custom_loss compute_loss_func loss loss.name": (
+        "tokens are learnt by their cross-entropy alone; nearest: `preference.loss`, for answers that are compared"
+    ),
+    "teacher teacher_model teacher_path teacher_model_name_or_path model.teacher distill distillation kd "
+    "kd_temperature kd_loss kd_ratio distill_alpha gkd gkd_lambda soft_targets logit_distillation student": (
+        "no second model teaches; nearest: answers that `headway generate` had the teacher write, in `data.train`"
+    ),
+    "router_aux_loss_coef aux_loss aux_loss_coef aux_loss_alpha moe_aux_loss_coeff router_z_loss_coef "
+    "load_balancing_loss load_balance_loss_coef moe_z_loss_coeff output_router_logits router_aux_loss": (
+        "no loss of routers is added, as it would depend on accumulation and ranks (docs/experts.md); nearest: "
+        "`model.freeze`, which may hold the routers"
+    ),
+    "mtp mtp_num_layers mtp_loss_weight mtp_loss_scaling_factor num_nextn_predict_layers multi_token_prediction "
+    "eagle medusa draft_model speculative": (
+        "one next token is learnt, by the model's own head; nearest: `model.path`"
+    ),
+    "qat quantization_aware_training fake_quant qat_config pruning prune sparsity sparse": (
+        "weights are learnt as they are; nearest: `run.dtype=float8` for products, `model.base` for frozen weights"
+    ),
+    "callbacks callback hooks plugins trainer_callbacks custom_callbacks": (
+        "a run calls no code of yours; nearest: `run.trackers`, and headway.Meter in a loop of your own"
+    ),
+    "tasks benchmarks benchmark eval_tasks lm_eval lm_eval_tasks lmms_eval eval_benchmarks mmlu metrics "
+    "compute_metrics eval_metrics": (
+        "held-out samples are judged by loss and exact match; nearest: `data.eval`, and lm-evaluation-harness on an "
+        "export (docs/evaluate.md)"
+    ),
+    "grpo ppo num_generations reward_funcs reward_fn reward_function vllm use_vllm reward_model_path": (
+        "no answers are generated in a step; nearest: `preference.loss`, and headway.Meter around TRL's or verl's loop "
+        "(docs/rl.md)"
+    ),
     "assistant_only_loss completion_only_loss do_train do_eval overwrite_output_dir remove_unused_columns tf32": (
         "only answers are learnt, `eval.every` evaluates, and what is in `run.folder` is never written over; nearest: "
         "leave it out"

@@ -14,6 +14,7 @@ from headway.config.data import DataConfig
 from headway.config.mistakes import describe_all
 from headway.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.config.optim import OptimConfig
+from headway.config.other_tools import translated
 from headway.config.preference import PreferenceConfig
 from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
 from headway.config.sections import Section, changed
@@ -413,7 +414,11 @@ def _assign(raw: dict[str, Any], override: str) -> None:
             node = _assigned(node, key, value, last)
         else:
             where = ".".join(keys[:depth])
-            raise ConfigError(Argument("overrides"), f" {override!r}: {where} is {node!r}, which has no {key!r} in it.")
+            answer = translated(dotted.strip()) or f"give {where} a mapping of its settings to set them one by one"
+            raise ConfigError(
+                Argument("overrides"),
+                f" {override!r}: {where} is {node!r}, which has no {key!r} in it; {answer}.",
+            )
 
 
 def _assigned(node: dict[str, Any], key: str, value: Any, last: bool) -> Any:
