@@ -115,6 +115,21 @@ def test_of_two_runs_both_are_told_under_names_that_differ_with_the_settings_tha
     assert "* Settings that differ: optim.lr (0.1 in A, 0.2 in B)." in text
 
 
+def test_settings_that_decide_come_first_and_an_absent_section_is_one_of_them(tmp_path):
+    texts = {
+        "before": "data: {eval: {path: e.jsonl, end_token: 2}}\nrun: {log_every: 1}\noptim: {steps: 9}\n",
+        "after": "data: {eval: null}\nrun: {log_every: 2}\noptim: {steps: 8}\npreference: {beta: 1}\n",
+    }
+    for name, text in texts.items():
+        run = even(tmp_path / name)
+        (run / "config.yaml").write_text(text)
+        (run / "summary.json").write_text("{}\n")
+    text = compared_markdown(read_run(tmp_path / "before"), read_run(tmp_path / "after"))
+    line = "optim.steps (9 in A, 8 in B), preference (- in A, a section of 1 in B)"
+    line += ", data.eval (a section of 2 in A, None in B) and 1 more"
+    assert f"* Settings that differ: {line}." in text
+
+
 ODD = st.one_of(
     st.none(), st.booleans(), st.floats(), st.integers(-(10**20), 10**20), st.text(max_size=3), st.just([1])
 )

@@ -95,6 +95,8 @@ def test_what_is_no_secret_is_shown_in_errors(text):
         "path: git@github.com:me/rows",
         "path: hf://datasets/me/rows@v1.com/a",
         "a: b@v1.0",
+        "token_dtype: uint16",
+        "end_token: 2",
     ],
 )
 def test_what_names_nobody_is_shown_in_settings(settings):

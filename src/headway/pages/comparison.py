@@ -1,6 +1,8 @@
 """Two runs side by side, as HTML or Markdown: what a step of the second takes longer, and losses at equal cost."""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
@@ -27,6 +29,7 @@ _SAME_PEAK = 0.005  # a measured one is never twice the same
 _SAME_WORK = 0.005  # smaller differences are not named
 _FEW = 5  # steps
 _MOST_NAMED = 3  # settings that differ, in a sentence
+_DECISIVE = ("model", "optim", "data", "preference", "parallel", "speed")  # sections that change what is computed
 _BLOCK, _RESAMPLES = 10, 2000  # steps that follow each other are alike, so ten of them are drawn together
 _OF_INTERVAL = (
     "the interval knows how steps vary within each run; of what changed between the two, such as other work on the "
@@ -322,10 +325,29 @@ def _curve(run: ReportedRun, *keys: str) -> "tuple[np.ndarray, np.ndarray]":
 def _settings(a: ReportedRun, b: ReportedRun) -> ReportSection:
     """Settings of config.yaml that differ; both are without secrets already."""
     both = [_flat(run.files.get(CONFIG, "")) for run in (a, b)]
-    names = dict.fromkeys([*both[0], *both[1]])
-    changed = [name for name in names if both[0].get(name) != both[1].get(name)]
-    rows = [[name, *(settings.get(name, "-") for settings in both)] for name in changed]
-    return ReportSection("Settings that differ", ["setting", "A", "B"], rows)
+    below = [Counter(section for name in settings for section in _sections_of(name)) for settings in both]
+    rows: dict[str, list[str]] = {}
+    for name in dict.fromkeys([*both[0], *both[1]]):
+        if both[0].get(name) != both[1].get(name):
+            # of a section that only one run has a row for all of it
+            row = next((part for part in _sections_of(name) if not all(counts[part] for counts in below)), name)
+            rows[row] = [
+                settings.get(row, f"a section of {counts[row]}" if counts[row] else "-")
+                for settings, counts in zip(both, below, strict=True)
+            ]
+    ordered = sorted(rows.items(), key=lambda row: _rank_of(row[0]))
+    return ReportSection("Settings that differ", ["setting", "A", "B"], [[name, *row] for name, row in ordered])
+
+
+def _sections_of(name: str) -> list[str]:
+    """The sections that a setting is in, the outermost first."""
+    return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+
+
+def _rank_of(name: str) -> int:
+    """Order of settings by what they decide of the numbers: what is learnt first, where it is written last."""
+    section = "eval" if name.startswith("data.eval") else name.partition(".")[0]
+    return _DECISIVE.index(section) if section in _DECISIVE else len(_DECISIVE)
 
 
 def _flat(text: str) -> dict[str, str]:

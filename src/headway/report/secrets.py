@@ -179,6 +179,8 @@ def _is_plain(value: object) -> bool:
 
 def _is_secret(name: str) -> bool:
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    if re.fullmatch(rf"{_OF_TEXTS}|token_dtype", plain):
+        return False
     words = set(re.split(r"[^a-z0-9]+", plain))
     together = "_".join(re.split(r"[^a-z0-9]+", plain))
     has_key = bool(words & {"key", "keys"}) and bool(words & _KEYS)
