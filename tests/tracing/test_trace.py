@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations
 from headway.count import Workload, drivers
 from headway.errors import TraceError, WorkloadError
 from headway.tracing import trace
+from headway.tracing.build import model_on_shapes
 from helpers.cases import some
 from helpers.counter import counted, counted_eagerly
 from helpers.models import FAMILIES, tiny_config
@@ -544,3 +545,10 @@ def test_work_that_each_row_has_once_is_done_for_each(body):
     cost = trace(model, inputs=lambda workload: (torch.zeros(1, workload.tokens, 8),))
     for rows in (1, 3):
         assert counted(cost, Workload([5] * rows)) == counted_eagerly(model, (torch.randn(rows, 5, 8),))
+
+
+def test_a_tower_of_another_width_than_its_tokens_is_told_by_both_widths():
+    config = tiny_config("qwen3_vl")
+    config.vision_config.out_hidden_size = 24
+    with pytest.raises(TraceError, match=r"vision_config.out_hidden_size is 24, and hidden_size of the text is 32\."):
+        trace(model_on_shapes(config))

@@ -338,6 +338,21 @@ def _source(model: Any, parameters: Sequence[str]) -> dict[str, str]:
     return source
 
 
+def _unlike_widths(model: Any) -> str | None:
+    """Say which tower's features are not as wide as the tokens whose places they take; None where widths agree."""
+    config = getattr(model, "config", model)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    width = getattr(text, "hidden_size", None)
+    for name in getattr(config, "sub_configs", ()):
+        features = getattr(getattr(config, name, None), "out_hidden_size", None)
+        if isinstance(features, int) and isinstance(width, int) and features != width:
+            return (
+                f"{name}.out_hidden_size is {features:,}, and hidden_size of the text is {width:,}. Features take the "
+                "places of tokens, so both widths must be equal: change one of the two in config.json."
+            )
+    return None
+
+
 def failed_on_shapes(error: Exception, model: Any, recorder: Recorder | None = None) -> TraceError:
     """Describe an error that was raised while a model was traced.
 
@@ -352,6 +367,8 @@ def failed_on_shapes(error: Exception, model: Any, recorder: Recorder | None = N
         place = f"module {path or '(the model)'} ({type(model.get_submodule(path)).__name__})"
     text = " ".join(str(error).split())
     text = text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+    if "match" in text and (widths := _unlike_widths(model)) is not None:
+        return TraceError(f"{type(model).__name__} cannot run: {widths}")
     happened = f"fails in {operation}" if operation else "raises an error"
     return TraceError(
         f"{place} {happened} when it runs on shapes alone: {type(error).__name__}: {text.rstrip('.') or 'no reason'}. "
