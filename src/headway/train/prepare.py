@@ -39,7 +39,7 @@ from headway.count.recompute import with_head
 from headway.data import Encoder
 from headway.data.chat import stop_ids_of
 from headway.data.chat_settings import ChatSettings
-from headway.data.feed import FILES, Feed, IndexedFeed
+from headway.data.feed import FILES, Feed
 from headway.data.processor_settings import ProcessorSettings
 from headway.data.sources.opening import samples_of
 from headway.data.stops import with_stops
@@ -367,12 +367,7 @@ def _length(config: TrainConfig, feed: Feed, checkpoint: Checkpoint | None) -> t
                 f"warning: the data end after {format_count(steps)} of {format_count(limit)} steps, the run and its "
                 "schedule with them; optim.epochs instead of optim.steps says how often they play"
             ]
-    if isinstance(feed, IndexedFeed) and not feed.plan.ends_epochs:
-        notes.append(
-            "warning: an epoch has too few steps to give all ranks equal work, so packs are made of several epochs at "
-            "once: when the record says epoch 1.00, some samples have played twice and others not yet"
-        )
-    return steps, (*notes, *(f"warning: {text}" for text in warnings(config, steps)))
+    return steps, (*notes, *(f"warning: {text}" for text in (*warnings(config, steps), *feed.warnings)))
 
 
 def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> RunCompleteError:

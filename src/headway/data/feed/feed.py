@@ -224,6 +224,11 @@ class Feed(ABC):
         """Epochs of the data by the end of the last step handed out; None where that is not known."""
         return None
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences on what its records do not mean."""
+        return ()
+
     def steps_left(self, most: int | None) -> int | None:  # noqa: ARG002 - for those who can count
         """Steps until the data end, counted up to `most`; None if they never do, or it is not known beforehand."""
         return None

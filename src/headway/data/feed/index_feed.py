@@ -63,6 +63,15 @@ class IndexedFeed(Feed):
         """Epochs of the data by the end of the last step handed out."""
         return self.plan.order.epochs_at(self._reached)
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence on epochs that are mixed; none where windows of packs end with them."""
+        mixed = (
+            "an epoch has too few steps to give all ranks equal work, so packs are made of several epochs at once. If "
+            "the record says epoch 1.00, some samples have played twice and others not yet"
+        )
+        return () if self.plan.ends_epochs else (mixed,)
+
     def steps_left(self, most: int | None) -> int | None:
         """Steps until the data end, counted up to `most`; None if they never do."""
         return None if self.plan.order.length is None else self.plan.count_steps(self._place, most)
