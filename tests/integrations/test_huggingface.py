@@ -276,6 +276,18 @@ def test_a_model_of_any_arguments_is_counted_by_itself(tmp_path):
     assert callback.run.flops.total == 2 * 2 * 48 * 5 * 3 * 4
 
 
+@pytest.mark.slow
+def test_a_model_that_the_trainer_compiles_is_counted_in_each_step_but_the_first(tmp_path):
+    callback = HeadwayCallback(peak=PEAK)
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 3, "logging_steps": 1}
+    options |= {"report_to": [], "use_cpu": True, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    rows = [{"input_ids": [7] * 9, "labels": [7] * 9}] * 6
+    trainer = Trainer(tiny(), TrainingArguments(tmp_path, **options), train_dataset=rows, callbacks=[callback])
+    trainer.train()
+    assert (callback.run.num_steps, callback.run.num_left_out) == (2, 1)
+    assert callback.run.flops == trace(tiny()).count(Workload([9] * 4))
+
+
 def test_a_model_that_takes_pictures_alone_is_counted_by_itself(tmp_path):
     config = ViTConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8

@@ -93,7 +93,6 @@ class ForwardWatch:
         is_headless: whether the head of the model runs elsewhere, on the positions that were asked for.
 
     Attributes:
-        name: class of the model.
         num_calls: forwards so far.
         is_lost: whether a compiled function runs the model, around all hooks.
     """
@@ -115,12 +114,11 @@ class ForwardWatch:
 
         inner = unwrapped(model)
         self.name, self.counts, self.is_trained = type(inner).__name__, counts, is_trained
-        self.num_calls, self.is_lost = 0, False
+        self.num_calls, self.is_lost, self._has_warned, self._is_closed = 0, False, False, False
         self._meter, self._cost_model = meter, cost_model
         self._workload, self._phase, self._is_headless = workload, phase, is_headless
         self._model, self._inner = weakref.ref(model), weakref.ref(inner)
         self._own_forward = vars(model).get("forward")
-        self._has_warned = self._is_closed = False
         self._owner: ForwardWatch | None = None  # which outlives a watch of the model without its head
         # calls under way, of each thread by itself; forwards of this step; those whose backward came after their step;
         # and the forwards that each backward under way has come to, with the parameters that it reaches
@@ -247,7 +245,9 @@ class ForwardWatch:
                 "its backward computes. Count the steps yourself: Meter(model, watch=False) and Meter.count(batch)."
             )
         if self._phase is not None and not is_again:
-            if vars(module).get("forward") is not self._own_forward and (headless := self._headless()) is not None:
+            model: Any = self._model()  # not what was compiled from it
+            forward = vars(model).get("forward")
+            if forward is not self._own_forward and (headless := self._headless()) is not None:
                 around.callback(headless.close)
                 return None
             around.enter_context(self._phase())
