@@ -112,3 +112,15 @@ def test_a_lost_connection_is_not_taken_for_a_disk():
         raise RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]:1")
     with pytest.raises(ConnectionResetError), explain_errors(LoopPhase(), str):
         raise ConnectionResetError(errno.ECONNRESET, "reset")
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), RuntimeError("boom"), KeyError("boom")])
+def test_an_error_that_nobody_foresaw_ends_with_the_rank_and_the_way_on(monkeypatch, error):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    phase = LoopPhase(step=7, name="backward")
+    with pytest.raises(type(error)) as raised, explain_errors(phase, str), explain_errors(phase, str):
+        raise error
+    (note,) = raised.value.__notes__
+    assert note.startswith("Error: rank 1 of 3 ended in step 7, backward by this error of its own, and the other ranks")

@@ -205,9 +205,10 @@ class ChunkedLoss(ModelWithLoss):
                 losses = self._compute(task)(hidden_TH.detach(), False, (False,) * len(parameters))
             task = replace(task, factor_T=self._weigh(losses.loss_T))
         summed: Any = SummedLoss.apply  # torch leaves it untyped
-        total, zeros_T1, loss_T, right_T = summed(self._compute(task), task, hidden_TH, *parameters)
+        total, zeros_1T1, loss_T, right_T = summed(self._compute(task), task, hidden_TH, *parameters)
         self._losses.append(PackLoss(total, loss_T, right_T))
-        zeros: torch.Tensor = zeros_T1.view(*hidden_1TH.shape[:-1], 1)
+        # No view where the model's own shape is that already: FSDP2 warns of models that return one.
+        zeros: torch.Tensor = zeros_1T1 if hidden_1TH.ndim == 3 else zeros_1T1.view(*hidden_1TH.shape[:-1], 1)
         return zeros
 
     def _compute(self, task: Task) -> Compute:

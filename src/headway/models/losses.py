@@ -78,8 +78,8 @@ class SummedLoss(torch.autograd.Function):
         """Compute losses and gradients.
 
         Returns:
-            The sum of the losses, weighed and divided as the task says; a zero for each slot, shape (T, 1), that hangs
-            on the same graph; the losses, shape (T,), and which slots are right, shape (T,) or None, both without
+            The sum of the losses, weighed and divided as the task says; a zero for each slot, shape (1, T, 1), that
+            hangs on the same graph; the losses, shape (T,), and which slots are right, shape (T,) or None, both without
             gradient.
         """
         needs = ctx.needs_input_grad[2:]
@@ -88,7 +88,7 @@ class SummedLoss(torch.autograd.Function):
         loss_T, right_T = losses.loss_T, losses.right_T
         ctx.mark_non_differentiable(*(x for x in (loss_T, right_T) if x is not None))
         weighed_T = loss_T if task.factor_T is None else loss_T * task.factor_T
-        return weighed_T.sum() / task.per, loss_T.new_zeros(len(loss_T), 1), loss_T, right_T
+        return weighed_T.sum() / task.per, loss_T.new_zeros(1, len(loss_T), 1), loss_T, right_T
 
     @staticmethod
     @torch.autograd.function.once_differentiable

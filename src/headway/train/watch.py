@@ -20,7 +20,7 @@ from typing import Self
 import torch.distributed as dist
 
 from headway.data import Batch
-from headway.errors import OutOfMemoryError, RankLostError, TrainingError, is_out_of_memory
+from headway.errors import HeadwayError, OutOfMemoryError, RankLostError, TrainingError, is_out_of_memory
 from headway.words import Argument
 
 # Ctrl-C; what Kubernetes, Slurm and torchrun send before they kill, and Slurm as `--signal=USR1` asks; and what comes
@@ -187,7 +187,23 @@ def explain_errors(phase: LoopPhase, explain_memory: Callable[[BaseException], s
                 f"says why. Start again with {Argument('resume', example='None')}; torchrun --max-restarts does so by "
                 "itself."
             ) from error
+        _note_rank(error, phase)
         raise
+    except HeadwayError:
+        raise
+    except Exception as error:
+        _note_rank(error, phase)
+        raise
+
+
+def _note_rank(error: Exception, phase: LoopPhase) -> None:
+    """Have the traceback of an error that nobody foresaw end with the rank that it ended, and with the way on."""
+    if dist.is_initialized() and dist.get_world_size() > 1 and not getattr(error, "__notes__", ()):
+        error.add_note(
+            f"Error: rank {dist.get_rank()} of {dist.get_world_size()} ended in {phase} by this error of its own, and "
+            f"the other ranks end with it. Start again with {Argument('resume', example='None')}; checkpoints that are "
+            "there are whole."
+        )
 
 
 @contextmanager

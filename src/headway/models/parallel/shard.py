@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from headway.errors import ConfigError
@@ -74,6 +75,7 @@ def shard_model(
             shard(part, mesh.expert_fsdp)
         shard(block.module)
     if vision is not None:
+        vision.register_forward_hook(_own_outputs)  # before FSDP2's, which hooks onto what this returns
         shard(vision)
     # An untied embedding and head are units of their own; what is left joins the root.
     hf_model: Any = model  # transformers leaves these untyped
@@ -92,6 +94,13 @@ def shard_model(
     _prefetch(units)
     if mesh.fsdp.device_type != "cpu":
         keep_on_host(model)
+
+
+def _own_outputs(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Copy outputs that are views: backward would pass by FSDP2's hook if the model wrote into one in place."""
+    if not torch.is_grad_enabled():
+        return output
+    return tree_map_only(torch.Tensor, lambda tensor: tensor if tensor._base is None else tensor.clone(), output)
 
 
 def reduce_gradients(model: nn.Module, now: bool) -> None:
