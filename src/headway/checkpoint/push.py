@@ -72,7 +72,7 @@ def find_repo(name: str, *, private: bool, update: bool) -> HubRepo:
         raise UsageError(Argument("push_to_hub", name), f" needs a token that may write, and there is none: {_TOKEN}.")
     api = HfApi()
     with _hub_errors(name, "Nothing was made or sent."):
-        user = api.whoami()
+        user: Any = api.whoami()
         if not isinstance(user, dict) or not isinstance(user.get("name"), str):  # a portal's page, or another service
             raise ValueError(f"{hub.endpoint()} answers with no account; HF_ENDPOINT names the Hub's address")
         if _role(user) == "read":
