@@ -150,6 +150,21 @@ def test_attention_without_a_mask_costs_what_its_implementation_attends_to(imple
     assert row.forward == pairs * 2 * 4 * (8 + 8)
 
 
+def test_learnt_queries_without_a_mask_see_every_key():
+    class Learnt(_Unmasked):  # as Kosmos-2 reads a picture
+        def forward(self, x):
+            k, v = self.qkv(x)[..., 32:].view(*x.shape[:2], 2, 4, 8).permute(2, 0, 3, 1, 4)
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+            return attend(self, self.queries, k, v, None, scaling=1.0)[0]
+
+    config = _UnmaskedConfig()
+    config._attn_implementation_internal = "eager"
+    module = Learnt(config, True, {}, True)
+    module.queries = nn.Parameter(torch.zeros(1, 4, 3, 8))
+    (row,) = (r for r in trace(module, inputs=(torch.zeros(1, 9, 32),)).rows if r.op == "attention")
+    assert row.forward == 3 * 9 * 2 * 4 * (8 + 8)
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_a_kernel_that_does_not_run_on_shapes_is_billed_by_its_flag(family):
     # Headway's own backend calls PyTorch's kernel for the CPU by its name; its towers see all of a picture or window

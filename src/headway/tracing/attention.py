@@ -178,9 +178,11 @@ def _unmasked_pairs(
     if function is None:  # eager attention that the model calls by itself: all of transformers' read the mask alone
         return plain_pairs(qkv[0], qkv[1], False, None)
     before = len(recorder.operations)
+    # of the batch, even queries that are learnt: else their product would be a weight's
+    shapes = (Phantom(t.meta, fed=True) if isinstance(t, Phantom) else phantom(t, fed=True) for t in qkv)
     try:
         with torch.no_grad():
-            function(module, *qkv, None, **kwargs)
+            function(module, *shapes, None, **kwargs)
     except TraceError:  # a kernel that does not run on shapes is believed to read what the interface hands it
         causal = kwargs.get("is_causal")
         causal = bool(getattr(module, "is_causal", True) if causal is None else causal)

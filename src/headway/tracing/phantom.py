@@ -137,8 +137,8 @@ class Recording:
 
     def __init__(self, model: nn.Module, on_dispatch: OnDispatch, on_result: OnResult) -> None:
         tensors = _tensors(value for module in model.modules() for value in vars(module).values())
-        storages = {_storage(tensor) for tensor in tensors}
-        self.listeners = (on_dispatch, on_result, frozenset(storages) - {0})
+        self._tensors = tensors  # held: an address stays theirs
+        self.listeners = (on_dispatch, on_result, frozenset(map(_storage, tensors)) - {0})
 
     def __enter__(self) -> None:
         self._previous = _listen(*self.listeners)
