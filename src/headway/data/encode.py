@@ -357,7 +357,7 @@ class Encoder:
             return plain
         if not any(MODALITIES[name].shape == "grids" for name in media.sizes):
             return plain.repeat(3, 1)  # M-RoPE of text and sounds: the three rows agree
-        arguments = {**media.processed, **media.rope_arguments()}
+        arguments = {name: tensor.tensor_X for name, tensor in media.processed.items()} | media.rope_arguments()
         positions, _ = self.rope_index(input_ids=ids[None], mm_token_type_ids=types[None], **arguments)
         return positions[:, 0].cpu()
 
