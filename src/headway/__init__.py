@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headway.devices import Peak, peak_for
     from headway.meter import Meter, Window
     from headway.meter.profile import profile
-    from headway.tracing import trace
+    from headway.tracing.trace import trace
 
 _HOME = {
     "CostModel": "headway.count",
