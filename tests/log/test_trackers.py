@@ -3,6 +3,7 @@
 import builtins
 import json
 import math
+import re
 import shutil
 import socket
 import sys
@@ -17,6 +18,7 @@ from headway.log.jsonl import read_jsonl
 from headway.log.sinks import Sinks, open_sink
 from headway.log.tensorboard import grouped
 from headway.log.trackers import tracked
+from headway.version import install_command
 from helpers.runs import leave_settings_out, read_events, read_mlflow, read_wandb, wandb_history
 from tools.site.records import example
 
@@ -438,7 +440,8 @@ def test_a_missing_package_is_an_error_that_names_the_extra(monkeypatch, spec, p
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"needs {package}\S*, which is not installed.*'headway\[trackers\]'"):
+    command = re.escape(install_command("trackers"))
+    with pytest.raises(ConfigError, match=rf"needs {package}\S*, which is not installed.*{command}"):
         open_sink(spec)
 
 
