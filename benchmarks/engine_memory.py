@@ -21,7 +21,7 @@ from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
 
 Planned = TypeVar("Planned")
-SMALL_ROOM = 4 * 2**30  # of a machine without a CUDA device, for small sizes [bytes]
+SMALL_ROOM = 4 * 2**30  # memory of a machine without a CUDA device, for small sizes [bytes]
 
 
 class Memory:
@@ -112,7 +112,7 @@ def fullest(plan: Callable[[str], tuple[Planned, float]], room_bytes: float) -> 
     Raises:
         PlanError: no size fits.
     """
-    low, high, fits = 0, int(room_bytes / 2**30), None  # of activations [GiB]
+    low, high, fits = 0, int(room_bytes / 2**30), None  # activations [GiB]
     while high - low > 1:
         size = (low + high) // 2
         try:

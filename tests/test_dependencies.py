@@ -21,8 +21,8 @@ IMPORTED_BY_OTHERS = {
     "alembic": "mlflow, to write to a database file",
     "nvidia-cudnn-frontend": "importlib, by the name of the module that defines its operations",
 }
-# imported only where the user's program has them already: loops that integrations join
-USERS_OWN = {"accelerate", "lightning", "pytorch-lightning", "torchtitan"}
+# imported only where they are there already: loops that integrations join, and fsspec's client of web servers
+USERS_OWN = {"accelerate", "lightning", "pytorch-lightning", "torchtitan", "aiohttp"}
 # names under which packages are imported that cannot be installed on every machine
 NOT_INSTALLED = {"liger_kernel": "liger-kernel", "pynvml": "nvidia-ml-py"}
 

@@ -50,7 +50,7 @@ from tools.sweep.defaults import fit_defaults
 PAGE = Path(__file__).parent / "trainable.md"  # the page's words; what was run stands in place of {families}, {types}
 NAMES = json.loads((Path(__file__).parent / "trainable.json").read_text(encoding="utf-8"))
 _CLOSE = 1e-5
-_LIMIT_S, _LIMIT_BYTES = 300, 12 << 30  # of one type
+_LIMIT_S, _LIMIT_BYTES = 300, 12 << 30  # limits of one type
 _PACKAGE = re.compile(r"requires the (\w+) library")
 _HEADS = {
     "packed": "A pack is its segments",
@@ -177,7 +177,7 @@ def _names(kinds: list[str]) -> str:
 
 
 def _short(detail: str) -> str:
-    """What is said of a type, without numbers of its small copy, and no longer than a cell."""
+    """Text on a type, without numbers of its small copy, and no longer than a cell."""
     text = re.sub(r"\b\d[\d.]*\b", "N", detail).replace("|", "/").replace("\n", " ")
     return text if len(text) <= 160 else text[:157] + "..."
 

@@ -83,7 +83,7 @@ def errors_in(*words: Words) -> Iterator[None]:
 
 
 _OURS = (HeadwayError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit)
-_MOST_CHARACTERS = 500  # of another library's message
+_MOST_CHARACTERS = 500  # most characters of another library's message
 
 
 @contextmanager

@@ -34,7 +34,7 @@ SILENCE_S = 30.0
 _ANSWER_BYTES = 2**26  # longest answer that nobody asked a part of: a page of links
 _BUFFER_BYTES = 2**18
 
-_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # as Rust's libraries end their messages, safetensors among them
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # the end of messages of Rust's libraries, safetensors among them
 _PROBE_BYTES = 2**20
 # A file alone may be open to writing, or be mounted by itself, in a folder where no other can be made.
 _NO_NEW_FILE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS, errno.EXDEV)
@@ -211,7 +211,7 @@ def read_text(path: Path, *, errors: str = "strict", most: int = MOST_BYTES) -> 
 
 
 def is_utf8(name: str) -> bool:
-    """Whether a name can be written in UTF-8; Python reads other names of files as halves of surrogate pairs."""
+    """Tell whether a name can be written in UTF-8; Python reads other names of files as halves of surrogate pairs."""
     return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 

@@ -136,4 +136,4 @@ def _left_out_if_broken() -> Iterator[None]:
     try:
         yield
     except PluginError as error:
-        warnings.warn(f"{error} Its models are left out.", RuntimeWarning, stacklevel=1)  # of one place, so told once
+        warnings.warn(f"{error} Its models are left out.", RuntimeWarning, stacklevel=1)  # told once

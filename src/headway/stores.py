@@ -89,7 +89,7 @@ def open_system(path: Path) -> tuple[Any, str]:
         import fsspec
 
         system, inside = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:  # of unknown protocols, and of packages that are missing
+    except (ImportError, ValueError) as error:  # an unknown protocol, or a package that is missing
         raise UsageError(
             f"{url} cannot be written or read: {first_line(error)}. Give a path of this machine, or "
             "install what opens such URLs (s3fs for s3://, gcsfs for gs://)."
@@ -115,7 +115,7 @@ def store_errors(path: Path, doing: str = "cannot be reached") -> Iterator[None]
 
 
 def exists(path: Path) -> bool:
-    """Whether something is at a place, here or behind a URL."""
+    """Tell whether something is at a place, here or behind a URL."""
     if url_of(path) is None:
         return path.exists()
     system, inside = open_system(path)
@@ -341,7 +341,7 @@ def _files_in(folder: Path) -> Iterator[str]:
 
 
 def _is_copy(path: Path, info: dict[str, Any]) -> bool:
-    """Whether a file here is as large as an object and was fetched after the object was written."""
+    """Tell whether a file here is as large as an object and was fetched after the object was written."""
     written = info.get("LastModified") or info.get("mtime") or info.get("created") or info.get("updated")
     if not path.is_file() or path.stat().st_size != info["size"] or written is None:
         return False

@@ -33,7 +33,7 @@ def code_digest(*rooms: str) -> str:
 
 
 def _version(name: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version  # which `headway flops` needs none of
+    from importlib.metadata import PackageNotFoundError, version  # `headway flops` does without them
 
     try:
         return version(name)

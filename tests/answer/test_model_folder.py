@@ -156,6 +156,7 @@ def test_of_several_processes_the_first_one_speaks(config, monkeypatch, capsys):
 
     summary = train(config)
     capsys.readouterr()
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     print_summary(summary, as_json=True)
     assert capsys.readouterr().out == ""

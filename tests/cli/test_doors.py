@@ -155,8 +155,3 @@ def test_a_file_that_is_no_configuration_says_how_one_is_made(headway, data, nam
         (data / name).write_bytes(content)
     result = headway("train", name)
     assert (result.code, says in " ".join(result.err.split())) == (2, True), result.err
-
-
-def test_a_script_for_another_shell_is_refused_with_those_that_there_are(headway):
-    result = headway("completion", "tcsh")
-    assert (result.code, "the shell 'tcsh'. Give one of bash, zsh, fish, pwsh." in result.err) == (2, True), result.err

@@ -99,7 +99,7 @@ def find_model(name: str, base: str | None = None, *, best: bool = False, averag
             path = run / EXPORTS / path.name
     elif run is not None:
         path = _newest_of(run) if average is None else find_checkpoint_in(run).folder
-    if not (path / MANIFEST).is_file():  # whose weights are read where they are
+    if not (path / MANIFEST).is_file():  # a manifest's weights are read where they are
         path = fetch(place(path), here=path)
     if (path / MANIFEST).is_file():
         location = ModelLocation(str(path), "checkpoint", run=run, average=average)

@@ -177,7 +177,7 @@ def _by_format(
         return Identification(decided, fits, (), implied, peak, nominal_peak(peak, log))
     # Without FLOP/s, MFU and tokens/s imply the peak that the rule divides by.
     if peak is None and candidates:
-        # of several rules of the tool, the one under which that peak is one of its table
+        # the tool has several rules: it is the one under which this peak is in the tool's table
         of_table = [fit for fit in candidates if _is_of_table(_peak_from_share(log, fit, num_ranks)[0], fit)]
         candidates = of_table if len(of_table) == 1 else candidates
         first = candidates[0]

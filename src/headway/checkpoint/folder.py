@@ -27,7 +27,7 @@ POSITION, MODEL, INDEX = "position.json", "model", ".metadata"
 SKIPPED, DIGEST, CHAIN, RESUMES = "skipped_in_a_row", "samples_digest", "samples_chain", "resumes"
 BEST = "best_evaluation"
 JUDGES_AVERAGE = "judges_average"  # whether evaluations judge the moving average of the weights
-_LAST = (MANIFEST, "config.json", "adapter_config.json")  # what is sent last of a checkpoint, a model, adapters
+_LAST = (MANIFEST, "config.json", "adapter_config.json")  # files sent last: of a checkpoint, a model, adapters
 SCHEMA_VERSION = 2
 _STEP_FOLDER = re.compile(r"step-(\d{6,18})")
 _PIECE_BYTES = 2**20
@@ -131,7 +131,7 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def is_remote(path: Path) -> bool:
-    """Whether a folder here stands for one behind a URL, which has what is large."""
+    """Tell whether a folder here stands for one behind a URL, where the large files are."""
     return url_of(place(path)) is not None
 
 

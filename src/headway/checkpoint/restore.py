@@ -163,7 +163,7 @@ def read_model(checkpoint: Checkpoint, model: nn.Module, *, average: bool | None
 
 
 def hands_out_average(checkpoint: Checkpoint, saved: Collection[str], asked_for: bool | None) -> bool:
-    """Whether the moving average of the weights is read of a checkpoint; unless told, the weights that were judged.
+    """Choose between the last weights of a checkpoint and their moving average: by default, those that were judged.
 
     Whatever reads a run's model asks this: exports, chats, evaluations.
 

@@ -115,13 +115,13 @@ def _missing(before: Mapping[str, Any], written: Mapping[str, Any], place: tuple
         if isinstance(section, dict) and name not in before and name.endswith("_config")
     ]
     for key, value in before.items():
-        if key.startswith("_"):  # of one object of Python, not of the model
+        if key.startswith("_"):  # a state of Python's object, not of the model
             continue
         if key in written:
             if isinstance(value, dict) and isinstance(written[key], dict):
                 yield from _missing(value, written[key], (*place, key))
             continue
-        if key == "torch_dtype":  # of the weights beside it, which may be others now
+        if key == "torch_dtype":  # the dtype of the weights beside it, which a run may have changed
             value = written.get("dtype", value)  # noqa: PLW2901 - the same key
         yield (*place, key), value
         for section in sections:

@@ -167,7 +167,7 @@ def train(
         if not resume_if_any and error.model is None:
             raise
         note = "" if error.model is None else f" Its export was missing, and is made now: {shown(error.model)}."
-        say(f"{error}{note}", on_stderr=True)  # what a job that restarts by itself came for is there
+        say(f"{error}{note}", on_stderr=True)  # a job that restarts by itself has what it came for
         return
     print_summary(summary, as_json=as_json)
 

@@ -172,7 +172,7 @@ class TrainConfig(Section):
 
     @property
     def drops(self) -> bool:
-        """Whether dropout is on in training."""
+        """Tell whether dropout is on in training."""
         return self.preference is None if self.model.dropout == "auto" else self.model.dropout
 
     @property

@@ -93,7 +93,7 @@ class Convention:
     only: str = ""  # the one model type that its tool trains, "" for more
     towers: bool = False  # whether it is a formula of a vision tower's sizes too
     delta: bool = False  # whether it is a formula of the gated delta rule's sizes too
-    releases: tuple[str, ...] = ()  # of its tool that print by it, as far as they were compared
+    releases: tuple[str, ...] = ()  # releases of the tool that were compared and print by this rule
 
     @property
     def full_name(self) -> str:

@@ -34,7 +34,7 @@ DENOISES = "denoises"
 """In the source of a ledger of a model of latents: the argument that carries them, their layout, and a patch's sides
 over frames, height and width [pixels of the latents]."""
 
-_MOST_VARIANTS = 1024  # of one ledger that are remembered: what it trains, which blocks it leaves out
+_MOST_VARIANTS = 1024  # variants of a ledger in memory: what it trains, which blocks it leaves out
 
 # name, driver, the driver that is evaluated, then FLOPs per unit of forward, dgrad, wgrad, recompute
 _Coefficients = list[tuple[str, str, str, int, int, int, int]]

@@ -25,7 +25,7 @@ Span = tuple[int, int]
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EMPTY_THINKING = re.compile(r"\s*<([^\s<>/]+)>\s*</\1>\s*")
 _OPEN_THINKING = re.compile(r"<([^\s<>/]+)>\s*$")
-MOST_TURNS = 1_000_000  # that all answers of a chat are shown behind: a chat of 2,000 turns, which takes 10 s
+MOST_TURNS = 1_000_000  # turns before all answers of a chat together: those of a chat of 2,000 turns take 10 s
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # by which templates read what was thought
 _Turns = list[dict[str, Any]]
 

@@ -44,7 +44,7 @@ from headway.models.losses import IGNORED
 from headway.models.pixel_patches import Scale
 from headway.packing.pieces import runs_of
 
-_VERSION = 4  # of what encoding does with a sample; raised when the same settings come to mean other tokens
+_VERSION = 4  # version of encoding; raised when the same settings come to mean other tokens
 _BLANK = Document((), Origin("", "", 0, ""))  # where a blank image comes from
 
 
@@ -235,7 +235,7 @@ class Encoder:
         settings = {
             name: _settings(part)
             for name in ("image_processor", "video_processor", "feature_extractor")
-            if (part := getattr(self.processor, name, None)) is not None  # which some name and leave empty
+            if (part := getattr(self.processor, name, None)) is not None  # some leave a part empty
         }
         key = {
             "version": _VERSION,

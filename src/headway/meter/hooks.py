@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_EVAL_FRAME = "torch/_dynamo/eval_frame.py"  # whose functions call what is compiled
+_EVAL_FRAME = "torch/_dynamo/eval_frame.py"  # its functions call compiled code
 
 
 class ModuleHooks:
@@ -40,7 +40,7 @@ class ModuleHooks:
 
     @property
     def are_on(self) -> bool:
-        """Whether anything is hooked."""
+        """Tell whether anything is hooked."""
         return bool(self._numbers)
 
     @property
@@ -78,7 +78,7 @@ class ModuleHooks:
         return any(frame.f_locals.get("self") is reference for frame in _frames() for reference, _ in self._compiled)
 
     def is_within_compiled(self) -> bool:
-        """Whether the caller is a function that torch.compile has compiled, or a part of it."""
+        """Tell whether the caller is a function that torch.compile has compiled, or a part of it."""
         return any(frame.f_code.co_filename.endswith(_EVAL_FRAME) for frame in _frames())
 
     def watch_blocks(self, model: "nn.Module") -> None:
@@ -107,7 +107,7 @@ class ModuleHooks:
         before: Callable[..., None] = functools.partial(_before, number)
         after: Callable[..., None] = functools.partial(_after, number)
         compiled = module._compiled_call_impl
-        if compiled is not None:  # of `module.compile()`, which compiles a module's hooks with it
+        if compiled is not None:  # `module.compile()` compiles a module's hooks with it
             module._compiled_call_impl = _around(module, compiled, before, after)
             self._compiled.append((module, compiled))
             return
@@ -190,7 +190,7 @@ def _around(
 
 
 def _compiled_class() -> Any:
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # where nobody imported it, nothing is compiled
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled unless somebody imported it
     return () if frames is None else frames.OptimizedModule
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # within paths of parameters; a trace goes without them
-_MOST = 4096  # of what is remembered about one module
+_MOST = 4096  # most entries remembered about one module
 
 
 class Leaves:
@@ -41,7 +41,7 @@ class Leaves:
         self.step = -1
         self._is_doubtful = False  # whether a backward has reached less than what is trained, for the first time so
         self._bits: dict[tuple[bool, ...], int] = {}
-        self._masks: dict[int, tuple[CostModel, dict[int, int | None]]] = {}  # of a ledger, by its identity
+        self._masks: dict[int, tuple[CostModel, dict[int, int | None]]] = {}  # by the identity of a ledger
         self._has_nested: dict[tuple[int, int], bool] = {}  # by what is trained, and what the plan reaches
         self._hooked: dict[int, Any] = {}  # handles of hooks, by place
         self._list()

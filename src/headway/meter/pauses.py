@@ -185,7 +185,7 @@ def _watch(reference: "weakref.ref[PlaceSampler]", stop: threading.Event, bounda
 
 
 def is_command(code: CodeType) -> bool:
-    """Whether code is the entry of an installed command, such as `headway` itself: a script that only calls a package.
+    """Tell whether code is the entry of an installed command, such as `headway` itself: a script that calls a package.
 
     Source: pip writes such scripts without an extension.
     """

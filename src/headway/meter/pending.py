@@ -35,7 +35,7 @@ class Billing:
     trained: int | None = None  # bits of the parameters that are given a gradient; None for those of the ledger
     dropped: frozenset[str] = frozenset()  # blocks that the forward leaves out
     backward_only: bool = False  # its forward was counted before
-    recompute: str = "none"  # what checkpointing runs again of the model that is trained
+    recompute: str = "none"  # blocks of the trained model that checkpointing runs again
 
     @property
     def trains(self) -> bool:

@@ -282,7 +282,7 @@ class StepClock:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether it compiles in the middle of training."""
+        """Tell whether something compiles in the middle of training."""
         return self._left_for == "compile"
 
     def _compiling(self) -> None:

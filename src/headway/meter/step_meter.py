@@ -104,7 +104,7 @@ class StepMeter(StepClock, ABC):
             ledger, self._counts_tokens, self.batch_share = stage, loop.batch_share.is_first, batch_share(model)
         self.cost_model = ledger
         self.peak = loop.peak if loop.peak is not None else peak_of(model, self.device)
-        self._loop = replace(loop, model=None, others=())  # which must not keep a model alive
+        self._loop = replace(loop, model=None, others=())  # the meter must not keep a model alive
         self.recompute = recompute_of(model) if loop.recompute is None else loop.recompute
         self.num_steps = 0
         self.steps_before = loop.steps_before
@@ -121,7 +121,7 @@ class StepMeter(StepClock, ABC):
         self._watches: list[ForwardWatch] = []
         self.failure: Exception | None = None  # what ended the counting of forwards; None while all is well
         self.on_failure: Callable[[Exception], None] | None = None  # told of it, in place of a warning
-        self._leaves: weakref.WeakKeyDictionary[Any, Leaves] = weakref.WeakKeyDictionary()  # of the trained model
+        self._leaves: weakref.WeakKeyDictionary[Any, Leaves] = weakref.WeakKeyDictionary()  # of trained models
         self._add_others(loop)
         self.ceiling = loop.ceiling
         self.memory_bytes_per_s = loop.memory_bytes_per_s or bandwidth_of(self.device)
@@ -435,7 +435,7 @@ class StepMeter(StepClock, ABC):
             "call count(batch) for each micro-batch, or count(Workload()) where this rank has none. With "
             "Meter(model, watch=True) a model's forwards are counted by themselves."
         )
-        if names:  # what is counted by itself
+        if names:  # models that are counted by themselves
             advice = f"no forward of {names[0]} was seen. Call the model that the meter was given, not a part of it."
         text = f"step {self.num_steps} ends without a batch and counts as one without work: {advice}"
         self._warn_once(text, UserWarning, about="batches")

@@ -45,25 +45,25 @@ class WatchedForward:
 
     module: "weakref.ref[nn.Module]"
     leaves: Leaves
-    phase: NamedPhase | None  # that it ran in
+    phase: NamedPhase | None  # the phase in which it ran
     has_gradients: bool  # whether gradients were on
-    exception: BaseException | None  # that was handled around it
+    exception: BaseException | None  # the exception that was handled around it
     is_again: bool = False  # whether a backward runs it once more
     ran: set[str] = field(default_factory=set)  # blocks that have begun, of those that may be left out
     dropped: frozenset[str] = frozenset()  # blocks that it left out
     trained: int = 0  # bits of the parameters that required a gradient
     inputs: tuple[Any, ...] = ()  # names or places of its arguments that did
     cost_model: CostModel | None = None  # by which it is counted; None where its shapes are traced
-    batch: Any = None  # as `read_or_copy` leaves it, or arguments without data
-    shapes: Any = None  # of its arguments
+    batch: Any = None  # a result of `read_or_copy`, or arguments without data
+    shapes: Any = None  # shapes of its arguments
     is_known: bool = False  # whether silence means that no backward has come
     reached: int | None = None  # bits of the parameters that backwards gave a gradient; None before any came
-    answered: set[Any] = field(default_factory=set)  # of `inputs`, those that they did
+    answered: set[Any] = field(default_factory=set)  # those of `inputs` that they answered
     is_counted: bool = False
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward came, or may have come where nobody could tell."""
+        """Tell whether a backward came, or may have come where nobody could tell."""
         return self.has_gradients and not self.is_known if self.reached is None else True
 
     @property
@@ -119,7 +119,7 @@ class ForwardWatch:
         self._workload, self._phase, self._is_headless = workload, phase, is_headless
         self._model, self._inner = weakref.ref(model), weakref.ref(inner)
         self._own_forward = vars(model).get("forward")
-        self._owner: ForwardWatch | None = None  # which outlives a watch of the model without its head
+        self._owner: ForwardWatch | None = None  # the owner outlives a watch of the model without its head
         # calls under way, of each thread by itself; forwards of this step; those whose backward came after their step;
         # and the forwards that each backward under way has come to, with the parameters that it reaches
         self._local = threading.local()
@@ -188,7 +188,7 @@ class ForwardWatch:
 
     def take(self) -> list[WatchedForward]:
         """Give the forwards since the last call."""
-        self._stack.clear()  # of what an interrupt has left
+        self._stack.clear()  # an interrupt leaves entries
         self._backwards.clear()
         forwards, self._forwards[:] = [*self._forwards], []
         return forwards
@@ -198,7 +198,7 @@ class ForwardWatch:
         forward.is_counted = True
         batch, cost_model, inputs = forward.batch, forward.cost_model, forward.differentiated
         if cost_model is None:
-            batch, cost_model, inputs = _ONE_CALL, self._traced(forward), ()  # whose arguments say what asks
+            batch, cost_model, inputs = _ONE_CALL, self._traced(forward), ()  # its arguments say what asks
         self._meter.bill(
             batch,
             forward.phase,
@@ -254,7 +254,7 @@ class ForwardWatch:
         inner = self._inner()
         target = inner if inner is not None and unwrapped(module) is inner else module
         leaves = self._leaves_of(target)
-        self.is_lost = self.is_lost and not self._hooks.is_within_compiled()  # which has broken its graph here
+        self.is_lost = self.is_lost and not self._hooks.is_within_compiled()  # its graph is broken here
         self._meter.follow(leaves)
         phase, gradients = self._meter.current_phase, torch.is_grad_enabled()
         return WatchedForward(weakref.ref(target), leaves, phase, gradients, sys.exception(), is_again)
@@ -311,7 +311,7 @@ class ForwardWatch:
             if self._is_headless and isinstance(num_logits := arguments.get("logits_to_keep"), int):
                 # those of the last position are dropped: they predict nothing
                 arguments = {**arguments, "logits_to_keep": num_logits - 1}
-            # what cannot be read, as states that require a gradient: their shapes tell more
+            # arguments that cannot be read, such as states that require a gradient: their shapes tell more
             with nullcontext() if self._phase is not None else suppress(WorkloadError):
                 if forward.has_gradients:
                     ledger.with_input_gradients(input_gradients_of(arguments))
@@ -387,7 +387,7 @@ class ForwardWatch:
             if forward.reached is None and forward.is_counted:
                 self._later.append(forward)
             bits = planned | forward.leaves.arrived
-            # where nothing at all is given a gradient, the parameters have another form, as flat ones
+            # if nothing at all gets a gradient, the parameters have another form, such as flat ones
             forward.reached = (forward.reached or 0) | (bits if bits or forward.answered else forward.trained)
 
     def is_traced(self, module: "nn.Module") -> None:

@@ -99,7 +99,7 @@ class _SlotsOfSegments(TorchFunctionMode):
 
 
 def reads_rows(model: nn.Module) -> bool:
-    """Whether a model has a rotary embedding that goes by the length of a row."""
+    """Tell whether a model has a rotary embedding that goes by the length of a row."""
     return any(_reader_of_rows(module) is not None for module in model.modules())
 
 

@@ -19,8 +19,8 @@ LENGTH = 8
 VOCABULARY = 512
 """Entries of its vocabulary, at most [tokens]."""
 
-_FIRST_SPECIAL = VOCABULARY // 2  # of the numbers that special tokens get
-_LAYERS = (4, 12)  # of a tower: at least, and at most, until every kind of layer is there
+_FIRST_SPECIAL = VOCABULARY // 2  # first number of a special token
+_LAYERS = (4, 12)  # layers of a tower: at least, and at most, until every kind of layer is there
 _FACTORS = (
     (16, 8),
     (8, 8),
@@ -39,7 +39,7 @@ _FACTORS = (
 )
 _FEW_FACTORS = ((8, 4), (4, 2), (1, 4), (1, 1))
 _SMALLEST = 32  # widths below it are left alone
-_LEAST = 4  # what a width or the size of a head shrinks to
+_LEAST = 4  # least width or size of a head
 
 _ROPES = ("rope_parameters", "rope_scaling")
 SPECIAL = re.compile(r"token_ids?$|token_index$|image_patch_id$|_(start|end|newline)_id$")

@@ -37,9 +37,9 @@ from headway.tracing.build import subconfigs, twin_of_model
 from headway.tracing.inputs.model_inputs import Inputs
 from headway.version import __version__
 
-_TEXTS = (LENGTH - 1, LENGTH + 6)  # of the two segments, beside the places of media: on both sides of a length [tokens]
-_CLOSE = 1e-3  # of the logits' standard deviation; rounding is below 1e-5, and what leaks changes them by 0.1 and more
-_MOST_PARAMETERS = 200_000_000  # of a tiny copy, in float32
+_TEXTS = (LENGTH - 1, LENGTH + 6)  # text of the two segments, on both sides of a length [tokens]
+_CLOSE = 1e-3  # share of the logits' standard deviation; rounding is below 1e-5, and a leak is 0.1 and more
+_MOST_PARAMETERS = 200_000_000  # most parameters of a tiny copy, in float32
 _ALIKE = 7  # copies that may fail alike, but for numbers
 _NUMBER = re.compile(r"\d+")
 
@@ -48,7 +48,7 @@ FUTURE = "a token of a pack sees the tokens behind it"
 LEAK = "the segments of a pack see each other"
 DIFFERS = "the logits of a segment in a pack are not those of the segment alone"
 
-_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "vocab_size", "architectures")  # what no verdict is of
+_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "vocab_size", "architectures")  # no part of a key
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _verdict(model: PreTrainedModel, tokens: float) -> Verdict:
     with suppress(OSError, ValueError, TypeError):  # none, or one that was cut short: it is made again
         return Verdict(**json.loads(file.read_text(encoding="utf-8")))
     verdict = verdict_on(model.config, tokens)
-    if verdict.mode in ("packed", "apart"):  # what else fails may fail for want of memory
+    if verdict.mode in ("packed", "apart"):  # another failure may be for want of memory
         with suppress(OSError):  # a cache that cannot be written costs the next run its trial
             write_whole(file, lambda opened: opened.write(json.dumps(asdict(verdict)).encode()))
     return verdict
@@ -130,7 +130,7 @@ def _key(model: PreTrainedModel, tokens: float) -> str:
         for name, value in sorted(vars(kind).items()):
             if inspect.isfunction(value):
                 code.update(f"{kind.__qualname__}.{name} {value.__code__.co_names}".encode() + value.__code__.co_code)
-    with suppress(OSError, TypeError):  # of a class without a file
+    with suppress(OSError, TypeError):  # a class may have no file
         code.update(Path(inspect.getfile(type(model))).read_bytes())
     key = json.dumps([versions, lengths, config, code.hexdigest()], sort_keys=True, default=str)
     return hashlib.sha256(key.encode()).hexdigest()
@@ -151,7 +151,7 @@ def verdict_on(config: PreTrainedConfig, tokens: float = math.inf) -> Verdict:
             return Verdict("packed", media_error=trial.media_error)
         run_apart(trial.model)
         mode = "refused" if trial.fault() else "apart"
-    # where packs that reach none of the configuration's lengths hold, the shortest of these says how long they may be
+    # if packs below all lengths of the configuration hold, the shortest of these lengths is their limit
     shortest = next((length for length in lengths_of(config) if length < tokens), None)
     if shortest is not None and verdict_on(config, 0).mode == "packed":
         reason += f", in packs of more than {shortest:,} tokens"
@@ -210,7 +210,7 @@ class _Trial:
         inputs.parts = []
         second = self._segment(inputs, Workload([_TEXTS[1]]))
         use_attention(model, "eager")
-        # what the first says of each token, such as its type, the second says as text does, which is causal
+        # the second segment has the arguments of the first for each token, such as its type, as text has them
         ids_1S, names = second["input_ids"], [name for name in self._of_tokens(first) if name not in second]
         for kind in (0, 1):
             second |= {name: torch.full_like(ids_1S, kind, dtype=first[name].dtype) for name in names}
@@ -254,7 +254,7 @@ class _Trial:
         return {name: value for name, value in arguments.items() if name not in ("position_ids", "use_cache")}
 
     def _plain(self, segment: dict[str, Any]) -> torch.Tensor:
-        """Whether each token of a segment is no special one, shape (1, S)."""
+        """Tell for each token of a segment whether it is no special one, shape (1, S)."""
         return torch.isin(segment["input_ids"], torch.tensor(sorted(self._special)), invert=True)
 
     def _changed(self, number: int, slot: int) -> list[dict[str, Any]]:

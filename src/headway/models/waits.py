@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, masking_utils
 
 _GIVEN = "pack_placeholders"
 Segments = tuple[tuple[int, int], ...]
-"""Of each segment of a pack its length and its positions, that is one more than the largest [tokens]."""
+"""Length of each segment of a pack, and its number of positions: one more than the largest [tokens]."""
 
 
 @dataclass(slots=True)

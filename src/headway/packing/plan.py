@@ -157,7 +157,7 @@ class Plan:
 
     @functools.cached_property
     def ends_epochs(self) -> bool:
-        """Whether windows end where epochs do; not if epochs of a few steps would leave ranks with unequal work."""
+        """Tell whether windows end where epochs do; not if short epochs would leave ranks with unequal work."""
         start = self._start_at(0, (), ends_epochs=True)
         end = self.order.lap_end(0)
         if self.strategy != "balanced" or end == self.order.length:

@@ -329,7 +329,7 @@ def _settings(a: ReportedRun, b: ReportedRun) -> ReportSection:
     rows: dict[str, list[str]] = {}
     for name in dict.fromkeys([*both[0], *both[1]]):
         if both[0].get(name) != both[1].get(name):
-            # of a section that only one run has a row for all of it
+            # one row for the whole of a section that only one run has
             row = next((part for part in _sections_of(name) if not all(counts[part] for counts in below)), name)
             rows[row] = [
                 settings.get(row, f"a section of {counts[row]}" if counts[row] else "-")

@@ -43,7 +43,7 @@ from headway.words import Argument
 MOST_DEVICES = 2**20
 FEWEST_STEPS = 2
 """Steps that are planned at least; a plan has one more, which is left out where samples run short."""
-_FEW_STEPS = 4  # which balance ranks as 16 do: a step's time at 1,024 devices is within half a percent
+_FEW_STEPS = 4  # four balance ranks like 16: a step's time at 1,024 devices is within half a percent
 _MANY_SAMPLES = 3_000_000  # for more steps than these few: some seconds, and 600 MB
 
 

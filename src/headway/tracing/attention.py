@@ -27,7 +27,7 @@ TOWER = "headway_flash_trace"  # vision towers hand over cu_seqlens only to a na
 BY_HAND = "headway_float_trace"  # masks are floats, as for models that transformers only runs eagerly
 
 _NAMES = (TEXT, TOWER, BY_HAND)
-_IMPLEMENTATION = "_implementation_that_runs"  # of a twin's configuration: the attention that its model was set to
+_IMPLEMENTATION = "_implementation_that_runs"  # a twin's configuration has its model's attention here
 
 _recorder: Recorder | None = None
 
@@ -178,7 +178,7 @@ def _unmasked_pairs(
     if function is None:  # eager attention that the model calls by itself: all of transformers' read the mask alone
         return plain_pairs(qkv[0], qkv[1], False, None)
     before = len(recorder.operations)
-    # of the batch, even queries that are learnt: else their product would be a weight's
+    # learnt queries belong to the batch too: else their product would be a weight's
     shapes = (Phantom(t.meta, fed=True) if isinstance(t, Phantom) else phantom(t, fed=True) for t in qkv)
     try:
         with torch.no_grad():

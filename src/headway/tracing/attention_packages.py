@@ -282,7 +282,7 @@ def _shown(recorder: Recorder, score_mod: Any, query: torch.Tensor, sizes: tuple
             return plane
 
     planes = torch.stack([of_head(row, head) for row in range(batch) for head in range(heads)])
-    if not planes.any(-1).all():  # what is unknown hides all that it is compared to
+    if not planes.any(-1).all():  # an unknown value hides all that it is compared with
         raise TraceError(
             f"module {recorder.module or '(the model)'} modifies attention scores by floats whose data is not known, "
             "and may hide pairs. Give its mask as a block mask."

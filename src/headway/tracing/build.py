@@ -280,7 +280,7 @@ def window_lengths(model: nn.Module, by_hand: bool) -> tuple[list[int], list[int
                 picked += lengths
             elif re.search("window|chunk|budget", name):
                 windows += lengths
-            elif re.search("compress_rat|block_size", name):  # what is picked may be blocks of so many tokens
+            elif re.search("compress_rat|block_size", name):  # a pick may be a block of so many tokens
                 rates += lengths
             elif hasattr(config, "vocab_size") and _PLACES.fullmatch(name):
                 places += lengths

@@ -75,7 +75,7 @@ def trace(model_or_config: Any, *, inputs: Any = None, results: Results = None, 
             warnings.warn(f"The ledger of {cost.name} leaves out {missing}", RuntimeWarning, stacklevel=2)
             return replace(cost, unknown=(*cost.unknown, missing))
         raise
-    except HeadwayError as error:  # of a user's function, or of what a model runs
+    except HeadwayError as error:  # raised by a user's function, or within the model
         raise TraceError(str(error)) from error
     except Exception as error:  # foreign code may raise anything: its module and operation are named where it ran
         raise failed_on_shapes(error, model_or_config) from error

@@ -43,7 +43,7 @@ _BY_CONTENT = re.compile(r"model\.path|data(?:\.(?!columns\b)\w+)*\.(?:path|root
 _VARIABLES = (OVERRIDE_VARIABLE, FILE_VARIABLE)
 _SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # files of a model folder beside its weights
 _WEIGHTS = ".safetensors"
-_SPOTS = 4096  # of weights that are too many to be read once more
+_SPOTS = 4096  # places compared of weights that are too many to be read again
 _MOST_NAMED = 4  # differences, values of each, and ranks of each value, that an error names
 
 
@@ -169,7 +169,7 @@ def agreed_files(sources: Sequence[Source], verify: Verify, ranks: Ranks) -> Ide
 
 
 def files_facts(files: Identities) -> Facts:
-    """What is known of data files wherever their copies lie: names, sizes, digests and stores' tags, in their order."""
+    """Facts of data files that hold wherever their copies lie: names, sizes, digests and tags, in their order."""
     facts = {}
     for source, of_source in files.items():
         for number, file in enumerate(of_source):

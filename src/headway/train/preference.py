@@ -161,7 +161,7 @@ class PairTraining:
         return (self.reference.cost_model,) if isinstance(self.reference, AdaptersOff) else ()
 
     def fault_of_first(self, record: Mapping[str, Any], *, exact: bool) -> str:
-        """What the record of a run's first step shows if policy and reference are not of one function; "" if they are.
+        """Say what is wrong with a run's first step if policy and reference are not of one function; "" if they are.
 
         Args:
             record: of the step, before which the policy is its reference.

@@ -279,7 +279,7 @@ def _joined(config: TrainConfig, device: torch.device, phase: LoopPhase, *, resu
     """Join the other ranks of the run, which must have the same settings."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    phase.at("joining the other ranks", watched=False)  # which gives up by itself, and says whom it missed
+    phase.at("joining the other ranks", watched=False)  # the meeting gives up by itself, and says whom it missed
     ranks = join_ranks(device, config.parallel.sequence, watchdog_s=config.run.watchdog_s)
     phase.at("comparing the settings of the ranks")
     agree(ranks, lambda: settings_facts(config, resume=resume, device=device.type))

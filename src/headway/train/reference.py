@@ -49,7 +49,7 @@ FOLDER = "reference"
 """Folder of a run's copies, one for each source."""
 
 _SAVE_S = 30.0  # between writes of an unfinished table
-_ELEMENTS = 2**24  # of weights that are added up at a time
+_ELEMENTS = 2**24  # weights added up at a time
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -230,7 +230,7 @@ def _weighted_sum(tensor: torch.Tensor) -> int:
     for factors_N in reversed(factors[: total.ndim]):
         total = (total * factors_N).sum(-1)
     total_1 = total.sum().reshape(1)
-    if isinstance(tensor, DTensor):  # what is sharded adds up, copies do not
+    if isinstance(tensor, DTensor):  # shards add up, copies do not
         placements = [place if place.is_replicate() else Partial() for place in tensor.placements]
         total_1 = DTensor.from_local(total_1, tensor.device_mesh, placements).full_tensor()
     return int(total_1)

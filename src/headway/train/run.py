@@ -61,7 +61,7 @@ def train(config: TrainConfig, *, resume: bool | None = False, is_smoke: bool = 
     """
     leave_if_imported_again()
     start_ns = clock.now_ns()
-    run_folder = spool(config.run.folder)  # what is behind a URL is written here, and sent
+    run_folder = spool(config.run.folder)  # a run behind a URL is written here, and sent
     config = config.model_copy(update={"run": config.run.model_copy(update={"folder": run_folder})})
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the bar on show is ours
     phase, rank = LoopPhase(), own_rank()

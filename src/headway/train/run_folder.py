@@ -273,7 +273,7 @@ def _unknown_settings(path: Path) -> ConfigError:
 
 
 def is_free(name: str, free: Sequence[str] = _FREE_ON_RESUME) -> bool:
-    """Whether a setting, or the section that it is in, is among those that may change."""
+    """Tell whether a setting, or the section that it is in, is among those that may change."""
     return any(name == other or name.startswith(other + ".") for other in free)
 
 

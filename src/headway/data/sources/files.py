@@ -26,7 +26,7 @@ _CONTENT_FIELDS = ("content-md5", "md5hash", "blob-id", "etag", "last-modified")
 _GLOB = re.compile(r"[*?\[]")
 HEAD_BYTES = 64
 _PAGES = ("", ".txt", ".md", ".html", ".htm", ".xhtml", ".xml")  # texts, of which a web page may be one
-_MOST_PATHS = 3_000_000  # that are looked through; the largest public folders of pictures have half as many
+_MOST_PATHS = 3_000_000  # most paths of a glob; the largest public folders of pictures have half as many
 _OPEN_FILES = 64  # kept open for random access, per process; well below the usual limit of 1024
 
 
@@ -179,7 +179,7 @@ def _found(path: str, options: Mapping[str, Any]) -> tuple[list[File], str | Non
         names = sorted(name for name in paths if not _is_hidden(name[len(inside) :]))
     else:
         names = sorted(_glob(system, inside))
-        if not Path(inside).name.startswith("."):  # as in a shell
+        if not Path(inside).name.startswith("."):  # a shell leaves hidden files out, too
             names = [name for name in names if not Path(name).name.startswith(".")]
     if folder and not names:
         raise DataError(

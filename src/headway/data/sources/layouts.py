@@ -32,8 +32,8 @@ FILE_NAMES = ("file_name", "filename", "file_path", "filepath", "file", "path")
 _IN_CHATS = ("tools", "chat_template_kwargs", "label", "kto_tag", "objects")
 _WORDED = ("context", "system", "system_prompt")  # no other values of these are read
 _OF_FILES = ("question_answer", "alpaca", "prompt_completion", "caption")  # schemas of which a file's name may be part
-_NUMBER = re.compile(r"(?:^|_)(?:id|idx|index)s?$|Id$")  # of a column that numbers rows
-_ALIKE = 0.8  # of names such as answer_0 and answer_1
+_NUMBER = re.compile(r"(?:^|_)(?:id|idx|index)s?$|Id$")  # columns that number rows
+_ALIKE = 0.8  # likeness of names such as answer_0 and answer_1
 
 Pairs = tuple[tuple[str, str], ...]
 

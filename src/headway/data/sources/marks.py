@@ -31,7 +31,7 @@ _OF_TURNS = {"turn", "turns", "message", "messages", "this", "answer", "answers"
 _SPEAKS = re.compile("loss|train|learn|supervis|mask|weight|gradient|backprop|finetune", re.IGNORECASE)
 _JOINED = r"(?:is|no|loss|train|label|mask|weight)(?=(?:loss|train|label|mask|weight)[a-z]{0,3}(?![a-z]))"  # lossmask
 _WORD = re.compile(rf"{_JOINED}|[A-Z]?[a-z]+|[A-Z]+")
-_TO_OTHERS = ("weight", "weights")  # which turns of others than the assistant have as well, without a meaning
+_TO_OTHERS = ("weight", "weights")  # turns of other roles have these keys as well, without a meaning
 
 _PAIR = (
     "it is of a preference, as DPO and ORPO learn from, and the row lacks what else it takes for one (docs/data.md has "
@@ -87,7 +87,7 @@ def sense_of(name: str) -> int | None:
     >>> [sense_of(name) for name in ("trainable", "loss_mask", "is_masked", "no_loss", "labels_mask", "mood")]
     [1, 1, -1, -1, 0, None]
     """
-    if not _SPEAKS.search(name):  # of most names
+    if not _SPEAKS.search(name):  # most names do not
         return None
     words = [word.lower() for word in _WORD.findall(name)]
     stems = [word[2:] if word.startswith("un") and word[2:] in _LEARNING | _MASKING else word for word in words]
@@ -161,7 +161,7 @@ def marked(messages: tuple[Message, ...], fields: Mapping[str, Any]) -> tuple[Me
     for name, marks in fields.items():
         if not isinstance(marks, list) or not _is_mark(name, marks):
             continue
-        opening = messages[: len(messages) - len(marks)]  # of a column, whose system prompt is no turn
+        opening = messages[: len(messages) - len(marks)]  # a column's system prompt is no turn
         if len(marks) > len(messages) or len(opening) > 1 or any(turn.role != "system" for turn in opening):
             raise DataError(
                 f'the row has the column "{name}", {shortened(marks)}, of {len(marks)} marks, and its chat has '

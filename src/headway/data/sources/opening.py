@@ -247,7 +247,7 @@ def _beside(file: File) -> str:
 
 def _holds_lines(file: File) -> bool:
     """Whether a .json file has a whole object on its first line and more below, as JSON Lines under that name."""
-    with suppress(DataError), foreign(DataError), file.opened() as stream:  # what fails is told when the file is read
+    with suppress(DataError), foreign(DataError), file.opened() as stream:  # a failure is told when the file is read
         first = stream.readline(_PEEK_BYTES)
         is_line = first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and bool(stream.read(1))
         return is_line and isinstance(json.loads(first.decode("utf-8-sig")), dict)

@@ -101,7 +101,7 @@ class RowMedia:
         return bool(self._waiting[kind])
 
     def counts(self, kind: str) -> bool:
-        """Whether markers of a kind stand for media: the row has a column of them, even an empty one, or an archive."""
+        """Tell whether markers of a kind stand for media: the row has a column of them, or its archive has files."""
         return kind in self._columns or self._is_archive
 
     def next(self, kind: str) -> Part:
@@ -158,7 +158,7 @@ class RowMedia:
             value = _listed(fields.get(name))
             is_one = not isinstance(value, list) or (kind == "video" and _are_frames(value))
             values = [item for item in ([value] if is_one else value or []) if not is_nothing(item)]
-            if kind != "video":  # whose inner lists are frames
+            if kind != "video":  # inner lists of videos are frames
                 values = [item for value in values for item in _flat(value)]
             if values:
                 return [self._media(kind, item) for item in values]

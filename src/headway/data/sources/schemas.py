@@ -60,7 +60,7 @@ class Normaliser:
         """
         fields, reading = self.reading(row)
         layout, columns = reading.layout, reading(fields)
-        others = {} if self.columns else reading.unread(fields)  # what is not mapped is known not to be meant
+        others = {} if self.columns else reading.unread(fields)  # who maps columns leaves others out on purpose
         is_chat = layout.is_chat and not layout.is_preference
         check_columns_of(others, is_chat=is_chat, ways=layout.mapping)
         if not layout.is_preference:

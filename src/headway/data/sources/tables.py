@@ -234,7 +234,7 @@ def _bytes_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _fault(batch: pa.RecordBatch) -> str:
-    """Why a batch must not be read, as its offsets would lead out of its memory; "" of a sound one."""
+    """Say why a batch must not be read: its offsets would lead out of its memory; "" for a sound one."""
     try:
         batch.validate()  # sizes of buffers, which the other interface does not hand over
         pa.record_batch(_AsBytes(batch)).validate(full=True)
