@@ -2,6 +2,7 @@
 
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +24,7 @@ from headway.version import install_command
 def test_the_command_names_the_place_that_the_package_came_from(origin, command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text = origin and origin.replace("FOLDER", Path.cwd().as_uri())
-    monkeypatch.setattr(metadata.PathDistribution, "read_text", lambda *_: text)
+    monkeypatch.setattr(metadata, "distribution", lambda _: SimpleNamespace(read_text=lambda _: text))
     assert install_command("train") == command
 
 

@@ -73,4 +73,6 @@ def test_no_command_ends_in_a_traceback(run, tmp_path, command):
     assert done.returncode in (0, 1, 2), done.stderr
     assert "Traceback" not in done.stderr
     if "not installed" in done.stderr:
-        assert re.search(r"needs \w+, which is not installed\. Install the extra: pip install 'headway\[", done.stderr)
+        assert re.search(
+            r"needs \w+, which is not installed\. Install the extra: pip install '\S+\[\w+\]'", done.stderr
+        )

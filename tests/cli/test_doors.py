@@ -85,7 +85,10 @@ def test_a_configuration_for_pairs_of_answers_compares_them(headway, data):
         ({"pictures/train": "red/0.txt"}, "beside pictures, videos or sounds, such as blue/0.png"),
         ({"a.csv": "text,label\nGood.,\n"}, '"label" is "", and a class is a word or a number. Delete rows without'),
         ({"a.jsonl": '{"text": "Good.", "label": [1, 2]}'}, "of several, columns takes one: {label: label.0}"),
-        ({"a.jsonl": '{"premise": "a", "label": 1}'}, "such as {text: sentence, label: label} to learn classes"),
+        (
+            {"a.jsonl": '{"premise": "a", "label": 1}'},
+            "say which columns are meant with columns, such as {text: premise, label: label}.",
+        ),
         ({"a.csv": "review,sentiment\nGood.,1\n"}, "The row has review, sentiment; say which of them is which"),
         ({"a.csv": "text,text\na,b\n"}, "the first line names text twice. Give every column a name of its own"),
         ({"a.csv": "text,label\na,b,c\n"}, "it has 3 values, and the first line names 2 columns"),

@@ -293,7 +293,16 @@ def key_of(origin):
 
 
 class SideBySide(Ranks):
-    """One of several ranks that this process plays one after the other, so it waits for nobody."""
+    """One of several ranks that this process plays one after the other, so it waits for nobody.
+
+    All of them read the same configuration and files, so what one would send is what it would receive.
+    """
+
+    def gather_all(self, value):
+        return [value] * self.size
+
+    def by_first(self, act):
+        return act()
 
     def wait(self):
         """The others come when this one is done."""

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from headway.data import read_samples
 from headway.errors import DataError
 from headway.models.load import load_model, load_processor
 from headway.synthetic.digits import FRAMES, QUESTIONS, write_digits, write_reader
+from headway.version import install_command
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def test_the_lines_are_chat_samples(data):
 
 def test_without_scikit_learn_the_error_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r"pip install 'headway\[demo\]'"):
+    with pytest.raises(DataError, match=re.escape(install_command("demo"))):
         write_digits(tmp_path)
 
 
