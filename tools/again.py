@@ -23,14 +23,14 @@ def main(arguments: Sequence[str]) -> int:
         0 where every test passed once; pytest's own status where it did not run to its end, a file of tests could not
         be read or more than `MOST_FLAKY` tests failed; else 1.
     """
-    pytest = [sys.executable, "-m", "pytest", "-q"]
+    pytest = [sys.executable, "-m", "pytest"]
     with tempfile.TemporaryDirectory() as folder:  # pytest's own list of what failed, with nothing of earlier runs
         status = subprocess.run([*pytest, *arguments, "-o", f"cache_dir={folder}"], check=False).returncode
         list_of_failed = Path(folder, "v", "cache", "lastfailed")
         names = [*json.loads(list_of_failed.read_text(encoding="utf-8"))] if list_of_failed.exists() else []
     if status != 1 or not names or len(names) > MOST_FLAKY or not all("::" in name for name in names):
         return status
-    again = {name: subprocess.run([*pytest, name], check=False).returncode for name in names}
+    again = {name: subprocess.run([*pytest, "-q", name], check=False).returncode for name in names}
     print(*(f"{'failed twice' if code else 'flaky'}: {name}" for name, code in again.items()), sep="\n", flush=True)
     return int(any(again.values()))
 

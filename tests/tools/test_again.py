@@ -1,5 +1,7 @@
 """Running failed tests again: what passes then is flaky, what fails twice fails, what never ran is no pass."""
 
+import re
+
 import pytest
 
 from tools.again import MOST_FLAKY, main
@@ -49,6 +51,7 @@ def test_what_failed_is_run_once_more(files, status, flaky, twice, tmp_path, mon
         (tmp_path / f"test_{name}.py").write_text(text)
     assert main(["-q", "--numprocesses=2"]) == status
     lines = capfd.readouterr().out.splitlines()
+    assert any(re.fullmatch(r"(\d+ \w+, )*(\d+ \w+|no tests ran) in .*", line) for line in lines), "no closing line"
     assert [line for line in lines if line.startswith("flaky: ")] == [f"flaky: test_{name}" for name in flaky]
     assert [line for line in lines if line.startswith("failed twice: ")] == [f"failed twice: test_{n}" for n in twice]
 
