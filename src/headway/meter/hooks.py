@@ -221,6 +221,8 @@ def arguments_by_name(module: "nn.Module", args: tuple[Any, ...], kwargs: Mappin
     """Give arguments their names; a tuple where the forward takes them by position alone."""
     from headway.tracing.unwrap import unwrapped
 
+    if not args:
+        return dict(kwargs)
     parameters = inspect.signature(unwrapped(module).forward).parameters
     names = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(names):

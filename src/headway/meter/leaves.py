@@ -196,8 +196,9 @@ def node_of(tensor: Any) -> Any:
         return tensor.view_as(tensor).grad_fn.next_functions[0][0]
 
 
-def _edges(tensors: Sequence[Any]) -> Any:
-    """Return the nodes of several tensors, and the places of their results, by one function in front of them all."""
+@functools.cache
+def _together() -> Any:
+    """Make the function that stands in front of several tensors, once: torch makes a second class for each."""
     import torch
 
     class Together(torch.autograd.Function):
@@ -209,8 +210,15 @@ def _edges(tensors: Sequence[Any]) -> Any:
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             """Keep nothing for a backward, which never comes."""
 
+    return Together
+
+
+def _edges(tensors: Sequence[Any]) -> Any:
+    """Return the nodes of several tensors, and the places of their results, by one function in front of them all."""
+    import torch
+
     with torch.enable_grad():
-        return Together.apply(*tensors).grad_fn.next_functions  # type: ignore[no-untyped-call]
+        return _together().apply(*tensors).grad_fn.next_functions
 
 
 def will_run(node: Any) -> bool:

@@ -252,7 +252,7 @@ class ForwardWatch:
                 return None
             around.enter_context(self._phase())
         inner = self._inner()
-        target = inner if inner is not None and unwrapped(module) is inner else module
+        target: Any = inner if inner is not None and (module is inner or unwrapped(module) is inner) else module
         leaves = self._leaves_of(target)
         self.is_lost = self.is_lost and not self._hooks.is_within_compiled()  # its graph is broken here
         self._meter.follow(leaves)
