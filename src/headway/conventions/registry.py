@@ -207,7 +207,7 @@ def get_convention(name: str) -> Convention:
 
 
 def _tool_of(rule: Convention) -> str:
-    """Name of a tool without the date of the rule that is kept of it.
+    """Name of a rule's tool, without the date of the rule.
 
     >>> _tool_of(get_convention("megatron-bridge-2026-05"))
     'megatron-bridge'

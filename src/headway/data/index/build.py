@@ -43,7 +43,7 @@ _LEAST_ROWS = 256  # of a unit
 _MOST_ROWS = 2000
 _PROGRESS_STEPS = 64
 _MOST_UNITS = 4096
-_MOST_INDICES = 64  # newest ones, whose files are looked for
+_MOST_INDICES = 64  # newest indices that are searched for files in common
 
 
 @dataclass(frozen=True)
