@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -123,7 +122,6 @@ def measure(setting: Setting, args: argparse.Namespace) -> list[UtilizationResul
 def main() -> None:
     """Print one row per setting."""
     args = parse_args()
-    warnings.filterwarnings("ignore", "result.mbu is a floor")  # the column is called what it is
     spec = get_gpu_spec(DEVICE)
     print(f"device   {spec.name}, {spec.peak_tflops(args.dtype):.4g} TFLOP/s in {args.dtype}")
     print(f"model    {args.model}, {args.dtype}, {args.seq_len} tokens per row")

@@ -2,15 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-import torch
-from transformers import TrainerControl, TrainerState, TrainingArguments
-
-from headway.compat.mfu_tracker.gpu import get_gpu_spec
-from headway.compat.mfu_tracker.optim import BACKWARD_FACTOR_MESSAGE
+from headway.compat.mfu_tracker import BACKWARD_FACTOR_MESSAGE, get_gpu_spec
 from headway.devices import Peak
 from headway.devices.table import DTYPES
 from headway.errors import UnknownDeviceError, UsageError
@@ -22,30 +16,24 @@ from headway.meter.environment import device_of
 class MFUCallback(HeadwayCallback):
     """Log `mfu`, `hfu`, `mbu` and `tokens_per_sec` of a `transformers.Trainer` run.
 
-    What is counted are the batches that the Trainer really runs, over the wall time of whole steps; ranks are added
-    up. `mbu` is the meter's (docs/metering.md): the bytes that the steps must move at least, not the weights alone.
-
     Args:
-        sample_batch: not needed: the batches themselves are counted.
+        sample_batch: not needed: the batches that the Trainer really runs are counted.
         dtype: of the matrix products; what `bf16` and `fp16` of the Trainer's arguments say, else "fp32", when None.
         num_gpus: devices that this process computes on, as under `nn.DataParallel`; 1 under DDP and FSDP.
         hfu_backward_factor: not used, with a warning; recomputation is read off the model.
         metric_prefix: of the names in the log, before a slash; "" for bare names.
         device: whose peak counts; the model's when None.
         backward_factor: another name of `hfu_backward_factor`.
-
-    Raises:
-        UsageError: an unknown dtype.
     """
 
     def __init__(
         self,
-        sample_batch: Mapping[str, Any] | None = None,
+        sample_batch: Any = None,
         dtype: str | None = None,
         num_gpus: int = 1,
         hfu_backward_factor: float | None = None,
         metric_prefix: str = "throughput",
-        device: torch.device | str | None = None,
+        device: Any = None,
         *,
         backward_factor: float | None = None,
     ) -> None:
@@ -58,21 +46,18 @@ class MFUCallback(HeadwayCallback):
         self._dtype, self._num_gpus, self._device = dtype, num_gpus, device
         self._start = f"{metric_prefix}/" if metric_prefix else ""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look the device up, trace the model and start the clock."""
         dtype = self._dtype or ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32")
-        device = self._device or device_of(kwargs["model"])
-        peak, bytes_per_s = Peak(str(device), math.nan, dtype, "unknown", "override"), math.nan
+        device, flops_per_s, bytes_per_s = self._device or device_of(kwargs["model"]), math.nan, math.nan
         try:
             spec = get_gpu_spec(device)
-            peak = replace(peak, name=spec.name, flops_per_s=spec.peak_tflops(dtype) * 1e12)
-            bytes_per_s = spec.peak_memory_bandwidth_tbs * 1e12
+            flops_per_s = spec.peak_tflops(dtype) * 1e12 * self._num_gpus
+            bytes_per_s = spec.peak_memory_bandwidth_tbs * 1e12 * self._num_gpus
         except UnknownDeviceError as error:
             warnings.warn(f"not all numbers will be logged: {error}", stacklevel=2)
-        self._options["peak"] = replace(peak, flops_per_s=peak.flops_per_s * self._num_gpus)
-        self._options["memory_bytes_per_s"] = bytes_per_s * self._num_gpus
+        self._options["peak"] = Peak(str(device), flops_per_s, dtype, "spec", "override")
+        self._options["memory_bytes_per_s"] = bytes_per_s
         super().on_train_begin(args, state, control, **kwargs)
 
     def numbers(self, window: Window) -> dict[str, int | float]:
