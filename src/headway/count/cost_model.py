@@ -52,8 +52,8 @@ class CostModel:
         rows: one per operation and module, in the order in which forward runs them.
         parameters: the model's parameters; `Gradient.needs` numbers them in this order.
         source: where the rows were read: model class and versions.
-        unknown: modules with weights that never ran in the trace, since their inputs were not given; their FLOPs are
-            missing.
+        unknown: work whose FLOPs are missing: modules with weights that never ran in the trace, since their inputs were
+            not given; and what runs on rows that data choose.
     """
 
     name: str

@@ -3,7 +3,7 @@
 A mask may ride along with the states as one more channel; cut out again, it is still known. Integers and booleans that
 depend on unknown floats, such as the choice of a router, get placeholder values that a real run could have. Which
 places a choice takes changes no count; a number or a mask that unknown floats decide would, so these placeholders are
-marked, and refused where they reach a mask or a length.
+marked, and refused where they reach a mask or a length. Where they select rows, none is selected, and that is told.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,13 +81,18 @@ def _slices(packet: Any, args: tuple[Any, ...], parts: Parts) -> list[torch.Tens
     return []
 
 
+# attributes of real integers and booleans: unknown floats decided their values; or they rest on floats having no number
+# that code looks for, such as 1.0
+_MARKS = ("is_placeholder", "is_assumed")
+
+
 def is_placeholder(tensor: torch.Tensor) -> bool:
     """Say whether unknown floats decided the values of real integers or booleans."""
     return getattr(tensor, "is_placeholder", False)
 
 
-def _marked(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.is_placeholder = True  # type: ignore[attr-defined]  # an attribute of our own
+def _marked(tensor: torch.Tensor, mark: str = "is_placeholder") -> torch.Tensor:
+    setattr(tensor, mark, True)
     return tensor
 
 
@@ -101,13 +106,41 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def pass_on(args: Any, kwargs: dict[str, Any], results: Any) -> None:
     """Mark what a function made, or wrote to, if a placeholder was among its arguments; its own mark stays."""
-    if any(is_placeholder(t) for t in _tensors((*args, *kwargs.values()))):
-        for tensor in _tensors(results if results is not None else args[:1]):
-            if getattr(tensor, "constant", tensor) is not None:  # data: of a real tensor, or of a phantom that keeps it
-                _marked(tensor)
+    for mark in _MARKS:
+        if any(getattr(t, mark, False) for t in _tensors((*args, *kwargs.values()))):
+            for tensor in _tensors(results if results is not None else args[:1]):
+                if getattr(tensor, "constant", tensor) is not None:  # data: a real tensor's, or what a phantom keeps
+                    _marked(tensor, mark)
 
 
-_READ_AS_NUMBERS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.__int__, torch.Tensor.__index__}
+_SELECTING = {"__getitem__", "__setitem__", "masked_select", "nonzero", "argwhere", "where"}  # rows, by booleans
+
+
+def selects_by_floats(function: Any, args: Any) -> bool:
+    """Say whether a function selects rows that floats decide."""
+    name = getattr(function, "__name__", "")
+    if name not in _SELECTING or (name == "where" and len(args) > 1):
+        return False
+    is_index = name in ("__getitem__", "__setitem__")  # which may hold integers too: places, not rows to keep
+    masks = [mask for mask in _tensors(args[1:2] if is_index else args) if not is_index or mask.dtype == torch.bool]
+    return any(getattr(mask, mark, False) and mask.numel() for mask in masks for mark in _MARKS)
+
+
+def without_rows(value: Any) -> Any:
+    """Let placeholders among a function's arguments select nothing."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(without_rows, value))
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) and is_placeholder(value) else value
+
+
+def is_empty(results: Any) -> bool:
+    """Say whether a result holds no value."""
+    return any(not tensor.numel() for tensor in _tensors(results))
+
+
+# functions that read numbers, such as lengths, out of an argument, by its place
+_READ_AS_NUMBERS = dict.fromkeys(("tolist", "item", "__int__", "__index__", "unique", "_unique2"), 0)
+_READ_AS_NUMBERS |= {"unique_consecutive": 0, "repeat_interleave": 1}
 
 
 def refuse_lengths(function: Any, args: Any, module: str) -> None:
@@ -116,7 +149,8 @@ def refuse_lengths(function: Any, args: Any, module: str) -> None:
     Raises:
         TraceError: it is one.
     """
-    if function in _READ_AS_NUMBERS and is_placeholder(args[0]) and args[0].dtype != torch.bool:
+    place = _READ_AS_NUMBERS.get(getattr(function, "__name__", ""), len(args))
+    if any(is_placeholder(tensor) and tensor.dtype != torch.bool for tensor in _tensors(args[place : place + 1])):
         raise TraceError(
             f"module {module or '(the model)'} reads a number, such as a length, that depends on floats, which have no "
             "data in a trace. Give it as integers or booleans among the inputs."
@@ -131,10 +165,13 @@ def integers(packet: Any, args: tuple[Any, ...], value: torch.Tensor) -> torch.T
     """Make placeholder integers or booleans where unknown floats decide; each place of a row is picked at most once."""
     if not value.is_meta:
         return value
+    if packet in (aten.isnan, aten.isinf):
+        return torch.zeros(value.shape, dtype=value.dtype)  # unknown floats are finite
     if packet in (aten.eq, aten.ne):
         # unknown floats equal themselves, as no NaN does, and are never the number that code looks for
         equal = len(args) > 1 and args[0] is args[1]
-        return torch.full(value.shape, equal == (packet is aten.eq), dtype=value.dtype)
+        same = torch.full(value.shape, equal == (packet is aten.eq), dtype=value.dtype)
+        return same if equal else _marked(same, "is_assumed")
     if packet not in (aten.topk, aten.sort, aten.argsort) or not value.dim():
         zeros = torch.zeros(value.shape, dtype=value.dtype)
         return zeros if packet in _CHOOSING else _marked(zeros)

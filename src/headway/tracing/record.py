@@ -75,6 +75,8 @@ class Recorder:
     # by the path of the module that made them, choices of places in rows of floats without data, by a top-k and the
     # like
     choices: defaultdict[str, list[Choice]] = field(default_factory=lambda: defaultdict(list))
+    # paths of the modules that select rows by comparing floats, in order: how many these are, a trace cannot know
+    selecting: dict[str, None] = field(default_factory=dict)
     parameters_read: int = 0  # source bits of all parameters that forward read
     met_nothing: int = 0  # source bits of the parameters that were applied to no row
     beyond: int = 0  # source bit of tensors that ask for a gradient and are no parameters

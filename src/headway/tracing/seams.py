@@ -91,14 +91,17 @@ class Seams(TorchFunctionMode):
         if func in _STAND_INS and _has_phantom(args):
             return _STAND_INS[func](*args, **kwargs)
 
-        # anything else runs as it is; placeholders among its arguments are followed
+        # anything else runs as it is; placeholders among its arguments are followed, and select no row
         known_values.refuse_lengths(func, args, self.recorder.module)
+        selects = known_values.selects_by_floats(func, args)
         try:
-            result = func(*args, **kwargs)
+            result = func(*(known_values.without_rows(args) if selects else args), **kwargs)
         except Exception as error:
             self.recorder.note_failure(error, getattr(func, "__name__", str(func)))
             raise
         known_values.pass_on(args, kwargs, result)
+        if selects and known_values.is_empty(result):
+            self.recorder.selecting[self.recorder.module] = None
         if getattr(func, "__name__", "") in ("requires_grad_", "__set__"):
             self._ask(args[0])
         if func is torch.empty and result.is_floating_point():

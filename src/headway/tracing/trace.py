@@ -125,16 +125,24 @@ def _traced(
     if idle:
         idle, notes = _elsewhere(model, model_inputs, workloads[0], runs[0], parameters, idle)
         source |= notes
+    name = name or type(model).__name__
+    selected = [
+        f"what is computed of rows that {path or type(model).__name__} selects by comparing floats"
+        for path in runs[0].selecting
+    ]
+    for missing in selected:
+        note = f"The ledger of {name} leaves out {missing}: how many there are is the choice of data"
+        warnings.warn(note, RuntimeWarning, stacklevel=3)
     beyond = 1 << len(parameters)  # source bit of inputs that ask for a gradient
     return CostModel(
-        name or type(model).__name__,
+        name,
         tuple(_row(model, op, f, part, beyond) for (op, f), part in zip(explained, components, strict=True)),
         tuple(
             Parameter(p, math.prod(s), classify.active(p, s, shares, unvisited, in_use.get(i)), home, p in trainable)
             for i, (p, s, home) in enumerate(zip(parameters, shapes, homes, strict=True))
         ),
         source,
-        tuple(f"{path} (it never ran)" for path in idle),
+        (*(f"{path} (it never ran)" for path in idle), *selected),
     )
 
 
