@@ -168,6 +168,23 @@ def test_what_a_family_does_to_its_logits_is_found_on_the_meta_device(family):
 
 
 @pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        ("BertConfig", {"is_decoder": True}),  # layers between its body and its output layer
+        ("RemBertConfig", {"is_decoder": True}),  # of another width
+        ("ModernBertDecoderConfig", {}),
+        ("OPTConfig", {}),  # which call the decoder in their body
+        ("WhisperConfig", {}),
+        ("BartConfig", {"is_decoder": True}),
+    ],
+)
+def test_what_stands_between_a_body_and_its_output_layer_is_no_hindrance(config, settings):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**settings))
+    assert what_follows(model, model.get_output_embeddings()) == AfterHead()
+
+
+@pytest.mark.parametrize(
     ("name", "scale"), [("granite", 1 / 8), ("cohere", 1 / 8), ("hyperclovax", 8.0), ("falcon_h1", 8.0)]
 )
 def test_scales_are_found_whatever_their_setting_means(name, scale):

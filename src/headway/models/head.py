@@ -11,7 +11,7 @@ What a model does to its logits after the output layer is found out by trying, o
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headway.errors import ConfigError, TrainingError
-from headway.models.blocks import body_of
+from headway.models.blocks import body_of, decoder_of
 from headway.models.losses import (
     IGNORED,
     AfterHead,
@@ -303,8 +303,8 @@ class LossOfDrawing(ModelWithLoss):
 def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
     """Find the function that a model applies to its logits after the output layer: none, a factor or a soft cap.
 
-    The model's forward is run once with its body left out and an output layer that returns known numbers on the CPU, so
-    weights may be anywhere, or on the meta device.
+    The model's forward is run once with its body left out, or its decoder where it calls that, and an output layer that
+    returns known numbers on the CPU, so weights may be anywhere, or on the meta device.
 
     Raises:
         ConfigError: neither nothing, nor a factor, nor a soft cap.
@@ -313,8 +313,12 @@ def what_follows(model: PreTrainedModel, layer: nn.Module) -> AfterHead:
     vocabulary = int(getattr(layer, "out_features", 0)) or len(layer.weight)  # type: ignore[arg-type]
     tried_1TV = torch.zeros(1, 1, max(vocabulary, len(_TRIED)), dtype=torch.float64)
     tried_1TV[0, 0, : len(_TRIED)] = torch.tensor(_TRIED, dtype=torch.float64)
-    body = body_of(model)
-    with _instead(layer, lambda *_, **__: tried_1TV.clone()), _instead(body, lambda *_, **__: _Body()), torch.no_grad():
+    width = getattr(model.config.get_text_config(), "hidden_size", 1)
+    skipped = _Body(torch.zeros(1, 1, width, dtype=model.dtype, device=model.device))
+    with ExitStack() as changed, torch.no_grad():
+        changed.enter_context(_instead(layer, lambda *_, **__: tried_1TV.clone()))
+        for part in {body_of(model), decoder_of(model)}:
+            changed.enter_context(_instead(part, lambda *_, **__: skipped))
         try:
             got = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
         except Exception as error:
@@ -346,10 +350,11 @@ def _instead(module: nn.Module, forward: Any) -> Iterator[None]:
             module.forward = before
 
 
+@dataclass(frozen=True)
 class _Body:
     """Output of a body that was skipped: a hidden state, and None for any other attribute that a model passes on."""
 
-    last_hidden_state = torch.zeros(1, 1, 1)
+    last_hidden_state: torch.Tensor
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index != 0:
