@@ -357,12 +357,6 @@ def test_olmo_core_counts_the_norms_that_its_modules_hold():
     assert bill(shipped("qwen3-8b"), "olmo-core", Workload([2048]), 2048).flops == expected
 
 
-def test_megatron_lm_before_march_2025_squared_the_row():
-    # A log of Mixtral-8x7B on 16 H100 of that time implies 79.702 to 79.710 GFLOP per token at rows of 2048.
-    per_token = bill(shipped("mixtral-8x7b"), "megatron-lm-2025-02", Workload([2048]), 2048).flops / 2048
-    assert 79.702e9 < per_token < 79.710e9
-
-
 def test_windows_were_billed_in_full_by_torchtitan_until_august_2026():
     model, step = shipped("gemma-3-4b"), Workload([4096])
     old = bill(model, "torchtitan-2026-06", step, 4096).parts

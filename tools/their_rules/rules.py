@@ -37,9 +37,6 @@ RULES = (
         "megatron-lm-2026-05", Source("NVIDIA/Megatron-LM", "5e4fc931ba^", _TRAINING), launched.megatron_lm(packs=False)
     ),
     Rule(
-        "megatron-lm-2025-02", Source("NVIDIA/Megatron-LM", "8873b55d6a^", _TRAINING), launched.megatron_lm(packs=False)
-    ),
-    Rule(
         "megatron-bridge",
         Source("NVIDIA-NeMo/Megatron-Bridge", "067f987df", _BRIDGE),
         launched.megatron_bridge(frames=True),

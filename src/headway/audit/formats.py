@@ -366,7 +366,7 @@ class Format:
     read_phases: ReadPhases | None = None  # finds the steps by phase, of a trainer that generates
 
 
-_LM_RULES = ("megatron-lm", "megatron-lm-2026-05", "megatron-lm-2025-02")
+_LM_RULES = ("megatron-lm", "megatron-lm-2026-05")
 _BRIDGE_RULES = ("megatron-bridge", "megatron-bridge-2026-05", "megatron-bridge-2025")
 _MEGATRON_RULES = (*_LM_RULES, *_BRIDGE_RULES)
 _RL_NOTE = "its rates divide by the time of the policy's training alone, without generation and log-probabilities"

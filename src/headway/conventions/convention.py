@@ -93,6 +93,7 @@ class Convention:
     only: str = ""  # the one model type that its tool trains, "" for more
     towers: bool = False  # whether it is a formula of a vision tower's sizes too
     delta: bool = False  # whether it is a formula of the gated delta rule's sizes too
+    seq_len: bool = False  # whether the configured row length is in its formula beside what `tokens` and `scope` say
     releases: tuple[str, ...] = ()  # releases of the tool that were compared and print by this rule
 
     @property
@@ -103,7 +104,7 @@ class Convention:
     @property
     def uses_seq_len(self) -> bool:
         """Whether the configured row length changes the bill."""
-        return "rows" in (self.tokens, self.scope) or self.tokens == "joint" or self.name.startswith("megatron-bridge")
+        return "rows" in (self.tokens, self.scope) or self.seq_len
 
     def billed_tokens(self, step: Step) -> int:
         """Token positions that it charges for."""

@@ -5,7 +5,6 @@ from typing import TypeAlias
 
 from headway.conventions.architecture import Architecture, Vision
 from headway.conventions.convention import Number, Parts, Step
-from headway.errors import NotExpressibleError
 
 Windows: TypeAlias = tuple[int | None, ...]  # of each layer [tokens], None where there is none
 
@@ -80,28 +79,6 @@ def megatron_lm_2026_05(model: Architecture, step: Step) -> Parts:
     """
     squares = step.num_rows * step.seq_len**2
     return _price(model, step, step.row_slots, squares, _no_windows(model), 0)
-
-
-def megatron_lm_2025_02(model: Architecture, step: Step) -> Parts:
-    """Bill rows x the configured sequence length and its full square, and every layer's MLP as an expert layer's.
-
-    Windows, latent attention, multi-token prediction and vision towers are in no term of it.
-
-    Source: NVIDIA/Megatron-LM, megatron/training/training.py, num_floating_point_operations, before commit 8873b55d6a
-    (6 March 2025): expansion x layers x hidden^2 x (1 + groups / heads + s / hidden) x query / hidden + ...
-    """
-    if model.mla is not None:
-        raise NotExpressibleError("Megatron-LM before March 2025 had no term for latent attention")
-    tokens, hidden = step.row_slots, model.hidden
-    width = model.top_k * model.expert_ffn + model.shared_ffn if model.num_experts else model.ffn
-    mlps = 6 * tokens * model.layers * model.mlp_matrices * hidden * width
-    features = model.heads * (model.qk_dim + model.v_dim)
-    return {
-        "linear": 6 * tokens * model.layers * model.attention_weights + (0 if model.num_experts else mlps),
-        "experts": mlps if model.num_experts else 0,
-        "head": 6 * tokens * hidden * _padded(model.vocab),
-        "attention": 6 * model.layers * features * step.num_rows * step.seq_len**2,
-    }
 
 
 def _no_windows(model: Architecture) -> Windows:

@@ -43,14 +43,15 @@ _ALL = (
         "torchtitan-flux", "2026-08", "torchtitan",
         "embedders for every token of text and picture, half of attention's pairs; no autoencoder, no text encoders",
         flux.torchtitan_flux, "joint", "segments", "rows", only="FluxTransformer2DModel",
+        seq_len=True,
     ),
     Convention(
         "megatron-bridge", "2026-08", "", "every slot, half the square of each segment; padded vocabulary, no router",
-        megatron.megatron_bridge, "slots", "segments", towers=True,
+        megatron.megatron_bridge, "slots", "segments", towers=True, seq_len=True,
     ),
     Convention(
         "megatron-bridge-2026-05", "2026-05", "", "megatron-bridge with all patches of a row as one picture",
-        megatron.megatron_bridge_2026_05, "slots", "segments", towers=True, releases=("0.6.2",),
+        megatron.megatron_bridge_2026_05, "slots", "segments", towers=True, seq_len=True, releases=("0.6.2",),
     ),
     Convention(
         "megatron-bridge-2025", "2025-10", "", "rows x configured length and half its square, windows or not",
@@ -63,10 +64,6 @@ _ALL = (
     Convention(
         "megatron-lm-2026-05", "2026-05", "", "rows x configured length and half its square; no windows",
         megatron.megatron_lm_2026_05, "rows", "rows",
-    ),
-    Convention(
-        "megatron-lm-2025-02", "2025-02", "", "rows x configured length and its full square; padded vocabulary",
-        megatron.megatron_lm_2025_02, "rows", "rows",
     ),
     Convention(
         "maxtext", "2026-08", "", "rows x configured length, half its square; vision free but for Gemma-3 and Llama-4",
