@@ -414,7 +414,7 @@ def test_ranks_tell_together_which_of_them_is_late(tmp_path, num_ranks):
         own_s = 2.0 if num_ranks == 1 else 0.25
         seconds = {name: round(value, 6) for name, value in record["phases_s"].items() if value}
         # A log's exchanges lie behind the step that they tell of, and are no pause of the loop's.
-        exchanged = {"exchange": 3 * 0.125} if number else {}
+        exchanged = {"exchange": 2 * 0.125} if number else {}
         own = {"data": 0.5 * num_batches, "input": own_s * num_batches, "loss": 1.0 * num_batches, "after": 0.0625}
         assert seconds == {**own, **exchanged}
         assert sum(seconds.values()) == pytest.approx(record["step_s"])

@@ -59,8 +59,8 @@ def main(config, folder, *seconds):
         return forward(layer, hidden_states, *args, **kwargs)
 
     def seen_merge(meter, every):
-        for _, *numbers in every[rank]:
-            walls_s.append(meter._pending.sums(numbers).totals["wall_ns"] / 1e9)
+        for _, packed in every[rank]:
+            walls_s.append(meter._pending.sums(packed).totals["wall_ns"] / 1e9)
         return merge(meter, every)
 
     with (

@@ -14,6 +14,7 @@ from headway.meter.batch_share import batch_share
 from headway.meter.goodput import Goodput
 from headway.meter.host_gather import HostAllGather
 from headway.meter.step_meter import MeteredLoop, StepMeter
+from headway.meter.tally import Packed
 from headway.meter.window import Window
 
 
@@ -24,8 +25,8 @@ class Meter(StepMeter):
     device's clock, the wait for its data included; what is not training (`away`, and compiling) is left out. Between
     steps nothing waits for the device: batches on an accelerator are copied aside and read when they have come, times
     are read off events once they have passed. Only where training stops or goes on (`leave`, `back`, `close`) is the
-    device waited for, so that its lag is charged to the steps and not to what comes next. Ranks exchange three short
-    lists on the host whenever a window is logged, and nothing in between.
+    device waited for, so that its lag is charged to the steps and not to what comes next. Ranks exchange two short
+    messages on the host whenever a window is logged, and nothing in between.
 
     Give `log_to` for records of the windows in files and trackers, and `goodput` for where every second went.
 
@@ -177,27 +178,27 @@ class Meter(StepMeter):
         return window
 
     def _of_all(self, all_ranks: HostAllGather) -> Window | None:
-        mine: list[int] = []
+        mine: tuple[int, Packed] | None = None
         try:
             with self.exchanging():
-                self._pending.leave_out(all_ranks.all_steps(self._left_out))
+                self._pending.leave_out(set().union(*all_ranks.exchange(self._left_out)))
                 mine = self._take()
-                every = all_ranks.exchange_uneven(mine)
+                every = all_ranks.exchange(mine)
         except RankLostError as error:
             warnings.warn(str(error), stacklevel=3)
             every = [mine or self._take()]
             self._tally.only(all_ranks.rank)
-        ranks = [self._pending.sums(numbers) for _, *numbers in every]
-        memory = max(memory for memory, *_ in every)
+        ranks = [self._pending.sums(packed) for _, packed in every]
+        memory = max(memory for memory, _ in every)
         window = self._tally.window(ranks, memory, self._step, self._pending.extra)
         self._warn(window)
         return None if window is None else self._of_loop(window)
 
-    def _take(self) -> list[int]:
+    def _take(self) -> tuple[int, Packed]:
         self._left_out = []
         sums = self._pending.take()
         self._energy.add_to(sums)
-        return [self._largest_memory(), *sums.numbers()]
+        return self._largest_memory(), sums.packed()
 
     def _tell(self, window: Window | None) -> Window | None:
         if window is None:

@@ -15,7 +15,7 @@ from headway.meter.memory_traffic import ForwardTraffic, Traffic
 from headway.meter.phases import StepPhases
 from headway.meter.step_clock import StepTime
 from headway.meter.step_phases import REST, PhaseTimes
-from headway.meter.tally import AWAY_FOR, NS, Sums
+from headway.meter.tally import AWAY_FOR, NS, Packed, Sums
 
 _MOST = 128  # steps, or batches, after which they are added up without waiting for a log that may never come
 
@@ -186,9 +186,9 @@ class PendingSteps:
             sums_of_steps.append(sums)
         return sums_of_steps
 
-    def sums(self, numbers: Sequence[int]) -> Sums:
-        """Read sums that another rank has listed."""
-        return Sums(self._keys, numbers)
+    def sums(self, packed: Packed) -> Sums:
+        """Read sums that another rank has packed."""
+        return Sums(self._keys, packed)
 
     def _take_sums(self) -> Sums:
         self._count()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from headway.meter.goodput import Goodput
 from headway.meter.step_meter import MeteredLoop, StepMeter
+from headway.meter.tally import Packed
 from headway.meter.window import Window
 
 
@@ -19,7 +20,7 @@ class RunMeter(StepMeter):
 
     def __init__(self, loop: MeteredLoop, goodput: Goodput | None = None) -> None:
         super().__init__(loop, 1, goodput, None)
-        self._arrived: list[list[list[int]]] = []  # of each rank, steps that not all ranks have passed yet
+        self._arrived: list[list[tuple[int, Packed]]] = []  # of each rank, steps that not all ranks have passed yet
         self._num_merged = 0
 
     def step(self, *, skipped: bool = False, **extra: float) -> None:
@@ -28,8 +29,8 @@ class RunMeter(StepMeter):
         self._energy.step(left_out=False)
         self._tell_watchers(lambda watcher: watcher.took(step))
 
-    def finished(self) -> list[list[int]]:
-        """Take the steps that this rank's device has passed since the last call, as numbers for the other ranks.
+    def finished(self) -> list[tuple[int, Packed]]:
+        """Take the steps that this rank's device has passed since the last call, for the other ranks.
 
         Nothing is waited for.
         """
@@ -37,9 +38,9 @@ class RunMeter(StepMeter):
         if steps:
             self._energy.add_to(steps[-1])
         memory = self._largest_memory() if steps else 0
-        return [[memory, *sums.numbers()] for sums in steps]
+        return [(memory, sums.packed()) for sums in steps]
 
-    def merge(self, every: Sequence[list[list[int]]]) -> list[Window]:
+    def merge(self, every: Sequence[list[tuple[int, Packed]]]) -> list[Window]:
         """Describe the steps that all ranks have passed.
 
         Args:
@@ -55,8 +56,8 @@ class RunMeter(StepMeter):
         for _ in range(min(map(len, self._arrived))):
             parts = [arrived.pop(0) for arrived in self._arrived]
             self._num_merged += 1
-            ranks = [self._pending.sums(numbers) for _, *numbers in parts]
-            memory = max(memory for memory, *_ in parts)
+            ranks = [self._pending.sums(packed) for _, packed in parts]
+            memory = max(memory for memory, _ in parts)
             window = self._tally.one_step(ranks, memory, self.steps_before + self._num_merged)
             windows.append(self._of_loop(window))
         return windows

@@ -18,6 +18,7 @@ from headway.meter.utilisation import ratio
 from headway.meter.window import Window
 
 NS = 1_000_000_000
+Packed = tuple[Sequence[int], list[list[int]], dict[str, Any]]  # sums on their way to another rank
 _QUANTITIES = ("tokens", "slots", "segments", "supervised")
 AWAY_FOR = ("compile", "evaluation", "checkpoint")  # buckets of time away whose sums a record has
 _TOTALS = (
@@ -63,7 +64,7 @@ class Sums:
 
     Args:
         keys: component and driver of each row of FLOPs.
-        numbers: as `numbers` lists them.
+        packed: sums as `packed` lists them.
 
     Attributes:
         phases: sums of each named phase, by its name.
@@ -71,32 +72,19 @@ class Sums:
 
     __slots__ = ("flops", "keys", "phases", "totals")
 
-    def __init__(self, keys: tuple[tuple[str, str], ...], numbers: Sequence[int] | None = None) -> None:
+    def __init__(self, keys: tuple[tuple[str, str], ...], packed: Packed | None = None) -> None:
         self.keys = keys
-        self.phases: dict[str, Sums] = {}
         names = (*_TOTALS, *_media_names(tuple(modalities.MODALITIES)))
-        if numbers is None:
-            self.totals = dict.fromkeys(names, 0)
-            self.flops = [[0] * len(keys) for _ in _PHASES]
-            return
-        length = len(names) + len(_PHASES) * len(keys)
-        self.totals = dict(zip(names, numbers, strict=False))
-        of_phases = numbers[len(names) : length]
-        self.flops = [list(of_phases[i :: len(_PHASES)]) for i in range(len(_PHASES))]
-        place = length
-        while place < len(numbers) and numbers[place]:  # zeros make lists of several ranks equally long
-            start = place + 1 + numbers[place]
-            name = bytes(numbers[place + 1 : start]).decode()
-            self.phases[name] = Sums(keys, numbers[start : start + length])
-            place = start + length
+        totals, flops, phases = packed or ((0,) * len(names), [[]] * len(_PHASES), {})
+        self.totals = dict(zip(names, totals, strict=True))
+        # keys that joined while the loop ran stand behind the others
+        self.flops = [[*row, *[0] * (len(keys) - len(row))] for row in flops]
+        self.phases: dict[str, Sums] = {name: Sums(keys, of_phase) for name, of_phase in phases.items()}
 
-    def numbers(self) -> list[int]:
-        """List all numbers in one order, those of each named phase behind the length and the bytes of its name."""
-        own = [*self.totals.values(), *(n for row in zip(*self.flops, strict=True) for n in row)]
-        for name, sums in self.phases.items():
-            text = name.encode()
-            own += [len(text), *text, *sums.numbers()]
-        return own
+    def packed(self) -> Packed:
+        """List totals, FLOPs by row and the same of each named phase, without the names that all ranks know."""
+        phases = {name: sums.packed() for name, sums in self.phases.items()}
+        return [*self.totals.values()], self.flops, phases
 
     def __add__(self, other: "Sums") -> "Sums":
         sums = Sums(max(self.keys, other.keys, key=len))  # keys that joined while the loop ran stand behind the others
@@ -133,7 +121,7 @@ class Sums:
 
     def counted(self) -> "Sums":
         """Return these sums without what is left out."""
-        sums = Sums(self.keys, self.numbers())
+        sums = Sums(self.keys, self.packed())
         sums.totals.update(dict.fromkeys(_OF_ALL_STEPS, 0))
         return sums
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headway.count import Workload
 from headway.data import Batch
@@ -136,8 +136,8 @@ def digest_of(batches: Sequence[Batch]) -> int:
 
 
 def exchange_step(
-    batches: list[Batch], feed: Feed, ranks: Ranks, flags: Flags, finished: list[list[int]]
-) -> tuple[list[Batch], StepShare, list[list[list[int]]]]:
+    batches: list[Batch], feed: Feed, ranks: Ranks, flags: Flags, finished: list[Any]
+) -> tuple[list[Batch], StepShare, list[list[Any]]]:
     """Exchange the workloads of a step, and the steps that each rank's device has finished.
 
     Where some rank's pack has an image or a video, the packs that the others compute meanwhile get a blank one.
@@ -147,7 +147,7 @@ def exchange_step(
         feed: what handed them out.
         ranks: all of them.
         flags: what may end the run, as this process sees it.
-        finished: numbers of the steps that this rank's device has passed, as `Meter.finished` gives them.
+        finished: sums of the steps that this rank's device has passed, as `Meter.finished` gives them.
 
     Returns:
         The packs to compute, what all ranks compute together, and the finished steps of each rank.
