@@ -1,38 +1,31 @@
 """Files that a user names, or that lie in a folder of a stranger's.
 
 To be written: a plain file is replaced at once, a folder gets its name once all of it is there, a URL is written by
-the file system behind it, anything else is written into. To be read: a plain file alone, for to open a pipe waits for
-whoever writes it, perhaps for ever; or what lies behind a URL, whose server may answer anything.
+the file system behind it, anything else is written into. To be read: a plain file alone, because to open a pipe waits
+for whoever writes it, perhaps for ever.
 """
 
 import errno
-import io
 import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from stat import S_IMODE, S_ISDIR, S_ISREG
-from typing import Any, BinaryIO, TextIO, cast
+from typing import BinaryIO, TextIO
 
 from headway import stores
 from headway.cache import write_whole
-from headway.errors import CheckpointError, HeadwayError, StoreError, UsageError, first_line, reraise_own
+from headway.errors import CheckpointError, HeadwayError, StoreError, UsageError, first_line
 
 MOST_BYTES = 2**30
 """Longest text that is read whole, such as a log."""
 
 SETTINGS_BYTES = 2**22
 """Longest file of settings."""
-
-SILENCE_S = 30.0
-"""Time after which a server that takes a connection, or sends, no more is given up [s]; a slow one is waited for."""
-
-_ANSWER_BYTES = 2**26  # longest answer that nobody asked a part of: a page of links
-_BUFFER_BYTES = 2**18
 
 _SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")  # the end of messages of Rust's libraries, safetensors among them
 _PROBE_BYTES = 2**20
@@ -226,123 +219,6 @@ def check_plain(path: Path) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not S_ISREG(mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
-
-
-def url_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """The file system behind a URL, and the URL's path in it. A server's time is bounded by its silence, not by sizes.
-
-    Args:
-        url: one that fsspec opens, or a path of this machine.
-        options: passed to fsspec's file system, such as credentials.
-
-    Raises:
-        OSError: it cannot be reached; so does whatever is done with the system within `as_os_errors`.
-        ImportError: the protocol's library is not installed.
-        ValueError: fsspec knows no such protocol.
-    """
-    import fsspec
-
-    options = dict(options or {})
-    if url.partition("://")[0].lower() in ("http", "https"):
-        options["client_kwargs"] = {**_http_bounds(), **options.get("client_kwargs", {})}
-    system, path = fsspec.core.url_to_fs(url, **options)
-    return system, path
-
-
-def open_url(url: str, options: Mapping[str, Any] | None = None) -> BinaryIO:
-    """Open what lies behind a URL to read it.
-
-    Args:
-        url: as `url_system` takes it.
-        options: as `url_system` takes them.
-
-    Raises:
-        OSError: it cannot be opened. All that reading it raises is one, too, whatever the library behind it raises.
-    """
-    with as_os_errors():
-        system, path = url_system(url, options)
-        return cast(BinaryIO, io.BufferedReader(_UrlFile(system, path), _BUFFER_BYTES))
-
-
-@contextmanager
-def as_os_errors() -> Iterator[None]:
-    """Run a library of file systems: whatever it raises, such as an HTTP client's own errors, becomes an OSError."""
-    try:
-        yield
-    except BaseException as error:
-        reraise_own(error)
-        if isinstance(error, OSError) and (error.errno is not None or (type(error) is OSError and not error.__cause__)):
-            raise
-        # a store's "not found" may stand for another answer of its server, which it keeps as the cause
-        cause = error.__cause__ if isinstance(error, OSError) and error.__cause__ is not None else error
-        if isinstance(cause, TimeoutError):
-            raise TimeoutError(errno.ETIMEDOUT, f"its server was silent for {SILENCE_S:g} s") from error
-        kind = "" if type(cause).__module__ == "builtins" else f"{type(cause).__name__}: "
-        raise OSError(kind + first_line(cause)) from error
-
-
-class _UrlFile(io.RawIOBase):
-    """A file of fsspec's whose errors are OSErrors, and whose end is where its store says that it is."""
-
-    def __init__(self, system: Any, path: str) -> None:
-        self._system = system  # closes an archive that it reads when it goes
-        self._file = system.open(path, "rb")
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        with as_os_errors():
-            return bool(self._file.seekable())
-
-    def readinto(self, buffer: Any) -> int:
-        with as_os_errors():
-            content = self._file.read(len(buffer))
-            size = getattr(self._file, "size", None)
-            if not content and size is not None and (place := self._file.tell()) < size:
-                raise OSError(f"it ends after {place:,} of the {size:,} bytes that its server promised")
-        buffer[: len(content)] = content
-        return len(content)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        with as_os_errors():
-            self._file.seek(offset, whence)
-            return int(self._file.tell())
-
-    def tell(self) -> int:
-        with as_os_errors():
-            return int(self._file.tell())
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            with as_os_errors():
-                self._file.close()
-
-
-def _http_bounds() -> dict[str, Any]:
-    """Settings of aiohttp's client: silence ends it, and no answer is longer than what was asked for."""
-    import aiohttp
-
-    class Bounded(aiohttp.ClientResponse):
-        async def read(self) -> bytes:
-            span = self.request_info.headers.get("Range", "").removeprefix("bytes=").split("-")
-            is_span = len(span) == 2 and all(map(str.isdecimal, span))
-            most = int(span[1]) - int(span[0]) + 1 if is_span else _ANSWER_BYTES
-            if self._body is None:
-                content = bytearray()
-                while piece := await self.content.read(_BUFFER_BYTES):
-                    content += piece
-                    if len(content) > most:
-                        self.close()
-                        raise OSError(f"its server sends more than the {most:,} bytes that were asked for")
-                self._body = bytes(content)
-            return self._body
-
-    return {
-        "timeout": aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S),
-        "response_class": Bounded,
-    }
 
 
 def _write(path: Path, content: bytes, *, new: bool) -> None:

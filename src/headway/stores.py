@@ -1,4 +1,7 @@
-"""Outputs behind URLs: object stores and other file systems that fsspec opens, as the places of files and folders.
+"""Files and folders behind URLs: object stores, web servers and other file systems that fsspec opens.
+
+Whatever such a system raises becomes an OSError for inputs (`as_os_errors`) and a StoreError for outputs
+(`store_errors`). A file of it ends where its store says, and a server that falls silent is given up.
 
 A path that was made of a URL keeps it: `Path("s3://bucket/run")` is `s3:/bucket/run`, whose first part no file of this
 machine is meant by. So an output may be a URL wherever it may be a path, and joins and parents work on both.
@@ -8,20 +11,27 @@ folder of the cache that stands for the URL, its *spool*, and sent from there. W
 open local files is copied to another folder of the cache, its *copy*.
 """
 
+import errno
+import io
 import os
 import re
 import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from headway.cache import cache_root
-from headway.errors import StoreError, UsageError, first_line
+from headway.errors import StoreError, UsageError, first_line, reraise_own
 
+SILENCE_S = 30.0
+"""Time after which a server that takes a connection, or sends, no more is given up [s]; a slow one is waited for."""
+
+_ANSWER_BYTES = 2**26  # longest answer that nobody asked a part of: a page of links
+_BUFFER_BYTES = 2**18
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+):/+(.*)", re.DOTALL)  # with those that one file system hands on
 _SPOOLS, _COPIES = "spools", "copies"
 _HIDDEN = re.compile(r"\.(?!smoke$|metadata$).*")  # a lock, or what is being written under another name
@@ -77,6 +87,85 @@ def refuse(path: Path, purpose: str) -> None:
         raise UsageError(f"{purpose} is {url}, and cannot lie behind a URL. Give a path of this machine.")
 
 
+def url_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """The file system behind a URL, and the URL's path in it. A server's time is bounded by its silence, not by sizes.
+
+    Args:
+        url: one that fsspec opens, or a path of this machine.
+        options: passed to fsspec's file system, such as credentials.
+
+    Raises:
+        OSError: it cannot be reached; so does whatever is done with the system within `as_os_errors`.
+        ImportError: the protocol's library is not installed.
+        ValueError: fsspec knows no such protocol.
+    """
+    import fsspec
+
+    options = dict(options or {})
+    if url.partition("://")[0].lower() in ("http", "https"):
+        options["client_kwargs"] = {**_http_bounds(), **options.get("client_kwargs", {})}
+    system, path = fsspec.core.url_to_fs(url, **options)
+    return system, path
+
+
+def open_url(url: str, options: Mapping[str, Any] | None = None) -> BinaryIO:
+    """Open what lies behind a URL to read it.
+
+    Args:
+        url: as `url_system` takes it.
+        options: as `url_system` takes them.
+
+    Raises:
+        OSError: it cannot be opened. All that reading it raises is one, too, whatever the library behind it raises.
+    """
+    with as_os_errors():
+        return _opened(*url_system(url, options))
+
+
+@contextmanager
+def as_os_errors() -> Iterator[None]:
+    """Run a library of file systems: whatever it raises, such as an HTTP client's own errors, becomes an OSError."""
+    try:
+        yield
+    except BaseException as error:
+        reraise_own(error)
+        if (translated := _os_error(error)) is error:
+            raise
+        raise translated from error
+
+
+@contextmanager
+def store_errors(path: Path, doing: str = "cannot be reached") -> Iterator[None]:
+    """Run a library of file systems for an output; its "not found" stays what it is.
+
+    Raises:
+        FileNotFoundError: the store has no such object.
+        StoreError: the store refused something, or does not answer, in one sentence.
+    """
+    try:
+        yield
+    except Exception as error:
+        reraise_own(error)
+        # fsspec's web client says "not found" of every answer, and keeps the answer as the cause
+        is_web = type(error.__cause__).__module__.startswith("aiohttp")
+        if isinstance(error, FileNotFoundError) and (not is_web or getattr(error.__cause__, "status", 0) in (404, 410)):
+            raise
+        reason = _os_error(error)
+        raise StoreError(f"{shown(path)} {doing}: {reason.strerror or first_line(reason)}.") from error
+
+
+def _os_error(error: BaseException) -> OSError:
+    """A file system's error as an OSError in one line; the error itself where it is one that says why."""
+    if isinstance(error, OSError) and (error.errno is not None or (type(error) is OSError and not error.__cause__)):
+        return error
+    # a store's "not found" may stand for another answer of its server, which it keeps as the cause
+    cause = error.__cause__ if isinstance(error, OSError) and error.__cause__ is not None else error
+    if isinstance(cause, TimeoutError):
+        return TimeoutError(errno.ETIMEDOUT, f"its server was silent for {SILENCE_S:g} s")
+    kind = "" if type(cause).__module__ == "builtins" else f"{type(cause).__name__}: "
+    return OSError(kind + first_line(cause))
+
+
 def open_system(path: Path) -> tuple[Any, str]:
     """The file system behind a URL, and the place in it.
 
@@ -86,32 +175,12 @@ def open_system(path: Path) -> tuple[Any, str]:
     url = url_of(path)
     assert url is not None
     try:
-        import fsspec
-
-        system, inside = fsspec.core.url_to_fs(url)
+        return url_system(url)
     except (ImportError, ValueError) as error:  # an unknown protocol, or a package that is missing
         raise UsageError(
             f"{url} cannot be written or read: {first_line(error)}. Give a path of this machine, or "
             "install what opens such URLs (s3fs for s3://, gcsfs for gs://)."
         ) from error
-    return system, str(inside)
-
-
-@contextmanager
-def store_errors(path: Path, doing: str = "cannot be reached") -> Iterator[None]:
-    """Say in one sentence whatever a store's client raises.
-
-    Raises:
-        StoreError: the store refused something, or does not answer.
-    """
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        if isinstance(error, StoreError | UsageError):
-            raise
-        raise StoreError(f"{shown(path)} {doing}: {first_line(error)}.") from error
 
 
 def exists(path: Path) -> bool:
@@ -134,7 +203,7 @@ def open_file(path: Path) -> BinaryIO:
         return path.open("rb")
     system, inside = open_system(path)
     with store_errors(path, "cannot be read"):
-        return cast(BinaryIO, system.open(inside, "rb"))
+        return _opened(system, inside)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -143,7 +212,7 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         OSError: it cannot be read.
     """
-    with open_file(path) as file, store_errors(path, "cannot be read"):
+    with store_errors(path, "cannot be read"), open_file(path) as file:
         return file.read()
 
 
@@ -262,7 +331,8 @@ def fetch(path: Path, wanted: Callable[[str], bool] = lambda _: True, *, here: P
             if not _is_copy(target, info):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-                system.get_file(info["name"], str(unfinished))
+                with _opened(system, info["name"]) as source, unfinished.open("wb") as copy:
+                    shutil.copyfileobj(source, copy, _BUFFER_BYTES)
                 unfinished.replace(target)
     return here
 
@@ -330,6 +400,74 @@ class Mirror:
                 with suppress(FileNotFoundError):  # renamed or deleted meanwhile
                     status = (self._folder / name).stat()
                     yield name, (status.st_size, status.st_mtime_ns)
+
+
+def _opened(system: Any, inside: str) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(_UrlFile(system, inside), _BUFFER_BYTES))
+
+
+class _UrlFile(io.RawIOBase):
+    """A file of fsspec's whose errors are OSErrors, and whose end is where its store says that it is."""
+
+    def __init__(self, system: Any, path: str) -> None:
+        self._system = system  # closes an archive that it reads when it goes
+        self._file = system.open(path, "rb")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        with as_os_errors():
+            return bool(self._file.seekable())
+
+    def readinto(self, buffer: Any) -> int:
+        with as_os_errors():
+            content = self._file.read(len(buffer))
+            size = getattr(self._file, "size", None)
+            if not content and size is not None and (place := self._file.tell()) < size:
+                raise OSError(f"it ends after {place:,} of the {size:,} bytes that its server promised")
+        buffer[: len(content)] = content
+        return len(content)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        with as_os_errors():
+            self._file.seek(offset, whence)
+            return int(self._file.tell())
+
+    def tell(self) -> int:
+        with as_os_errors():
+            return int(self._file.tell())
+
+    def close(self) -> None:
+        if not self.closed:
+            super().close()
+            with as_os_errors():
+                self._file.close()
+
+
+def _http_bounds() -> dict[str, Any]:
+    """Settings of aiohttp's client: silence ends it, and no answer is longer than what was asked for."""
+    import aiohttp
+
+    class Bounded(aiohttp.ClientResponse):
+        async def read(self) -> bytes:
+            span = self.request_info.headers.get("Range", "").removeprefix("bytes=").split("-")
+            is_span = len(span) == 2 and all(map(str.isdecimal, span))
+            most = int(span[1]) - int(span[0]) + 1 if is_span else _ANSWER_BYTES
+            if self._body is None:
+                content = bytearray()
+                while piece := await self.content.read(_BUFFER_BYTES):
+                    content += piece
+                    if len(content) > most:
+                        self.close()
+                        raise OSError(f"its server sends more than the {most:,} bytes that were asked for")
+                self._body = bytes(content)
+            return self._body
+
+    return {
+        "timeout": aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S),
+        "response_class": Bounded,
+    }
 
 
 def _files_in(folder: Path) -> Iterator[str]:

@@ -379,7 +379,7 @@ def sync(path: Path) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with stores.open_file(path) as file, stores.store_errors(path):
+    with stores.store_errors(path), stores.open_file(path) as file:
         digest = hashlib.sha256()
         while piece := file.read(_PIECE_BYTES):
             digest.update(piece)

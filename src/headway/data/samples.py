@@ -13,9 +13,9 @@ from headway.count import Workload
 from headway.data.media.sizes import MediaSizes
 from headway.data.pack_times import charged_to
 from headway.errors import DataError
-from headway.files import open_url
 from headway.packing.budget import Size
 from headway.packing.pieces import Run
+from headway.stores import open_url
 
 Grid = tuple[int, int, int]
 """(t, h, w) of an image or video [patches]."""

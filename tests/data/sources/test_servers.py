@@ -5,16 +5,17 @@ import json
 import re
 import threading
 import time
+from pathlib import Path
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from headway import files
+from headway import stores
 from headway.data.samples import Media, SampleError
 from headway.data.sources import open_source
 from headway.data.sources.identity import identify, with_hashes
-from headway.errors import DataError
+from headway.errors import DataError, StoreError
 
 ROWS = b"".join(json.dumps({"text": f"text {number}"}).encode() + b"\n" for number in range(200))
 
@@ -107,7 +108,7 @@ def is_sentence(message, url):
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_every_answer_of_a_server_gives_all_rows_or_one_sentence(server, name, monkeypatch):
-    monkeypatch.setattr(files, "SILENCE_S", 0.5)
+    monkeypatch.setattr(stores, "SILENCE_S", 0.5)
     monkeypatch.setattr("headway.data.sources.spans.MOST_ROW_BYTES", 2**20)
     url, message = f"{server}/{name.replace(' ', '%20')}/rows.jsonl", ANSWERS[name][1]
     if message is None:
@@ -116,11 +117,17 @@ def test_every_answer_of_a_server_gives_all_rows_or_one_sentence(server, name, m
     with pytest.raises(DataError, match=message) as caught:
         contents(url)
     assert is_sentence(str(caught.value), url)
+    if name == "404":
+        assert stores.size_of(Path(url)) is None
+    elif not message.startswith(("the most", "it is a web")):  # of rows, and not of an output of bytes
+        with pytest.raises(StoreError, match=message) as caught:
+            stores.read_bytes(Path(url))
+        assert is_sentence(str(caught.value), url)
 
 
 @pytest.mark.slow  # it answers for longer than silence may last
 def test_a_slow_server_is_waited_for(server, monkeypatch):
-    monkeypatch.setattr(files, "SILENCE_S", 1.0)
+    monkeypatch.setattr(stores, "SILENCE_S", 1.0)
 
     def drip(self):
         self._begin(200, len(ROWS), {})
@@ -211,6 +218,10 @@ def test_whatever_a_stores_library_raises_is_an_error_of_the_source(store, monke
         with_hashes(identify([source]), [source])
     with pytest.raises(OSError, match="ForeignError" if call != "short" else words):
         Media(store).read()
+    for read in (stores.read_bytes, stores.fetch):  # what a run or a command left there
+        with pytest.raises(StoreError, match=words) as caught:
+            read(Path(store))
+        assert is_sentence(str(caught.value), store)
 
 
 def test_a_glob_in_a_store_that_fails_is_an_error_of_the_source(store, monkeypatch):

@@ -19,7 +19,8 @@ from fsspec.utils import glob_translate
 
 from headway.cache import cache_root, write_whole
 from headway.errors import DataError, first_line
-from headway.files import as_os_errors, is_utf8, open_url, url_system
+from headway.files import is_utf8
+from headway.stores import as_os_errors, open_url, url_system
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _CONTENT_FIELDS = ("content-md5", "md5hash", "blob-id", "etag", "last-modified")  # of fsspec's stores, best first

@@ -18,7 +18,7 @@ from headway.cache import cache_root, write_whole
 from headway.data.sources.files import File
 from headway.data.sources.source import Source
 from headway.errors import CheckpointError, DataError
-from headway.files import open_url
+from headway.stores import open_url
 from headway.words import Argument
 
 Verify = Literal["size-and-time", "hash", "size"]
