@@ -165,14 +165,24 @@ def test_every_plan_counts_each_source_by_its_own_bounds_and_policy(headway, tmp
 
 
 @pytest.mark.slow
-def test_data_that_are_not_here_are_said_and_the_memory_is_planned_all_the_same(headway, chats):
-    told = headway("train", chats, "--dry-run", "--set", "data.train=[{path: elsewhere.jsonl}]")
-    assert told.code == 0
-    assert "elsewhere.jsonl cannot be read" in " ".join(told.err.split())
-    assert "weights" in told.out
-    assert "no lengths" in told.out
-    far = headway("train", chats, "--dry-run", "--set", "data.train=[{path: 's3://bucket/data.jsonl'}]")
-    assert (far.code, "behind a URL" in far.err) == (0, True)
+def test_a_dry_run_refuses_the_data_that_training_refuses(headway, chats):
+    def planned(*settings):
+        result = headway("train", chats, "--dry-run", *(item for setting in settings for item in ("--set", setting)))
+        return result.code, " ".join(result.err.split())
+
+    useless = chats.with_name("useless.jsonl")
+    useless.write_text('{"messages": 5}\n' * 3)
+    missing = "Error: The dataset elsewhere.jsonl cannot be read: No such file or directory."
+    for settings, words in {
+        ("data.train=elsewhere.jsonl",): missing,
+        ("data.train=elsewhere.jsonl", "data.stream={lanes: 2, shuffle: 4}"): missing,
+        ("data.eval={path: elsewhere.jsonl}",): missing,
+        (f"data.train={useless}",): "Error: No row of useless can be used",
+    }.items():
+        code, message = planned(*settings)
+        assert (code, words in message) == (1, True), message
+    code, message = planned("data.train=[{path: 's3://bucket/data.jsonl'}]")  # memory alone is planned
+    assert (code, "behind a URL" in message) == (0, True)
 
 
 def test_settings_change_the_plan(headway):

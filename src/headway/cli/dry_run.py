@@ -72,7 +72,7 @@ def print_dry_run(config: "TrainConfig", *, devices: int | None, device: str | N
     target = named_device(name) if name is not None else None
     if target is None:
         config = of_this_machine(config)
-    lengths = lengths_of_data(config, cost_model)
+    lengths = lengths_of_data(config, cost_model, strict=True)
     planned = dry_run(config, cost_model, saved_of_recipe(config), devices=count, device=target, lengths=lengths)
     print_result(planned.to_dict, lambda: in_red(_text(config, planned)), as_json=as_json)
     if planned.fits is False:
@@ -317,8 +317,6 @@ def measured_data(data: list[str], config: "TrainConfig", cost_model: "CostModel
         from headway.predict.measured_data import MeasuredData, joined, making_s
 
     lengths = joined(dict(zip(names, indices, strict=True)), overlong)
-    if not len(lengths.tokens):
-        raise DataError(f"--data {', '.join(data)}: no row can be used; `headway index` says why.")
     # Lengths decide packs and memory; the time of making packs comes from encoding a few rows.
     encoder = open_encoder(located(config.model.path), max_characters=config.data.max_characters, settings=settings)
     return MeasuredData(", ".join(source.name for source in sources), lengths, making_s(sources, indices, encoder))
@@ -332,17 +330,27 @@ def _with_prompts(indices: "list[LengthIndex]", config: "TrainConfig", cost_mode
     return [index.with_prompts_once() for index in indices]
 
 
-def lengths_of_data(config: "TrainConfig", cost_model: "CostModel") -> "tuple[str, LengthTable] | None":
+def lengths_of_data(
+    config: "TrainConfig", cost_model: "CostModel", *, strict: bool = False
+) -> "tuple[str, LengthTable] | None":
     """Name and lengths of a recipe's own data, where its plan section names no others.
 
     They are measured as training measures them, and kept. Sources of a mixture count by their samples. Data that stream
     or lie behind a URL are not read for a plan.
 
+    Args:
+        config: the recipe.
+        cost_model: of its model.
+        strict: raise what training would refuse of the data, of which a command with other lengths warns.
+
     Returns:
-        None where there are others or the data cannot be measured here, which is warned of.
+        None where the recipe names other lengths or nothing here measures the data, which is warned of.
+
+    Raises:
+        DataError: the data are missing, or have no row that can be used, and `strict` is set.
     """
     planned = config.plan
-    if planned.mix or planned.lengths is not None or config.data.stream is not None:
+    if planned.mix or planned.lengths is not None:
         return None
     try:
         with needs_extra("measuring data.train"):
@@ -350,8 +358,11 @@ def lengths_of_data(config: "TrainConfig", cost_model: "CostModel") -> "tuple[st
             from headway.predict.measured_data import joined
             from headway.train.data import open_stages, overlong_of
 
+            find_data(config)
+        if config.data.stream is not None:
+            return None
         if any("://" in (part.path or "") for stage in config.data.played for part in stage.parts):
-            raise DataError("they lie behind a URL.")
+            raise PlanError("they lie behind a URL.")
         sources, _ = open_stages(config.data)
         settings = ProcessorSettings.of(**config.of_processor())
         names = [source.name for source in sources]
@@ -359,9 +370,24 @@ def lengths_of_data(config: "TrainConfig", cost_model: "CostModel") -> "tuple[st
         indices = _with_prompts(indices, config, cost_model)
         lengths = joined(dict(zip(names, indices, strict=True)), overlong_of(config.data))
     except HeadwayError as error:
+        if strict and isinstance(error, DataError):
+            raise
         warn(f"The lengths of data.train are not measured, so that no packs are planned from them: {error}")
         return None
-    return (f"data.train: {', '.join(names)}", lengths) if len(lengths.tokens) else None
+    return f"data.train: {', '.join(names)}", lengths
+
+
+def find_data(config: "TrainConfig") -> None:
+    """Look for the data of a recipe that lie on this machine; a store is asked when it is opened.
+
+    Raises:
+        DataError: a path names nothing.
+    """
+    from headway.data.sources.files import find_files
+
+    for part in (*(part for stage in config.data.played for part in stage.parts), config.data.eval):
+        if part is not None and part.path is not None and "://" not in part.path:
+            find_files(part.path, {})
 
 
 def _place(path: str) -> str:

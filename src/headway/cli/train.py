@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headway.cli.dry_run import print_dry_run
+from headway.cli.dry_run import find_data, print_dry_run
 from headway.cli.options import JsonOption, devices_from
 from headway.cli.output import needs_extra, print_result, say, warn
 from headway.errors import RunCompleteError, UsageError
@@ -174,16 +174,12 @@ def train(
 
 def find_inputs(config: "TrainConfig") -> None:
     """Look for the model and the data before torch is imported, which takes seconds."""
-    from headway.data.sources.files import find_files
     from headway.hub import EXPORTS, located
 
     located(config.model.path)
     if Path(config.model.path).parent.name == EXPORTS:  # of a run, which may have been named by its folder
         say(f"model {config.model.path}", on_stderr=True)
-    datasets = [part for stage in config.data.played for part in stage.parts]
-    for part in (*datasets, config.data.eval):
-        if part is not None and part.path is not None and "://" not in part.path:  # a store is asked when it is opened
-            find_files(part.path, {})
+    find_data(config)
 
 
 def _scaled_down(config: "TrainConfig", overrides: tuple[str, ...], *, resume: bool | None) -> "TrainConfig":

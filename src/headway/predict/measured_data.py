@@ -9,6 +9,7 @@ import numpy as np
 from headway.data.encode import Encoder
 from headway.data.index import LengthIndex
 from headway.data.sources import Source
+from headway.errors import DataError
 from headway.packing.items import Policies
 from headway.packing.lengths import LengthTable, Numbers, SamplePlaces
 from headway.packing.pieces import TargetRuns
@@ -60,7 +61,12 @@ def joined(indices: Mapping[str, LengthIndex], overlong: Policies) -> LengthTabl
     Args:
         indices: of the datasets, by their names.
         overlong: what becomes of samples that exceed a pack, of all datasets or by name of each.
+
+    Raises:
+        DataError: no dataset has a row that can be used.
     """
+    if not any(np.any(index.ok) for index in indices.values()):
+        raise DataError(f"No row of {', '.join(indices)} can be used; `headway index` says why.")
     columns: dict[str, list[Numbers]] = {name: [] for name in ("tokens", "patches", "first_target", "media_end")}
     grids, grid_rows, runs, run_rows, source = [], [], [], [], []
     segments: dict[int, list[int]] = {}
