@@ -195,7 +195,7 @@ def test_a_disk_that_fills_up_leaves_the_checkpoints_before_it(tmp_path, asynchr
     model, optimizer = parts(width=1000)
     with (
         pytest.raises(
-            CheckpointError, match=r"cannot write the checkpoint of step 10 to .*: File too large .*Make room"
+            CheckpointError, match=r"cannot write the checkpoint of step 10 to .*: File too large\. Make room"
         ),
         a_full_disk(room),
         CheckpointSaver(tmp_path, ALONE, keep=1, asynchronous=asynchronous) as saver,

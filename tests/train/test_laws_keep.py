@@ -216,13 +216,15 @@ import os, resource, signal
 from headway.cli.app import main
 if os.environ["RANK"] == "1":
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["ROOM"]), resource.RLIM_INFINITY))
 main()
 """
 
 
 @pytest.mark.core
-def test_a_full_disk_under_one_rank_ends_all_with_the_reason(recipe, tmp_path):
+@pytest.mark.parametrize("room", [20_000, 80_000])  # in a file of Headway's and, with words of its own, in PyTorch's
+def test_a_full_disk_under_one_rank_ends_all_with_the_reason(recipe, tmp_path, monkeypatch, room):
+    monkeypatch.setenv("ROOM", str(room))
     folder = tmp_path / "run"
     command = [sys.executable, "-c", FULL_DISK_OF_ONE_RANK, "train", *arguments(recipe, folder, 2)]
     run = Started(command, 2, tmp_path)

@@ -16,6 +16,7 @@ from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -268,7 +269,11 @@ class CheckpointSaver:
             # files here are flushed when they are hashed
             remote = StoreWriter(place(folder)) if is_remote(folder) else None
             writer = remote or FileSystemWriter(temporary, sync_files=False)
-            save(contents.tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+            try:
+                save(contents.tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+            except CheckpointException as error:  # on all processes, of which those that failed know why
+                self._agree(partial(_raise_any, error.failures.get(self._ranks.rank)))
+                raise
             sent = remote.entries if remote is not None else {}
             described = self._agree(lambda: self._write_the_rest(step, temporary, contents, sent))
             facts = {"step": step, "world_size": self._ranks.size, "mesh": contents.mesh}
@@ -338,9 +343,13 @@ def _thread_name(root: Path) -> str:
     return f"{_WRITES}{root.resolve()}"
 
 
+def _raise_any(failure: tuple[BaseException, Any] | None) -> None:
+    if failure is not None:
+        raise failure[0]
+
+
 def _reason(error: BaseException, folder: Path) -> str:
-    """Say in one line why writing to a folder failed, on which rank where PyTorch tells."""
-    if isinstance(error, CheckpointException):
-        rank, (inner, _) = sorted(error.failures.items())[0]
-        return f"{_reason(inner, folder)} (rank {rank})"
+    """Say in one line why writing to a folder failed."""
+    if isinstance(error, CheckpointError):  # another process may have said so
+        return first_line(error)
     return write_failure(error, folder) or first_line(error)

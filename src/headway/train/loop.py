@@ -173,7 +173,7 @@ class Loop:
         if shared.flags.failure:
             phase.at("data wait")
             self._last.all_know = True
-            raise failure or TrainingError(f"{shared.flags.failure} So this process ends with it.")
+            raise failure or TrainingError(f"{shared.flags.failure}. So this process ends with it.")
         return batches, shared
 
     def _compute(self, batches: Sequence[Batch], shared: StepShare) -> tuple[list[Batch], StepSums]:

@@ -20,7 +20,7 @@ from typing import Self
 import torch.distributed as dist
 
 from headway.data import Batch
-from headway.errors import HeadwayError, OutOfMemoryError, RankLostError, TrainingError, is_out_of_memory
+from headway.errors import HeadwayError, OutOfMemoryError, RankLostError, TrainingError, first_line, is_out_of_memory
 from headway.words import Argument
 
 # Ctrl-C; what Kubernetes, Slurm and torchrun send before they kill, and Slurm as `--signal=USR1` asks; and what comes
@@ -183,9 +183,9 @@ def explain_errors(phase: LoopPhase, explain_memory: Callable[[BaseException], s
             raise OutOfMemoryError(explain_memory(error)) from error
         if isinstance(error, dist.DistError) or any(sign in str(error) for sign in _LOST):
             raise RankLostError(
-                f"another rank ended or did not answer in {phase}: {str(error).strip().splitlines()[0]} Its own output "
-                f"says why. Start again with {Argument('resume', example='None')}; torchrun --max-restarts does so by "
-                "itself."
+                f"another rank ended or did not answer in {phase}: {first_line(error).partition('. ')[0]}. That "
+                f"rank's output says why. Start again with {Argument('resume', example='None')}; "
+                "torchrun --max-restarts does so by itself."
             ) from error
         _note_rank(error, phase)
         raise
