@@ -74,6 +74,8 @@ class Options:
         if name is None:
             is_to_set = "." in argument.name and self.assigns and argument.example
             return f"{self.assigns} {argument.name}={argument.example}" if is_to_set else None
+        if isinstance(value, Mapping):
+            value = tuple(f"{key}={item}" for key, item in value.items())
         if isinstance(value, tuple):
             return " ".join(f"{name} {_plain(item)}" for item in value)
         return name if value is None or value is True else f"{name} {_plain(value)}"
@@ -119,6 +121,7 @@ RUN_KEYS = Keys(
         "max_characters": "data.max_characters",
         "verify": "data.verify",
         "overlong": "data.overlong, overlong of a source",
+        "columns": "columns",
         **{name: name for name in _OF_A_SOURCE},
     },
     dict.fromkeys(_OF_A_SOURCE, "beside its path in the data section"),
@@ -127,7 +130,9 @@ RUN_KEYS = Keys(
 
 
 def _plain(value: object) -> str:
-    """A value as it is typed: true, 0.5, nope."""
+    """A value as it is typed: true, 0.5, nope, {a: b}."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {item}' for key, item in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -84,10 +84,13 @@ def test_a_configuration_for_pairs_of_answers_compares_them(headway, data):
         ({"pictures/train": "red/deep/5.png"}, "red/deep/5.png does not. Move it there, or write a file metadata.csv"),
         ({"pictures/train": "red/0.txt"}, "beside pictures, videos or sounds, such as blue/0.png"),
         ({"a.csv": "text,label\nGood.,\n"}, '"label" is "", and a class is a word or a number. Delete rows without'),
-        ({"a.jsonl": '{"text": "Good.", "label": [1, 2]}'}, "of several, columns takes one: {label: label.0}"),
+        (
+            {"a.jsonl": '{"text": "Good.", "label": [1, 2]}'},
+            "several, --column label=label.0 takes the first",
+        ),
         (
             {"a.jsonl": '{"premise": "a", "label": 1}'},
-            "say which columns are meant with columns, such as {text: premise, label: label}.",
+            "say which columns are meant, for example with --column text=premise --column label=label.",
         ),
         ({"a.csv": "review,sentiment\nGood.,1\n"}, "The row has review, sentiment; say which of them is which"),
         ({"a.csv": "text,text\na,b\n"}, "the first line names text twice. Give every column a name of its own"),

@@ -264,6 +264,7 @@ _OPTION_OF = {
     "rank": "lora",
     "as_one_step": "whole",
     "merge_adapters": "merge_lora",
+    "columns": "column",
     "overrides": "settings",
     "to_dict": "as_json",
     "resume=None": "resume_if_any",

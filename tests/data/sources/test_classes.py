@@ -89,9 +89,9 @@ def test_words_of_sounds_stand_under_the_names_of_their_corpora(folder, name):
     [
         ({"text": "Good.", "label": None}, '"label" is null, and a class is a word or a number. Delete rows without'),
         ({"text": "Good.", "label": ""}, '"label" is "", and a class'),
-        ({"text": "Good.", "label": [1, 2]}, "of several, columns takes one: {label: label.0}"),
-        ({"premise": "a", "hypothesis": "b", "label": 1}, "such as {text: premise, label: label}."),
-        ({"question": "a", "text": "b", "label": 1}, "fits 2 layouts, of text and label; of question and label"),
+        ({"text": "Good.", "label": [1, 2]}, "If there are several, columns={'label': 'label.0'} takes the first"),
+        ({"premise": "a", "hypothesis": "b", "label": 1}, "with columns={'text': 'premise', 'label': 'label'}."),
+        ({"question": "a", "text": "b", "label": 1}, "be read in 2 ways, by text and label or by question and label."),
         ({"prompt": "a", "completion": "b", "label": "good"}, '"label", "good": it is KTO'),
     ],
 )

@@ -1,6 +1,7 @@
 """CSV and TSV as spreadsheets and libraries write them, and the Hub's folders of pictures with a table of words."""
 
 import csv
+import difflib
 import io
 import json
 
@@ -129,3 +130,16 @@ def test_folders_of_pictures_with_a_table_of_words_are_read_as_the_hub_has_them(
     other = tmp_path / f"rows.{form}"  # where a file's name is a note
     other.write_bytes(file.read_bytes())
     assert open_source(other)[0].content == "A cat."
+
+
+def test_a_table_of_thousands_of_columns_is_refused_by_comparing_few_names(tmp_path, monkeypatch):
+    """`difflib` took a minute a row for all pairs of 3,000 names."""
+    compared = []
+    ratio = difflib.SequenceMatcher.ratio
+    monkeypatch.setattr(difflib.SequenceMatcher, "ratio", lambda self: compared.append(self.a) or ratio(self))
+    row = ",".join("a" * 3000) + "\n"
+    (tmp_path / "a.csv").write_text(",".join(f"c{number}" for number in range(3000)) + "\n" + row * 3)
+    for number in range(3):
+        with pytest.raises(DataError, match="2,988 more; say which of them is which"):
+            open_source(tmp_path / "a.csv")[number]
+    assert len(compared) <= 64 * 63 / 2  # pairs of 64, once

@@ -504,7 +504,7 @@ CHATTED = {"messages": [user("Hi"), says("Ho")]}
         ({"prompt": "Hi", "response_a": "a", "response_b": "b", "winner": "tie"}, '"winner" is "tie", but it names'),
         (
             {"id": "7", "prompt": "Hi", "answer_0": "a", "answer_1": "b", "liked": 1},
-            "such as {chosen: answer_0, rejected: answer_1} where answer_0 is the better answer",
+            "with columns={'chosen': 'answer_0', 'rejected': 'answer_1'} where answer_0 is the better answer",
         ),
         (
             {"prompt": "Hi", "answers": [{"answer": "a", "rank": 1}, {"answer": "b", "rank": 1}]},

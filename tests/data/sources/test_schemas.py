@@ -359,7 +359,7 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
     [
         ({"question": "?"}, 'got {"question": "?"}, but the row needs the columns of a schema: messages (messages);'),
         ({"prompt": "a", "chosen": "b"}, 'the row has the column "chosen", "b": it is of a preference'),
-        ({"question": "a", "answer": ["b"]}, '"answer" is ["b"], but it must be words or a number. Of a column that'),
+        ({"question": "a", "answer": ["b"]}, '"answer" is ["b"], but it must be words or a number. If a column'),
         (
             {"instruction": "a", "output": "b", "history": [["c"]]},
             '"history" is [["c"]], but it must be a list of pairs',
@@ -401,10 +401,13 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
         ),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, "turn 1: the call is a string but not JSON"),
         ({"prompt": {"a": 3}, "completion": "a"}, '"prompt" is {"a": 3} and "completion" is "a"'),
-        ({"question": "a", "answer": {"text": ["b"]}}, "columns takes one: {answer: answer.text}"),
+        ({"question": "a", "answer": {"text": ["b"]}}, "columns={'answer': 'answer.text'} takes one"),
         ({"question": "a", "answer": float("nan")}, '"answer" is NaN, but it must be words or a number.'),
         ({"image": {"bytes": b"\x89PNG" * 99}, "good": 1}, 'got {"image": {"bytes": "396 bytes"}, "good": 1}, but the'),
-        ({"image": "a.png", "good": 1}, "The row has image, good; say which of them is which with columns, such as"),
+        (
+            {"image": "a.png", "good": 1},
+            "The row has image, good; say which of them is which, for example with columns",
+        ),
         ({"text": 3}, '"text" is 3, but a document must be a string'),
         ({"text": "", "image": "data:,a"}, '"text" is empty, so the media have no words to learn'),
         ({"input_ids": [1, -1]}, "none of them negative"),
@@ -466,7 +469,7 @@ def test_of_two_layouts_one_reads_all_the_other_is_of_a_lower_rank_or_both_are_n
         columns = {name for layout in (one, other) for name, _ in layout.columns} - {"media"}
         reading, message = read_or_refused(row)
         if reading is None:
-            assert "needs the columns" in message or re.search(r"fits \d layouts, of .*; of ", message), row
+            assert "needs the columns" in message or re.search(r"be read in \d ways, by .* or by ", message), row
             continue
         assert reading.layout.rank <= min(one.rank, other.rank)
         assert columns - reading.roles.keys() <= unread_keys(row, reading.roles) | {"source", "label"}, row
@@ -476,7 +479,7 @@ def test_of_two_layouts_one_reads_all_the_other_is_of_a_lower_rank_or_both_are_n
 
 def test_a_rejected_answer_beside_two_chats_is_of_neither(read):
     turns = [said("user", "Hi"), said("assistant", "Ho")]
-    with pytest.raises(DataError, match="fits 2 layouts, of messages; of conversations, and what"):
+    with pytest.raises(DataError, match=r"be read in 2 ways, by messages or by conversations\."):
         read({"messages": turns, "conversations": turns[:1], "rejected_response": "Hu"})
 
 
@@ -520,8 +523,8 @@ def test_no_column_that_the_table_knows_is_lost_without_a_word(row):
 def test_what_a_message_proposes_reads_the_row_with_its_media(read, row, proposed):
     with pytest.raises(DataError) as caught:
         read(row)
-    assert f"with columns, such as {proposed}" in str(caught.value)
     columns = dict(pair.split(": ") for pair in proposed.strip("{}").split(", "))
+    assert f"for example with columns={columns}" in str(caught.value)
     sample = read(row, columns=columns)
     images = () if isinstance(sample, Document) else best_answered(sample).images
     assert bool(images) is ("png" in str(row))

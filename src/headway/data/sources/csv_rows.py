@@ -1,5 +1,6 @@
 """Tables as text: CSV and TSV, whose first line names the columns."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -72,7 +73,7 @@ class DelimitedReader(SpanReader):
             line = next((line for _, line in lines(stream) if not line.isspace()), b"")
         separator = self._separator_of(line).decode()
         names = [name.strip() for name in _values(decoded(line), separator)]
-        twice = sorted({name for name in names if name and names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(names).items() if name and count > 1)
         if twice:
             raise DataError(f"the first line names {', '.join(twice)} twice. Give every column a name of its own.")
         return names, separator

@@ -15,6 +15,7 @@ from headway.data.sources.marks import GRADES, HARMLESS_COLUMNS, check_columns_o
 from headway.data.sources.ranked import is_ranked, pair_of
 from headway.data.sources.references import KINDS, is_nothing, kind_of, media_key
 from headway.errors import DataError
+from headway.words import Argument
 
 TEXT, MEDIA = "text", "media"
 """Names in the table of the text column, and of any media of the row or its archive."""
@@ -34,6 +35,7 @@ _WORDED = ("context", "system", "system_prompt")  # no other values of these are
 _OF_FILES = ("question_answer", "alpaca", "prompt_completion", "caption")  # schemas of which a file's name may be part
 _NUMBER = re.compile(r"(?:^|_)(?:id|idx|index)s?$|Id$")  # columns that number rows
 _ALIKE = 0.8  # likeness of names such as answer_0 and answer_1
+_MOST_FREE = 64  # columns among which a mapping is looked for
 
 Pairs = tuple[tuple[str, str], ...]
 
@@ -345,10 +347,10 @@ def _refusal(
 ) -> DataError:
     """The error of a row that fits no layout, or several."""
     if layouts:
-        ways = " or ".join(layout.mapping for layout in layouts)
         return DataError(
-            f"the row fits {len(layouts)} layouts, of {'; of '.join(map(str, layouts))}, and what one of them reads "
-            f"would be lost. Say with columns which is meant, such as {ways}, or remove the other columns."
+            f"the row can be read in {len(layouts)} ways, by {' or by '.join(map(str, layouts))}. Headway does not "
+            "choose one, because it would lose the columns of the others. Name the columns that you mean, with "
+            f"{' or '.join(layout.mapping for layout in layouts)}, or remove the others."
         )
     media = {kind: names[name] for name, kind in paths.items()}
     way = proposed_columns(fields, media, text_column)
@@ -358,18 +360,18 @@ def _refusal(
     needed = "; ".join(f"{allowed[name]} ({name})" for name in SCHEMAS if name in allowed)
     return DataError(
         f"got {shortened(dict(fields))}, but the row needs the columns of a schema: {needed}. The row has "
-        f"{listed(fields) or 'no columns'}; say which of them is which with columns, such as {way}, or name the schema "
+        f"{listed(fields) or 'no columns'}; say which of them is which, for example with {way}, or name the schema "
         "and its text column. Of CSV the first line names the columns."
     )
 
 
 def mapping(columns: Mapping[str, str]) -> str:
     """Columns as people map them: the name that schemas read, and the dataset's own."""
-    return f"{{{', '.join(f'{role}: {name}' for role, name in columns.items())}}}"
+    return str(Argument("columns", dict(columns)))
 
 
 def proposed_columns(fields: Mapping[str, Any], media: dict[str, str], text_column: str = TEXT) -> str:
-    """A mapping of columns with which a row could be read, as people would write it.
+    """A mapping of columns with which a row could be read, in the words of whoever asked.
 
     Columns that have a role by their names keep it, and columns of media are always in it.
 
@@ -379,7 +381,7 @@ def proposed_columns(fields: Mapping[str, Any], media: dict[str, str], text_colu
         text_column: the column of words.
 
     >>> proposed_columns({"image": "a.png", "question": "What?", "id": 3, "best_answer": "A cat."}, {})
-    '{answer: best_answer}'
+    "columns={'answer': 'best_answer'}"
     """
     names = columns_of(fields, text_column)
     has_media = bool(media) or any(not is_nothing(fields[own]) for name, own in names.items() if name in MEDIA_COLUMNS)
@@ -389,14 +391,12 @@ def proposed_columns(fields: Mapping[str, Any], media: dict[str, str], text_colu
     }
     left = [name for name, value in fields.items() if value not in (None, "", [], {})]
     left = [name for name in left if name not in with_roles and name not in media.values()]
-    free = [name for name in left if name not in HARMLESS_COLUMNS and not _NUMBER.search(name)] or left
+    free = ([name for name in left if name not in HARMLESS_COLUMNS and not _NUMBER.search(name)] or left)[:_MOST_FREE]
     free.sort(key=lambda name: not isinstance(fields[name], str))  # words first
     longest = sorted(free, key=lambda name: -len(str(fields[name])))
     # Two columns of like names could be answers of which one is better.
     prompts = [name for name, _ in _PROMPTS["names"] if name in names]
-    alike = [
-        pair for pair in combinations(free, 2) if difflib.SequenceMatcher(None, pair[0], pair[1]).ratio() >= _ALIKE
-    ]
+    alike = _alike(tuple(free))
     question = next((name for name in longest if name not in alike[0]), None) if alike else None
     if len(alike) == 1 and (prompts or question):
         ((first, second),) = alike
@@ -415,6 +415,12 @@ def proposed_columns(fields: Mapping[str, Any], media: dict[str, str], text_colu
     if len(free) > 1:
         return mapping({"question": free[0], "answer": free[1]})
     return mapping({TEXT: free[0]} if free else {"question": "Frage", "answer": "Antwort"})
+
+
+@lru_cache(maxsize=64)
+def _alike(names: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Pairs of columns of like names."""
+    return [pair for pair in combinations(names, 2) if difflib.SequenceMatcher(None, *pair).ratio() >= _ALIKE]
 
 
 def _suits(name: str, value: Any, column: str) -> tuple[float, ...]:

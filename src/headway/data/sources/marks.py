@@ -133,7 +133,7 @@ def check_columns_of(fields: Mapping[str, Any], *, ways: str, is_chat: bool = Tr
         if reason is not None:
             raise DataError(
                 f'the row has the column "{name}", {shortened(value)}: {reason}. Remove the column, or say which '
-                f"columns are meant with columns, such as {ways}."
+                f"columns are meant, for example with {ways}."
             )
 
 

@@ -18,6 +18,7 @@ from headway.data.sources.messages import rounds_as_turns, speaks_as, turns_of
 from headway.data.sources.ranked import Row, columns_of_marks, number_of, pair_of, ranked_answers
 from headway.data.sources.references import KINDS
 from headway.errors import DataError
+from headway.words import Argument
 
 _TURNS = ("messages", "conversations")  # columns of turns
 _PROMPTS = {"prompt": "completion", "question": "answer", "instruction": "output"}
@@ -190,7 +191,8 @@ def _cut(answers: Sequence[Any]) -> list[Row]:
     if not all(isinstance(answer, str) for answer in answers):
         raise DataError(
             f"the answers are {shortened(answers[0])} and the like, and the row has no prompt: none of the columns "
-            f"{', '.join((*_TURNS, *_PROMPTS))}. Name the one that it is with columns, such as {{prompt: Frage}}."
+            f"{', '.join((*_TURNS, *_PROMPTS))}. Name the one that it is, for example with "
+            f"{Argument('columns', {'prompt': 'Frage'})}."
         )
     shared = min(_num_shared(answers[0], answer) for answer in answers[1:])
     last_space = _LAST_SPACE.search(answers[0][:shared])

@@ -16,6 +16,7 @@ from headway.data.sources.parts import split_markers
 from headway.data.sources.reader import ParsedRow
 from headway.data.sources.references import KINDS, MediaRules, RowMedia, below, kind_of
 from headway.errors import ConfigError, DataError
+from headway.words import Argument
 
 VERSION = 8
 """Raised when rows come to be other samples, or can be used that could not be, so that no index says otherwise."""
@@ -192,8 +193,9 @@ def _class(label: Any) -> str:
     answer = (words_of(label) or "").strip()  # a space behind a separator is no part of a class
     if not answer:
         raise DataError(
-            f'"label" is {shortened(label)}, and a class is a word or a number. Delete rows without one; of several, '
-            "columns takes one: {label: label.0}; and columns: {text: text} learns the texts themselves."
+            f'"label" is {shortened(label)}, and a class is a word or a number. Delete rows without one. If there '
+            f"are several, {Argument('columns', {'label': 'label.0'})} takes the first, and "
+            f"{Argument('columns', {'text': 'text'})} learns the texts themselves."
         )
     return answer
 
@@ -288,7 +290,8 @@ def _text(fields: dict[str, Any], column: str) -> str:
     if words is None:
         value = fields[column]
         inner = 0 if isinstance(value, list) else next(iter(value), "") if isinstance(value, dict) else ""
-        hint = f" Of a column that holds several, columns takes one: {{{column}: {column}.{inner}}}." if value else ""
+        way = Argument("columns", {column: f"{column}.{inner}"})
+        hint = f" If a column holds several values, {way} takes one." if value else ""
         raise DataError(f'"{column}" is {shortened(value)}, but it must be words or a number.{hint}')
     return words
 
