@@ -320,7 +320,6 @@ def _with_system(sample: "Prompt", text: str) -> "Prompt":
 
 
 def _as_document(sample: "Prompt", model: str) -> "Prompt":
-    """The words of a prompt of one turn, to be continued."""
     from headway.data import Chat, Document
 
     if not isinstance(sample, Chat):

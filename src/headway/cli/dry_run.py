@@ -182,7 +182,6 @@ def _memory_table(planned: "DryRun", residual: dict[str, Any] | None = None) -> 
 
 
 def _in_words(moment: str) -> str:
-    """Name a moment within a sentence."""
     return "a model just built" if moment == "built" else f"the {moment}" if " " in moment else moment
 
 

@@ -196,7 +196,6 @@ def _of_log(path: Path, chosen: SourceOptions) -> JobExplanation:
 
 
 def _explained_log(path: Path, chosen: SourceOptions) -> tuple[JobExplanation, list[LoggedStep]]:
-    """Explain the lines of a log, and give them."""
     from headway.audit import read_log
 
     try:

@@ -302,7 +302,6 @@ def run_again(rows: Sequence[Row], trained: int, choice: str, name: str) -> set[
 
 
 def _matches(rows: Sequence[Row], term: Term, name: str) -> tuple[set[int], bool]:
-    """Find the rows that a term names, and whether it names them as whole blocks."""
     towers = towers_of_blocks(rows)
     blocks = list(towers)
     chosen = set(term.blocks(blocks, towers))

@@ -337,7 +337,6 @@ class Workload:
         return self if other == 0 else NotImplemented
 
     def _state(self) -> dict[str, Any]:
-        """Arguments that make the workload again."""
         names = ("segments", "slots", "sources", "past", "packs", "splits", "supervised", "logits")
         return {**{name: getattr(self, f"_{name}") for name in names}, **self._media}
 
@@ -490,5 +489,4 @@ def _frozen(array: Ints) -> Ints:
 
 
 def _rebuilt(arguments: dict[str, Any]) -> Workload:
-    """Make a workload that was pickled."""
     return Workload(**arguments)

@@ -277,7 +277,6 @@ class ChatTemplate:
         return text[: max(0, text.find(words))] if words else ""
 
     def _trial(self, turns: Sequence[Message], tools: tuple[dict[str, Any], ...]) -> str:
-        """A made-up chat as text."""
         return self._render(
             self._turns(turns), Chat(tuple(turns), Origin("", "the chat template", 0, "a trial"), tools)
         )

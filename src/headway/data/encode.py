@@ -186,7 +186,6 @@ class Encoder:
         return SampleLengths.joined([lengths for lengths, _ in self._measured(sample)])
 
     def _measured(self, sample: Chat | Document) -> list[tuple[SampleLengths, SampleTokens]]:
-        """Lengths and tokens of each view of a sample."""
         views = []
         for view in self._views(sample):
             with self._planned(view, decodes=False) as planned:

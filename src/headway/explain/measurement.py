@@ -334,7 +334,6 @@ class _LoopPhases:
         return dict(spent)
 
     def _at(self, moment: int) -> str:
-        """The phase that lasts at a moment."""
         place = int(np.searchsorted(self._pieces.end_ns, moment, side="right"))
         is_inside = place < len(self._names) and int(self._pieces.start_ns[place]) <= moment
         return self._names[place] if is_inside else REST

@@ -87,7 +87,6 @@ class Owners:
 
 
 def _units_of_components(attribution: Attribution, compiled: Mapping[str, frozenset[str]]) -> dict[str, str]:
-    """Name the owner of each component that is in compiled blocks, by the component."""
     attending = {
         module
         for module, work, operator in zip(attribution.module, attribution.work, attribution.operator, strict=True)

@@ -210,7 +210,6 @@ def _bandwidth(name: str | None) -> float | None:
 
 
 def _collectives(measured: MeasuredTrace) -> Collectives:
-    """Find the collectives of each step of a trace."""
     events, names = measured.events, measured.trace.names
     collectives = np.array(
         [i for i, work in enumerate(measured.attribution.work) if work is Work.COMMUNICATION], dtype=int

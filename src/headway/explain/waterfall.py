@@ -123,7 +123,6 @@ def explain(
 
 
 def _waited_for(step: int, facts_of: Mapping[int, TraceFacts]) -> WaitedFor | None:
-    """Find the rank that the others waited for, of all that have a step."""
     steps_of = {
         rank: (facts, which)
         for rank, facts in facts_of.items()

@@ -236,7 +236,6 @@ class TrainerPhases:
         return spans_s, max(step_s, claimed_s)
 
     def _apart(self, phases: Iterable[str]) -> dict[str, PhaseDevices]:
-        """Find the phases that have devices of their own."""
         runs = TRAINERS[self.trainer].phases
         return {name: self.rollout for name in phases if self.rollout is not None and "answers" in runs[name]}
 
@@ -251,7 +250,6 @@ class TrainerPhases:
         return Generation(prompts, answers, group=self.group, prefix=self.prefix, media=media, decode_steps=steps)
 
     def _batches(self, phase: str, work: Generation) -> list[tuple[Workload | Generation, Billing]]:
-        """List what a phase runs, and how it is billed."""
         batches: list[tuple[Workload | Generation, Billing]] = []
         places = {name: i for i, name in enumerate(self.models)}
         missing = []

@@ -175,8 +175,6 @@ def _block_begins(number: int, path: str, block: "nn.Module", _args: Any) -> Non
 def _around(
     module: "nn.Module", compiled: Callable[..., Any], before: Callable[..., None], after: Callable[..., None]
 ) -> Callable[..., Any]:
-    """Watch the calls of what `module.compile()` made."""
-
     def call(*args: Any, **kwargs: Any) -> Any:
         before(module, args, kwargs)
         results = None

@@ -302,7 +302,6 @@ class ProfiledSteps(LoopWatcher):
         return {name: round((least[1][name] - least[0][name]) * 1e9) for name in least[0] if name in least[1]}
 
     def _let_go(self) -> None:
-        """Watch no more."""
         self._is_over, self._profiler = True, None
         self._recorded, self._before = [], deque()
         if self in LoopWatcher.waiting:

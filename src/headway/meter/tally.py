@@ -55,7 +55,6 @@ _OF_ALL_STEPS = ("num_left_out", "left_out_ns", *(f"{bucket}_ns" for bucket in A
 
 @cache
 def _media_names(_kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the totals of media, for the kinds of input that there are."""
     return tuple(modalities.totals({}))
 
 

@@ -194,7 +194,6 @@ class ForwardWatch:
         return forwards
 
     def _count(self, forward: WatchedForward, *, backward_only: bool = False) -> None:
-        """Count a forward with what backwards have made of it until now."""
         forward.is_counted = True
         batch, cost_model, inputs = forward.batch, forward.cost_model, forward.differentiated
         if cost_model is None:

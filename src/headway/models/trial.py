@@ -280,7 +280,6 @@ class _Trial:
         return logits_TV
 
     def _pack(self, segments: list[dict[str, Any]]) -> torch.Tensor:
-        """The logits of both segments in one pack."""
         lengths = [segment["input_ids"].shape[1] for segment in segments]
         inputs = dict(segments[0])
         for name in self._of_tokens(inputs):

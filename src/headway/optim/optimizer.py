@@ -271,7 +271,6 @@ class Optimizer(torch.optim.Optimizer):
         return noise.manual_seed(self._seed_of(first) * 2 + stream)
 
     def _seed_of(self, parameter: torch.Tensor) -> int:
-        """A number that each parameter has of its own in each update."""
         return self.updates * len(self._places) + self._places[parameter]
 
 

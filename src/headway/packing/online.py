@@ -104,6 +104,5 @@ class OnlinePacker(Generic[T]):
         return [pack for pack in packs if pack]
 
     def _filled(self) -> float:
-        """Packs that the waiting samples fill."""
         caps = (self.budget.tokens, self.budget.patches, self.budget.items)
         return max(float(total / cap) for total, cap in zip(self._totals, caps, strict=True) if cap)

@@ -249,7 +249,6 @@ def _computed_of_useful(run: ReportedRun) -> float:
 
 
 def _components(a: ReportedRun, b: ReportedRun) -> ReportSection:
-    """FLOPs of a step by component."""
     sums = [_by_component(run) for run in (a, b)]
     names = dict.fromkeys([*sums[0], *sums[1]])
     rows = [
@@ -360,7 +359,6 @@ def _flat(text: str) -> dict[str, str]:
 
 
 def _nodes(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting and section, each by its path."""
     yield path, node
     children = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     for name, child in children:

@@ -84,7 +84,6 @@ def _source_losses(records: Sequence[Mapping[str, Any]], marks: Sequence[ChartMa
 
 
 def _source_shares(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[ReportSection]:
-    """Share of each source in the tokens of the steps."""
     by_name: dict[str, list[float | None]] = {name: [] for name in names}
     for record in records:
         sources = _mapping(record.get("sources"))

@@ -73,6 +73,5 @@ def _parts(steps: Sequence[StepWaterfall]) -> list[Sequence[StepWaterfall]]:
 
 
 def _colours(lines: Sequence[PhaseLine]) -> dict[str, str]:
-    """Colour of each phase, as a variable of the page."""
     names = dict.fromkeys(line.name for line in lines if line.name not in _COLOUR_OF)
     return {name: f"--c{_COLOURS[place % len(_COLOURS)]}" for place, name in enumerate(names)} | _COLOUR_OF

@@ -183,7 +183,6 @@ def _gentlest_first(config: TrainConfig) -> Iterator[tuple[str, ...]]:
 
 
 def _differing(settings: Mapping[str, bool]) -> Iterator[tuple[str, ...]]:
-    """Settings that differ from the present ones, one by one."""
     return ((setting,) for setting, differs in settings.items() if differs)
 
 

@@ -194,7 +194,6 @@ def _drawn_marks(marks: Sequence[ChartMark], x_of: Scale) -> list[str]:
 
 
 def _marks_in_words(marks: Sequence[ChartMark]) -> list[str]:
-    """A sentence for each kind of mark."""
     sentences = []
     for kind, (single, several) in _MARK_WORDS.items():
         of_kind = [f"{mark.step:g}" + (f" ({mark.name})" if mark.name else "") for mark in marks if mark.kind == kind]

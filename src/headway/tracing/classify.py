@@ -290,7 +290,6 @@ def idle_modules(
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Say whether a module is a linear layer or a convolution."""
     return isinstance(module, nn.Linear | nn.modules.conv._ConvNd) or type(module).__name__ == "Conv1D"
 
 

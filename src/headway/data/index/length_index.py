@@ -320,7 +320,6 @@ def _running(ragged: RaggedArray) -> Ints:
 
 
 def _kept(ragged: RaggedArray, chosen: Ints) -> RaggedArray:
-    """The values that are chosen, in their rows."""
     offsets = np.concatenate([[0], np.cumsum(chosen)])[ragged.offsets]
     return RaggedArray(offsets, ragged.values[chosen])
 

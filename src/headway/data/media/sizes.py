@@ -77,7 +77,6 @@ class MediaSizes:
         return changed
 
     def _images(self, processor: Any) -> Any:
-        """A copy of the image processor, with its size bounded."""
         images = getattr(processor, "image_processor", None)
         wanted = {name: value for name, value in self.changes.items() if name in _BOUNDS}
         if images is None:

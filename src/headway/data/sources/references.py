@@ -304,7 +304,6 @@ def media_key(value: Mapping[str, Any]) -> str | None:
 
 
 def _is_frame(name: Any) -> bool:
-    """Whether a name is that of a still picture."""
     return isinstance(name, str) and kind_of(name) == "image" and not name.lower().endswith(".gif")
 
 

@@ -142,7 +142,6 @@ class Arrow(TableReader):
             row += batch.num_rows
 
     def _batches(self) -> Iterator[tuple[pa.NativeFile, pa.RecordBatch]]:
-        """Record batches in order, with the open file."""
         with self._opened() as source:
             is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
             source.seek(0)
