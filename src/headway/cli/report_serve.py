@@ -8,19 +8,15 @@ names another machine: a page of anyone could otherwise point a name of its own 
 import math
 import os
 import re
-import selectors
-import socket
 import sys
 import threading
 import time
 import webbrowser
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from headway.cli.output import say
 from headway.errors import ConfigError, HeadwayError
@@ -32,13 +28,7 @@ PORT = 8484  # the same every time, for a tunnel or a bookmark
 REFRESH_S = 5
 _HOST = "127.0.0.1"
 _WORK_SHARE = 0.1  # of the time goes to making pages at most: the run itself may train on this machine
-_THREADS = 8
-_MOST_OPEN = 600  # connections; below the usual limit of 1024 files
-_REQUEST_S = 30  # for a connection to send its request [s]
-_LONGEST_HEAD = 1 << 16  # of a request [bytes]; what is longer is refused
-_POLL_S = 0.02
 _OWN_NAMES = re.compile(r"(localhost|127\.0\.0\.1)(:[0-9]{1,5})?", flags=re.IGNORECASE)
-_Stamps = tuple[tuple[str, int, int], ...]
 
 
 class LivePage:
@@ -52,7 +42,7 @@ class LivePage:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
         self._lock = threading.Lock()  # one page at a time is made, whoever asks
-        self._stamps: _Stamps | None = None
+        self._stamps: list[tuple[str, int, int]] | None = None
         self._page, self._rest_until_s, self._refresh_s = b"", -math.inf, REFRESH_S
 
     def now(self) -> tuple[bytes, int]:
@@ -61,12 +51,10 @@ class LivePage:
         A page that took long to make is kept for nine times as long, even if the records have grown meanwhile.
         """
         with self._lock:
-            stamps = _stamps(self._path)
-            began_s = self._clock()
+            stamps, began_s = _stamps(self._path), self._clock()
             if stamps != self._stamps and began_s >= self._rest_until_s:
                 self._page, self._stamps = _page(self._path), stamps
-                ended_s = self._clock()
-                period_s = (ended_s - began_s) / _WORK_SHARE
+                period_s = (self._clock() - began_s) / _WORK_SHARE
                 self._rest_until_s = began_s + period_s
                 self._refresh_s = max(REFRESH_S, math.ceil(period_s))
             return self._page, self._refresh_s
@@ -76,7 +64,7 @@ class _Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
     server_version, sys_version = "headway", ""
-    timeout = 5  # of a reader that takes nothing of its answer [s]
+    timeout = 5  # of a reader that sends nothing of its request, or takes nothing of its answer [s]
 
     def __init__(self, live: LivePage, *arguments: Any) -> None:
         self._live = live
@@ -86,14 +74,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Send the page."""
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not _OWN_NAMES.fullmatch(hosts[0].strip()):
-            self.send_error(
-                HTTPStatus.FORBIDDEN, explain="Ask for localhost or 127.0.0.1; this server has no other name."
-            )
+            self.send_error(403, explain="Ask for localhost or 127.0.0.1; this server has no other name.")
         elif self.path != "/":
-            self.send_error(HTTPStatus.NOT_FOUND, explain="There is one page, at /.")
+            self.send_error(404, explain="There is one page, at /.")
         else:
             page, refresh_s = self._live.now()
-            self.send_response(HTTPStatus.OK)
+            self.send_response(200)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(page)))
             self.send_header("Refresh", str(refresh_s))
@@ -102,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(page)
 
     def _refuse_method(self) -> None:
-        self.send_error(HTTPStatus.METHOD_NOT_ALLOWED, explain="This server only shows: GET and HEAD.")
+        self.send_error(405, explain="This server only shows: GET and HEAD.")
 
     do_HEAD = do_GET
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse_method
@@ -122,75 +108,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing: a line every few seconds would hide what else the terminal shows."""
 
 
-class _Server(HTTPServer):
-    """Answers with a few threads, however many connect: a connection has one only once its request is there whole.
-
-    Until then it waits in a selector, for so long at most; where too many are open, the one that has waited longest
-    is closed.
-    """
+class _Server(ThreadingHTTPServer):
+    """Answers each connection with a thread; one that is silent is closed after a few seconds."""
 
     request_queue_size = 512  # readers that connect at once; the system may allow fewer
-
-    def __init__(self, address: tuple[str, int], handler: Callable[..., BaseHTTPRequestHandler]) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="report")
-        self._selector = selectors.DefaultSelector()
-        self._waiting: dict[socket.socket, tuple[Any, float]] = {}  # address and deadline [s], oldest first
-        self._answered = 0  # connections that have a thread, or wait for one
-        self._lock = threading.Lock()
-        super().__init__(address, handler)  # last: it closes what is here if the port cannot be used
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Take a connection in, and wait for its request."""
-        if len(self._waiting) + self._answered >= _MOST_OPEN:
-            if not self._waiting:
-                self.shutdown_request(request)
-                return
-            self._drop(next(iter(self._waiting)))
-        self._selector.register(request, selectors.EVENT_READ)
-        self._waiting[request] = client_address, time.monotonic() + _REQUEST_S
-
-    def service_actions(self) -> None:
-        """Hand over the requests that have arrived, and close connections that send none; called at every poll."""
-        for key, _ in self._selector.select(0):
-            connection = cast("socket.socket", key.fileobj)
-            try:
-                head = connection.recv(_LONGEST_HEAD, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            except OSError:
-                head = b""
-            if not head:
-                self._drop(connection)
-            elif b"\r\n\r\n" in head or len(head) == _LONGEST_HEAD:
-                self._selector.unregister(connection)
-                address, _ = self._waiting.pop(connection)
-                with self._lock:
-                    self._answered += 1
-                self._threads.submit(self._answer, connection, address)
-        now_s = time.monotonic()
-        for connection in [waiting for waiting, (_, deadline_s) in self._waiting.items() if deadline_s < now_s]:
-            self._drop(connection)
-
-    def _answer(self, request: Any, client_address: Any) -> None:
-        try:
-            self.finish_request(request, client_address)
-        except Exception:  # noqa: BLE001 - as socketserver does, which says it on stderr
-            self.handle_error(request, client_address)
-        finally:
-            self.shutdown_request(request)
-            with self._lock:
-                self._answered -= 1
-
-    def _drop(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        del self._waiting[connection]
-        self.shutdown_request(connection)
-
-    def server_close(self) -> None:
-        """Let go of the port and of all connections."""
-        super().server_close()
-        for connection in list(self._waiting):
-            self._drop(connection)
-        self._selector.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a reader that left before its answer."""
@@ -234,7 +155,7 @@ def serve(runs: list[Path], port: int | None, *, output: Path | None, markdown: 
         say(f"{address} shows {path}; Ctrl-C ends it", flush=True)
         if open_it:
             webbrowser.open(address)
-        server.serve_forever(poll_interval=_POLL_S)
+        server.serve_forever(poll_interval=0.02)
 
 
 def _page(path: Path) -> bytes:
@@ -247,15 +168,11 @@ def _page(path: Path) -> bytes:
         return page.encode()
 
 
-def _stamps(path: Path) -> _Stamps:
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
     """Name, size [bytes] and time of change [ns] of the files that a page may be made of."""
-    stamps = []
     try:
         with os.scandir(path if path.is_dir() else path.parent) as entries:
-            for entry in entries:
-                if entry.is_file():
-                    status = entry.stat()
-                    stamps.append((entry.name, status.st_size, status.st_mtime_ns))
+            files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
     except OSError:  # removed as it was looked at: the next look finds what is there then
-        return ()
-    return tuple(sorted(stamps))
+        return []
+    return sorted((name, status.st_size, status.st_mtime_ns) for name, status in files)
