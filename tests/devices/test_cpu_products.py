@@ -1,12 +1,14 @@
 """Float32 products of the CPU: which library multiplies, and that either gives the same."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from headway.devices import cpu_products
-from headway.models import products
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 
@@ -14,8 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture
 def onednn(monkeypatch):
     """Take oneDNN whatever this machine's processor is, and count its calls."""
-    monkeypatch.setattr(cpu_products, "ONEDNN_IS_FASTER", True)
-    monkeypatch.setattr(products, "ONEDNN_IS_FASTER", True)
+    monkeypatch.setattr(cpu_products, "_ONEDNN_IS_FASTER", True)
     calls, plain = [], cpu_products._onednn_linear
 
     def counted(*tensors):
@@ -38,14 +39,16 @@ def test_onednn_is_for_amd_with_avx512(monkeypatch, name, capability, expected):
     monkeypatch.setattr(cpu_products, "cpu_name", lambda: name)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    assert cpu_products.prefers_onednn() is expected
+    assert cpu_products._prefers_onednn() is expected
 
 
 @pytest.mark.parametrize(("rows", "high", "wide"), [(37, 5, 24), (37, 24, 5), (1, 3, 3)])
 def test_products_are_those_of_torch(onednn, rows, high, wide):
     a, b, bias = torch.randn(rows, high), torch.randn(rows, wide), torch.randn(wide)
     weight = torch.randn(wide, high)
-    torch.testing.assert_close(cpu_products.product_over_rows(a, b), a.T @ b)
+    total = torch.ones(high, wide)
+    cpu_products.add_product_over_rows(total, a, b)
+    torch.testing.assert_close(total, 1 + a.T @ b)
     torch.testing.assert_close(cpu_products.product(a, weight.T), a @ weight.T)
     torch.testing.assert_close(cpu_products.linear(a, weight, bias), F.linear(a, weight, bias))
     assert len(onednn) == 3
@@ -79,7 +82,7 @@ def test_layers_learn_as_those_of_torch(onednn, bias, is_compiled):
         return [total, *torch.autograd.grad(total, [x, *model.parameters()])]
 
     expected, names = gradients(model), [name for name, _ in model.named_parameters()]
-    products.multiply_by_onednn(model, but=model[3])
+    cpu_products.use_fast_products(model, but=model[3])
     assert type(model[3]) is nn.Linear
     assert [name for name, _ in model.named_parameters()] == names
     for got, want in zip(
@@ -87,3 +90,11 @@ def test_layers_learn_as_those_of_torch(onednn, bias, is_compiled):
     ):
         torch.testing.assert_close(got, want)
     assert is_compiled or len(onednn) == 2 * 3
+
+
+def test_no_other_file_knows_the_library():
+    """One file and one seam: who multiplies calls functions that are PyTorch's own where they are not needed."""
+    root = Path(cpu_products.__file__).parents[1]
+    for path in root.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert path.name == "cpu_products.py" or not re.search(r"_?ONEDNN_|takes_onednn|_OneDnn", text), path

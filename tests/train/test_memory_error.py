@@ -28,7 +28,7 @@ from pathlib import Path
 from headway.cli.app import main
 from headway.devices import cpu_products
 from headway.train import loop
-cpu_products.ONEDNN_IS_FASTER = False  # oneDNN crashes where there is no room for the code that it makes
+cpu_products._ONEDNN_IS_FASTER = False  # oneDNN crashes where there is no room for the code that it makes
 calls = []
 def before_forward(model, now, original=loop.reduce_gradients):
     calls.append(1)

@@ -225,7 +225,7 @@ def environment(device: "torch.device") -> dict[str, Any]:
     """Describe what a ceiling depends on: the device, its driver, PyTorch and, on a CPU, the threads."""
     import torch
 
-    from headway.devices.cpu_products import ONEDNN_IS_FASTER
+    from headway.devices.cpu_products import LIBRARY
 
     reported = report(device)
     return {
@@ -238,7 +238,7 @@ def environment(device: "torch.device") -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
-        **({"float32 products": "oneDNN"} if device.type == "cpu" and ONEDNN_IS_FASTER else {}),
+        **({"float32 products": LIBRARY} if device.type == "cpu" and LIBRARY else {}),
     }
 
 

@@ -173,7 +173,7 @@ def _matmul(device: "torch.device", dtype: "torch.dtype", shape: tuple[int, int,
     import torch
     import torch.nn.functional as F
 
-    from headway.devices.cpu_products import product, takes_onednn
+    from headway.devices.cpu_products import product
 
     rows, inner, columns = shape
     generator = torch.Generator(device).manual_seed(0)  # its own, so that the run's random state stays untouched
@@ -186,10 +186,8 @@ def _matmul(device: "torch.device", dtype: "torch.dtype", shape: tuple[int, int,
         use_fast_accum = device.type == "cuda"
         return lambda: F.scaled_mm(a_MK, b_KN, scale, by_tensor, scale, by_tensor, use_fast_accum=use_fast_accum)
     b_KN = torch.randn(inner, columns, generator=generator, device=device).to(dtype)
-    if takes_onednn(a_MK, b_KN):
-        return lambda: product(a_MK, b_KN)
     out_MN = torch.empty(rows, columns, device=device, dtype=dtype)
-    return lambda: torch.mm(a_MK, b_KN, out=out_MN)
+    return lambda: product(a_MK, b_KN, out=out_MN)
 
 
 def _copy(device: "torch.device", size: int) -> "Callable[[], torch.Tensor]":

@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from headway.devices.cpu_products import use_fast_products
 from headway.errors import ConfigError
-from headway.models.products import PROJECTIONS, multiply_by_onednn, project_patches
+from headway.models.products import PROJECTIONS, project_patches
 
 _ROTARY = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
 _replaced: dict[str, Callable[..., Any]] = {}  # transformers' own rotary functions while Liger's stand in, by full name
@@ -96,7 +97,7 @@ def use_kernels(
     put_back_functions()
     project_patches(model)
     if device.type == "cpu":
-        multiply_by_onednn(model, but=model.get_output_embeddings())  # type: ignore[no-untyped-call]  # untyped there
+        use_fast_products(model, but=model.get_output_embeddings())  # type: ignore[no-untyped-call]  # untyped there
     if name == "torch":
         return ()
     check_liger(device)

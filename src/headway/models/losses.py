@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from headway.devices.cpu_products import linear, product, product_over_rows, takes_onednn
+from headway.devices.cpu_products import add_product_over_rows, linear, product
 from headway.models.products import product_dtype
 
 IGNORED = -100  # label of a slot that is not supervised
@@ -285,10 +285,8 @@ class _Results:
 
 
 def _add_product(total_VH: torch.Tensor, slopes_CV: torch.Tensor, hidden_CH: torch.Tensor) -> None:
-    if takes_onednn(slopes_CV, hidden_CH):
-        total_VH.add_(product_over_rows(slopes_CV, hidden_CH))
-    elif total_VH.dtype == slopes_CV.dtype:
-        total_VH.addmm_(slopes_CV.T, hidden_CH)
+    if total_VH.dtype == slopes_CV.dtype:
+        add_product_over_rows(total_VH, slopes_CV, hidden_CH)
     elif total_VH.is_cuda:
         torch.addmm(total_VH, slopes_CV.T, hidden_CH, out_dtype=total_VH.dtype, out=total_VH)
     else:  # products of half precision that add up in float32 exist on CUDA only

@@ -9,8 +9,6 @@ cuBLAS needs rows of 16 bytes or a multiple of it for its fast kernels, which in
 Qwen2.5-VL's tower has 3,420. Zero rows of the gate and of what it gates give zeros, silu(0) * 0, which zero columns of
 the closing projection take: results and gradients stay the same, and so do the parameters, as the zeros are put on in
 each forward.
-
-Linear layers in float32 go to oneDNN on the CPUs where it beats PyTorch's own library (`devices.cpu_products`).
 """
 
 import functools
@@ -20,8 +18,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from headway.devices.cpu_products import ONEDNN_IS_FASTER, linear, product, product_over_rows, takes_onednn
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 """Of a gated MLP: gate, what it gates, and back."""
@@ -71,50 +67,6 @@ def project_patches(model: nn.Module) -> list[str]:
             module.__class__ = _MULTIPLYING[type(module)]
             names.append(name)
     return names
-
-
-class _OneDnnLinear(nn.Linear):
-    """Multiplies by oneDNN what it takes, forward and backward."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  the name that torch gives it
-        if not takes_onednn(input, self.weight):
-            return super().forward(input)
-        multiply: Any = _OneDnnProduct.apply  # torch leaves it untyped
-        rows_TO: torch.Tensor = multiply(input.flatten(0, -2), self.weight, self.bias)
-        return rows_TO.view(*input.shape[:-1], self.weight.shape[0])  # of no rows, -1 would say nothing
-
-
-class _OneDnnProduct(torch.autograd.Function):
-    """A linear layer's rows, and the gradients of what it multiplies."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x_TI, weight_OI)
-        return linear(x_TI, weight_OI, bias_O)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_TO: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_TI, weight_OI = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        return (
-            product(grad_TO, weight_OI) if needs_x else None,
-            product_over_rows(grad_TO, x_TI) if needs_weight else None,
-            grad_TO.sum(0) if needs_bias else None,
-        )
-
-
-def multiply_by_onednn(model: nn.Module, but: nn.Module | None = None) -> None:
-    """Let plain linear layers multiply by oneDNN where it is the faster library of this CPU.
-
-    Args:
-        model: changed in place; its parameters keep their names.
-        but: a layer that stays, such as the output layer, whose loss multiplies itself.
-    """
-    if ONEDNN_IS_FASTER:
-        for module in model.modules():
-            if type(module) is nn.Linear and module is not but:
-                module.__class__ = _OneDnnLinear
 
 
 def align_widths(mlps: Iterable[nn.Module], dtype: torch.dtype) -> tuple[str, ...]:
