@@ -24,7 +24,7 @@ from headway.cli.tune import search_of
 from headway.config import TrainConfig, parse_config
 from headway.data.sources import open_source
 from headway.packing.lengths import LengthTable
-from headway.predict.tune.space import Space, changed_config
+from headway.predict.tune.space import Space, admitted
 from headway.synthetic.new_model import write_new_model
 from headway.train.run import train
 from record import RESULTS, describe_environment, environment, markdown_table, result_paths, write
@@ -131,7 +131,7 @@ def exhaustive(config: TrainConfig, lengths: LengthTable, folder: Path, rounds: 
     """
     space = Space(STEP_TOKENS, tolerance=TOLERANCE, **SPACE)
     choices = [
-        changed_config(config, {**packing, "speed.recompute": recompute, "speed.loss_chunk": chunk})
+        admitted(config, {**packing, "speed.recompute": recompute, "speed.loss_chunk": chunk})
         for packing in space.packings(config, 1, lengths)
         for recompute in space.recomputes
         for chunk in space.chunks
@@ -147,7 +147,7 @@ def exhaustive(config: TrainConfig, lengths: LengthTable, folder: Path, rounds: 
 
 def measured_rate(config: TrainConfig, run: Path) -> float:
     """Useful FLOPs per second of processor time of the least disturbed step behind the warm-up."""
-    placed = changed_config(config, {"run.folder": str(run)})
+    placed = admitted(config, {"run.folder": str(run)})
     assert placed is not None
     with patch("headway.meter.clock.now_ns", time.process_time_ns):
         train(placed)

@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -87,12 +87,13 @@ def refuse(path: Path, purpose: str) -> None:
         raise UsageError(f"{purpose} is {url}, and cannot lie behind a URL. Give a path of this machine.")
 
 
-def url_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+def url_system(url: str) -> tuple[Any, str]:
     """The file system behind a URL, and the URL's path in it. A server's time is bounded by its silence, not by sizes.
+
+    Options of a store, such as {"anon": true} for S3, are fsspec's own: FSSPEC_S3 in the environment, or its files.
 
     Args:
         url: one that fsspec opens, or a path of this machine.
-        options: passed to fsspec's file system, such as credentials.
 
     Raises:
         OSError: it cannot be reached; so does whatever is done with the system within `as_os_errors`.
@@ -101,25 +102,22 @@ def url_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any,
     """
     import fsspec
 
-    options = dict(options or {})
-    if url.partition("://")[0].lower() in ("http", "https"):
-        options["client_kwargs"] = {**_http_bounds(), **options.get("client_kwargs", {})}
-    system, path = fsspec.core.url_to_fs(url, **options)
+    is_web = url.partition("://")[0].lower() in ("http", "https")
+    system, path = fsspec.core.url_to_fs(url, **({"client_kwargs": _http_bounds()} if is_web else {}))
     return system, path
 
 
-def open_url(url: str, options: Mapping[str, Any] | None = None) -> BinaryIO:
+def open_url(url: str) -> BinaryIO:
     """Open what lies behind a URL to read it.
 
     Args:
         url: as `url_system` takes it.
-        options: as `url_system` takes them.
 
     Raises:
         OSError: it cannot be opened. All that reading it raises is one, too, whatever the library behind it raises.
     """
     with as_os_errors():
-        return _opened(*url_system(url, options))
+        return _opened(*url_system(url))
 
 
 @contextmanager

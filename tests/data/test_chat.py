@@ -308,16 +308,6 @@ def test_a_marker_that_is_no_token_is_refused():
     assert found.stop_ids() == {1}  # </s>, at which a model that is not trained here stops
 
 
-def test_empty_thinking_is_shown_and_not_learnt_where_that_is_asked_for():
-    silent = {"learns_empty_thinking": False}
-    assert answers(template("qwen3"), ONE) == ["<think>\n\n</think>\n\nHello.<|im_end|>"]
-    assert answers(template("qwen3", **silent), ONE) == ["Hello.<|im_end|>"]
-    assert answers(template("qwen3_5_think"), ONE) == ["\n</think>\n\nHello.<|im_end|>"]  # which opens it in the prompt
-    assert answers(template("qwen3_5_think", **silent), ONE) == ["Hello.<|im_end|>"]
-    assert answers(template("qwen3", **silent), THOUGHT) == answers(template("qwen3"), THOUGHT)
-    assert template("qwen3", **silent).views(ONE)[0].text == template("qwen3").views(ONE)[0].text
-
-
 def test_variables_of_the_template_come_from_the_row_and_then_from_the_settings():
     source = (TEMPLATES / "qwen3.jinja").read_text()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), eos_token="</s>")

@@ -26,13 +26,7 @@ CASES = [
         {"min_lr_rate": 0.2, **TRAINING},
     ),
     ({"schedule": "linear", "min_lr_ratio": 0.0}, optimization.get_linear_schedule_with_warmup, TRAINING),
-    (
-        {"schedule": "polynomial", "power": 3.0, "min_lr_ratio": 0.2},
-        optimization.get_polynomial_decay_schedule_with_warmup,
-        {"power": 3.0, "lr_end": 0.2 * LR, **TRAINING},
-    ),
     ({"schedule": "inverse_sqrt"}, optimization.get_inverse_sqrt_schedule, {}),
-    ({"schedule": "inverse_sqrt", "timescale": 20}, optimization.get_inverse_sqrt_schedule, {"timescale": 20}),
     *(
         (
             {"schedule": "wsd", "decay_share": 0.25, "decay_shape": shape, "min_lr_ratio": 0.0},
@@ -53,7 +47,7 @@ def test_a_schedule_is_that_of_transformers(settings, make, their_settings):
         assert learning_rate(step, optim) == pytest.approx(LR * witness(step), rel=1e-12, abs=1e-15), step
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "polynomial", "wsd"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
 def test_a_falling_schedule_ends_at_its_floor(schedule):
     optim = OptimConfig(steps=STEPS, lr=LR, warmup_steps=WARMUP, schedule=schedule, min_lr_ratio=0.3)
     assert learning_rate(WARMUP, optim) == LR
@@ -64,12 +58,10 @@ def test_a_falling_schedule_ends_at_its_floor(schedule):
     ("settings", "words"),
     [
         ({"schedule": "constant", "min_lr_ratio": 0.5}, "min_lr_ratio has no effect with schedule 'constant'"),
-        ({"schedule": "cosine", "power": 3.0}, "power has no effect with schedule 'cosine'; remove it or use polynom"),
-        ({"schedule": "linear", "decay_share": 0.5}, "decay_share has no effect"),
+        ({"schedule": "linear", "decay_share": 0.5}, "decay_share has no effect with schedule 'linear'; remove it or"),
         ({"schedule": "cosine", "decay_shape": "linear"}, "decay_shape has no effect"),
-        ({"schedule": "wsd", "timescale": 5}, "timescale has no effect"),
         ({"schedule": "inverse_sqrt", "min_lr_ratio": 0.5, "warmup_steps": 1}, "min_lr_ratio has no effect"),
-        ({"schedule": "inverse_sqrt"}, "needs warmup_steps or a timescale"),
+        ({"schedule": "inverse_sqrt"}, "needs warmup_steps to fall from"),
         ({"muon": {"momentum": 0.9}}, "optim.muon has no effect with optimizer 'adamw'"),
         ({"ema": {"decay": 1.0}}, "below 1"),
         ({"lr_of": {"vision": "0.1x"}}, "give a learning rate, such as 2.0e-6, or a factor of optim.lr"),

@@ -107,7 +107,6 @@ BAD = [
     ([Stage(())], "names no source"),
     ([Stage((StageSource("chat"), StageSource("code", weight=1)))], "'code' weight 1 and epochs None"),
     ([Stage((StageSource("chat", weight=1), StageSource("code")))], "'code' weight None and epochs None"),
-    ([Stage((StageSource("chat", weight=1),), epochs=2, epoch_of="images")], "epochs of 'images', which is none of"),
     ([Stage((StageSource("chat", weight=1, epochs=1),))], "weight 1 and epochs 1"),
     ([Stage((StageSource("chat", weight=1), StageSource("code", epochs=1)))], "weights to all"),
     ([Stage((StageSource("chat", weight=0),))], "above 0"),
@@ -191,13 +190,13 @@ def test_keys_of_different_numbers_differ(parts):
         ((None, None), {"epochs": 3}, {"chat": 300, "images": 90}),
         ((None, None), {"epochs": 0.5}, {"chat": 50, "images": 15}),
         ((1, 1), {"epochs": 2}, {"chat": 200, "images": 200}),
-        ((1, 1), {"epochs": 2, "epoch_of": "images"}, {"chat": 60, "images": 60}),
-        ((3, 1), {"epochs": 2, "epoch_of": "total"}, {"chat": 195, "images": 65}),
         ((1, 1), {"epochs": 2, "samples": 20}, {"chat": 20, "images": 20}),
         ((0.25, 0.75), {"epochs": 1}, {"chat": 100, "images": 300}),
     ],
 )
-def test_epochs_of_a_mixture_are_those_of_all_its_items_the_longest_the_named_or_the_total(weights, settings, expected):
+def test_epochs_of_a_mixture_are_those_of_all_its_items_or_of_the_source_that_lasts_longest(
+    weights, settings, expected
+):
     sizes = {"chat": 100, "images": 30}
     parts = tuple(StageSource(name, weight) for name, weight in zip(sizes, weights, strict=True))
     order = Order(sizes, [Stage(parts, **settings)], seed=3)

@@ -230,8 +230,7 @@ def test_a_choice_of_weights_that_are_not_there_is_refused(raw, digits, tmp_path
     [
         ({"eval": {"at_end": True, "stop_after": 2}}, r"eval\.stop_after compare evaluations .* set eval\.every"),
         ({"eval": {"at_end": True}, "checkpoint": {"keep_best": True}}, r"checkpoint\.keep_best compare"),
-        ({"eval": {"every": 2, "best_by": "exact_match"}}, r"eval\.best_by exact_match has no effect without"),
-        ({"eval": {"every": 2, "best_by": "accuracy"}}, r"best_by = 'accuracy': give loss or exact_match"),
+        ({"checkpoint": {"keep_best": "accuracy"}}, r"keep_best = 'accuracy': give true, false or exact_match"),
         ({"eval": {"every": 2, "stop_after": 0}}, "stop_after"),
     ],
 )

@@ -113,7 +113,7 @@ def schedule(value: Any, context: Context) -> Outcome:
         "cosine_with_min_lr": "cosine",
         "constant": "constant",
         "constant_with_warmup": "constant",
-        "polynomial": "polynomial",
+        "polynomial": "linear",  # by a power of 1, which is transformers' own
         "inverse_sqrt": "inverse_sqrt",
         "wsd": "wsd",
         "warmup_stable_decay": "wsd",
@@ -122,15 +122,13 @@ def schedule(value: Any, context: Context) -> Outcome:
         return Outcome("refused", f"known are {', '.join(names)}")
     settings: dict[str, Any] = {"optim.schedule": names[value]}
     # what each schedule has beside its name, under the names of transformers
-    if names[value] in ("linear", "cosine", "polynomial", "wsd"):
+    if names[value] in ("linear", "cosine", "wsd"):
         # the least rate: a share of the rate, or a rate itself
         least = extra.pop("min_lr_ratio", None) or extra.pop("min_lr_rate", None)
         least = least or (extra.pop("min_lr", None) or extra.pop("lr_end", 0.0)) / lr
         settings["optim.min_lr_ratio"] = least
-    if names[value] == "polynomial":
-        settings["optim.power"] = float(extra.pop("power", 1.0))
-    if names[value] == "inverse_sqrt" and "timescale" in extra:
-        settings["optim.timescale"] = extra.pop("timescale")
+    if value == "polynomial" and extra.get("power") == 1.0:
+        extra.pop("power")
     if names[value] == "wsd":
         steps, decay = context.get("trainer_args.max_steps"), extra.pop("num_decay_steps", None)
         settings["optim.decay_shape"] = {"1-sqrt": "1-sqrt", "cosine": "cosine"}.get(

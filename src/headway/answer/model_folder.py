@@ -224,7 +224,6 @@ def make_encoder(
     *,
     max_image_pixels: int = MAX_IMAGE_PIXELS,
     max_characters: int = MAX_CHARACTERS,
-    learns_empty_thinking: bool = True,
 ) -> Encoder:
     """The encoder of a model's samples, in training and whenever the model is judged.
 
@@ -233,7 +232,6 @@ def make_encoder(
         model: with or without weights.
         max_image_pixels: largest image [pixels].
         max_characters: longest text of a sample [characters].
-        learns_empty_thinking: whether an empty block of thoughts before an answer is learnt.
     """
     own = family_encoder(processor, model.config, max_image_pixels=max_image_pixels, max_characters=max_characters)
     if own is not None:
@@ -246,5 +244,4 @@ def make_encoder(
             max_image_pixels=max_image_pixels,
             max_characters=max_characters,
             patch_size=patch_size_of(model.config),
-            learns_empty_thinking=learns_empty_thinking,
         )

@@ -386,7 +386,7 @@ def find_data(config: "TrainConfig") -> None:
 
     for part in (*(part for stage in config.data.played for part in stage.parts), config.data.eval):
         if part is not None and part.path is not None and "://" not in part.path:
-            find_files(part.path, {})
+            find_files(part.path)
 
 
 def _place(path: str) -> str:

@@ -42,9 +42,6 @@ def index(
     schema: Annotated[
         str, typer.Option(metavar="NAME", help="Form of the rows; told from each row's columns if not given.")
     ] = "auto",
-    text_column: Annotated[
-        str, typer.Option(metavar="NAME", help="Column with the words of documents and captions.")
-    ] = "text",
     column: ColumnOption = None,
     root: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder or URL that media paths start from; each file's own else.")
@@ -92,7 +89,7 @@ def index(
         raise UsageError(f"--workers {workers} is no number of processes; give 0 or more.")
 
     policy = BadSamples("skip" if on_bad == "skip" else "error", limit=None, fraction=None, quarantine=quarantine)
-    options: dict[str, Any] = {"schema": schema, "text_column": text_column, "root": root, "allow_remote": allow_remote}
+    options: dict[str, Any] = {"schema": schema, "root": root, "allow_remote": allow_remote}
     options["columns"] = columns_of(column)
     data = list(dict.fromkeys(data))
     names = own_names(data)  # a typo in a path is told before anything is measured

@@ -223,7 +223,6 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
         shell,
         max_image_pixels=data.max_image_pixels,
         max_characters=data.max_characters,
-        learns_empty_thinking=settings.chats.learns_empty_thinking,
     )
     share_prompts(config.preference, shell, costs, encoder)
     indices = _indices(sources, config.model.path, data.max_characters, settings)

@@ -284,11 +284,11 @@ def _room(memory: str | None, device: "Device | None") -> int | None:
 
 def _of_size(config: "TrainConfig", step_tokens: int) -> "TrainConfig":
     """The recipe with steps at least as large as those asked for, so that enough samples are drawn."""
-    from headway.predict.tune.space import changed_config
+    from headway.predict.tune.space import admitted
 
     shape = config.parallel.mesh_shape(config.plan.devices or 1)
     packs = shape.world_size // shape.sequence * config.data.tokens_per_pack
-    larger = changed_config(config, {"optim.accumulation": max(config.optim.accumulation, -(-step_tokens // packs))})
+    larger = admitted(config, {"optim.accumulation": max(config.optim.accumulation, -(-step_tokens // packs))})
     return larger or config
 
 

@@ -33,7 +33,6 @@ def _never_reached(config: TrainConfig, steps: int) -> list[str]:
         "eval.every": config.eval.every,
         "checkpoint.every": config.checkpoint.every,
         "optim.ema.every": optim.ema and optim.ema.every,
-        "optim.nonfinite_limit": optim.nonfinite_limit if optim.on_nonfinite == "skip" else None,
         "the end of run.profile, step": profile and profile.last,
     }
     notes += [f"{name} {at} is never reached in {steps} steps" for name, at in reached.items() if at and at > steps]

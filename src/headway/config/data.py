@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from headway.config.sections import Positive, Section, Share, Slots, changed
+from headway.config.sections import FREE_ON_RESUME, Positive, Section, Share, Slots, changed
 
 Overlong = Literal["error", "drop", "truncate", "split"]
 Pixels = Annotated[int, Field(ge=1, le=2**40)]
@@ -50,7 +50,6 @@ class RowsConfig(Section):
     schema_name: str = Field(
         default="auto", alias="schema", description="How rows become samples; told by their keys if not given"
     )
-    text_column: str = Field(default="text", description="Column that holds the words of documents")
     columns: dict[str, str] = Field(
         default={}, description="The dataset's own names of columns, by those that schemas read: {question: Frage}"
     )
@@ -67,10 +66,6 @@ class RowsConfig(Section):
     )
     end_token: int | None = Field(
         default=None, ge=0, le=2**63 - 1, description="Id that ends a document in files of token ids [token id]"
-    )
-    storage_options: dict[str, Any] = Field(
-        default={},
-        description="fsspec's options for a URL; the run folder keeps them, so credentials belong into the environment",
     )
 
 
@@ -215,13 +210,10 @@ class SourcesConfig(Section):
     stages: Annotated[
         tuple[StageConfig, ...], BeforeValidator(_listed, json_schema_input_type=list[str | StageConfig])
     ] = Field(default=(), description="Instead of data.train: sources or mixes that play one after the other")
-    epoch_of: str | None = Field(
-        default=None,
-        description="An epoch of a mixture with weights: longest (null) or a source's name, once through that source; "
-        "total, as many samples as all sources hold",
-    )
     eval: Annotated[
-        DatasetConfig | None, BeforeValidator(_dataset, json_schema_input_type=str | DatasetConfig | None)
+        DatasetConfig | None,
+        BeforeValidator(_dataset, json_schema_input_type=str | DatasetConfig | None),
+        FREE_ON_RESUME,
     ] = Field(default=None, description="Held-out samples, for eval.every and eval.at_end: a path, or a dataset")
 
 
@@ -261,7 +253,7 @@ class DataConfig(MediaConfig, SourcesConfig):
         le=178_956_970,
         description="Largest image of a sample; a larger one cannot be used [pixels]",
     )
-    verify: Literal["size-and-time", "hash", "size"] = Field(
+    verify: Annotated[Literal["size-and-time", "hash", "size"], FREE_ON_RESUME] = Field(
         default="size-and-time",
         description="What a resume compares of its files: sizes and times, and hashes up to 1 GiB; hashes of any size; "
         "names and sizes alone, for copies",
@@ -270,13 +262,13 @@ class DataConfig(MediaConfig, SourcesConfig):
     stream: StreamConfig | None = Field(
         default=None, description="Read without an index, as for data without end or too far away; null to index"
     )
-    workers: int = Field(
+    workers: Annotated[int, FREE_ON_RESUME] = Field(
         default=4,
         ge=0,
         le=1024,
         description="Processes that load and encode, per rank; 0 for a thread of the trainer's own",
     )
-    prefetch_bytes: int = Field(
+    prefetch_bytes: Annotated[int, FREE_ON_RESUME] = Field(
         default=2**30, ge=0, le=2**50, description="Packs made ahead, by their estimated size, per rank [bytes]"
     )
 
@@ -319,9 +311,6 @@ class DataConfig(MediaConfig, SourcesConfig):
         for index, stage in enumerate(self.stages[:-1]):
             if stage.is_endless:
                 raise ValueError(f"stage {index} needs 'epochs', or the stages after it would never be reached")
-        weights = [part.weight for stage in self.played for part in stage.mix]
-        if self.epoch_of is not None and not any(weights):
-            raise ValueError("epoch_of has no effect without weights: an epoch plays every sample once")
         if self.stream is not None and self.window is not None:
             raise ValueError("window has no effect on a stream, which is packed as it comes; see stream.open_packs")
         return self

@@ -1,10 +1,10 @@
 """The model: which one and what of it learns, how processes share it, and what makes its steps faster or smaller."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from headway.config.sections import Fraction, Positive, Section, Share, changed
+from headway.config.sections import FREE_ON_RESUME, Fraction, Positive, Section, Share, changed
 from headway.count.quantised import Base
 from headway.count.recompute import KINDS, is_for_training, towers
 from headway.packing.mesh import MeshShape
@@ -88,11 +88,6 @@ class ModelConfig(Section):
         description="Variables that the chat template reads, such as {enable_thinking: false}; a row's own "
         "chat_template_kwargs come before them, and exports hold them",
     )
-    learn_empty_thinking: bool = Field(
-        default=True,
-        description="Learn the empty <think></think> with which some templates begin an answer; false shows it without "
-        "learning it",
-    )
     new_tokens: tuple[str, ...] = Field(
         default=(),
         description="Tokens added to the tokenizer and the model, such as [<point>]; their rows learn beside adapters "
@@ -154,11 +149,7 @@ class ModelConfig(Section):
 
     def of_chats(self) -> dict[str, Any]:
         """The settings of how chats become text, as `headway.data.chat_settings.ChatSettings.of` takes them."""
-        return {
-            "file": self.chat_template,
-            "variables": self.chat_template_kwargs,
-            "learns_empty_thinking": self.learn_empty_thinking,
-        }
+        return {"file": self.chat_template, "variables": self.chat_template_kwargs}
 
 
 class ParallelConfig(Section):
@@ -213,18 +204,18 @@ class SpeedConfig(Section):
         description="Compile every block with torch.compile, once for packs of every size: true, false, or auto for "
         "true on CUDA",
     )
-    recompiles: Literal["warn", "error"] = Field(
+    recompiles: Annotated[Literal["warn", "error"], FREE_ON_RESUME] = Field(
         default="warn",
         description="What a compilation after a block's first two forwards is; each is counted and named",
     )
-    recompute: str = Field(
+    recompute: Annotated[str, FREE_ON_RESUME] = Field(
         default="none",
         description="Blocks that are computed again in backward: none, full, every:N (every N-th of each tower), or "
         "memory:SIZE (memory:40GiB), the least with which the blocks' activations fit SIZE. vision:full, "
         "language:every:N and audio:full are blocks of one tower; commas join choices; ,-attention ,-projections ,-mlp "
         "keep what these computed",
     )
-    offload: Literal["none", "inputs"] = Field(
+    offload: Annotated[Literal["none", "inputs"], FREE_ON_RESUME] = Field(
         default="none",
         description="What recomputed blocks keep in the host's memory until backward: none, or inputs (what enters "
         "them), copied there and back while blocks compute",

@@ -5,15 +5,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from headway.config.sections import Fraction, Positive, Section, Share, changed
+from headway.config.sections import FREE_ON_RESUME, Fraction, Positive, Section, Share, changed
 from headway.report.quantity import parse_number
 
 _USES = {  # settings of the schedule, and the schedules that read them
-    "min_lr_ratio": ("cosine", "linear", "polynomial", "wsd"),
-    "power": ("polynomial",),
+    "min_lr_ratio": ("cosine", "linear", "wsd"),
     "decay_share": ("wsd",),
     "decay_shape": ("wsd",),
-    "timescale": ("inverse_sqrt",),
 }
 
 
@@ -51,8 +49,6 @@ class MuonConfig(Section):
     """Muon's own settings."""
 
     momentum: Fraction = Field(default=0.95, description="Decay rate of Muon's momentum, below 1")
-    nesterov: bool = Field(default=True, description="Nesterov's momentum")
-    iterations: Positive = Field(default=5, le=100, description="Newton-Schulz iterations, each three matrix products")
     scale: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw",
         description="Step size of a matrix of A x B: 0.2 sqrt(max(A, B)) lr, as large as AdamW's; or "
@@ -97,10 +93,10 @@ class OptimConfig(Section):
     name: Literal["adamw", "muon"] = Field(
         default="adamw", description="adamw; or muon on the matrices of hidden layers and AdamW elsewhere"
     )
-    steps: Positive | None = Field(
+    steps: Annotated[Positive | None, FREE_ON_RESUME] = Field(
         default=None, description="Optimizer steps of the whole run; null with epochs [steps]"
     )
-    epochs: Share | None = Field(
+    epochs: Annotated[Share | None, FREE_ON_RESUME] = Field(
         default=None,
         ge=1e-6,
         le=1e6,
@@ -124,31 +120,26 @@ class OptimConfig(Section):
         "codes with a scale per block",
     )
     warmup_steps: int = Field(default=0, ge=0, description="Linear rise of the learning rate [steps]")
-    schedule: Literal["cosine", "constant", "linear", "polynomial", "wsd", "inverse_sqrt"] = Field(
+    schedule: Literal["cosine", "constant", "linear", "wsd", "inverse_sqrt"] = Field(
         default="cosine", description="The learning rate's course after warm-up; wsd is warm-up, stable, decay"
     )
     min_lr_ratio: Fraction = Field(
-        default=0.1, description="Last learning rate as a fraction of lr; of cosine, linear, polynomial and wsd"
+        default=0.1, description="Last learning rate as a fraction of lr; of cosine, linear and wsd"
     )
-    power: Share = Field(default=2.0, description="Exponent of the polynomial schedule; 1 is linear")
     decay_share: Fraction = Field(
         default=0.2, gt=0.0, description="Fraction of all steps that wsd's decay takes, at the end"
     )
     decay_shape: Literal["linear", "cosine", "1-sqrt"] = Field(default="1-sqrt", description="Course of wsd's decay")
-    timescale: Positive | None = Field(
-        default=None,
-        description="Step from which inverse_sqrt falls as sqrt(timescale / step); null for warmup_steps [steps]",
-    )
     on_nonfinite: Literal["error", "skip"] = Field(
         default="error",
-        description="What a loss or gradient that is not finite does: end the run, or leave the update out, counted",
-    )
-    nonfinite_limit: Positive = Field(
-        default=10, description="Updates in a row that 'skip' may leave out; one more ends the run [steps]"
+        description="What a loss or gradient that is not finite does: end the run, or leave the update out, counted; "
+        "after ten in a row one more ends the run",
     )
     ema: EmaConfig | None = Field(default=None, description="Moving average of the weights; null for none")
     clip: float | None = Field(default=1.0, gt=0.0, description="Largest global gradient norm; null for no clipping")
-    accumulation: Positive = Field(default=1, le=2**20, description="Packs per optimizer step and rank [packs]")
+    accumulation: Annotated[Positive, FREE_ON_RESUME] = Field(
+        default=1, le=2**20, description="Packs per optimizer step and rank [packs]"
+    )
 
     @field_validator("betas")
     @classmethod
@@ -169,10 +160,8 @@ class OptimConfig(Section):
                 raise ValueError(
                     f"{setting} has no effect with schedule {self.schedule!r}; remove it or use {' or '.join(readers)}"
                 )
-        if self.schedule == "inverse_sqrt" and max(self.timescale or 0, self.warmup_steps) == 0:
-            raise ValueError("schedule 'inverse_sqrt' needs warmup_steps or a timescale to fall from")
+        if self.schedule == "inverse_sqrt" and not self.warmup_steps:
+            raise ValueError("schedule 'inverse_sqrt' needs warmup_steps to fall from")
         if self.name != "muon" and self.muon != MuonConfig():
             raise ValueError(f"optim.muon has no effect with optimizer {self.name!r}; remove it or use name 'muon'")
-        if self.on_nonfinite == "error" and "nonfinite_limit" in changed(self):
-            raise ValueError("nonfinite_limit has no effect with on_nonfinite 'error'; remove it or use 'skip'")
         return self

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
@@ -17,7 +17,7 @@ from headway.config.optim import OptimConfig
 from headway.config.other_tools import translated
 from headway.config.preference import PreferenceConfig
 from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
-from headway.config.sections import Section, changed
+from headway.config.sections import FREE_ON_RESUME, Section, changed
 from headway.errors import ConfigError
 from headway.files import SETTINGS_BYTES, read_text
 from headway.hub import model_of_run
@@ -66,11 +66,11 @@ class TrainConfig(Section):
     preference: PreferenceConfig | None = Field(
         default=None, description="Train on preferences: answers of which some are better; null for none"
     )
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: Annotated[ParallelConfig, FREE_ON_RESUME] = ParallelConfig()
     speed: SpeedConfig = SpeedConfig()
-    eval: EvalConfig = EvalConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    plan: PlanConfig = PlanConfig()
+    eval: Annotated[EvalConfig, FREE_ON_RESUME] = EvalConfig()
+    checkpoint: Annotated[CheckpointConfig, FREE_ON_RESUME] = CheckpointConfig()
+    plan: Annotated[PlanConfig, FREE_ON_RESUME] = PlanConfig()
     run: RunConfig
 
     def of_processor(self) -> dict[str, Any]:
@@ -86,15 +86,14 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _best_is_of_several(self) -> Self:
         judged = self.eval
-        uses = {"eval.stop_after": judged.stop_after is not None, "checkpoint.keep_best": self.checkpoint.keep_best}
+        uses = {
+            "eval.stop_after": judged.stop_after is not None,
+            "checkpoint.keep_best": bool(self.checkpoint.keep_best),
+        }
         in_use = [name for name, is_set in uses.items() if is_set]
         if in_use and judged.every is None:
             raise ValueError(
                 f"{' and '.join(in_use)} compare evaluations during the run; set eval.every, the steps between them"
-            )
-        if not in_use and judged.best_by != EvalConfig().best_by:
-            raise ValueError(
-                f"eval.best_by {judged.best_by} has no effect without checkpoint.keep_best or eval.stop_after"
             )
         return self
 
@@ -219,19 +218,25 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> TrainConfig:
 
 
 def changed_config(
-    config: TrainConfig, raw: dict[str, Any], overrides: tuple[str, ...] = (), *, source: str = "the configuration"
+    config: TrainConfig, values: Mapping[str, Any], overrides: tuple[str, ...] = (), source: str = "the configuration"
 ) -> TrainConfig:
     """A configuration that was made of another; what was changed is told beside the recipe of that one.
 
     Args:
         config: the other one.
-        raw: what it says, with changes, as plain types; changed in place by the overrides.
-        overrides: as for `load_config`.
+        values: of sections, and of settings by their dotted names, as plain types.
+        overrides: as for `load_config`; they lie on top.
         source: what to call it in errors.
 
     Raises:
         ConfigError: as for `load_config`.
     """
+    raw: dict[str, Any] = dict(config) if not overrides else config.to_dict()  # sections as they are: checked already
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        if key and isinstance(raw[section], Section):
+            raw[section] = raw[section].model_dump(mode="json", by_alias=True)
+        raw[section] = raw[section] | {key: value} if key else value
     changed = with_overrides(raw, overrides, source=source)
     if config.recipe.path:
         names = [override.partition("=")[0] for override in config.recipe.overridden]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headway.config.sections import Positive, Section
+from headway.config.sections import FREE_ON_RESUME, Positive, Section
 from headway.errors import ConfigError
 from headway.log.sinks import check_spec
 from headway.packing.lengths import MIXES
@@ -30,27 +30,33 @@ class ProfileConfig(Section):
 class RunConfig(Section):
     """Where the run happens and what it leaves behind."""
 
-    folder: Path = Field(description="Run folder: config, versions, metrics.jsonl and checkpoints")
+    folder: Annotated[Path, FREE_ON_RESUME] = Field(
+        description="Run folder: config, versions, metrics.jsonl and checkpoints"
+    )
     seed: int = Field(
         default=0, ge=0, lt=2**32, description="Seed of weights and of everything random besides the data order"
     )
-    device: str = Field(default="auto", description="'cpu', 'cuda', 'cuda:1', or 'auto' for CUDA where there is one")
+    device: Annotated[str, FREE_ON_RESUME] = Field(
+        default="auto", description="'cpu', 'cuda', 'cuda:1', or 'auto' for CUDA where there is one"
+    )
     dtype: Literal["auto", "float32", "bfloat16-autocast", "bfloat16-params", "float8"] = Field(
         default="auto",
         description="float32; bfloat16-autocast (fp32 weights) or bfloat16-params, both on CUDA only; float8, which is "
         "bfloat16-autocast with the blocks' linear layers in float8, on CUDA 8.9 or newer; auto is bfloat16-autocast "
         "on CUDA and float32 on CPU",
     )
-    threads: Positive | None = Field(
+    threads: Annotated[Positive | None, FREE_ON_RESUME] = Field(
         default=None, le=4096, description="CPU threads of PyTorch; null for its choice [threads]"
     )
-    log_every: Positive = Field(default=1, description="Steps between printed lines; metrics.jsonl has all [steps]")
-    trackers: tuple[str, ...] = Field(
+    log_every: Annotated[Positive, FREE_ON_RESUME] = Field(
+        default=1, description="Steps between printed lines; metrics.jsonl has all [steps]"
+    )
+    trackers: Annotated[tuple[str, ...], FREE_ON_RESUME] = Field(
         default=(),
         description="Where records go besides metrics.jsonl: 'tensorboard:FOLDER', 'wandb:PROJECT', 'mlflow:URI', ...; "
         "docs/metering.md lists them",
     )
-    profile: ProfileConfig | None = Field(
+    profile: Annotated[ProfileConfig | None, FREE_ON_RESUME] = Field(
         default=None, description="Steps to profile; null for those that run.auto_profile chooses"
     )
     auto_profile: bool = Field(
@@ -58,7 +64,7 @@ class RunConfig(Section):
         description="Profile two steps by itself once a run is warm, and when its speed changes for long, where that "
         "takes at most 0.5 % of its time; false for never",
     )
-    watchdog_s: float | None = Field(
+    watchdog_s: Annotated[float | None, FREE_ON_RESUME] = Field(
         default=1800.0,
         gt=0.0,
         le=1e8,
@@ -83,10 +89,11 @@ class CheckpointConfig(Section):
         default=None, description="Optimizer steps between checkpoints; the end of the run always has one [steps]"
     )
     keep: Positive = Field(default=2, description="Newest checkpoints that stay; older ones are deleted [checkpoints]")
-    keep_best: bool = Field(
+    keep_best: Literal[True, False, "exact_match"] = Field(
         default=False,
-        description="Save a checkpoint after each evaluation that is the best so far, by eval.best_by, and keep that "
-        "one besides, for `headway chat RUN --best`, generate, evaluate and export",
+        description="Save a checkpoint after each evaluation that is the best so far, and keep that one besides, for "
+        "`headway chat RUN --best`, generate, evaluate and export. The best has the lowest loss (true), or the most "
+        "samples answered exactly, of preferences the most pairs in the right order (exact_match)",
     )
     asynchronous: bool = Field(
         default=True, description="Write while training goes on, from a copy of the state in the host's memory"
@@ -102,15 +109,10 @@ class EvalConfig(Section):
 
     every: Positive | None = Field(default=None, description="Steps between evaluations; null for none [steps]")
     at_end: bool = Field(default=False, description="Evaluate once more after the last step")
-    best_by: Literal["loss", "exact_match"] = Field(
-        default="loss",
-        description="Which evaluation is the best, for checkpoint.keep_best and eval.stop_after: the lowest loss, or "
-        "the most samples answered exactly, of preferences the most pairs in the right order",
-    )
     stop_after: Positive | None = Field(
         default=None,
-        description="End the run after so many evaluations in a row that did not better the best one; null for never "
-        "[evaluations]",
+        description="End the run after so many evaluations in a row that did not better the best one, which is that of "
+        "checkpoint.keep_best, else the lowest loss; null for never [evaluations]",
     )
     max_samples: Positive | None = Field(default=None, description="Only the first so many [samples]")
     generate: Positive | None = Field(

@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from headway.report.quantity import parse_number
 
+FREE_ON_RESUME = "free on resume"
+"""Mark of a setting that may change between a run and its continuation: it does not touch the sequence of losses."""
+
 _UNIT = re.compile(r" \[([^\]]+)\]$")
 Positive = Annotated[int, Field(ge=1, le=10**12)]
 Slots = Annotated[int, Field(ge=1, le=2**26)]

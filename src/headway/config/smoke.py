@@ -24,8 +24,6 @@ def smoke_of(config: TrainConfig, steps: int) -> TrainConfig:
     if config.eval.evaluates:
         judged["max_samples"] = min(judged["max_samples"] or _MOST_SAMPLES, _MOST_SAMPLES)
     judged["stop_after"] = None  # all of the steps are to be seen
-    if not config.checkpoint.keep_best:
-        judged["best_by"] = None
     run |= {"folder": f"{config.run.folder}-smoke", "log_every": 1, "trackers": []}
     if config.run.profile is not None:
         length = min(run["profile"]["steps"], steps)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from headway.config.sections import unit_of
+from headway.config.sections import FREE_ON_RESUME, unit_of
 
 ITEM = "N"
 """Stands for the number of a list's item in the name of a setting."""
@@ -32,6 +32,7 @@ class Setting:
         meaning: what it does.
         section: the class of what lies below it, if it is a section or a list of sections.
         is_list: whether it is a list of sections.
+        is_free: whether it may change between a run and its continuation.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Setting:
     meaning: str
     section: type[BaseModel] | None
     is_list: bool
+    is_free: bool
 
 
 def settings_of(section: type[BaseModel], prefix: str = "") -> list[Setting]:
@@ -64,6 +66,7 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> list[Setting]:
                 meaning=meaning,
                 section=below,
                 is_list=below is not None and _is_list(info.annotation),
+                is_free=FREE_ON_RESUME in info.metadata,
             )
         )
     return settings

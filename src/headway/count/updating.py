@@ -16,6 +16,9 @@ from headway.count.units import remembered
 AT_ONCE = 2**24
 """Values that the optimizer works on at a time: each float32 copy of them takes 64 MiB."""
 
+NEWTON_SCHULZ = 5
+"""Iterations by which Muon orthogonalises a matrix, each three products."""
+
 ONE_PASS_FROM = 2**18
 """Values of a process from which a parameter gets a launch of its own.
 

@@ -23,8 +23,6 @@ Span = tuple[int, int]
 """First and one past the last character."""
 
 _MARKS_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_EMPTY_THINKING = re.compile(r"\s*<([^\s<>/]+)>\s*</\1>\s*")
-_OPEN_THINKING = re.compile(r"<([^\s<>/]+)>\s*$")
 MOST_TURNS = 1_000_000  # turns before all answers of a chat together: those of a chat of 2,000 turns take 10 s
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # by which templates read what was thought
 _Turns = list[dict[str, Any]]
@@ -52,7 +50,6 @@ class ChatTemplate:
     Args:
         processor: the model's processor or tokenizer.
         as_parts: whether messages are handed over as parts, media among them, or as strings.
-        learns_empty_thinking: whether an empty block of thoughts before an answer is learnt.
         processed: gives a prompt with what the model's processor adds to it; None where that is nothing.
 
     Attributes:
@@ -64,11 +61,9 @@ class ChatTemplate:
         processor: Any,
         as_parts: bool,
         *,
-        learns_empty_thinking: bool = True,
         processed: Callable[[str], str] | None = None,
     ) -> None:
         self._as_parts, self._processed = as_parts, processed
-        self.learns_empty_thinking = learns_empty_thinking
         tokenizer = getattr(processor, "tokenizer", processor)
         template = getattr(processor, "chat_template", None) or tokenizer.chat_template or {}
         self.sources: dict[str, str] = template if isinstance(template, dict) else {"default": template}
@@ -180,8 +175,6 @@ class ChatTemplate:
                     "{% generation %}. Mark the assistant's words, or give another template with "
                     f"{TEMPLATE_FILE}.",
                 )
-        if not self.learns_empty_thinking:
-            spans[0] = (_after_empty_thinking(shown, spans[0]), spans[0][1])
         # A processor that rewrites prompts (placeholders, say) moves what comes after by what it adds.
         if self._processed is not None:
             full = self._processed(shown[:start])
@@ -362,15 +355,6 @@ def _with_arguments_as_text(chat: _Turns) -> _Turns:
         turn | {"tool_calls": [as_text(call) for call in turn.get("tool_calls", ())]} if "tool_calls" in turn else turn
         for turn in chat
     ]
-
-
-def _after_empty_thinking(text: str, span: Span) -> int:
-    """Find the place after an empty block of thoughts with which an answer begins, or that is open before it."""
-    first, last = span
-    opened = _OPEN_THINKING.search(text, 0, first)
-    begin = first if opened is None else opened.start()
-    block = _EMPTY_THINKING.match(text, begin, last)
-    return first if block is None else max(first, block.end())
 
 
 def _check_answer(answer: str, message: Message, sample: Chat, number: int) -> None:

@@ -29,24 +29,20 @@ class ChatSettings:
     Attributes:
         template: the template's text; None for the model's own.
         variables: of the template, such as enable_thinking, for all chats that do not set them.
-        learns_empty_thinking: whether an empty block of thoughts before an answer is learnt.
     """
 
     template: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
-    learns_empty_thinking: bool = True
 
     @classmethod
-    def of(
-        cls, file: str | None, variables: Mapping[str, Any] | None = None, learns_empty_thinking: bool = True
-    ) -> "ChatSettings":
+    def of(cls, file: str | None, variables: Mapping[str, Any] | None = None) -> "ChatSettings":
         """Read a template's file.
 
         Raises:
             ConfigError: it cannot be read, or is not a template.
         """
         template = None if file is None else _read_template(Path(file))
-        return cls(template, dict(variables or {}), learns_empty_thinking)
+        return cls(template, dict(variables or {}))
 
     def write_into(self, processor: Any) -> None:
         """Give a processor or tokenizer the template, as its own: whatever it renders, and saves, follows it.

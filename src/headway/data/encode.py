@@ -77,7 +77,6 @@ class Encoder:
         max_characters: longer texts are refused, before they are tokenised [characters].
         patch_size: side of a patch of the model's vision tower (`headway.models.vision.patch_size_of(config)`), for
             models whose processor does not tell how many patches an image has [pixels].
-        learns_empty_thinking: whether an empty block of thoughts before an answer is learnt.
 
     Attributes:
         shares_prompts: whether a preference has its prompt before all answers once, for a model that takes branches.
@@ -97,7 +96,6 @@ class Encoder:
         max_image_pixels: int = MAX_IMAGE_PIXELS,
         max_characters: int = MAX_CHARACTERS,
         patch_size: int | None = None,
-        learns_empty_thinking: bool = True,
     ) -> None:
         self.processor: Any = processor
         self.rope_index = rope_index
@@ -112,7 +110,6 @@ class Encoder:
         self.template = ChatTemplate(
             processor,
             multimodal,
-            learns_empty_thinking=learns_empty_thinking,
             processed=processed.prompt if processed is not None and processed.rewrites_prompts else None,
         )
 
@@ -242,7 +239,6 @@ class Encoder:
             "processor": type(self.processor).__name__,
             "settings": settings,
             "template": self.template.sources,
-            "learns_empty_thinking": self.template.learns_empty_thinking,
             "tokenizer": tokenizer_settings(self.tokenizer),
             "max_image_pixels": self.max_image_pixels,
             "max_characters": self.max_characters,

@@ -56,7 +56,6 @@ def open_encoder(
             max_image_pixels=max_image_pixels,
             max_characters=max_characters,
             patch_size=patch_size,
-            learns_empty_thinking=settings.chats.learns_empty_thinking,
         )
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from headway.count.updating import AT_ONCE
+from headway.count.updating import AT_ONCE, NEWTON_SCHULZ
 from headway.errors import ConfigError
 from headway.optim.parts import laid_as
 
@@ -28,12 +28,11 @@ _Alike = list[tuple[torch.Tensor, torch.Tensor]]  # parameters of one shape, eac
 _IN_FLIGHT = 2  # swaps under way at a time: one arrives while the one before is computed
 
 
-def newton_schulz(matrices: torch.Tensor, iterations: int) -> torch.Tensor:
+def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
     """Bring the singular values of matrices near 1, in bfloat16.
 
     Args:
         matrices: shape (..., A, B).
-        iterations: of the quintic iteration.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/, whose coefficients are chosen for speed: the
     singular values end between about 0.7 and 1.2, not at 1. PyTorch's `torch.optim.Muon` computes the same.
@@ -43,7 +42,7 @@ def newton_schulz(matrices: torch.Tensor, iterations: int) -> torch.Tensor:
     x = matrices.to(torch.bfloat16)
     x = x.mT if is_tall else x
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS)
-    for _ in range(iterations):
+    for _ in range(NEWTON_SCHULZ):
         gram = x @ x.mT
         x = _add_product(x, _add_product(gram, gram, gram, b, c), x, a, 1.0)
     return x.mT if is_tall else x
@@ -59,7 +58,7 @@ def step_scale(shape: torch.Size, scale: str) -> float:
 
 
 def orthogonalised(
-    updates: Iterable[tuple[torch.Tensor, torch.Tensor]], iterations: int
+    updates: Iterable[tuple[torch.Tensor, torch.Tensor]],
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Orthogonalise the updates of matrices and of stacks of matrices, sharded or not; those of one shape together.
 
@@ -67,7 +66,6 @@ def orthogonalised(
 
     Args:
         updates: each parameter with this process's part of its update.
-        iterations: of Newton-Schulz.
 
     Yields:
         Parameters of one shape, each with this process's part of its orthogonalised update; lists in some order.
@@ -81,7 +79,7 @@ def orthogonalised(
 
     def finished(at_most: int) -> Iterator[_Alike]:
         while len(under_way) > at_most:
-            yield under_way.popleft().finish(iterations)
+            yield under_way.popleft().finish()
 
     turn = 0
     for parameter, update in updates:
@@ -90,7 +88,7 @@ def orthogonalised(
             stack = stacks.setdefault(parameter.shape, [])
             stack.append((parameter, update))
             if sum(update.numel() for _, update in stack) >= AT_ONCE:
-                yield _all_here(stacks.pop(parameter.shape), iterations)
+                yield _all_here(stacks.pop(parameter.shape))
             continue
         # Sharded matrices are exchanged in batches of one shape, at least one matrix for each process to compute.
         alike = waiting.setdefault((layout, parameter.shape), [])
@@ -103,28 +101,27 @@ def orthogonalised(
         turn += len(alike)
         yield from finished(_IN_FLIGHT - 1)
     for stack in stacks.values():
-        yield _all_here(stack, iterations)
+        yield _all_here(stack)
     yield from finished(0)
 
 
-def _all_here(alike: _Alike, iterations: int) -> _Alike:
+def _all_here(alike: _Alike) -> _Alike:
     """Orthogonalise updates of one shape that this process holds whole."""
     parameter, first = alike[0]
     matrices = torch.cat([update.view(-1, *update.shape[-2:]) for _, update in alike]).to(_device(parameter))
-    results = _by_stacks(matrices, iterations).to(first.device).reshape(-1)
+    results = _by_stacks(matrices).to(first.device).reshape(-1)
     pieces = laid_as((update for _, update in alike), results)
     return [(p, piece.view(update.shape)) for (p, update), piece in zip(alike, pieces, strict=True)]
 
 
-def _by_stacks(matrices_NAB: torch.Tensor, iterations: int) -> torch.Tensor:
+def _by_stacks(matrices_NAB: torch.Tensor) -> torch.Tensor:
     """Run Newton-Schulz on stacks of matrices that fit the optimizer's memory budget."""
     if len(matrices_NAB) == 0:
         return matrices_NAB
     at_once = max(1, AT_ONCE // matrices_NAB[0].numel())
     # One alone is an ordinary matrix product, which libraries choose their kernels for with more care.
     stacks = [
-        newton_schulz(s[0], iterations)[None] if len(s) == 1 else newton_schulz(s, iterations)
-        for s in torch.split(matrices_NAB, at_once)
+        newton_schulz(s[0])[None] if len(s) == 1 else newton_schulz(s) for s in torch.split(matrices_NAB, at_once)
     ]
     return stacks[0] if len(stacks) == 1 else torch.cat(stacks)
 
@@ -209,7 +206,7 @@ class _Swap:
         work = dist.all_to_all_single(received, sent, arriving, leaving, group=self._layout.group, async_op=True)
         return received, work
 
-    def finish(self, iterations: int) -> _Alike:
+    def finish(self) -> _Alike:
         """Wait for the matrices, orthogonalise them, send them back; this process's parts."""
         self._work.wait()
         # The slices of each of this process's matrices, put together along the dimension that they were cut in.
@@ -224,7 +221,7 @@ class _Swap:
         ]
         matrices = torch.cat(parts, dim=1)
         if count:  # the way round in which a single process would have them
-            matrices = _by_stacks(matrices.mT, iterations).mT if self._layout.dim else _by_stacks(matrices, iterations)
+            matrices = _by_stacks(matrices.mT).mT if self._layout.dim else _by_stacks(matrices)
         # Cut again, and every slice back to the process that holds it.
         sent = torch.cat([part.reshape(-1) for part in torch.split(matrices, self._lengths, dim=1)])
         returned, work = self._exchange(sent, back=True)

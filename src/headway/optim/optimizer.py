@@ -202,7 +202,7 @@ class Optimizer(torch.optim.Optimizer):
     def _step_muon(self, group: dict[str, Any]) -> None:
         lr, decay = group["lr"], 1.0 - group["lr"] * group["weight_decay"]
         parameters = self._begin(group)
-        for updates in orthogonalised(self._momenta(parameters), self._muon.iterations):
+        for updates in orthogonalised(self._momenta(parameters)):
             directions, (parameter, _) = dict(updates), updates[0]
             noise = self._noise_of(parameter, stream=1)
             scale = step_scale(parameter.shape, self._muon.scale)
@@ -223,12 +223,11 @@ class Optimizer(torch.optim.Optimizer):
                 momentum = open_moment(states, "momentum_buffer", parts, signed=True, copied=True)
                 gradients = Values([part.gradient for part in parts], copied=True)
                 gradients.scale(self._factor)
-                # momentum, and with Nesterov's a step further, both in float32
+                # momentum, and Nesterov's step further, both in float32
                 if self._skip is not None:  # the mean of a number and itself is that number
                     gradients.put(torch.where(self._skip, momentum.flat, gradients.flat))
                 momentum.flat.lerp_(gradients.flat, 1.0 - self._muon.momentum)
-                nesterov = gradients.flat.lerp_(momentum.flat, self._muon.momentum) if self._muon.nesterov else None
-                update = (momentum.flat if nesterov is None else nesterov).to(torch.bfloat16)
+                update = gradients.flat.lerp_(momentum.flat, self._muon.momentum).to(torch.bfloat16)
                 momentum.write(noise, self._skip)
                 # a parameter that was cut is put together again
                 for part, values in zip(parts, laid_as(gradients.parts, update), strict=True):

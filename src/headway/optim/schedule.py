@@ -1,8 +1,16 @@
 """The learning rate as a pure function of the step."""
 
 import math
+from collections.abc import Callable
 
 from headway.config import OptimConfig
+
+# Remaining fraction of the way from peak to floor: 1 at progress 0, 0 at progress 1.
+_FALLS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
 
 
 def learning_rate(step: int, optim: OptimConfig, steps: int | None = None) -> float:
@@ -27,8 +35,7 @@ def learning_rate(step: int, optim: OptimConfig, steps: int | None = None) -> fl
     if optim.schedule == "constant":
         return optim.lr
     if optim.schedule == "inverse_sqrt":
-        timescale = optim.timescale or optim.warmup_steps
-        return optim.lr / math.sqrt(1.0 + (step - optim.warmup_steps) / timescale)
+        return optim.lr * math.sqrt(optim.warmup_steps / step)
     steps = optim.steps if steps is None else steps
     assert steps is not None  # whoever asks for epochs has counted them
     start = optim.warmup_steps
@@ -36,16 +43,6 @@ def learning_rate(step: int, optim: OptimConfig, steps: int | None = None) -> fl
         start = max(start, steps - max(1, round(optim.decay_share * steps)))
     progress = max(0, step - start) / (steps - start)
     floor = optim.min_lr_ratio
-    return optim.lr * (floor + (1.0 - floor) * _fall(progress, optim))
-
-
-def _fall(progress: float, optim: OptimConfig) -> float:
-    """Remaining fraction of the way from peak to floor: 1 at progress 0, 0 at progress 1."""
-    shape = optim.decay_shape if optim.schedule == "wsd" else optim.schedule
-    if shape == "linear":
-        return 1.0 - progress
-    if shape == "1-sqrt":
-        return 1.0 - math.sqrt(progress)
-    if shape == "polynomial":
-        return float((1.0 - progress) ** optim.power)
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
+    return optim.lr * (
+        floor + (1.0 - floor) * _FALLS[optim.decay_shape if optim.schedule == "wsd" else optim.schedule](progress)
+    )

@@ -57,15 +57,12 @@ class Stage:
         sources: the mixture, all with weights, all with epochs, or all with neither.
         samples: draws of the stage where sources have no epochs.
         epochs: times through the stage; without it sources play as often as they say, or else endlessly, which only
-            the last stage may.
-        epoch_of: what once through a stage with weights is, unless `samples` say so: "longest", all of the source that
-            lasts longest; all of the source of that name; or "total", as many draws as there are items.
+            the last stage may. Once through a stage with weights is `samples`, or all of the source that lasts longest.
     """
 
     sources: tuple[StageSource, ...]
     samples: int | None = None
     epochs: float | None = None
-    epoch_of: str = "longest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +267,7 @@ def _parts(
     else:
         shares = _whole_shares([source.weight for source in stage.sources])
     # Draws of one time through the stage, and of the whole stage; None where it never ends.
-    epoch = Fraction(sum(shares)) if by_epochs else _epoch_of(stage, used, shares, where)
+    epoch = Fraction(sum(shares)) if by_epochs else _epoch_of(stage, used, shares)
     lap = _lap_of(shares, used) if by_epochs and any(shares) else epoch
     length = sum(shares) if by_epochs else stage.samples
     if stage.epochs is not None:
@@ -296,24 +293,11 @@ def _lap_of(shares: Sequence[int], used: Sequence[int]) -> Fraction:
     return Fraction(sum(shares), math.gcd(*(number.numerator for number in times)) if is_whole else 1)
 
 
-def _epoch_of(stage: Stage, used: Sequence[int], shares: Sequence[int], where: str) -> Fraction:
+def _epoch_of(stage: Stage, used: Sequence[int], shares: Sequence[int]) -> Fraction:
     """Draws of an epoch of a stage whose sources have weights, or play by size."""
     if stage.samples is not None:
         return Fraction(stage.samples)
-    if stage.epoch_of == "total":
-        return Fraction(sum(used))
-    lasts = {
-        source.name: Fraction(num_used * sum(shares), share)
-        for source, num_used, share in zip(stage.sources, used, shares, strict=True)
-    }
-    if stage.epoch_of == "longest":
-        return max(lasts.values())
-    if stage.epoch_of not in lasts:
-        raise ConfigError(
-            f"{where} counts epochs of {stage.epoch_of!r}, which is none of its sources. Name one of "
-            f"{', '.join(lasts)}; or longest, or total."
-        )
-    return lasts[stage.epoch_of]
+    return max(Fraction(num_used * sum(shares), share) for num_used, share in zip(used, shares, strict=True))
 
 
 def _whole_shares(weights: Sequence[Any]) -> list[int]:

@@ -347,7 +347,6 @@ def state_of(config: TrainConfig, precision: Precision, recompute: str) -> State
         clips=config.optim.clip is not None,
         averaged=config.optim.ema is not None,
         average_every=1 if config.optim.ema is None else config.optim.ema.every,
-        muon_iterations=config.optim.muon.iterations,
         float8=config.run.dtype == "float8",
         offload=config.parallel.offload,
         one_pass=not config.run.device.startswith("cpu"),

@@ -48,7 +48,6 @@ class State:
     clips: bool = True  # whether gradients are scaled to a norm
     averaged: bool = False  # whether there is a moving average of the weights that learn, in float32
     average_every: int = 1  # steps between its updates
-    muon_iterations: int = 5  # of Newton-Schulz
     float8: bool = False  # whether blocks multiply in float8
     offload: bool = False  # whether the host updates
     one_pass: bool = False  # whether AdamW makes one pass over large parameters in bfloat16

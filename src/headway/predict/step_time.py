@@ -21,6 +21,7 @@ from headway.count.recompute import kind_of, with_head
 from headway.count.rows import Row
 from headway.count.step_facts import flops_on_padding
 from headway.count.units import block_of, chosen_blocks, remembered
+from headway.count.updating import NEWTON_SCHULZ
 from headway.predict.attentions import attentions
 from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges, exposed_s
@@ -419,17 +420,16 @@ class StepTimes:
         if not state.muon:
             return moved
         # each matrix is orthogonalised once for each copy of the weights, in bfloat16
-        matrices = muon_products(self._cost_model, state.muon_iterations)
+        matrices = muon_products(self._cost_model)
         products = (self._speeds.product_s(flops / work.shards, shape, BFLOAT16) for shape, flops in matrices)
         return sum(products, moved)
 
 
-def muon_products(cost_model: CostModel, iterations: int) -> list[tuple[Shape, int]]:
+def muon_products(cost_model: CostModel) -> list[tuple[Shape, int]]:
     """List the products by which Muon orthogonalises its matrices: a shape that stands for them, and FLOPs of all.
 
     Args:
         cost_model: of the model, with what is frozen frozen.
-        iterations: of Newton-Schulz.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: of an m x n matrix with m <= n an iteration
     is X X' (2 m m n), its square (2 m m m) and its product with X (2 m m n).
@@ -437,7 +437,7 @@ def muon_products(cost_model: CostModel, iterations: int) -> list[tuple[Shape, i
     products = []
     for (rows, columns), count in muon_matrices(cost_model).items():
         m, n = min(rows, columns), max(rows, columns)
-        products.append(((m, m, n), count * iterations * (4 * m * m * n + 2 * m**3)))
+        products.append(((m, m, n), count * NEWTON_SCHULZ * (4 * m * m * n + 2 * m**3)))
     return products
 
 

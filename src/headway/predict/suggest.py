@@ -4,7 +4,7 @@ What can be measured is: lengths come from the index, memory from the dry run's 
 rest are rules, each named in the comment beside its value.
 """
 
-import json
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from headway.config import TrainConfig, parse_config
+from headway.config import TrainConfig, parse_config, with_overrides
 from headway.count import CostModel
 from headway.count.activations import SavedActivations
 from headway.data.index.length_index import LengthIndex
@@ -274,7 +274,8 @@ def _fitted(
             shorter = any(setting.startswith(("data.tokens_per_pack", "model.lora")) for setting in way.settings)
             gentle = adapters or len(way.settings) == 1  # adapters do less harm than several roundings together
             if way.devices == 1 and way.settings and gentle and way.peak_bytes <= room and not shorter:
-                changed = _with(raw, way.settings)
+                changed = copy.deepcopy(raw)
+                with_overrides(changed, tuple(way.settings))
                 return changed, _plan(changed, cost_model, saved, device)
     assert planned is not None
     raise ConfigError(
@@ -286,15 +287,6 @@ def _fitted(
 
 def _plan(raw: dict[str, Any], cost_model: CostModel, saved: Mapping[str, SavedActivations], device: Device) -> DryRun:
     return dry_run(parse_config(raw), cost_model, saved, devices=1, device=device)
-
-
-def _with(raw: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    changed: dict[str, Any] = json.loads(json.dumps(raw))
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        section, _, name = key.partition(".")
-        changed.setdefault(section, {})[name] = yaml.safe_load(value)
-    return changed
 
 
 def _steps(

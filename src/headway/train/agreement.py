@@ -32,14 +32,14 @@ from headway.errors import ConfigError
 from headway.hub import cached_folder, located
 from headway.log.working import working
 from headway.models.parallel.ranks import Ranks
-from headway.train.run_folder import is_free, settings_by_name
+from headway.train.run_folder import is_among, settings_by_name
 from headway.version import code_digest, library_versions
 
 Facts = Mapping[str, str]
 """Values that must be the same on all ranks, by what they are called."""
 
 _OF_A_MACHINE = ("plan", "run.device", "run.threads", "data.workers", "data.prefetch_bytes", "model.chat_template")
-_BY_CONTENT = re.compile(r"model\.path|data(?:\.(?!columns\b)\w+)*\.(?:path|root|storage_options\..*)")
+_BY_CONTENT = re.compile(r"model\.path|data(?:\.(?!columns\b)\w+)*\.(?:path|root)")
 _VARIABLES = (OVERRIDE_VARIABLE, FILE_VARIABLE)
 _SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # files of a model folder beside its weights
 _WEIGHTS = ".safetensors"
@@ -107,7 +107,7 @@ def settings_facts(config: TrainConfig, *, resume: bool | None, device: str) -> 
     settings = {
         name: repr(value)
         for name, value in settings_by_name(config).items()
-        if not is_free(name, _OF_A_MACHINE) and not _BY_CONTENT.fullmatch(name)
+        if not is_among(name, _OF_A_MACHINE) and not _BY_CONTENT.fullmatch(name)
     }
     software = {f"the version of {name}": version for name, version in library_versions().items()}
     return {
@@ -138,7 +138,7 @@ def model_facts(config: TrainConfig, *, reads_weights: bool) -> Facts:
     if not folder.exists():
         return facts
     # Files beside the weights by their content.
-    files, _ = find_files(str(folder if folder.is_dir() else folder.parent), {})
+    files, _ = find_files(str(folder if folder.is_dir() else folder.parent))
     facts |= {f"{file.name} of the model folder": _content(Path(file.url)) for file in files if _is_setting(file.name)}
     # Weights: all of their content, or spots of it.
     weights = [file for file in files if reads_weights and file.name.endswith(_WEIGHTS)]

@@ -209,7 +209,7 @@ def open_stages(data: DataConfig, epochs: float | None = None) -> tuple[tuple[So
                 weight = 1.0
             plays.append(StageSource(name, weight, part.epochs, part.limit))
         times = epochs if len(data.played) == 1 or stage.is_endless else None
-        stages.append(Stage(tuple(plays), stage.samples, times, data.epoch_of or "longest"))
+        stages.append(Stage(tuple(plays), stage.samples, times))
     return tuple(source for _, source in opened.values()), tuple(stages)
 
 
@@ -239,14 +239,12 @@ def open_dataset(part: DatasetConfig, name: str | None = None) -> Source:
         name=name or part.name,
         format=part.format,
         schema=part.schema_name,
-        text_column=part.text_column,
         columns=part.columns,
         root=part.root,
         allow_remote=part.allow_remote,
         sample_by=part.sample_by,
         token_dtype=part.token_dtype,
         end_token=part.end_token,
-        storage_options=part.storage_options,
         sizes=MediaSizes.of(part),
     )
 

@@ -132,7 +132,7 @@ class Loop:
             if _is_due(self._step, config.eval.every) or (is_last and config.eval.at_end):
                 is_best = self._evaluate()
                 ended_early = not is_last and run.best.has_ended(config.eval.stop_after)
-            is_to_keep = is_best and config.checkpoint.keep_best
+            is_to_keep = is_best and bool(config.checkpoint.keep_best)
             if _is_due(self._step, config.checkpoint.every) or is_last or stopped_by or ended_early or is_to_keep:
                 last.save()
         if data_ended:  # what the last step does, now that it is known which one it was

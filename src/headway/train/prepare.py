@@ -65,7 +65,7 @@ from headway.packing.mesh import MeshShape
 from headway.report import format_count
 from headway.stores import shown
 from headway.train.agreement import agree, agreed_files, model_facts, settings_facts
-from headway.train.best import BestEvaluation
+from headway.train.best import BestEvaluation, Measure
 from headway.train.build import Trained, build_trained
 from headway.train.data import budget_of, make_collator, open_dataset, open_feed
 from headway.train.preference import PairTraining, pair_training
@@ -240,7 +240,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         config.run.folder / CHECKPOINTS,
         ranks,
         keep=saving.keep,
-        keep_best=saving.keep_best,
+        keep_best=bool(saving.keep_best),
         asynchronous=saving.asynchronous,
         export=exports.make if saving.export == "every" else None,
         before_manifest=folder.mirror.send if folder.mirror is not None else None,
@@ -380,7 +380,8 @@ def _nothing_left(config: TrainConfig, checkpoint: Checkpoint) -> RunCompleteErr
 
 def _best_so_far(config: TrainConfig, position: Mapping[str, Any]) -> BestEvaluation:
     """The best evaluation before a checkpoint; an error where as many as ended the run have not bettered it."""
-    best = BestEvaluation.of(config.eval.best_by, position.get(BEST))
+    measure: Measure = "exact_match" if config.checkpoint.keep_best == "exact_match" else "loss"
+    best = BestEvaluation.of(measure, position.get(BEST))
     if best.has_ended(config.eval.stop_after):
         folder = shown(config.run.folder)
         raise RunCompleteError(
@@ -474,8 +475,8 @@ def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint
     settings = ProcessorSettings.of(**config.of_processor())
     if settings.chats != ChatSettings() and getattr(model, "draws", False):
         raise ConfigError(
-            "model.chat_template, model.chat_template_kwargs and model.learn_empty_thinking have no effect on a model "
-            "that draws: its texts stand between tokens of its own. Leave them out."
+            "model.chat_template and model.chat_template_kwargs have no effect on a model that draws: its "
+            "texts stand between tokens of its own. Leave them out."
         )
     processor = load_processor(config.model.path)
     settings.write_into(processor, embedding_rows(load_config(config.model.path)))
@@ -486,7 +487,6 @@ def _encoder(config: TrainConfig, model: PreTrainedModel, checkpoint: Checkpoint
         model,
         max_image_pixels=config.data.max_image_pixels,
         max_characters=config.data.max_characters,
-        learns_empty_thinking=settings.chats.learns_empty_thinking,
     )
 
 

@@ -36,6 +36,7 @@ from headway.train.summary import RunSummary, billed_by_conventions
 from headway.train.watch import STOPPING, LoopPhase, Watchdog, explain_errors, stop_requests
 from headway.words import RUN_KEYS, Argument
 
+MOST_SKIPPED = 10  # updates in a row that optim.on_nonfinite "skip" may leave out; one more ends the run
 _SMALLER = "Fewer data workers or a smaller data.prefetch_bytes need less memory, and more processes share the model."
 
 
@@ -127,7 +128,7 @@ def _run(config: TrainConfig, run: Run, phase: LoopPhase, start_ns: int) -> RunS
         planned_steps=end.step if end.data_ended else run.steps,
         ended_early=end.ended_early,
         best=run.best if config.checkpoint.keep_best or config.eval.stop_after is not None else None,
-        keeps_best=config.checkpoint.keep_best,
+        keeps_best=bool(config.checkpoint.keep_best),
         skipped=losses.skipped,
         empty=losses.empty,
         missing_records=out.metrics.num_missing,
@@ -224,7 +225,7 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[Outputs]:
             metrics,
             _shown(run, progress),
             run.feed.names,
-            may_skip=optim.nonfinite_limit if optim.on_nonfinite == "skip" else 0,
+            may_skip=MOST_SKIPPED if optim.on_nonfinite == "skip" else 0,
             bad_samples=settings.folder / f"not-finite-rank-{ranks.rank}.json",
             sft=0.0 if run.pairs is None else run.pairs.preferring.sft,
             before=run.checkpoint.position() if run.checkpoint else {},

@@ -5,7 +5,7 @@ import shutil
 import socket
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,6 +16,7 @@ from headway.cache import write_whole
 from headway.checkpoint.folder import clear_unfinished, is_remote
 from headway.checkpoint.saver import writers
 from headway.config import TrainConfig, parse_config
+from headway.config.tree import walk
 from headway.errors import ConfigError, StoreError
 from headway.log.jsonl import lock
 from headway.log.run_files import CHECKPOINTS, CONFIG, EXPORTS, METRICS, run_copy
@@ -28,30 +29,6 @@ if TYPE_CHECKING:
     from io import FileIO
 
 LOCK, SMOKE = ".lock", ".smoke"
-# What may change between a run and its continuation: it does not touch the sequence of losses.
-_FREE_ON_RESUME = (
-    "eval",
-    "checkpoint",
-    "parallel",
-    "plan",
-    "optim.accumulation",  # other processes, the same packs in a step
-    "optim.steps",  # what was trained stays, what follows takes the schedule of the new length
-    "optim.epochs",
-    "data.eval",
-    "data.workers",
-    "data.prefetch_bytes",
-    "data.verify",
-    "speed.recompute",  # computes the same numbers again
-    "speed.offload",
-    "speed.recompiles",
-    "run.folder",
-    "run.device",
-    "run.threads",
-    "run.log_every",
-    "run.trackers",
-    "run.profile",
-    "run.watchdog_s",
-)
 
 
 def has_run(folder: Path) -> bool:
@@ -240,10 +217,11 @@ def _check_unchanged(config: TrainConfig, folder: Path) -> None:
     if not isinstance(raw, dict):  # as one cut short by a full disk
         raise _unknown_settings(path)
     before, now = settings_by_name(parse_config(raw, source=str(path))), settings_by_name(config)
+    free = [setting.name for setting in walk(TrainConfig) if setting.is_free]
     changes = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and not is_free(name)
+        if before.get(name) != now.get(name) and not is_among(name, free)
     ]
     if changes:
         raise ConfigError(
@@ -272,9 +250,9 @@ def _unknown_settings(path: Path) -> ConfigError:
     )
 
 
-def is_free(name: str, free: Sequence[str] = _FREE_ON_RESUME) -> bool:
-    """Tell whether a setting, or the section that it is in, is among those that may change."""
-    return any(name == other or name.startswith(other + ".") for other in free)
+def is_among(name: str, settings: Collection[str]) -> bool:
+    """Tell whether a setting, or the section that it is in, is among others."""
+    return any(name == other or name.startswith(other + ".") for other in settings)
 
 
 def settings_by_name(config: TrainConfig) -> dict[str, Any]:

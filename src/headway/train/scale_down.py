@@ -81,7 +81,6 @@ def scale_down(config: TrainConfig, *, world_size: int, cuda: bool, overrides: t
     raw["data"] |= {
         "train": [{"path": str(folder / "data" / "samples.jsonl")}],
         "stages": [],
-        "epoch_of": None,
         "eval": None,
         "tokens_per_pack": tokens,
         "patches_per_pack": None if patches is None else max(1, round(patches * scale)),

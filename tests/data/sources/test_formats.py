@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import datasets
+import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -376,15 +377,15 @@ def test_shards_follow_each_other_in_the_order_of_their_names(tmp_path, memory):
         assert type(source[np.int64(5)].origin.row) is int  # plans hand out NumPy's, and origins are written as JSON
 
 
-def test_storage_options_reach_the_file_system(tmp_path):
+def test_options_of_a_store_are_those_of_fsspecs_own_configuration(tmp_path, monkeypatch):
     json_lines(tmp_path / "a.jsonl", [{"text": "x"}])
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.write(tmp_path / "a.jsonl", "a.jsonl")
-    options = {"fo": str(tmp_path / "a.zip")}
-    source = open_source("zip://a.jsonl", storage_options=options)
-    assert source[0].content == "x"
     with pytest.raises(DataError, match=r"zip://a\.jsonl cannot be read"):
         open_source("zip://a.jsonl")
+    monkeypatch.setitem(fsspec.config.conf, "zip", {})  # put back behind the test
+    fsspec.config.set_conf_env(fsspec.config.conf, {"FSSPEC_ZIP": json.dumps({"fo": str(tmp_path / "a.zip")})})
+    assert open_source("zip://a.jsonl")[0].content == "x"
 
 
 NO_WORDS = pa.Array.from_buffers(pa.string(), 2, pa.array([b"\xff\xfe a", b"b"], pa.binary()).buffers())

@@ -285,7 +285,7 @@ def test_classes_are_answers_by_their_names(folder, form):
     mapped = open_source(path, columns={"answer": "label"})
     assert [mapped[row].answer for row in (0, 1)] == ["dog", "cat"]
     assert open_source(path, columns={"answer": "label"}, schema="question_answer")[0].images
-    captions = open_source(path, text_column="label", schema="caption")
+    captions = open_source(path, columns={"text": "label"}, schema="caption")
     assert captions[0].messages[1] == Message("assistant", (TextPart("dog"),))
 
 

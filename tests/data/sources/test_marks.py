@@ -21,7 +21,7 @@ GOOD = {"role": "assistant", "content": "2"}
 
 
 def read(row, schema="auto", columns=None):
-    normaliser = Normaliser(schema, "text", ".", MediaRules(), columns or {})
+    normaliser = Normaliser(schema, ".", MediaRules(), columns or {})
     return normaliser.sample(ParsedRow(row), Origin("data", "data.jsonl", 0, "line 1"))
 
 

@@ -149,10 +149,10 @@ def test_a_glob_names_the_files_that_fsspec_names(tmp_path, pattern):
     names = [name for name in sorted(system.glob(f"{tmp_path}/{pattern}")) if system.isfile(name)]
     if not pattern.startswith("."):
         names = [name for name in names if not Path(name).name.startswith(".")]
-    files, _ = find_files(f"{tmp_path}/{pattern}", {})
+    files, _ = find_files(f"{tmp_path}/{pattern}")
     assert [file.url for file in files] == names != []
     if "**/" in pattern:
-        assert [file.url for file in find_files(f"{tmp_path}/{pattern.replace('**/', '**/**/**/')}", {})[0]] == names
+        assert [file.url for file in find_files(f"{tmp_path}/{pattern.replace('**/', '**/**/**/')}")[0]] == names
 
 
 @pytest.mark.parametrize("path", ["{}", "{}/**/*.jsonl", "{}/*/*.jsonl"])

@@ -46,7 +46,7 @@ def gpt(words):
 
 
 def read(row, schema="auto", columns=None, folder="."):
-    normaliser = Normaliser(schema, "text", str(folder), MediaRules(), columns or {})
+    normaliser = Normaliser(schema, str(folder), MediaRules(), columns or {})
     return normaliser.sample(ParsedRow(row), Origin("pairs", "pairs.jsonl", 0, "line 1"))
 
 

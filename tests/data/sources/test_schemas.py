@@ -28,8 +28,8 @@ def read(tmp_path):
     for name in ("a.png", "b.png", "c.mp4", "d.wav"):
         (tmp_path / name).write_bytes(name.encode())
 
-    def normalise(row, schema="auto", text_column="text", columns=None, **members):
-        normaliser = Normaliser(schema, text_column, str(tmp_path), MediaRules(), columns or {})
+    def normalise(row, schema="auto", columns=None, **members):
+        normaliser = Normaliser(schema, str(tmp_path), MediaRules(), columns or {})
         return normaliser.sample(
             ParsedRow(row, {name.replace("_", "."): data for name, data in members.items()} or None), ORIGIN
         )
@@ -332,14 +332,14 @@ def test_a_mapped_column_that_a_row_lacks_is_named(read):
 def test_captions(read, at):
     row = {"image": "a.png", "caption": "A cat."}
     assert read(row).messages == (user(ImagePart(at("a.png"))), assistant("A cat."))
-    assert read(row | {"text": "A dog."}, text_column="caption").answer == "A cat."
+    assert read(row | {"text": "A dog."}, columns={"text": "caption"}).answer == "A cat."
     assert read({"text": "A bird."}, a_png=b"raw").images == (Media(data=b"raw"),)
 
 
 def test_documents(read):
     assert read({"text": "Words.", "meta": {"a": 1}}) == Document("Words.", ORIGIN)
     assert [read({"text": words}).is_blank for words in ("", " \n", "a")] == [True, True, False]
-    assert read({"body": "Words.", "text": None}, text_column="body").content == "Words."
+    assert read({"body": "Words.", "text": None}, columns={"text": "body"}).content == "Words."
     assert read({"input_ids": [3, 1], "labels": [3, 1], "attention_mask": [1, 1]}) == Document((3, 1), ORIGIN)
     assert [read(row).content for row in ({"text": ""}, {"text": None}, {"input_ids": []})] == ["", "", ()]
 

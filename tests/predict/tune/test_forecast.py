@@ -6,13 +6,13 @@ from headway.devices import named_device
 from headway.predict.dry_run import plan_packs
 from headway.predict.forecast import Forecaster
 from headway.predict.speeds import Speeds
-from headway.predict.tune.space import changed_config
+from headway.predict.tune.space import admitted
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "every:3", "full,-attention"])
 def test_packs_planned_without_recomputation_take_what_those_planned_with_it_take(make_search, recompute):
     search = make_search()
-    config = changed_config(search.config, {"speed.recompute": recompute})
+    config = admitted(search.config, {"speed.recompute": recompute})
     speeds, shape = Speeds.of_device(named_device("H100"), "bf16"), config.parallel.mesh_shape(8)
     plain, again = (
         plan_packs(config, search.cost_model, shape, choice, lengths=search.lengths) for choice in ("none", recompute)

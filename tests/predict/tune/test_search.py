@@ -11,7 +11,7 @@ from headway.packing.lengths import LengthTable
 from headway.predict.dry_run import memory_plan, plan_packs
 from headway.predict.tune import distinct, front
 from headway.predict.tune.search import PricedLengths
-from headway.predict.tune.space import changed_config
+from headway.predict.tune.space import admitted
 from helpers.device import length_table, pretended_step
 
 
@@ -88,7 +88,7 @@ def test_samples_are_not_given_up_for_speed(make_search, recipe):
 
 
 def test_a_recipe_whose_samples_do_not_fit_it_is_told_so(make_search, recipe):
-    config = changed_config(recipe, {"data.overlong": "error", "data.tokens_per_pack": 1024})
+    config = admitted(recipe, {"data.overlong": "error", "data.tokens_per_pack": 1024})
     with pytest.raises(DataError, match="more than a pack's budget of 1024 tokens"):
         make_search(config=config).run()
 
@@ -141,6 +141,6 @@ def test_of_each_kind_the_first_is_shown():
 
 def test_a_choices_kind_leaves_out_details(make_search):
     best = make_search().run().ranked[0]
-    chunked = dataclasses.replace(best, config=changed_config(best.config, {"speed.loss_chunk": 77}))
-    other = dataclasses.replace(best, config=changed_config(best.config, {"optim.accumulation": 7}))
+    chunked = dataclasses.replace(best, config=admitted(best.config, {"speed.loss_chunk": 77}))
+    other = dataclasses.replace(best, config=admitted(best.config, {"optim.accumulation": 7}))
     assert best.kind == chunked.kind != other.kind

@@ -10,8 +10,8 @@ from headway.packing.lengths import LengthTable
 from headway.predict.tune.space import (
     LEFT,
     Space,
+    admitted,
     assignment,
-    changed_config,
     changes,
     differences,
     parse_step_tokens,
@@ -58,7 +58,7 @@ def test_ranks_accumulation_and_packing_length_make_the_steps_size(recipe):
 
 
 def test_packs_shorter_than_the_longest_sample_are_left_out_where_that_is_an_error(recipe):
-    strict = changed_config(recipe, {"data.overlong": "error"})
+    strict = admitted(recipe, {"data.overlong": "error"})
     space = Space(8 * 32_768, accumulations=(1, 2, 4))
     tokens = [one["data.tokens_per_pack"] for one in space.packings(strict, 8, lengths([100, 9000]))]
     assert tokens == [32_768, 16_384]
@@ -73,7 +73,7 @@ def test_the_longest_sample_counts_only_where_its_own_source_refuses_longer_ones
     )
     space = Space(8 * 32_768, accumulations=(1, 2, 4, 64))
     for policy, expected in (("error", [32_768, 16_384]), ("drop", [32_768, 16_384, 8192, 512])):
-        config = changed_config(recipe, {"data.overlong": policy})
+        config = admitted(recipe, {"data.overlong": policy})
         assert [one["data.tokens_per_pack"] for one in space.packings(config, 8, rows)] == expected
 
 
@@ -85,7 +85,7 @@ def test_a_limit_on_patches_stands_just_above_their_mean_and_holds_the_largest_s
     assert 2 * 32_768 < patches[1] < 1.1 * 2 * 32_768  # two patches a token on average
     assert patches[3] == 3000
     fixed = Space(8 * 32_768, accumulations=(2,), limits_patches=False)
-    limited = changed_config(recipe, {"data.patches_per_pack": 60_000})
+    limited = admitted(recipe, {"data.patches_per_pack": 60_000})
     assert [one["data.patches_per_pack"] for one in fixed.packings(limited, 8, lengths([9], [9]))] == [30_000]
 
 
@@ -115,10 +115,10 @@ def test_the_whole_space_follows_from_recipe_devices_and_model(recipe):
     assert many.experts == (1, 2, 4, 8)
     own = Space.of(recipe, 32, num_heads=4, num_experts=128, meshes=False)
     assert (own.sequences, own.replicates, own.experts, own.reshards) == ((1,), (1,), (1,), (True,))
-    liger = changed_config(recipe, {"speed.kernels": "liger"})
+    liger = admitted(recipe, {"speed.kernels": "liger"})
     assert Space.of(liger, 1, num_heads=4, num_experts=0).chunks == (2048,)
     with pytest.raises(ConfigError, match="does not divide the 7 processes"):
-        Space.of(changed_config(recipe, {"parallel.sequence": 2}), 7, num_heads=4, num_experts=0)
+        Space.of(admitted(recipe, {"parallel.sequence": 2}), 7, num_heads=4, num_experts=0)
 
 
 def test_towers_are_recomputed_apart_where_backward_passes_several(recipe):
@@ -127,19 +127,19 @@ def test_towers_are_recomputed_apart_where_backward_passes_several(recipe):
     two = Space.of(recipe, 1, num_heads=28, num_experts=0, towers={"language", "vision"})
     more = {choice for choice in two.recomputes if choice not in one.recomputes}
     assert {"vision:full", "language:full", "vision:full,-attention", "full,-attention,vision:full"} <= more
-    assert all(changed_config(recipe, {"speed.recompute": choice}) for choice in more)
+    assert all(admitted(recipe, {"speed.recompute": choice}) for choice in more)
 
 
 def test_the_configurations_own_checks_decide(recipe):
-    assert changed_config(recipe, {"parallel.reduce": "step"}) is None  # has no effect with one pack a step
-    assert changed_config(recipe, {"parallel.reduce": "step", "optim.accumulation": 2}) is not None
-    assert changed_config(recipe, {"speed.recompute": "half"}) is None
+    assert admitted(recipe, {"parallel.reduce": "step"}) is None  # has no effect with one pack a step
+    assert admitted(recipe, {"parallel.reduce": "step", "optim.accumulation": 2}) is not None
+    assert admitted(recipe, {"speed.recompute": "half"}) is None
 
 
 def test_what_changes_is_told_as_set_takes_it(recipe):
     values = {"optim.accumulation": 4, "speed.loss_chunk": None, "parallel.shard": "auto", "parallel.reshard": False}
     assert changes(recipe, values) == {k: values[k] for k in values if k != "parallel.shard"}
-    assert differences(recipe, changed_config(recipe, values)) == changes(recipe, values)
+    assert differences(recipe, admitted(recipe, values)) == changes(recipe, values)
     assert [assignment(*item) for item in changes(recipe, values).items()] == [
         "optim.accumulation=4",
         "speed.loss_chunk=null",
@@ -152,7 +152,7 @@ def test_what_changes_is_told_as_set_takes_it(recipe):
 def test_a_recipe_reads_back_as_what_was_found(name, tmp_path):
     base = ROOT / "recipes" / f"{name}.yaml"
     values = {"data.tokens_per_pack": 40_960, "optim.accumulation": 3, "speed.loss_chunk": None, "parallel.sequence": 4}
-    config = changed_config(load_config(base), {**values, "plan.device": "H100", "speed.recompute": "memory:12.5GiB"})
+    config = admitted(load_config(base), {**values, "plan.device": "H100", "speed.recompute": "memory:12.5GiB"})
     target = tmp_path / "best.yaml"
     target.write_text(recipe_text(base, config, target, "A remark."), encoding="utf-8")
     assert load_config(target) == config
@@ -161,6 +161,6 @@ def test_a_recipe_reads_back_as_what_was_found(name, tmp_path):
 
 def test_a_recipe_holds_no_more_than_what_changes(tmp_path):
     base = ROOT / "recipes/qwen2.5-7b-text-81920.yaml"
-    config = changed_config(load_config(base), {"optim.accumulation": 2})
+    config = admitted(load_config(base), {"optim.accumulation": 2})
     written = yaml.safe_load(recipe_text(base, config, ROOT / "best.yaml", "A remark."))
     assert written == {"extends": "recipes/qwen2.5-7b-text-81920.yaml", "optim": {"accumulation": 2}}

@@ -5,7 +5,7 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from errno import ENOENT
@@ -40,14 +40,12 @@ class File:
         size: bytes as stored; None where the store does not say.
         stamp: changes when the content does: size and time of modification, or what a remote store says of it. Empty
             where it is not looked at, as of a copy in the cache, which other processes may replace by the same.
-        options: passed to fsspec's file system, such as credentials.
         name: path below the root of the dataset: the folder that was named, or the one before a glob's first star.
     """
 
     url: str
     size: int | None
     stamp: str
-    options: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     name: str = field(default="", compare=False, repr=False)
 
     @property
@@ -95,7 +93,7 @@ class File:
                 raw: Any = stack.enter_context(Path(self.url).open("rb"))
                 self.check(os.fstat(raw.fileno()))
             else:
-                raw = stack.enter_context(open_url(self.url, self.options))
+                raw = stack.enter_context(open_url(self.url))
             self.check_head(raw.peek(HEAD_BYTES)[:HEAD_BYTES])
             if self.compression == "gzip":
                 raw = stack.enter_context(gzip.GzipFile(fileobj=raw))
@@ -142,7 +140,7 @@ def without_query(url: str) -> str:
     return url.partition("?")[0].partition("#")[0] if "://" in url else url
 
 
-def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str | None]:
+def find_files(path: str) -> tuple[list[File], str | None]:
     """Find the files that a path, glob or URL names, in the order of their names.
 
     Returns:
@@ -153,7 +151,7 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
     """
     try:
         with as_os_errors():
-            return _found(path, options)
+            return _found(path)
     except (OSError, ImportError) as error:  # ImportError: the library of a protocol is not installed
         reason = getattr(error, "strerror", None) or first_line(error)
         raise DataError(
@@ -162,8 +160,8 @@ def find_files(path: str, options: Mapping[str, Any]) -> tuple[list[File], str |
         ) from error
 
 
-def _found(path: str, options: Mapping[str, Any]) -> tuple[list[File], str | None]:
-    system, inside = url_system(path, options)
+def _found(path: str) -> tuple[list[File], str | None]:
+    system, inside = url_system(path)
     # A single file's root is its folder; on this machine it keeps the path as it was written. A web server is asked
     # once: it has no folders, and says of what it does not give why.
     is_page = path.lower().startswith(("http://", "https://")) and not _GLOB.search(without_query(path))
@@ -171,7 +169,7 @@ def _found(path: str, options: Mapping[str, Any]) -> tuple[list[File], str | Non
     if kind == "file":
         is_plain = isinstance(system, LocalFileSystem) and "://" not in path
         root = without_query(inside).rpartition("/")[0]
-        return [_file(system, path if is_plain else inside, options, root)], None
+        return [_file(system, path if is_plain else inside, root)], None
     folder = None
     # A folder stands for all files within, a glob for those it matches; hidden ones only where a glob names them.
     if kind == "directory":
@@ -191,7 +189,7 @@ def _found(path: str, options: Mapping[str, Any]) -> tuple[list[File], str | Non
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
     # Names below the root, so that a copy elsewhere is the same data.
     root = inside if folder else _GLOB.split(inside, maxsplit=1)[0].rpartition("/")[0]
-    return [_file(system, name, options, root) for name in names], folder
+    return [_file(system, name, root) for name in names], folder
 
 
 def _kind(system: Any, inside: str) -> str | None:
@@ -242,7 +240,7 @@ def _walk(folder: str, most_depth: int | None) -> Iterator[str]:
                     yield f"{path}/{entry.name}"
 
 
-def _file(system: Any, name: str, options: Mapping[str, Any], root: str) -> File:
+def _file(system: Any, name: str, root: str) -> File:
     inside = without_query(name)
     if not is_utf8(name):
         raise DataError(
@@ -252,12 +250,12 @@ def _file(system: Any, name: str, options: Mapping[str, Any], root: str) -> File
     below = inside.removeprefix(root).lstrip("/") if inside.startswith(f"{root}/") else Path(inside).name
     if isinstance(system, LocalFileSystem):
         status = Path(name).stat()
-        return File(name, status.st_size, _stamp(status), name=below)
+        return File(name, status.st_size, _stamp(status), below)
     info = {key.lower().replace("_", "-"): value for key, value in system.info(name).items()}
     # What changes with the content: its hash, its tag, its time, or else all that the store says of it.
     tags = [f"{field_name}={info[field_name]}" for field_name in _CONTENT_FIELDS if info.get(field_name)]
     stamp = tags[0] if tags else str(system.ukey(name))
-    return File(_file_url(system, name), info.get("size"), stamp, options, below)
+    return File(_file_url(system, name), info.get("size"), stamp, below)
 
 
 def _file_url(system: Any, name: str) -> str:

@@ -220,7 +220,7 @@ def content_mark(path: Path, full_bytes: int = 2**24, spots: int = 256) -> str:
 
 def _digest(file: File) -> str:
     try:
-        with open_url(file.url, file.options) as stream:
+        with open_url(file.url) as stream:
             return hashlib.file_digest(cast("Any", stream), "sha256").hexdigest()
     except OSError as error:
         raise _unreadable(file, error) from error

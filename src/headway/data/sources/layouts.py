@@ -156,25 +156,22 @@ COLUMNS = tuple(dict.fromkeys([*_ROLES, *MEDIA_COLUMNS, *_IN_CHATS]))
 _KNOWN = {*COLUMNS, *MEDIA_PATHS, *FILE_NAMES}
 
 
-def columns_of(fields: Mapping[str, Any], text_column: str) -> dict[str, str]:
+def columns_of(fields: Mapping[str, Any]) -> dict[str, str]:
     """Columns of a row that the table knows, by its names: spaces and capitals do not count where no other has a name.
 
-    >>> columns_of({"Question": "1 + 1?", "answer ": "2", "id": 1}, "text")
+    >>> columns_of({"Question": "1 + 1?", "answer ": "2", "id": 1})
     {'question': 'Question', 'answer': 'answer '}
     """
     names: dict[str, str] = {}
     for name in fields:
-        plain = name if name in _KNOWN or name == text_column else name.strip().lower().replace(" ", "_")
+        plain = name if name in _KNOWN else name.strip().lower().replace(" ", "_")
         if plain in _KNOWN and (plain == name or (plain not in fields and plain not in names)):
             names[plain] = name
-        elif name == text_column:
-            names[name] = name
     return names
 
 
 def reading_of(
     fields: Mapping[str, Any],
-    text_column: str = TEXT,
     *,
     schema: str = "auto",
     mapped: Collection[str] = (),
@@ -186,7 +183,6 @@ def reading_of(
 
     Args:
         fields: the row's columns.
-        text_column: the column of words.
         schema: the one that is named, or "auto".
         mapped: columns that the dataset's user named, which are meant.
         has_members: whether media are stored with the row.
@@ -196,17 +192,17 @@ def reading_of(
     Raises:
         DataError: no layout fits, or two.
     """
-    names = columns_of(fields, text_column)
+    names = columns_of(fields)
     values = {name: fields[own] for name, own in names.items()}
     media = {name: name for name in values if name in MEDIA_COLUMNS}
     filled = {MEDIA_COLUMNS[name] for name in media if not is_nothing(values[name])}
     paths = _paths(values, filled, MEDIA_PATHS)
     files = _paths(values, filled | {*paths.values()}, FILE_NAMES)
-    facts = _facts(values, text_column)
+    facts = _facts(values)
 
     def resolved(paths: Mapping[str, str]) -> tuple[Layout, ...]:
         is_pictured = has_members or bool(filled) or bool(paths)
-        return _resolve(facts | ({MEDIA} if is_pictured else set()), text_column, schema, frozenset(mapped))
+        return _resolve(facts | ({MEDIA} if is_pictured else set()), schema, frozenset(mapped))
 
     layouts = resolved(paths)
     if files and (names_files or not layouts):
@@ -215,11 +211,11 @@ def reading_of(
     elif files and layouts[0].schema in _OF_FILES and all(is_there(str(values[name])) for name in files):
         paths = paths | files
     if len(layouts) != 1:
-        raise _refusal(fields, layouts, schema, text_column, names, paths)
+        raise _refusal(fields, layouts, schema, names, paths)
     layout = layouts[0]
-    if layout.schema == "rejected" and len(chats := _chats(facts, text_column, frozenset(mapped))) > 1:
-        raise _refusal(fields, chats, schema, text_column, names, paths)
-    roles = dict(_roles(layout, facts, text_column, frozenset(mapped))) | media
+    if layout.schema == "rejected" and len(chats := _chats(facts, frozenset(mapped))) > 1:
+        raise _refusal(fields, chats, schema, names, paths)
+    roles = dict(_roles(layout, facts, frozenset(mapped))) | media
     roles = {name: role for name, role in roles.items() if role not in paths.values() or name not in media} | paths
     return RowReading(layout, {names[name]: role for name, role in roles.items() if name in names}, names)
 
@@ -243,57 +239,55 @@ def _kind(name: str, value: Any) -> str | None:
     return kind if is_medium and kind in KINDS else None
 
 
-def _facts(values: Mapping[str, Any], text_column: str) -> frozenset[str]:
+def _facts(values: Mapping[str, Any]) -> frozenset[str]:
     """Names of columns that hold something, with the forms of their values where the table asks for them."""
     facts = set[str]()
     for name, value in values.items():
         if value is None:
-            facts |= {name} if name in ("label", "kto_tag", text_column) else set()
+            facts |= {name} if name in ("label", "kto_tag", TEXT) else set()
         elif value in ([], {}):
             facts.add(f"{name}:empty")
         elif name in _WORDED and not isinstance(value, str):
             facts.add(f"{name}:turns")
         else:
             facts.add(name)
-            form = _FORMS_OF.get(TEXT if name == text_column else name)
+            form = _FORMS_OF.get(name)
             if form is not None and _FORMS[form](values, name):
                 facts.add(f"{name}:{form}")
     return frozenset(facts)
 
 
-def _needs(layout: Layout, text_column: str) -> tuple[str, ...]:
-    return tuple(text_column if name == TEXT else name for name, _ in layout.columns)
+def _needs(layout: Layout) -> tuple[str, ...]:
+    return tuple(name for name, _ in layout.columns)
 
 
-def _fits(layout: Layout, facts: Collection[str], text_column: str) -> bool:
+def _fits(layout: Layout, facts: Collection[str]) -> bool:
     forms = dict(layout.forms)
     return all(
         (f"{name}:{forms[own]}" if own in forms else name) in facts
         or (not layout.is_preference and own not in forms and f"{name}:empty" in facts)
-        for name, (own, _) in zip(_needs(layout, text_column), layout.columns, strict=True)
+        for name, (own, _) in zip(_needs(layout), layout.columns, strict=True)
     )
 
 
 @lru_cache(maxsize=4096)
-def _resolve(
-    facts: frozenset[str], text_column: str, schema: str, mapped: frozenset[str], least_rank: int = 0
-) -> tuple[Layout, ...]:
+def _resolve(facts: frozenset[str], schema: str, mapped: frozenset[str], least_rank: int = 0) -> tuple[Layout, ...]:
     """The layouts that a set of columns has: one, or none, or several between which nothing decides."""
-    layouts = [layout for layout in LAYOUTS if layout.rank >= least_rank and _fits(layout, facts, text_column)]
+    layouts = [layout for layout in LAYOUTS if layout.rank >= least_rank and _fits(layout, facts)]
     layouts = [layout for layout in layouts if layout.schema == schema or (schema == "auto" and not layout.by_name)]
 
     # What is mapped is meant, and a layout that consists of it before one that takes other columns as well.
     def others(layout: Layout) -> int:
-        return len({*_needs(layout, text_column)} - mapped - {MEDIA})
+        return len({*_needs(layout)} - mapped - {MEDIA})
 
-    meant = [layout for layout in layouts if mapped & {*_needs(layout, text_column)}]
+    meant = [layout for layout in layouts if mapped & {*_needs(layout)}]
     if meant:
         layouts = [layout for layout in meant if others(layout) == min(map(others, meant))]
     least = min((layout.rank for layout in layouts), default=0)
     layouts = [layout for layout in layouts if layout.rank == least]
     # Of one rank the layout that reads every column of the other loses nothing; of two that do the first is taken.
-    reads = {layout: {MEDIA, *dict(_roles(layout, facts, text_column, mapped))} for layout in layouts}
-    needs = {layout: {*_needs(layout, text_column)} for layout in layouts}
+    reads = {layout: {MEDIA, *dict(_roles(layout, facts, mapped))} for layout in layouts}
+    needs = {layout: {*_needs(layout)} for layout in layouts}
 
     def beats(layout: Layout, other: Layout) -> bool:
         is_mutual = needs[layout] <= reads[other]
@@ -307,13 +301,13 @@ def _resolve(
     return tuple(best)
 
 
-def _roles(layout: Layout, facts: frozenset[str], text_column: str, mapped: frozenset[str]) -> list[tuple[str, str]]:
+def _roles(layout: Layout, facts: frozenset[str], mapped: frozenset[str]) -> list[tuple[str, str]]:
     """Columns that a layout reads of those that a row has, and their roles: one column for each."""
-    roles = [(text_column if name == TEXT else name, role) for name, role in layout.columns if name != MEDIA]
+    roles = [(name, role) for name, role in layout.columns if name != MEDIA]
     wanted = [*_READS[layout.schema], *((name, name) for name in _IN_CHATS if layout.is_chat)]
     if layout.schema == "rejected":  # beside a chat, whose columns are its own
-        for chat in _chats(facts, text_column, mapped)[:1]:
-            wanted += _roles(chat, facts, text_column, mapped)
+        for chat in _chats(facts, mapped)[:1]:
+            wanted += _roles(chat, facts, mapped)
         wanted += [(name, name) for name in facts if name.startswith("rejected_")]
     elif layout.is_preference:
         free = [pair for pair in _PROMPTS["names"] if pair[0] not in dict(roles)]
@@ -331,17 +325,16 @@ def _roles(layout: Layout, facts: frozenset[str], text_column: str, mapped: froz
     return roles
 
 
-def _chats(facts: frozenset[str], text_column: str, mapped: frozenset[str]) -> tuple[Layout, ...]:
+def _chats(facts: frozenset[str], mapped: frozenset[str]) -> tuple[Layout, ...]:
     """Layouts of the chat beside which a rejected answer stands."""
     others = frozenset(fact for fact in facts if not fact.startswith("rejected_"))
-    return _resolve(others, text_column, "auto", frozenset(name for name in mapped if name in others), 1)
+    return _resolve(others, "auto", frozenset(name for name in mapped if name in others), 1)
 
 
 def _refusal(
     fields: Mapping[str, Any],
     layouts: tuple[Layout, ...],
     schema: str,
-    text_column: str,
     names: Mapping[str, str],
     paths: Mapping[str, str],
 ) -> DataError:
@@ -353,7 +346,7 @@ def _refusal(
             f"{' or '.join(layout.mapping for layout in layouts)}, or remove the others."
         )
     media = {kind: names[name] for name, kind in paths.items()}
-    way = proposed_columns(fields, media, text_column)
+    way = proposed_columns(fields, media)
     allowed = {layout.schema: layout for layout in reversed(LAYOUTS) if schema in ("auto", layout.schema)}
     if schema == "auto" or not allowed[schema].is_preference:
         check_columns_of({name: fields[own] for name, own in names.items() if fields[own] is not None}, ways=way)
@@ -370,7 +363,7 @@ def mapping(columns: Mapping[str, str]) -> str:
     return str(Argument("columns", dict(columns)))
 
 
-def proposed_columns(fields: Mapping[str, Any], media: dict[str, str], text_column: str = TEXT) -> str:
+def proposed_columns(fields: Mapping[str, Any], media: dict[str, str]) -> str:
     """A mapping of columns with which a row could be read, in the words of whoever asked.
 
     Columns that have a role by their names keep it, and columns of media are always in it.
@@ -378,12 +371,11 @@ def proposed_columns(fields: Mapping[str, Any], media: dict[str, str], text_colu
     Args:
         fields: the row's columns.
         media: columns that name files of media, by their kinds.
-        text_column: the column of words.
 
     >>> proposed_columns({"image": "a.png", "question": "What?", "id": 3, "best_answer": "A cat."}, {})
     "columns={'answer': 'best_answer'}"
     """
-    names = columns_of(fields, text_column)
+    names = columns_of(fields)
     has_media = bool(media) or any(not is_nothing(fields[own]) for name, own in names.items() if name in MEDIA_COLUMNS)
     # Left to be mapped is what has no role by its name, and is no note on the row, unless that is all there is.
     with_roles = {

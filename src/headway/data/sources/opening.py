@@ -74,14 +74,12 @@ def open_source(
     name: str | None = None,
     format: str = "auto",  # noqa: A002 - the word that everyone uses
     schema: str = "auto",
-    text_column: str = "text",
     columns: Mapping[str, str] | None = None,
     root: str | Path | None = None,
     allow_remote: bool = False,
     sample_by: SampleBy | None = None,
     token_dtype: str | None = None,
     end_token: int | None = None,
-    storage_options: Mapping[str, Any] | None = None,
     sizes: MediaSizes | None = None,
 ) -> Source:
     """Open a dataset.
@@ -92,14 +90,12 @@ def open_source(
         name: how the run calls the dataset; by default its path without folders and extensions.
         format: one of `FORMATS`; "auto" tells it from each file's extension.
         schema: form of the rows, one of `schemas.SCHEMAS`; "auto" tells it from each row's columns.
-        text_column: the column that holds the words of documents and captions.
         columns: the dataset's own names of columns, by the names that schemas read: {"question": "Frage"}.
         root: the folder or URL that rows' media paths start from and stay below; by default each file's own.
         allow_remote: whether rows may name media on the web or in object stores.
         sample_by: unit of plain text that is a document: "paragraph" (the default), "line" or "document" (the file).
         token_dtype: of files of bare token ids, one of `documents.DTYPES`.
         end_token: the id that ends a document in files of token ids.
-        storage_options: passed to fsspec's file system, such as credentials.
         sizes: bounds of its own on what is read of its media; those of the run where None.
 
     Raises:
@@ -111,7 +107,7 @@ def open_source(
         raise ConfigError(f"Unknown format {format!r}. Allowed: auto, {', '.join(FORMATS)}.")
     rules = MediaRules(None if root is None else str(root), allow_remote)
     called = name or _short_name(location)
-    all_files, folder = find_files(location, storage_options or {})
+    all_files, folder = find_files(location)
     classes = _class_folder(all_files, folder, format)
     files = [] if classes else _with_formats(all_files, folder, format)
     settings = {"sample_by": sample_by, "token_dtype": token_dtype, "end_token": end_token}
@@ -121,17 +117,12 @@ def open_source(
             raise ConfigError(f"{setting} is {settings[setting]!r}, but no file of {location} takes it. Leave it out.")
     shards = []
     if classes is not None:
-        normaliser = Normaliser(
-            schema, text_column, classes.folder, rules, dict(columns or {}), sizes=sizes or MediaSizes()
-        )
+        normaliser = Normaliser(schema, classes.folder, rules, dict(columns or {}), sizes=sizes or MediaSizes())
         shards.append(Shard(called, classes, normaliser))
     for file, file_format in files:
         options = {setting: settings[setting] for setting in _SETTINGS.get(file_format, ()) if setting in settings}
-        column = "text" if file_format == "text" else text_column
         names_files = without_query(file.url).rpartition("/")[2].lower() in _METADATA_FILES
-        normaliser = Normaliser(
-            schema, column, file.folder, rules, dict(columns or {}), names_files, sizes or MediaSizes()
-        )
+        normaliser = Normaliser(schema, file.folder, rules, dict(columns or {}), names_files, sizes or MediaSizes())
         shards.append(Shard(called, FORMATS[file_format](file, **options), normaliser))
     return Source(called, tuple(shards))
 

@@ -28,7 +28,6 @@ class Normaliser:
 
     Attributes:
         schema: one of `SCHEMAS`; "auto" decides for each row by its columns.
-        text_column: the column that holds a document's or caption's words.
         folder: folder of the row's file, where paths start unless the rules have a root.
         rules: which media rows may name.
         columns: the dataset's own names of columns, by the names that schemas read.
@@ -41,7 +40,6 @@ class Normaliser:
     """
 
     schema: str
-    text_column: str
     folder: str
     rules: MediaRules
     columns: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -96,7 +94,6 @@ class Normaliser:
         fields = renamed(row.fields, self.columns) if self.columns else row.fields
         return fields, reading_of(
             fields,
-            self.text_column,
             schema=self.schema,
             mapped=self.columns.keys(),
             has_members=self._has_media(row.members),
@@ -148,7 +145,9 @@ class Normaliser:
             pictured = tuple(part for kind in KINDS for part in _all_waiting(media, kind))
             words = self._words(fields)
             if not words.strip():
-                raise DataError(f'"{self.text_column}" is empty, so the media have no words to learn. Delete the row.')
+                raise DataError(
+                    f'"{self.columns.get(TEXT, TEXT)}" is empty, so the media have no words to learn. Delete the row.'
+                )
             return (Message("user", pictured), Message("assistant", (TextPart(words),)))
         # The column "system" opens every chat below; an empty one is none.
         opening = fields.get("system")
@@ -180,7 +179,9 @@ class Normaliser:
     def _words(self, fields: dict[str, Any]) -> str:
         words = fields.get(TEXT, "")  # null in a corpus that has rows without words
         if not isinstance(words, str):
-            raise DataError(f'"{self.text_column}" is {shortened(words)}, but a document must be a string of words.')
+            raise DataError(
+                f'"{self.columns.get(TEXT, TEXT)}" is {shortened(words)}, but a document must be a string of words.'
+            )
         return words
 
 

@@ -23,7 +23,7 @@ from headway.packing.lengths import LengthTable, Numbers
 from headway.packing.mesh import MeshShape
 from headway.predict.dry_run import Packs, memory_plan, plan_packs
 from headway.predict.memory import MemoryPlan
-from headway.predict.tune.space import LEFT, Space, Values, assignment, changed_config, changes
+from headway.predict.tune.space import LEFT, Space, Values, admitted, assignment, changes
 from headway.report import format_bytes
 from headway.words import Argument
 
@@ -216,7 +216,7 @@ class Search:
             packs: Packs | None = None
             for mesh in self.space.meshes(self.devices, packing["parallel.sequence"]):
                 values = {**packing, **mesh, **self.space.thriftiest}
-                thrifty = changed_config(self.config, values)
+                thrifty = admitted(self.config, values)
                 if thrifty is None:
                     continue
                 choices = self._choices(packing)
@@ -255,7 +255,7 @@ class Search:
         recompute = values["speed.recompute"]
         for size in [recompute] if recompute != LEFT else self._sizes_left(thrifty, values, packs):
             chosen = {**values, "speed.recompute": size}
-            config = changed_config(thrifty, chosen)
+            config = admitted(thrifty, chosen)
             memory = None if config is None else self._admitted(config, packs)
             if config is not None and memory is not None and self._may_fit(memory.peak):
                 self._fitting += self.room_bytes is None or memory.peak <= self.room_bytes
@@ -267,7 +267,7 @@ class Search:
             return []
         nothing_again, all_again = (
             None if config is None else self._admitted(config, packs)
-            for config in (changed_config(thrifty, {**values, "speed.recompute": r}) for r in ("none", "full"))
+            for config in (admitted(thrifty, {**values, "speed.recompute": r}) for r in ("none", "full"))
         )
         if nothing_again is None or all_again is None or nothing_again.peak <= self.room_bytes:
             return []

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from headway.config import TrainConfig, load_config, parse_config
+from headway.config import TrainConfig, changed_config, load_config
 from headway.config.read import EXTENDS
 from headway.errors import ConfigError, PlanError
 from headway.packing.lengths import LengthTable
@@ -203,22 +203,10 @@ def _rounded(tokens: float) -> int:
     return max(step, round(tokens / step) * step)
 
 
-def changed_config(config: TrainConfig, values: Values) -> TrainConfig | None:
-    """A recipe with some settings changed; None where its own checks do not admit them.
-
-    Args:
-        config: the recipe.
-        values: settings by their dotted names.
-    """
-    changed: dict[str, dict[str, Any]] = {}
-    for name, value in changes(config, values).items():
-        section, _, key = name.partition(".")
-        changed.setdefault(section, {})[key] = value
-    raw: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}  # checked already
-    for section, settings in changed.items():
-        raw[section] = raw[section].model_dump(mode="json", by_alias=True) | settings
+def admitted(config: TrainConfig, values: Values) -> TrainConfig | None:
+    """A recipe with some settings changed; None where its own checks do not admit them."""
     try:
-        return parse_config(raw)
+        return changed_config(config, changes(config, values))
     except ConfigError:
         return None
 
