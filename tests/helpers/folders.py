@@ -410,6 +410,8 @@ def _pairs(module, query, key, mask, options):
         return sum(int(mask.allowed(*group).sum()) for group in mask.groups(cu_N))
     if mask is not None and mask.numel():
         return int(mask.expand(query.shape[0], 1, query.shape[2], key.shape[2]).sum())
+    if query.shape[2] != key.shape[2]:  # a Q-Former's queries read its picture
+        return query.shape[0] * query.shape[2] * key.shape[2]
     lengths = [query.shape[2]] * query.shape[0] if cu_N is None else cu_N.diff().tolist()
     window = options.get("sliding_window")
     if causal and window is not None:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Blip2QFormerConfig, Blip2QFormerModel
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -94,6 +94,34 @@ def test_a_vision_tower_on_a_batch_of_equal_images_is_not_cut_by_the_pack():
     out, _ = attend(Layer(), *tensors, None, is_causal=False, pack_cu_seqlens=torch.tensor([0, 4, 18]))
     expected = torch.nn.functional.scaled_dot_product_attention(*tensors)
     assert torch.allclose(out, expected.transpose(1, 2), atol=1e-6)
+
+
+@pytest.mark.parametrize("windows", [1, 6])
+def test_queries_that_read_other_states_see_all_of_those(windows):
+    """BLIP-2's Q-Former as transformers has it, whose queries read a window's patches, by itself and beside its eager
+    attention; as many queries as patches are rows of one length."""
+    config = Blip2QFormerConfig(
+        hidden_size=16, num_attention_heads=2, intermediate_size=24, num_hidden_layers=2, encoder_hidden_size=12,
+        cross_attention_frequency=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Blip2QFormerModel(config).eval()
+    for queries, patches in ((1, 4), (3, 8), (4, 4), (9, 2)):
+        inputs = {
+            "query_embeds": torch.randn(windows, queries, 16),
+            "encoder_hidden_states": torch.randn(windows, patches, 12),
+        }
+        use_attention(model, "eager")
+        expected = model(**inputs).last_hidden_state
+        use_attention(model)
+        out = model(**inputs, pack_cu_seqlens=torch.tensor([0, 5, 9], dtype=torch.int32), pack_max_seqlen=5)
+        assert torch.allclose(out.last_hidden_state, expected, atol=1e-5)
+
+
+def test_causal_queries_that_read_other_states_are_refused_without_a_mask():
+    query, key, value = (*qkv(length=3)[:1], *qkv(length=7)[1:])
+    with pytest.raises(ConfigError, match="attends from 3 slots to 7, and no mask says which of them is whose"):
+        attend(Layer(), query, key, value, None)
 
 
 def test_a_position_bias_is_refused():

@@ -199,13 +199,14 @@ def attend(
     if pack_splits is not None and causal and cu_seq_lens_q is None:
         splits = pack_splits
         _check_plain(attention_mask, window, softcap, s_aux)
-    if (own is not None or written is not None) and pack_split is not None:
+    reads_others = written is None and _reads_others(module, query, key, causal or cu_N is not None)
+    if (own is not None or written is not None or reads_others) and pack_split is not None:
         raise ConfigError(
-            "This model attends through a mask of its own, which several processes that share a pack cannot cut. Set "
-            "parallel.sequence to 1."
+            "This model attends through a mask of its own, or to other states, which several processes that share a "
+            "pack cannot cut. Set parallel.sequence to 1."
         )
-    # Padded rows and generation from a cache: no segments, queries and keys may differ in number.
-    if written is not None:
+    # Padded rows, generation from a cache, other states: no segments, queries and keys may differ in number.
+    if written is not None or reads_others:
         out = exact_attention(query, key, value, written, scale, softcap, s_aux, dropout)
         return out.transpose(1, 2).contiguous(), None
     # A mask without boundaries where positions restart: attention would leak between samples.
@@ -235,6 +236,21 @@ def attend(
     if pack_split is not None:
         out_THD = heads_to_tokens(out_THD, query.shape[2], query.shape[1], pack_split)
     return out_THD.reshape(query.shape[0], query.shape[2], *out_THD.shape[1:]), None
+
+
+def _reads_others(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, is_bounded: bool) -> bool:
+    """Say whether queries read other states, as a Q-Former's do: all those of their row of the batch.
+
+    Raises:
+        ConfigError: boundaries or causality are to hold, of which there is one for queries and keys alike.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    if queries != keys and is_bounded:
+        raise ConfigError(
+            f"{type(module).__name__} attends from {queries} slots to {keys}, and no mask says which of them is whose. "
+            'Load the model with the attention backend "sdpa" and one sample per row.'
+        )
+    return queries != keys
 
 
 def _check_plain(mask: Any, window: int | None, softcap: float | None, sinks_H: torch.Tensor | None) -> None:
