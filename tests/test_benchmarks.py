@@ -481,13 +481,6 @@ def test_the_page_of_a_gpu_is_made_of_the_committed_records_without_profiles(tmp
     assert "video not measured" in page
 
 
-def test_a_page_of_a_folder_without_records_names_what_writes_them(tmp_path):
-    command = [sys.executable, str(BENCHMARKS / "gpu_report.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert f"no engine_gpu_*.json is in {tmp_path}; engine_gpu.py writes one" in done.stderr
-
-
 @pytest.mark.slow
 def test_the_meter_is_held_against_a_stopwatch(tmp_path):
     env = listed_packages(tmp_path / "packages")

@@ -1,6 +1,5 @@
 """What a user names as output is written into; only a plain file is replaced."""
 
-import ast
 import errno
 import os
 import re
@@ -171,23 +170,6 @@ def test_every_option_that_names_an_output_goes_through_one_function():
             continue
         source = file.read_text(encoding="utf-8")
         assert "write_output(" in source or "open_output(" in source, (command, option)
-
-
-def test_no_command_writes_a_file_by_itself():
-    own = {
-        ("explain.py", "write_whole"),
-        ("demo.py", "write_text"),
-    }  # into a run folder, by names of Headway's own
-    writers = {"write_whole", "write_text", "write_bytes"}
-    calls = {
-        (path.name, name)
-        for path in CLI.glob("*.py")
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(call, ast.Call)
-        and (name := call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", ""))
-        in writers
-    }
-    assert calls == own
 
 
 def test_a_library_without_the_systems_words_is_asked_through_the_system(tmp_path):

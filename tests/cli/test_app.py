@@ -111,17 +111,6 @@ def test_memory_that_ran_out_is_one_paragraph_and_other_mistakes_are_not(headway
     assert result.err.startswith("Error: there was not enough memory.")
 
 
-def test_the_traceback_appears_when_asked_for(monkeypatch):
-    def fail(_):
-        raise DataError("broken")
-
-    monkeypatch.setattr("headway.cli.workload.resolve_cost_model", fail)
-    monkeypatch.setattr(sys, "argv", ["headway", "flops", "gpt2", "--segments", "8"])
-    monkeypatch.setenv("HEADWAY_DEBUG", "1")
-    with pytest.raises(DataError):
-        cli.main()
-
-
 def test_an_interrupt_exits_130(headway, monkeypatch):
     def interrupt(_):
         raise KeyboardInterrupt

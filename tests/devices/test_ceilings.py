@@ -52,12 +52,6 @@ def test_a_sweep_is_settled_when_nothing_took_the_threads_cores(monkeypatch, rat
     assert is_settled([Measurement((1,), 1, (1 / rate, 1.04 / rate, 9), share) for rate, share in pairs]) == settled
 
 
-def test_repetitions_that_disagree_settle_nothing(monkeypatch):
-    monkeypatch.undo()
-    assert not is_settled([Measurement((1,), 1, (1.0, 1.06, 1.07), QUIET)])
-    assert not is_settled([Measurement((1,), 1, (1.0,), QUIET)])
-
-
 def rounds_of(monkeypatch, *rounds):
     """Let each sweep find the next of these lists of (FLOP/s, share of a core), and the last for ever."""
     sweeps = iter([[Measurement((8, 8, 8), 1024, (1024 / rate,) * 2, share)] for rate, share in rounds])

@@ -18,22 +18,6 @@ def _small(monkeypatch, tmp_path):
     monkeypatch.setattr("headway.devices.ceilings._SIZES", {"cpu": (2**16,)})
 
 
-@pytest.mark.slow
-def test_every_size_is_measured_once_and_kept():
-    first = model_rates("cpu", "fp32", SHAPES, (2, 8), attend)
-    assert [*first.products] == [(8, 4, 2), (64, 32, 16)]
-    assert [*first.attention] == [16, 32]
-    rates = [*first.products.values(), *(one for both in first.attention.values() for one in both)]
-    assert all(rate > 0 for rate in rates)
-    assert not first.is_cached
-    again = model_rates("cpu", "fp32", SHAPES, (2, 8), attend)
-    assert again.is_cached
-    assert again.products == first.products
-    assert again.to_dict()["products"][0]["shape"] == [8, 4, 2]
-    assert not model_rates("cpu", "fp32", SHAPES, (2, 8), attend, refresh=True).is_cached
-    assert not model_rates("cpu", "fp32", [(8, 4, 4)], (2, 8), attend).is_cached  # other sizes
-
-
 def test_a_precision_that_is_not_measured_is_one_clear_error():
     with pytest.raises(UnknownDeviceError, match="not on cpu in 'int8'"):
         model_rates("cpu", "int8", SHAPES, (2, 8), attend)

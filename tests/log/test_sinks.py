@@ -138,14 +138,6 @@ def test_a_sink_that_cannot_be_opened_closes_those_before_it(tmp_path):
     assert memory.num_closed == 1
 
 
-def test_specs_and_paths_open_what_they_say(tmp_path):
-    memory = Memory()
-    specs = [f"jsonl:{tmp_path}/a.jsonl", tmp_path / "b.jsonl", memory]
-    with Sinks.open(specs) as sinks:
-        sinks.write({"step": 1, "mfu": 0.4})
-    assert [read_jsonl(tmp_path / name) for name in ("a.jsonl", "b.jsonl")] == [memory.records] * 2
-
-
 @pytest.mark.parametrize("spec", ["", "jsonl", "jsonl:", "tensorbord:x", "metrics.jsonl", "prometheus"])
 def test_words_that_describe_no_sink_are_refused_with_those_that_do(spec):
     with pytest.raises(ConfigError, match=r"is not a place for records\. Give one of jsonl:FILE, .*\[HOST:\]PORT"):

@@ -399,13 +399,6 @@ def test_work_that_padding_adds_is_told_from_useful_work(tmp_path):
     assert "FLOPs that are computed for each useful one" not in compared_markdown(read_run(a), read_run(a))
 
 
-def test_peaks_that_differ_between_two_runs_are_said(tmp_path):
-    a, b = write_run(tmp_path / "a", 20), write_run(tmp_path / "b", 20, peak_flops_per_s=1.5e5)
-    said = "The peaks of a device differ, 100.0 kFLOP/s and 150.0 kFLOP/s"
-    assert said in compared_markdown(read_run(a), read_run(b))
-    assert "The peaks of a device differ" not in compared_markdown(read_run(a), read_run(a))
-
-
 def luminance(colour):
     """Source: WCAG 2.2, relative luminance."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]

@@ -170,12 +170,6 @@ def test_beside_adapters_the_new_rows_learn_and_no_other(adding, base, tmp_path)
         train(config, resume=True)
 
 
-def test_a_card_of_adapters_says_that_the_model_beneath_needs_rows(adding):
-    adding["model"]["lora"] = LORA
-    card = (train(parse_config(adding)).model / "README.md").read_text()
-    assert "`model.resize_token_embeddings(len(tokenizer))`, and then `PeftModel.from_pretrained`" in card
-
-
 def test_gradients_beside_adapters_are_counted_as_they_are_computed(adding):
     """Of the head: forward 2HV and of N rows 2HN again; the inputs' gradients of both; the weight's of N rows alone."""
     adding["model"]["lora"] = LORA

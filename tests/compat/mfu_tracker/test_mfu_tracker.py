@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from transformers import Trainer, TrainingArguments
 
 from headway.compat import mfu_tracker as compat
-from headway.compat.mfu_tracker import flash_attn_flops, get_gpu_spec, param_bytes, profile_flops, track
+from headway.compat.mfu_tracker import get_gpu_spec, param_bytes, profile_flops, track
 from headway.compat.mfu_tracker.integrations import MFUCallback
 from headway.devices import copy_ceiling, peak_for
 from headway.errors import UnknownDeviceError, UsageError, WorkloadError
@@ -219,15 +219,6 @@ def test_bad_input_is_one_clear_error(monkeypatch, call, error, message):
     monkeypatch.delenv("HEADWAY_PEAK_FLOPS")
     with pytest.raises(error, match=message):
         call()
-
-
-def test_attention_that_the_profile_holds_is_not_added_again():
-    flops = profile_flops(gpt2(), kwargs=batch_of([9]))
-    with pytest.warns(UserWarning, match="every attention of its model"):
-        flops += flash_attn_flops(batch_size=1, seq_len=9, num_heads=4, head_dim=8)
-    assert flops == step_flops([9])
-    assert type(flops + 1000) is int  # and a number is taken as stated
-    assert flash_attn_flops(2, 5, 3, 7, causal=False, with_backward=True) == 3 * 4 * 3 * 7 * 2 * 25
 
 
 def test_bytes_of_parameters_and_a_cpus_peak(tmp_path, monkeypatch):

@@ -75,21 +75,6 @@ def test_time_in_which_the_thread_had_no_core_is_no_operators(tmp_path):
     assert contended["parameter-loop"].share == pytest.approx(plain.share, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("phases_ns", "times"),
-    [
-        ({}, 2.0),  # nobody measured
-        ({"forward": 3000}, 3.0),
-        ({"forward": 500}, 1.0),  # a call costs at least what it costs in a row
-        ({"forward": -500}, 1.0),
-        ({"forward": 90_000}, 6.0),  # more is no call's: another process, or other work
-        ({"optimizer": 3000}, 2.0),
-    ],
-)
-def test_a_phase_tells_how_much_a_call_costs_within_bounds(phases_ns, times):
-    assert AddedCost(1, 1, phases_ns).times("forward", 1000) == times
-
-
 def test_gaps_between_phases_are_one(tmp_path):
     assert AddedCost(1, 1, {"input": 1000, "after": 3000}).times("between", 1000) == 4.0
 
