@@ -1,9 +1,7 @@
 # make demo   set up, then train the digits model and print its accuracy and MFU (minutes)
 # make check  set up, then lint, types and the fastest tests (two minutes, three the first time)
-# make test   set up, then the tests: all that are fast, and one slow case of each law (6 to 11 minutes on two cores)
-# make test-all   set up, then every test but the long ones (CI runs it)
-# make test-long  set up, with transformers 4 beside it in .transformers4, then laws over all their cases, and ten times as many examples of properties (hours)
-# make test-disturbed  set up, then every test but the long ones while its processes are stopped for moments (an hour)
+# make test   set up, then the tests, those marked slow left out (6 to 11 minutes on two cores); .ci/run runs these too
+# make test-long  set up, with transformers 4 beside it in .transformers4, then every test, laws over all their cases, and ten times as many examples of properties (hours)
 # make test-oldest  set up .venv-oldest, then the core of the suite with the oldest supported versions (five minutes)
 # make test-browser  set up, then the tests that open pages in headless Chromium (two minutes)
 # make docs   set up .venv-docs, then build the documentation in site/; a broken link or an undocumented name fails (a minute)
@@ -20,7 +18,7 @@ TRANSFORMERS4 := .transformers4
 SOURCES := src tests tools benchmarks examples
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(3 * os.cpu_count() // 2)') # processes of tests wait for each other
 
-.PHONY: demo check test test-all test-long test-disturbed test-oldest test-browser docs sweep gpu-report format lint types fast-tests
+.PHONY: demo check test test-long test-oldest test-browser docs sweep gpu-report format lint types fast-tests
 
 demo: $(SETUP)
 	rm -rf runs/digits # a run folder is never written over, and this is the demo's own
@@ -29,17 +27,11 @@ demo: $(SETUP)
 check: lint types fast-tests
 
 test: $(SETUP)
-	HEADWAY_TEST_PROFILE=quick $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long and (core or not slow and not dist)"
-
-test-all: $(SETUP)
-	$(BIN)/python -m tools.again -q --numprocesses=$(WORKERS) -m "not long"
+	HEADWAY_TEST_PROFILE=quick $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not slow and not long"
 
 test-long: $(SETUP) $(TRANSFORMERS4)/.set-up
 	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "slow or dist or long"
 	HEADWAY_TEST_PROFILE=long $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not slow and not gpu and not dist"
-
-test-disturbed: $(SETUP)
-	$(BIN)/python -m tools.disturbed $(BIN)/python -m pytest -q --numprocesses=$(WORKERS) -m "not long"
 
 # Beside .venv, whose other packages it uses: tests ask it in processes of its own whether it opens an export.
 $(TRANSFORMERS4)/.set-up: $(SETUP) constraints-transformers4.txt

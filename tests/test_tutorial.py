@@ -26,8 +26,6 @@ def run_command(command, monkeypatch):
     return exit_.value.code
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_every_block_runs_in_order(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))

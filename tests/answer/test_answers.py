@@ -103,8 +103,6 @@ def test_a_run_writes_answers_beside_its_records(raw, digits):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.core
 def test_processes_that_share_packs_give_the_answers_of_one(raw, digits, tmp_path):
     raw["data"]["eval"] = str(digits / "data/eval.jsonl")
     raw["eval"] = {"at_end": True, "generate": 4, "max_new_tokens": 6}

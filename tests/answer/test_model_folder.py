@@ -51,8 +51,6 @@ def evaluated(raw, digits):
     return raw
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_a_run_its_export_and_its_checkpoint_score_and_say_what_training_printed(evaluated, tmp_path):
     summary = train(parse_config(evaluated))
     in_training, answers = said_in_training(summary.folder)
@@ -74,8 +72,6 @@ def test_a_run_its_export_and_its_checkpoint_score_and_say_what_training_printed
     assert judged(summary.folder)["loss"] == pytest.approx(in_training["loss"], rel=1e-6)  # on the run's own data.eval
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_adapters_are_put_on_the_model_that_they_name_from_any_folder(evaluated, digits, tmp_path, monkeypatch):
     shutil.copytree(digits / "model", tmp_path / "base")
     torch.manual_seed(5)

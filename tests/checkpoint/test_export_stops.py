@@ -111,7 +111,7 @@ def answers_alike(folder, question, image=None):
 @pytest.mark.parametrize(
     ("template", "settings", "model"),
     [
-        pytest.param("qwen2_5", {"base": True}, {}, id="base model", marks=[pytest.mark.slow, pytest.mark.core]),
+        pytest.param("qwen2_5", {"base": True}, {}, id="base model"),
         pytest.param(
             "glm4moe", {"special": ("<|user|>", "<|assistant|>")}, {}, id="next turn's marker", marks=pytest.mark.long
         ),

@@ -46,8 +46,6 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir() if path.name != "filler")
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_every_door_that_writes_a_model_tells_of_a_full_disk_and_tidies(raw, small_disk, capsys, tmp_path):
     """And a finished run makes the export that found no room, once it is resumed; after that nothing is left to do."""
     run = small_disk / "run"

@@ -47,8 +47,6 @@ def forget(tmp_path):
     shutil.rmtree(tmp_path / "cache")
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_a_run_goes_on_from_the_store_to_the_bit_and_is_read_from_there(remote, tmp_path):
     raw, store = remote
     raw["optim"]["schedule"] = "constant"

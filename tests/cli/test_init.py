@@ -30,8 +30,6 @@ def questions(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_a_new_model_and_a_configuration_for_it(headway, questions):
     made = headway("new-model", "tiny", "--data", "questions.jsonl", "--size", "500k", "--json")
     said = json.loads(made.out)

@@ -118,8 +118,6 @@ def test_a_plot_is_drawn_the_same_each_time(headway, lengths, tmp_path):
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_data_are_measured_by_the_models_own_processor(headway, tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path / "cache"))
     model = write_reader(tmp_path / "model")

@@ -13,6 +13,7 @@ from headway.config import load_config
 from headway.count import load_cost_model
 from headway.predict.dry_run import precision_of
 from headway.tracing.build import model_on_shapes, preset_config
+from helpers.cases import some
 from helpers.processes import ROOT, run_processes
 
 RECIPES = ROOT / "recipes"
@@ -214,8 +215,6 @@ def test_a_dry_run_of_a_shipped_model_needs_no_torch():
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_a_model_that_does_not_ship_is_traced(headway, tmp_path):
     from headway.synthetic.digits import write_reader
 
@@ -245,8 +244,7 @@ KINDS = (
 MORE = [pytest.param(name, marks=pytest.mark.long) for name in PAGES if name not in KINDS]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(KINDS[0], marks=pytest.mark.core), *KINDS[1:], *MORE])
+@pytest.mark.parametrize("name", [*some(KINDS, lambda name: name == KINDS[0]), *MORE])
 def test_a_recipe_trains_when_scaled_down_and_its_model_generates(name, tmp_path):
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -296,13 +294,12 @@ def test_two_processes_share_the_packs_of_the_recipe_that_asks_for_it(tmp_path):
     assert "sequence: 2" in resolved
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("qwen2.5-vl-7b-image-61440", marks=pytest.mark.core),
-        "qwen3-vl-30b-a3b-vqa-8192",
-        "qwen3-vl-8b-image-61440",
+        "qwen2.5-vl-7b-image-61440",
+        pytest.param("qwen3-vl-30b-a3b-vqa-8192", marks=pytest.mark.slow),
+        pytest.param("qwen3-vl-8b-image-61440", marks=pytest.mark.slow),
     ],
 )
 def test_a_small_model_keeps_the_structure_of_the_real_one(name):

@@ -70,17 +70,16 @@ def test_mistakes_are_one_paragraph(headway, arguments, code, message):
     assert message in " ".join(done.err.split())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        pytest.param(
-            transformers.T5Config(**_T5),
-            "eager attention runs all 38,809 scores, the mask allows 19,503",
-            marks=pytest.mark.core,
-        ),
+        (transformers.T5Config(**_T5), "eager attention runs all 38,809 scores, the mask allows 19,503"),
         # 311 tokens and a window of 8 are padded to 39 windows
-        (transformers.LEDConfig(**_LED), "the encoder computes whole windows, in chunks that overlap: 312 for 311"),
+        pytest.param(
+            transformers.LEDConfig(**_LED),
+            "the encoder computes whole windows, in chunks that overlap: 312 for 311",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["t5", "led"],
 )

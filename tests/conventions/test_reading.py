@@ -15,6 +15,7 @@ from headway.conventions.ledger import decoder
 from headway.count import Workload, load_cost_model
 from headway.count.models import presets, shipped_models
 from headway.errors import UnknownConventionError, UnknownModelError
+from helpers.cases import some
 
 _PUBLISHED = json.loads((Path(__file__).parents[1] / "count" / "published_models.json").read_text(encoding="utf-8"))
 GEMMA2_9B, LLAMA4_SCOUT = _PUBLISHED["gemma-2-9b"], _PUBLISHED["llama-4-scout (text)"]
@@ -394,10 +395,7 @@ TRACED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_type", [pytest.param("gpt_neo", marks=pytest.mark.core), *sorted({*TRACED} - {"gpt_neo"})]
-)
+@pytest.mark.parametrize("model_type", some(sorted(TRACED), lambda name: name == "gpt_neo"))
 def test_families_that_a_configuration_does_not_describe_are_read_off_their_code(model_type):
     transformers = pytest.importorskip("transformers")
     from headway.tracing import trace

@@ -36,8 +36,7 @@ def trained(steps):
     return Counter(piece for step in steps for batch in step for piece in pieces_of(batch))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [pytest.param(None, marks=pytest.mark.core), STREAM], ids=["indexed", "stream"])
+@pytest.mark.parametrize("stream", [None, pytest.param(STREAM, marks=pytest.mark.slow)], ids=["indexed", "stream"])
 @settings(max_examples=examples(3, 10))
 @given(data=st.data(), strategy=st.sampled_from(STRATEGIES), epochs=st.integers(1, 2))
 def test_every_token_is_trained_on_once_an_epoch_however_often_it_is_interrupted(
@@ -65,8 +64,7 @@ def test_every_token_is_trained_on_once_an_epoch_however_often_it_is_interrupted
         assert report.samples[name]["skipped"] == report.samples[name]["dropped"] == (0, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", [pytest.param("balanced", marks=pytest.mark.core), "next_fit"])
+@pytest.mark.parametrize("strategy", ["balanced", pytest.param("next_fit", marks=pytest.mark.slow)])
 def test_the_steps_of_a_plan_are_the_same_however_many_ranks_share_them(pipeline, strategy):
     """Eight packs a step, over 8, 4, 2 and 1 ranks: run through, and from one to the other."""
     how = {"tokens_per_pack": TOKENS, "strategy": strategy, "window": 24}
@@ -83,8 +81,6 @@ def test_the_steps_of_a_plan_are_the_same_however_many_ranks_share_them(pipeline
         assert [packs_of(step) for step in pipeline.play(stages, ranks, 8 // ranks, **how).steps()] == whole
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_the_steps_of_a_stream_are_the_same_as_long_as_all_lanes_go_on(pipeline):
     how = {"tokens_per_pack": TOKENS, "stream": STREAM}
     stages = epoch(pipeline, epochs=3)

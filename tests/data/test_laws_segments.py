@@ -139,8 +139,6 @@ def check_outputs(pipeline, batch, segments, chosen):
         assert not gradient_PD[after:].any()
 
 
-@pytest.mark.slow
-@pytest.mark.core
 @settings(max_examples=examples(8, 15))
 @given(
     names=st.sets(st.sampled_from(NAMES), min_size=1),

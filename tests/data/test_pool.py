@@ -225,7 +225,7 @@ def _workers_gone(notes, within_s=120.0):
 @pytest.mark.parametrize(
     "end_by",
     [
-        pytest.param(signal.SIGKILL, marks=[pytest.mark.slow, pytest.mark.core]),
+        signal.SIGKILL,
         pytest.param(signal.SIGINT, marks=pytest.mark.long),
     ],
 )

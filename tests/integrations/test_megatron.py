@@ -302,8 +302,7 @@ meter.close()
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.core), 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_are_summed_and_stages_of_one_pipeline_bill_once(tmp_path, world):
     path, script = tmp_path / "model.json", tmp_path / "loop.py"
     storage.save(COST_MODEL, path)

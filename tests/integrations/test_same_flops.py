@@ -133,8 +133,7 @@ def plain_bytes(accumulation):
     return meter.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.core)])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_moves_the_same_bytes_through_trainers_that_know_their_optimizer(tmp_path, accumulation):
     options = {"peak": PEAK, "memory_bytes_per_s": 1e9}
     callback = HeadwayCallback(names=("mbu",), **options)

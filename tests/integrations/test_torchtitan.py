@@ -18,8 +18,6 @@ from headway.explain.trace import read_trace
 from headway.explain.waterfall import explain
 from helpers.processes import free_port
 
-pytestmark = pytest.mark.slow
-
 BLOCK = 2 * (4 * 32 * 32 + 3 * 32 * 256)  # per token: q, k, v, o; gate, up, down
 HEAD = 2 * 32 * 64  # per token
 PAIR = 2 * 2 * 32  # per layer and (query, key) pair: scores and values
@@ -67,9 +65,9 @@ def checkpointing(mode, option="2", *, early_stop=False):
 @pytest.mark.parametrize(
     ("accumulation", "config", "recompute"),
     [
-        (1, checkpointing("selective"), ONE_BLOCK),
-        pytest.param(2, checkpointing("full", early_stop=True), 3 * ONE_BLOCK_EARLY, marks=pytest.mark.core),
-        (4, checkpointing("none"), 0),
+        pytest.param(1, checkpointing("selective"), ONE_BLOCK, marks=pytest.mark.slow),
+        (2, checkpointing("full", early_stop=True), 3 * ONE_BLOCK_EARLY),
+        pytest.param(4, checkpointing("none"), 0, marks=pytest.mark.slow),
     ],
 )
 def test_accumulation_does_not_change_a_steps_flops(train, accumulation, config, recompute):
@@ -83,6 +81,7 @@ def test_accumulation_does_not_change_a_steps_flops(train, accumulation, config,
     assert len(re.findall(r"headway at step \d: mfu\(%\): .* hfu\(%\): ", text)) == 3
 
 
+@pytest.mark.slow
 def test_a_profile_of_its_steps_explains_itself(train, tmp_path):
     train(batch_size=2, profile=[2, 4], config=checkpointing("full", early_stop=True))
     (path,) = tmp_path.glob("steps-000002-000003-rank-0.json.gz")
@@ -95,6 +94,7 @@ def test_a_profile_of_its_steps_explains_itself(train, tmp_path):
         assert memory.parts.keys() >= {"forward", "backward", "recomputed"}
 
 
+@pytest.mark.slow
 def test_documents_are_segments_where_attention_stays_within_them(train):
     packed = {"attn_type": "flex", "attn_mask_type": "block_causal"}
     ((result, _, _),) = train(steps=2, model=packed, config=checkpointing("selective", early_stop=True))
@@ -108,6 +108,7 @@ def test_documents_are_segments_where_attention_stays_within_them(train):
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallelism",
     [
@@ -125,6 +126,7 @@ def test_two_ranks_bill_in_total_what_one_does(train, parallelism):
             assert window["mfu"] == pytest.approx(window["total"] / window["wall_s"] / (2 * 1e12))
 
 
+@pytest.mark.slow
 def test_the_numbers_reach_tensorboard_and_validation_is_left_out(train, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -143,6 +145,7 @@ def test_the_numbers_reach_tensorboard_and_validation_is_left_out(train, tmp_pat
     assert written.Scalars("mfu(%)")  # beside torchtitan's own
 
 
+@pytest.mark.slow
 def test_what_is_recomputed_by_an_unknown_policy_is_no_hfu(train):
     ((result, text, _),) = train(steps=2, config=checkpointing("selective", "op"))
     assert "no HFU is logged, for what this activation checkpointing recomputes is not known" in text
@@ -150,6 +153,7 @@ def test_what_is_recomputed_by_an_unknown_policy_is_no_hfu(train):
     assert result["windows"][0]["total"] == PER_STEP
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "says"),  # the last two are trained by no CPU, whatever measures them
     [
@@ -166,6 +170,7 @@ def test_what_cannot_be_counted_is_told_once_and_trained(train, settings, says):
     assert re.search(says, " ".join(text.split())), text[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 5, 1_000])
 def test_step_times_goodput_and_the_wall_clock_agree_however_far_the_device_lags(train, depth):
     """The laws are held in the process, on a pretended device; see `pretended.Measured.hold`."""
@@ -180,6 +185,7 @@ def test_step_times_goodput_and_the_wall_clock_agree_however_far_the_device_lags
     assert result["num_waits"] <= 2 + 2 * 6
 
 
+@pytest.mark.slow
 def test_the_laws_catch_a_clock_that_stops_when_the_launch_returns(train):
     ((result, text, _),) = train(depth=1_000, load_s=0.0, batch_size=4, defect=True)
     assert result is not None, text[-3000:]

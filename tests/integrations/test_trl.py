@@ -13,10 +13,7 @@ from headway.tracing.build import model_class
 from helpers.folders import tiny_tokenizer
 from helpers.models import checkpointing_name, tiny_config, tiny_model
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks
 
 PEAK = Peak("test", 1e12, "fp32", "made up for a test")
 LENGTHS = [5, 9, 6, 11] * 4  # one epoch of samples [tokens]
@@ -59,7 +56,7 @@ SFT = {
 }
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.core), 2])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batches", SFT)
 def test_sft_costs_what_its_samples_cost(tmp_path, batches, accumulation):
     options, padded = SFT[batches]
@@ -80,7 +77,7 @@ def pairs():
     return Dataset.from_list([{"prompt": words(p), "chosen": words(c), "rejected": words(r)} for p, c, r in rows])
 
 
-@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.core), 2])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_dpo_runs_its_reference_forward_only(tmp_path, accumulation):
     model, reference = tiny(), tiny()
     cost = trace(model)
@@ -93,6 +90,7 @@ def test_dpo_runs_its_reference_forward_only(tmp_path, accumulation):
     assert (callback.run.tokens, callback.run.segments) == (sum(PAIRS), len(PAIRS))
 
 
+@pytest.mark.slow
 def test_a_reference_of_another_size_has_its_own_ledger(tmp_path):
     model, config = tiny(), tiny_config("qwen3")
     config.num_hidden_layers, config.layer_types = 1, config.layer_types[:1]
@@ -106,6 +104,7 @@ def test_a_reference_of_another_size_has_its_own_ledger(tmp_path):
 ADAPTERS = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
+@pytest.mark.slow
 def test_new_adapters_are_off_in_their_reference(tmp_path):
     policy, bare = trace(get_peft_model(tiny(), ADAPTERS)), trace(tiny())
     callback = HeadwayCallback(peak=PEAK)
@@ -116,6 +115,7 @@ def test_new_adapters_are_off_in_their_reference(tmp_path):
     assert policy.count(Workload(PAIRS)).forward > bare.count(Workload(PAIRS)).forward
 
 
+@pytest.mark.slow
 def test_adapters_trained_further_have_their_first_state_as_reference(tmp_path):
     model = get_peft_model(tiny(), ADAPTERS)
     policy = trace(model)
@@ -125,6 +125,7 @@ def test_adapters_trained_further_have_their_first_state_as_reference(tmp_path):
     assert callback.run.flops.total == expected.total
 
 
+@pytest.mark.slow
 def test_log_probabilities_that_were_computed_before_are_not_part_of_the_steps(tmp_path):
     model = tiny()
     expected = trace(model).count(Workload(PAIRS))
@@ -142,6 +143,7 @@ def test_log_probabilities_that_were_computed_before_are_not_part_of_the_steps(t
     assert callback.run.flops == expected
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_dpo_is_left_out_reference_included(tmp_path):
     model = tiny()
     cost = trace(model)
@@ -154,6 +156,7 @@ def test_an_evaluation_of_dpo_is_left_out_reference_included(tmp_path):
 
 
 # TRL switches it off around the reference by the name that transformers 5.17 knows
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_.*able. is deprecated:FutureWarning")
 def test_checkpointing_enters_hfu_and_leaves_the_reference_alone(tmp_path):
     model = tiny()

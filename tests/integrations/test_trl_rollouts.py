@@ -38,10 +38,7 @@ from helpers.rollouts import (
     words,
 )  # fmt: skip
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),  # TRL asks for it
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # TRL asks
 
 ADAPTERS = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
@@ -68,10 +65,12 @@ def rows(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="each rollout is one step", marks=pytest.mark.core),
-        pytest.param({"gradient_accumulation_steps": 2}, id="each rollout is a step of two batches"),
-        pytest.param({"steps_per_generation": 2}, id="each rollout is two steps"),
-        pytest.param({"num_iterations": 2}, id="each rollout is learnt twice"),
+        pytest.param({}, id="each rollout is one step"),
+        pytest.param(
+            {"gradient_accumulation_steps": 2}, id="each rollout is a step of two batches", marks=pytest.mark.slow
+        ),
+        pytest.param({"steps_per_generation": 2}, id="each rollout is two steps", marks=pytest.mark.slow),
+        pytest.param({"num_iterations": 2}, id="each rollout is learnt twice", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("trainer", [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)], ids=["GRPO", "RLOO"])
@@ -110,6 +109,7 @@ def test_a_step_is_its_rollout_scores_and_update(tmp_path, rows, trainer, option
     )
 
 
+@pytest.mark.slow
 def test_products_of_a_rollout_are_those_that_torch_counts(tmp_path, monkeypatch):
     """Rows of one length that no token ends: torch's counter of eager products, attention's scores aside."""
     model = policy()
@@ -136,6 +136,7 @@ def test_products_of_a_rollout_are_those_that_torch_counts(tmp_path, monkeypatch
     assert ledger.count(Workload([1])).total > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer", [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)], ids=["GRPO", "RLOO"])
 def test_adapters_are_off_in_the_reference(tmp_path, rows, trainer):
     adapted, bare = trace(get_peft_model(policy(), ADAPTERS)), trace(policy())
@@ -149,6 +150,7 @@ def test_adapters_are_off_in_the_reference(tmp_path, rows, trainer):
     assert run.phases["reference"].bytes_moved > 0
 
 
+@pytest.mark.slow
 def test_a_policy_that_had_adapters_has_a_reference_of_the_same(tmp_path, rows):
     model = get_peft_model(policy(), ADAPTERS)
     adapted = trace(model)
@@ -158,6 +160,7 @@ def test_a_policy_that_had_adapters_has_a_reference_of_the_same(tmp_path, rows):
     assert phases["update"] == adapted.count(learnt(rows))
 
 
+@pytest.mark.slow
 def test_reward_models_and_functions_are_one_phase(tmp_path, rows):
     model, judge = policy(), scorer(num_hidden_layers=1)
     lengths = []
@@ -173,6 +176,7 @@ def test_reward_models_and_functions_are_one_phase(tmp_path, rows):
     check_sums(run)
 
 
+@pytest.mark.slow
 def test_a_slow_reward_on_the_host_is_its_own_phase(tmp_path, rows):
     async def slow(completions, **_):
         import asyncio
@@ -184,6 +188,7 @@ def test_a_slow_reward_on_the_host_is_its_own_phase(tmp_path, rows):
     assert run.phases["reward"].loop_s >= 0.2
 
 
+@pytest.mark.slow
 def test_a_reward_trainer_costs_what_its_pairs_cost(tmp_path):
     model = scorer()
     cost = trace(model)
@@ -196,6 +201,7 @@ def test_a_reward_trainer_costs_what_its_pairs_cost(tmp_path):
     assert not run.phases  # it learns from its data alone
 
 
+@pytest.mark.slow
 def test_metering_changes_no_loss_and_no_reward(tmp_path):
     model = policy()
     callbacks = (None, HeadwayCallback(peak=PEAK))
@@ -220,6 +226,7 @@ def test_metering_changes_no_loss_and_no_reward(tmp_path):
     assert logs[0] == logs[1]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_generates_is_no_part_of_the_steps(tmp_path, rows):
     model = policy()
     ledger = trace(model)
@@ -233,6 +240,7 @@ def test_an_evaluation_that_generates_is_no_part_of_the_steps(tmp_path, rows):
     check_sums(run)
 
 
+@pytest.mark.slow
 def test_online_dpo_generates_two_answers_to_each_prompt(tmp_path, rows):
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
@@ -250,6 +258,7 @@ def test_online_dpo_generates_two_answers_to_each_prompt(tmp_path, rows):
     check_sums(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seq_kd", [False, True], ids=["the student answers", "the teacher answers"])
 def test_gkd_has_a_teacher(tmp_path, rows, seq_kd):
     from trl.experimental.gkd import GKDConfig, GKDTrainer
@@ -274,6 +283,7 @@ def test_gkd_has_a_teacher(tmp_path, rows, seq_kd):
     check_sums(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peft", [None, ADAPTERS], ids=["all weights", "adapters"])
 def test_distillation_runs_its_models_without_their_heads(tmp_path, rows, peft):
     from trl import DistillationConfig, DistillationTrainer
@@ -349,6 +359,7 @@ def with_failure(*args, **options):
     return messages[0]
 
 
+@pytest.mark.slow
 def test_a_reward_model_that_cannot_be_traced_is_named_and_training_goes_on(tmp_path):
     rewards = [length_reward, Untraceable()]
     given = {"reward_processing_classes": [None, tokenizer()]}
@@ -356,6 +367,7 @@ def test_a_reward_model_that_cannot_be_traced_is_named_and_training_goes_on(tmp_
     assert "the reward model of this trainer, a Untraceable" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("result", "name"),
     [
@@ -383,6 +395,7 @@ def test_a_generate_that_returns_something_odd_is_named_and_training_goes_on(tmp
     assert "generate of Qwen3ForCausalLM" in message
 
 
+@pytest.mark.slow
 def test_a_search_with_beams_is_named_and_training_goes_on(tmp_path):
     options = GROUPS | {"generation_kwargs": {"num_beams": 2}}
     message = with_failure(GRPOTrainer, GRPOConfig, tmp_path, policy(), length_reward, **options)

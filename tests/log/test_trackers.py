@@ -240,8 +240,6 @@ def mlflow_uri(empty_store, tmp_path):
     return f"sqlite:///{shutil.copy(empty_store, tmp_path / 'runs.db')}"
 
 
-@pytest.mark.slow
-@pytest.mark.core
 @mlflow_warning
 def test_mlflow_database_holds_what_the_jsonl_holds(tmp_path, mlflow_uri):
     records = write_beside_jsonl(tmp_path, f"mlflow:{mlflow_uri}#packing")

@@ -322,8 +322,6 @@ def run_two(tmp_path, fate, num_steps=4, log_every=2):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.core
 def test_two_ranks_add_up_to_the_flop(tmp_path):
     outputs, codes = run_two(tmp_path, "lives")
     assert codes == [0, 0]
@@ -351,8 +349,6 @@ def test_a_step_in_which_any_rank_compiles_is_left_out_on_all(tmp_path, num_step
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.core
 def test_a_rank_that_dies_does_not_hang_the_log(tmp_path):
     outputs, codes = run_two(tmp_path, "dies")
     assert codes == [0, 3]

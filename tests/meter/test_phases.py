@@ -402,6 +402,7 @@ def test_the_late_rank_is_the_last_at_its_backward():
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_tell_together_which_of_them_is_late(tmp_path, num_ranks):
     path = tmp_path / "metrics.jsonl"

@@ -342,6 +342,7 @@ def test_steps_that_are_left_out_are_in_no_phase():
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_add_their_phases_up_and_need_not_name_the_same_ones(tmp_path, num_ranks):
     path = tmp_path / "metrics.jsonl"

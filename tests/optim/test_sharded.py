@@ -11,8 +11,7 @@ SCRIPT = Path(__file__).with_name("sharded_optimizer.py")
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.core), 4])
+@pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_muon_on_matrices_cut_in_any_way_is_muon_on_whole_ones(count, tmp_path):
     run_processes([sys.executable, SCRIPT, "muon", tmp_path], count)
 

@@ -220,8 +220,6 @@ print(json.dumps([weights, gradients, moments]))
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.core
 def test_two_processes_really_hold_half_each():
     found = [json.loads(done.stdout.splitlines()[-1]) for done in run_processes([sys.executable, "-c", _SHARE], 2)]
     model = tiny_model("qwen3", dtype=torch.float32)

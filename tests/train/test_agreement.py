@@ -113,8 +113,6 @@ def differences(copies):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.core
 def test_ranks_that_differ_are_refused_by_what_differs_and_copies_elsewhere_train(copies, tmp_path):
     cases = differences(copies)
     (tmp_path / "runs.json").write_text(json.dumps([case[:3] for case in cases]))

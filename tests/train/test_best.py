@@ -126,8 +126,6 @@ def test_a_run_ends_after_evaluations_that_do_not_better_it_and_its_best_checkpo
     assert checkpoints(config.run.folder) == [f"step-{best:06d}", f"step-{last + 2:06d}"]
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_a_killed_run_goes_on_counting_where_it_was(overfits, tmp_path):
     raw, path = overfits
     whole = parse_config(raw)

@@ -161,6 +161,7 @@ def test_a_resumed_run_leaves_out_the_same_conditions(folder, tmp_path, plain, d
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [1, 2])
 def test_two_processes_leave_out_the_same_conditions(folder, tmp_path, dropped, sequence):
     found = spread(dropping(folder, tmp_path / "run", processes=2, parallel={"sequence": sequence}), 2)
@@ -185,6 +186,7 @@ WAYS = {
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_however_it_is_run_it_is_the_same_run(folder, tmp_path, plain_run, plain, way):
     processes, overrides = WAYS[way]
@@ -236,6 +238,7 @@ def test_a_run_goes_on_with_as_many_processes_to_a_pack_as_there_are(folder, tmp
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_processes_whose_packs_hold_nothing_to_read_keep_in_step(folder, tmp_path):
     # packs of a sample or two, mostly of pictures to draw: on some steps one process reads an image and another none
     found = []

@@ -51,8 +51,6 @@ def killed_before(monkeypatch):
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_a_run_of_epochs_resumed_in_the_second_is_the_uninterrupted_one(by_epochs, killed_before, capfd):
     config = parse_config(by_epochs)
     summary = train(config)
@@ -125,8 +123,6 @@ def test_a_run_whose_data_end_before_its_steps_says_so_and_finishes(by_epochs, c
     assert f"warning: the data end after {summary.steps} of 1,000 steps" in capfd.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_a_stream_that_ends_before_its_steps_finishes_with_all_that_a_run_leaves(raw, digits, capfd):
     raw["data"] |= {"train": {"path": str(digits / "data/train.jsonl"), "epochs": 1}, "stream": {"lanes": 2}}
     raw["data"] |= {"eval": str(digits / "data/eval.jsonl"), "tokens_per_pack": 1000}

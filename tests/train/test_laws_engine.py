@@ -84,7 +84,7 @@ CASES = (
 # What `make test` has time for: packs shared by processes, experts spread, weights sharded, with a
 # model that reads text, sees and has experts, so that one run of one process is enough.
 CORE = ("sequence x 2, experts x 2", "fsdp2 x 2")
-# What `make test-all` has time for: each mechanism once, with the model that has most to lose by it.
+# What continuous integration has time for: each mechanism once, with the model that has most to lose by it.
 OFTEN = {
     "one process, compiled": SEEING,
     "one process, attention kept": MIXTURES,
@@ -104,8 +104,8 @@ OFTEN = {
 def marks(case, family):
     """In which of the suites a row runs."""
     if case.name in CORE and family in MIXTURES:
-        return pytest.mark.core
-    return () if family in OFTEN.get(case.name, ()) else pytest.mark.long
+        return ()
+    return pytest.mark.slow if family in OFTEN.get(case.name, ()) else pytest.mark.long
 
 
 ROWS = [
@@ -148,7 +148,6 @@ def steps_of(tmp_path_factory):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @pytest.mark.parametrize(("case", "family"), ROWS)
 def test_every_way_of_running_is_the_same_run(steps_of, case, family):
     expected, found = steps_of(case.like, family), steps_of(case.name, family)

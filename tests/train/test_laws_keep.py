@@ -26,7 +26,7 @@ from helpers.processes import ROOT, TRAIN, free_port, run_processes, start_proce
 from helpers.runs import read_metrics
 
 STEPS, PACKS = 9 if IS_QUICK else 15, 4
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ class Started:
 
 
 # so late that the second save has waited for the first
-@pytest.mark.parametrize("kills", [pytest.param([(2, 8)], marks=pytest.mark.core), [(4, 8), (2, 13)]], ids=len)
+@pytest.mark.parametrize("kills", [[(2, 8)], pytest.param([(4, 8), (2, 13)], marks=pytest.mark.slow)], ids=len)
 def test_a_killed_rank_ends_the_others_and_fewer_processes_go_on_with_the_same_losses(recipe, alone, tmp_path, kills):
     folder = tmp_path / "run"
     for processes, kill_at in kills:
@@ -158,6 +158,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "rank"),
     [
@@ -181,6 +182,7 @@ def test_a_rank_killed_in_the_middle_of_saving_leaves_the_checkpoint_before(reci
     assert_same(curve(folder), alone)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_found_by_the_watchdog_of_the_other(recipe, alone, tmp_path):
     folder = tmp_path / "run"
     program = signalled(signal.SIGSTOP, 1, 5)
@@ -199,6 +201,7 @@ def test_a_stopped_rank_is_found_by_the_watchdog_of_the_other(recipe, alone, tmp
     assert_same(curve(folder), alone)
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_rank_saves_and_ends_all_with_0(recipe, alone, tmp_path):
     folder = tmp_path / "run"
     run = Started([*signalled(signal.SIGTERM, 1, 5), *arguments(recipe, folder, 2)], 2, tmp_path)
@@ -221,7 +224,6 @@ main()
 """
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("room", [20_000, 80_000])  # in a file of Headway's and, with words of its own, in PyTorch's
 def test_a_full_disk_under_one_rank_ends_all_with_the_reason(recipe, tmp_path, monkeypatch, room):
     monkeypatch.setenv("ROOM", str(room))
@@ -349,6 +351,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.long)])
 def test_torchrun_starts_killed_ranks_again_and_the_run_goes_on_with_the_same_losses(recipe, alone, tmp_path, kills):
     """A rank is killed without a warning, amid a step, a checkpoint or the set-up; torchrun starts both anew."""

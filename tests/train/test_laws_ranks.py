@@ -20,7 +20,7 @@ from helpers.runs import read_metrics
 
 PACKS = 24  # of a step, which 1, 2, 3, 4 and 8 ranks share evenly
 BROKEN, LONG, SAMPLES = (3, 28), 11, 30  # 29 packs of one sample: the last step has five, on five of the ranks at most
-RANKS = [2, pytest.param(3, marks=pytest.mark.core), *(pytest.param(n, marks=pytest.mark.long) for n in (4, 8))]
+RANKS = [pytest.param(2, marks=pytest.mark.slow), 3, *(pytest.param(n, marks=pytest.mark.long) for n in (4, 8))]
 FORMS = ["indexed", pytest.param("streamed", marks=pytest.mark.long)]
 
 
@@ -99,7 +99,6 @@ def raw_of_module(digits):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_uneven_ranks_end_with_all_samples_trained_once_as_one_process_does(

@@ -159,8 +159,6 @@ def test_the_reference_is_computed_once_for_a_model_and_its_rows(words, text, ca
     assert "log-probabilities of 24 rows took" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_rows_whose_pictures_were_replaced_are_computed_again_and_no_others(raw, digits, tmp_path, capsys):
     """The policy is the reference at step 1, so its loss is ln 2 whatever pictures show: Rafailov 2023, equation 7."""
     shutil.copytree(digits / "data", tmp_path / "data")

@@ -36,8 +36,6 @@ def losses(config):
     return [r["loss"] for r in read_metrics(config.run.folder / "metrics.jsonl") if r["kind"] == "step"]
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_a_profile_holds_the_steps_that_were_asked_for(raw, digits, tmp_path, capsys):
     raw["speed"] = {"recompute": "full"}
     raw["data"]["eval"], raw["eval"] = str(digits / "data/eval.jsonl"), {"every": 3}

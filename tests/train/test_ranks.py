@@ -126,7 +126,6 @@ def test_what_the_first_rank_alone_does_is_told_to_all(monkeypatch):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.core
 @pytest.mark.long
 def test_two_ranks_have_the_losses_of_one_with_twice_the_accumulation(raw, digits, tmp_path):
     raw["data"]["eval"] = str(digits / "data/eval.jsonl")

@@ -102,8 +102,6 @@ def whole(recipe):
     return records
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_a_run_killed_between_checkpoints_repeats_the_same_losses(recipe, whole, tmp_path):
     folder = tmp_path / "killed"
     process = start(folder, recipe, program=("-c", SIGNALLED, int(signal.SIGKILL), 13))

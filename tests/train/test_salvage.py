@@ -226,8 +226,6 @@ main()
 """
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_a_kill_right_after_a_checkpoint_is_whole_loses_none_of_its_steps(raw, tmp_path):
     raw["checkpoint"] = {"every": 2, "asynchronous": False}
     path = tmp_path / "recipe.yaml"

@@ -34,8 +34,6 @@ def stated_peak(monkeypatch):
     monkeypatch.setattr(compat.GPUSpec, "peak_memory_bandwidth_tbs", SPEC_BYTES / 1e12)  # which a CPU would measure
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_the_loops_of_its_page_run_with_the_import_renamed(tmp_path):
     """Its page as the installed distribution has it, and a line of version 0.1.0's page that is no longer there."""
     page = importlib.metadata.metadata("mfu-tracker")
@@ -333,8 +331,6 @@ def run_trainer(tmp_path, callback, **options):
     return trainer.state.log_history
 
 
-@pytest.mark.slow
-@pytest.mark.core
 def test_the_callback_counts_what_the_trainer_ran(tmp_path):
     with pytest.warns(UserWarning, match="backward factor is not used"):
         callback = MFUCallback(dtype="fp32", backward_factor=3.0, num_gpus=2)

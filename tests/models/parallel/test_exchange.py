@@ -31,8 +31,9 @@ def test_the_parts_of_all_processes_follow_each_other_and_keep_units_whole(units
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, pytest.param(3, marks=pytest.mark.core), 4])
+@pytest.mark.parametrize(
+    "degree", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_attention_and_gradients_are_those_of_one_process(degree):
     run_processes([sys.executable, PROCESS], degree)
 

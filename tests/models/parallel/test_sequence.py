@@ -21,8 +21,9 @@ from helpers.processes import run_processes
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, pytest.param(3, marks=pytest.mark.core), 4])
+@pytest.mark.parametrize(
+    "degree", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_losses_and_gradients_are_those_of_one_process(degree):
     run_processes([sys.executable, Path(__file__).with_name("sequence_process.py")], degree, timeout_s=600)
 

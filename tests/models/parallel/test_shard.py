@@ -15,8 +15,8 @@ FEW = ("gpt2", "qwen3_tied", "gpt_oss_sinks", "qwen2_5_vl", "qwen3_vl_moe")
 FAMILIES = (*FEW, "qwen3", "qwen3_moe", "qwen3_vl")
 # 3 cut nothing into equal parts
 COUNTS = [
-    pytest.param(3, ("qwen3_vl_moe",), marks=pytest.mark.core, id="3, one"),
-    pytest.param(3, FEW, id="3, few"),
+    pytest.param(3, ("qwen3_vl_moe",), id="3, one"),
+    pytest.param(3, FEW, marks=pytest.mark.slow, id="3, few"),
     *(pytest.param(count, FAMILIES, marks=pytest.mark.long, id=str(count)) for count in (2, 3)),
 ]
 
@@ -26,14 +26,12 @@ def run(count, check, *arguments):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @pytest.mark.parametrize(("count", "families"), COUNTS)
 def test_random_weights_are_those_of_one_process(count, families):
     run(count, "drawn", *families)
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @pytest.mark.parametrize(("count", "families"), COUNTS)
 def test_saved_weights_are_read_in_slices(count, families, tmp_path):
     for family in families:
@@ -43,23 +41,18 @@ def test_saved_weights_are_read_in_slices(count, families, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.core
 def test_the_gradient_norm_is_that_of_the_whole_on_any_mesh():
     run(4, "clipped")
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.core
 def test_a_tower_that_one_process_has_no_use_for_counts_as_zero_there():
     run(2, "unused")
 
 
 @pytest.mark.dist
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("count", "options"), [pytest.param(3, (), marks=pytest.mark.core), (2, ("compiled",))], ids=["3", "2, compiled"]
+    ("count", "options"), [(3, ()), pytest.param(2, ("compiled",), marks=pytest.mark.slow)], ids=["3", "2, compiled"]
 )
 def test_float8_weights_are_gathered_as_bytes_of_their_last_values(count, options):
     run(count, "float8", *options)
@@ -76,8 +69,7 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("way", [pytest.param("draw", marks=pytest.mark.core), "read"])
+@pytest.mark.parametrize("way", ["draw", pytest.param("read", marks=pytest.mark.slow)])
 def test_no_process_ever_holds_the_whole_model(large, way):
     folder, weight_bytes = large
     assert weight_bytes > 400e6
