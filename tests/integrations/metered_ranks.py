@@ -9,13 +9,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
+from headway import trace
+from headway.errors import TraceError
 from headway.integrations import HeadwayCallback
 from headway.meter import Meter
 from helpers.loops import PEAK, ROWS, collate, loader, run_accelerate, run_lightning, tiny, trainer_arguments
@@ -24,9 +28,9 @@ NUM_RANKS, ACCUMULATION = 2, 2
 ROWS_PER_BATCH = len(ROWS) // NUM_RANKS // ACCUMULATION
 
 
-def plain_loop(model):
+def plain_loop(model, cost_model=None):
     """Meter a loop of this rank's share of the rows."""
-    meter = Meter(model, peak=PEAK)
+    meter = Meter(model, peak=PEAK, cost_model=cost_model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for batch in meter.batches(loader(ROWS[dist.get_rank() :: NUM_RANKS], ROWS_PER_BATCH)):
         meter.count(batch)
@@ -47,6 +51,18 @@ def fsdp2():
     return plain_loop(fully_shard(model))
 
 
+def fsdp1():
+    """Parameters lie flat, so that the model is traced before."""
+    model = tiny()
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    cost_model = trace(model)
+    options = {"auto_wrap_policy": policy, "use_orig_params": True, "device_id": torch.device("cpu")}
+    model = FullyShardedDataParallel(model, **options)
+    with pytest.raises(TraceError, match="Trace the model before wrapping it"):
+        Meter(model, watch=True)
+    return plain_loop(model, cost_model)
+
+
 def accelerate():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION)
     return run_accelerate(accelerator, loader(ROWS, ROWS_PER_BATCH))
@@ -65,10 +81,13 @@ def lightning_trainer():
     return run_lightning(batches, ACCUMULATION, devices=NUM_RANKS, strategy="ddp")
 
 
+WAYS = (ddp, fsdp2, fsdp1, accelerate, transformers_trainer, lightning_trainer)
+
+
 def main():
     dist.init_process_group("gloo")
     try:
-        windows = {way.__name__: way() for way in (ddp, fsdp2, accelerate, transformers_trainer, lightning_trainer)}
+        windows = {way.__name__: way() for way in WAYS}
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

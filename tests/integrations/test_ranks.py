@@ -12,7 +12,7 @@ from headway import Workload, trace
 from helpers.loops import LENGTHS, tiny
 from helpers.processes import PYTHONPATH
 
-WAYS = ["ddp", "fsdp2", "accelerate", "transformers_trainer", "lightning_trainer"]
+WAYS = ["ddp", "fsdp2", "fsdp1", "accelerate", "transformers_trainer", "lightning_trainer"]
 WAYS_TO_SHARE = ["pairs_in_a_row", "pairs_apart", "without_names", "with_fsdp", "said"]
 WAYS_TO_SHARE += ["trainer", "accelerated", "lightning_trainer"]
 

@@ -330,6 +330,18 @@ def test_what_torch_compile_made_of_a_watched_model_is_counted(make, is_first, i
     assert run.flops.total == 2 * step
 
 
+def test_a_model_is_counted_after_the_compiled_one_that_the_meter_was_given_is_gone():
+    model, windows = tiny().train(), []
+    options = {"peak": PEAK, "watch": True, "log_every": 1, "on_window": windows.append}
+    with Meter(torch.compile(model, backend="eager"), **options) as meter:
+        for frozen in (False, True):
+            model.model.requires_grad_(not frozen)
+            model(input_ids=IDS).logits.sum().backward()
+            meter.step()
+    whole = trace(tiny()).count(Workload([9, 9])).total
+    assert [window.flops.total for window in windows] == [whole, trace(model).count(Workload([9, 9])).total]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_other", [True, False])
 def test_a_model_within_a_compiled_function_is_told_of(is_other):

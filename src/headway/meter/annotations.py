@@ -8,10 +8,8 @@ import gc
 import sys
 import threading
 import weakref
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from headway.errors import TraceError
 from headway.meter.host_evidence import HostEvidence
 from headway.meter.profiler_cost import ProfilerCost
 
@@ -62,8 +60,10 @@ class Annotations:
 
     def _named_units(self, root: "nn.Module") -> "list[tuple[str, nn.Module]]":
         """List what gets hooks, by path: the model itself and the modules in it, compiled ones as one unit."""
+        from headway.tracing.unwrap import unwrapped
+
         outside = _compiled_around()
-        units = [(path, module) for path, module in _units(_unwrapped(root), outside) if path]
+        units = [(path, module) for path, module in _units(unwrapped(root), outside) if path]
         return [("", outside.get(id(root), root)), *units]
 
     def close(self) -> None:
@@ -201,15 +201,6 @@ def _enter(name: str) -> Any:
 
 def _exit(record: Any) -> None:
     record.__exit__(None, None, None)
-
-
-def _unwrapped(model: "nn.Module") -> "nn.Module":
-    """The model whose paths the ledger has: what data parallelism and adapters of peft wrap."""
-    from headway.tracing.unwrap import unwrapped
-
-    with suppress(TraceError):  # it was counted in some other way
-        return unwrapped(model)
-    return model
 
 
 def _compiled_around() -> dict[int, Any]:

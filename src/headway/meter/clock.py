@@ -112,7 +112,10 @@ class ForwardTimer:
     """
 
     def __init__(self, model: "nn.Module", mark: Callable[[], Mark]) -> None:
+        from headway.tracing.unwrap import unwrapped
+
         self._model = weakref.ref(model)  # the timer, found by its model, must not keep it alive
+        self._inner = weakref.ref(unwrapped(model))
         self._mark = mark
         self._begin: Mark | None = None
         self._waits: list[Span] = []
@@ -127,8 +130,9 @@ class ForwardTimer:
 
     @property
     def model(self) -> "nn.Module | None":
-        """The model; None once nobody else holds it."""
-        return self._model()
+        """The model, without its wrappers if only they are gone; None once nobody else holds it."""
+        model = self._model()
+        return self._inner() if model is None else model
 
     def take(self) -> list[tuple[Span, list[Span]]]:
         """Return the forwards since the last call, each with its waits."""

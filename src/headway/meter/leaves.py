@@ -12,7 +12,11 @@ from headway.meter.clock import sharded_groups
 if TYPE_CHECKING:
     from torch import nn
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # within paths of parameters; a trace goes without them
+_WRAPPERS = (
+    "_checkpoint_wrapped_module.",
+    "_fsdp_wrapped_module.",
+    "_orig_mod.",
+)  # within paths of parameters; a trace goes without them
 _MOST = 4096  # most entries remembered about one module
 
 

@@ -121,7 +121,7 @@ class StepMeter(StepClock, ABC):
         self._watches: list[ForwardWatch] = []
         self.failure: Exception | None = None  # what ended the counting of forwards; None while all is well
         self.on_failure: Callable[[Exception], None] | None = None  # told of it, in place of a warning
-        self._leaves: weakref.WeakKeyDictionary[Any, Leaves] = weakref.WeakKeyDictionary()  # of trained models
+        self._leaves: Callable[[], Leaves | None] = lambda: None  # of the trained model, whose watch holds them
         self._add_others(loop)
         self.ceiling = loop.ceiling
         self.memory_bytes_per_s = loop.memory_bytes_per_s or bandwidth_of(self.device)
@@ -220,10 +220,12 @@ class StepMeter(StepClock, ABC):
     @property
     def leaves(self) -> Leaves:
         """Parameters of the trained model, which is a module."""
-        if self.model not in self._leaves:
-            self._leaves[self.model] = leaves = Leaves(self.model)
+        leaves = self._leaves()
+        if leaves is None:
+            leaves = Leaves(self.model)
+            self._leaves = weakref.ref(leaves)
             self._signature, self._checkpointed = leaves.signature(), leaves.checkpointed
-        return self._leaves[self.model]
+        return leaves
 
     def add_watch(self, watch: ForwardWatch) -> None:
         """Count the forwards of one more watch, which comes in place of one of the trained model, with each step."""
@@ -243,7 +245,7 @@ class StepMeter(StepClock, ABC):
             return
         leaves.step = self.num_steps
         signature, checkpointed = leaves.signature(), leaves.checkpointed
-        if leaves is not self._leaves.get(self.model):
+        if leaves is not self._leaves():
             return
         if self._loop.recompute is None and checkpointed != self._checkpointed:
             self._checkpointed, self.recompute = checkpointed, recompute_of(self.model)
@@ -336,8 +338,8 @@ class StepMeter(StepClock, ABC):
         """
         phase = self.current_phase
         self.start()
-        if self._leaves:
-            self.follow(self.leaves)
+        if (leaves := self._leaves()) is not None:
+            self.follow(leaves)
         forward_only = forward_only or isinstance(batch, Generation) or (phase is not None and phase.forward_only)
         ledger = self.cost_model if cost_model is None else cost_model
         self._place_of(ledger)
@@ -345,8 +347,8 @@ class StepMeter(StepClock, ABC):
             input_gradients = () if isinstance(batch, Workload | Generation) else input_gradients_of(batch)
         gradients = () if forward_only else tuple(input_gradients)
         trained = None
-        if cost_model is None and not forward_only and self._leaves:
-            trained = self.leaves.mask(ledger, self.leaves.trained)
+        if cost_model is None and not forward_only and leaves is not None:
+            trained = leaves.mask(ledger, leaves.trained)
         if gradients:
             ledger.with_input_gradients(gradients)  # refuses those that it does not know
         work = read_or_copy(batch, ledger)

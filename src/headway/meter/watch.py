@@ -244,9 +244,9 @@ class ForwardWatch:
                 "its backward computes. Count the steps yourself: Meter(model, watch=False) and Meter.count(batch)."
             )
         if self._phase is not None and not is_again:
-            model: Any = self._model()  # not what was compiled from it
-            forward = vars(model).get("forward")
-            if forward is not self._own_forward and (headless := self._headless()) is not None:
+            model = self._model()  # not what was compiled from it
+            is_own = model is None or vars(model).get("forward") is self._own_forward
+            if not is_own and (headless := self._headless()) is not None:
                 around.callback(headless.close)
                 return None
             around.enter_context(self._phase())
@@ -477,7 +477,9 @@ def ledger_of(model: "nn.Module", results: Any = None, watch: bool | None = True
     """
     from headway.tracing import trace
     from headway.tracing.inputs.model_inputs import UnknownInputsError
+    from headway.tracing.unwrap import refuse_flat
 
+    refuse_flat(model)
     refusals: tuple[type[TraceError], ...] = (UnknownInputsError,) if watch is None else (TraceError,) * watch
     with suppress(*refusals):
         return trace(model, results=results)

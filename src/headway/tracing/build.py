@@ -37,6 +37,7 @@ def twin_of_model(model: nn.Module, dtype_of: Callable[[torch.Tensor], torch.dty
         dtype_of: gives each parameter and buffer its dtype; one that all of them share when None, as a mixture may rely
             on autocast.
     """
+    unwrap.refuse_flat(model)
     model = unwrap.unwrapped(model)
     if dtype_of is None:
         dtype = common_dtype(model)

@@ -27,27 +27,31 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside the wrappers around all of it.
-
-    Raises:
-        TraceError: a wrapper keeps the parameters in a form that no longer shows their shapes.
-    """
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        inner: nn.Module = model.module
+    """Return the model inside the wrappers around all of it."""
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or _is_flat(model):
+        inner: nn.Module = model.module  # type: ignore[assignment]  # torch types attributes as tensors too
         return unwrapped(inner)
     if _is_compiled(model):
         return unwrapped(model._orig_mod)  # type: ignore[arg-type]  # a module
     peft = sys.modules.get("peft")  # a peft model cannot exist where peft was not imported
     if peft is not None and isinstance(model, peft.PeftModel) and not model.active_peft_config.is_prompt_learning:
         return unwrapped(model.get_base_model())
+    return model
+
+
+def refuse_flat(model: nn.Module) -> None:
+    """Refuse a model that FSDP1 wraps.
+
+    Raises:
+        TraceError: a wrapper keeps the parameters in a form that no longer shows their shapes.
+    """
     for path, module in model.named_modules():
-        if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
+        if _is_flat(module):
             raise TraceError(
                 f"{path or 'the model'} is wrapped by FullyShardedDataParallel, which keeps flat pieces of parameters "
                 "without their shapes. Trace the model before wrapping it, or shard it with "
                 "torch.distributed.fsdp.fully_shard."
             )
-    return model
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -253,6 +257,10 @@ def _rebound(thing: Any, memo: dict[int, Any]) -> Any:
 def _is_compiled(module: nn.Module) -> bool:
     dynamo: Any = sys.modules.get("torch._dynamo")  # where nobody imported it, nothing is compiled
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def _is_flat(module: nn.Module) -> bool:
+    return any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__)
 
 
 def _own_class(module: nn.Module) -> type[nn.Module]:
