@@ -476,8 +476,8 @@ def _num_units(media: Mapping[str, Ints], modality: str) -> int:
 
 def _joined_media(workloads: Sequence[Workload]) -> dict[str, Ints]:
     """Lay the sizes of several workloads end to end, each kind by itself."""
-    there_are = [name for name in MODALITIES if any(name in w.media for w in workloads)]
-    return {name: joined([w.sizes(name) for w in workloads]) for name in there_are}
+    there_are = {name for w in workloads for name in w._media}
+    return {name: joined([w.sizes(name) for w in workloads]) for name in MODALITIES if name in there_are}
 
 
 def _frozen(array: Ints) -> Ints:

@@ -8,7 +8,7 @@ import numpy as np
 
 from headway.count import CostModel, Generation, Workload
 from headway.count.cost_model import DENOISES, PIXELS
-from headway.count.integers import Ints, boundaries_of
+from headway.count.integers import NONE, Ints, boundaries_of
 from headway.errors import WorkloadError
 from headway.meter.clock import HostCopy
 
@@ -126,7 +126,7 @@ def _num_labels(batch: Mapping[str, Any]) -> int | None:
     labels = batch.get("labels")
     if labels is None or isinstance(labels, _Shape) or not hasattr(labels, "ndim") or not labels.ndim:
         return None
-    return int((_on_host(labels)[..., 1:] >= 0).sum())
+    return int(np.count_nonzero(_on_host(labels)[..., 1:] >= 0))
 
 
 def _num_logits(batch: Mapping[str, Any], shape: tuple[int, int]) -> int | None:
@@ -215,8 +215,8 @@ def _segments(batch: Mapping[str, Any], shape: tuple[int, int], grids: dict[str,
 
 def _boundaries(batch: Mapping[str, Any]) -> tuple[Ints, Ints | None]:
     """Read the boundaries of a pack's segments, and those of their real tokens where the batch tells them apart."""
-    values = next((batch[key] for key in _BOUNDARIES if batch.get(key) is not None), ())
-    padded = boundaries_of(values, batch.get("cu_seqlens_argmin"), "cu_seqlens")
+    values = next((batch[key] for key in _BOUNDARIES if batch.get(key) is not None), None)
+    padded = NONE if values is None else boundaries_of(values, batch.get("cu_seqlens_argmin"), "cu_seqlens")
     if batch.get("cu_seqlens_unpadded") is None:
         return padded, None
     real = boundaries_of(batch["cu_seqlens_unpadded"], batch.get("cu_seqlens_unpadded_argmin"), "cu_seqlens_unpadded")

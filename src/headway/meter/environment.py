@@ -2,10 +2,10 @@
 
 import math
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from headway.count import CostModel
 from headway.devices import Peak
 from headway.errors import HeadwayError, UnknownDeviceError, UsageError
 from headway.meter.memory_traffic import Traffic
+
+_STATUS = Path("/proc/self/status")  # on Linux
 
 
 def device_here() -> Any:
@@ -150,12 +152,12 @@ def largest_memory(device: Any) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
     # Linux's getrusage has the peak of the program that started this one in it
-    match = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
-    if match is not None:
-        return int(match[1]) * 1024
-    return _largest_of_process()
+    status = b""
+    with suppress(FileNotFoundError), _STATUS.open("rb", buffering=0) as file:
+        status = file.read()
+    _, name, value = status.partition(b"VmHWM:")
+    return int(value.split(maxsplit=1)[0]) * 1024 if name else _largest_of_process()
 
 
 def used_memory(device: Any) -> int:

@@ -4,6 +4,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from headway.count import CostModel
@@ -112,6 +113,7 @@ class Leaves:
         They belong to a forward, after which they are asked for: a parameter may be given another shape, and its node
         must then go.
         """
+        import torch
         from torch.utils._python_dispatch import _disable_current_modes
 
         gathered = self._gathered()
@@ -119,7 +121,7 @@ class Leaves:
         places = [i for i, leaf in enumerate(leaves) if trained >> i & 1 and leaf is not None and leaf.requires_grad]
         nodes: list[Any] = [None] * len(leaves)
         if places:
-            with _disable_current_modes():
+            with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
                 edges = _edges([leaves[i] for i in places])
             for i, (node, _) in zip(places, edges, strict=True):
                 nodes[i] = node
@@ -207,12 +209,8 @@ def _together() -> Any:
 
     class Together(torch.autograd.Function):
         @staticmethod
-        def forward(*_tensors: Any) -> Any:
+        def forward(_ctx: Any, *_tensors: Any) -> Any:
             return torch.empty(0)
-
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            """Keep nothing for a backward, which never comes."""
 
     return Together
 

@@ -210,15 +210,16 @@ class PendingSteps:
         time = step.time
         # a step lasts from the end of the one before, time away taken out
         wall_ns = max(0, round((time.end.seconds_since(self._last_end) - time.away_s) * NS))
-        wait_ns = round(sum(wait.seconds for wait in time.waits) * NS)
+        wait_ns = round(sum(wait.seconds for wait in time.waits) * NS) if time.waits else 0
         if self._goodput is not None:  # which has charged all the host's waiting to data
             waited_ns = round(sum(wait.end.host_s - wait.begin.host_s for wait in time.waits) * NS)
             if waited_ns > wait_ns:  # while the host waited for data, the device still computed
                 self._goodput.move("data wait", "step", waited_ns - wait_ns)
         self._last_end = time.end
         self.extra = dict(step.extra)
-        for bucket in AWAY_FOR:
-            totals[f"{bucket}_ns"] += round(time.away_for_s.get(bucket, 0.0) * NS)
+        for bucket, away_s in time.away_for_s.items():
+            if bucket in AWAY_FOR:
+                totals[f"{bucket}_ns"] += round(away_s * NS)
         if not counted:
             totals["num_left_out"] += 1
             totals["left_out_ns"] += wall_ns
@@ -234,9 +235,9 @@ class PendingSteps:
         totals["wall_ns"] += wall_ns
         totals["data_wait_ns"] += min(wait_ns, wall_ns)
         totals["away_ns"] += round(time.away_s * NS)
-        # busy: inside of forwards and backwards, without waits for data in them
-        busy_s = sum(span.seconds - sum(wait.seconds for wait in waits) for span, waits in step.forwards)
-        totals["busy_ns"] += round(busy_s * NS)
+        if step.forwards:  # busy: inside of forwards and backwards, without waits for data in them
+            busy_s = sum(span.seconds - sum(wait.seconds for wait in waits) for span, waits in step.forwards)
+            totals["busy_ns"] += round(busy_s * NS)
         totals["collection_ns"] += round(time.collection_s * NS)
         totals["profiled"] += step.profiled
         if time.phases is not None:

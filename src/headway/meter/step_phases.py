@@ -102,8 +102,9 @@ class PhaseClock:
 
     def take(self, end: Mark) -> PhaseTimes:
         """Give the times of a step that ends; a phase that lasts goes on in the next one."""
-        self.interrupt(end)
-        self.resume(end)
+        if self._stack:
+            self.interrupt(end)
+            self.resume(end)
         times = PhaseTimes(self._spans, self._busy_s)
         self._spans, self._busy_s = [], {}
         return times

@@ -137,8 +137,9 @@ class Sums:
         self.totals["slots"] += workload.slots
         self.totals["segments"] += workload.num_segments
         self.totals["supervised"] += workload.supervised if workload.knows_supervised else 0
-        for name, number in modalities.totals(workload.media).items():
-            self.totals[name] += number
+        if workload.media:  # most have none
+            for name, number in modalities.totals(workload.media).items():
+                self.totals[name] += number
 
     @property
     def useful(self) -> int:
