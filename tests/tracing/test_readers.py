@@ -105,12 +105,17 @@ def test_quantised_products_cost_what_plain_ones_do(function):
     assert counted(cost) == (2 * 32 * 64 * 16, 0)
 
 
-def test_a_buffer_of_8_bits_is_multiplied_as_such():
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_a_weight_of_8_bits_is_multiplied_as_such(is_parameter):
     class Stored(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(16, 16, bias=False)
-            self.register_buffer("weight", torch.zeros(16, 16).to(torch.float8_e4m3fn))
+            weight = torch.zeros(16, 16).to(torch.float8_e4m3fn)
+            if is_parameter:
+                self.weight = nn.Parameter(weight, requires_grad=False)
+            else:
+                self.register_buffer("weight", weight)
 
         def forward(self, x):
             y, scale = self.linear(x), torch.ones(())

@@ -189,7 +189,7 @@ def _stand_in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         dtype = tensor.dtype
     elif not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu()
-    if not isinstance(tensor, nn.Parameter) and tensor.dtype.itemsize == 1:
+    if tensor.dtype.itemsize == 1 and not tensor.requires_grad:
         dtype = tensor.dtype  # the weight of a product of 8-bit floats, whose code may look at its dtype
     shape = phantom(tensor.detach().to("meta", dtype))
     if isinstance(tensor, nn.Parameter):

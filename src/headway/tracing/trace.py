@@ -90,7 +90,9 @@ def _traced(
     for layer in [] if adapters else filter(wraps_a_layer, model.modules()):
         layer.forward = partial(_base_alone, layer)
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
-    parameters = build.prepare(model.requires_grad_(True))
+    for parameter in model.parameters():  # but for weights of 8 bits, whose products have no gradient
+        parameter.requires_grad_(parameter.dtype.itemsize > 1)
+    parameters = build.prepare(model)
     model_inputs = inputs_for(model, inputs)
 
     # every operation with the driver that its cost grows with
