@@ -36,6 +36,7 @@ class Billing:
     dropped: frozenset[str] = frozenset()  # blocks that the forward leaves out
     backward_only: bool = False  # its forward was counted before
     recompute: str = "none"  # blocks of the trained model that checkpointing runs again
+    has_rerun: bool = False  # whether its backward has run the whole forward again
 
     @property
     def trains(self) -> bool:
@@ -52,9 +53,12 @@ class Billing:
             again = "none"
         cost_model = cost_model.without_blocks(self.dropped)
         count = cost_model.count(workload, recompute=again, forward_only=self.forward_only, by=by)
-        if not self.backward_only:
-            return count
-        return FlopCount(tuple(replace(row, forward=0) for row in count.rows))
+        rows = count.rows
+        if self.has_rerun:
+            rows = tuple(replace(row, recompute=row.recompute + row.forward) for row in rows)
+        if self.backward_only:
+            rows = tuple(replace(row, forward=0) for row in rows)
+        return FlopCount(rows)
 
 
 def as_they_ran(

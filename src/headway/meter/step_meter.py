@@ -363,10 +363,9 @@ class StepMeter(StepClock, ABC):
         forward_only: bool,
         input_gradients: tuple[str, ...] = (),
         trained: int | None = None,
-        dropped: frozenset[str] = frozenset(),
-        backward_only: bool = False,
+        **ran: Any,
     ) -> None:
-        """Add a forward to the step, as `read_or_copy` left it, in a phase that may have ended; see `Billing`."""
+        """Add a forward to the step, as `read_or_copy` left it, perhaps after its phase; `ran` is for its `Billing`."""
         self.start()
         which = self._place_of(cost_model)
         forward_only = forward_only or (phase is not None and phase.forward_only)
@@ -383,9 +382,8 @@ class StepMeter(StepClock, ABC):
             phase=REST if phase is None else phase.name,
             is_timed=phase is None or not phase.forward_only,
             trained=None if forward_only else trained,
-            dropped=dropped,
-            backward_only=backward_only,
             recompute=self.recompute,
+            **ran,
         )
         self._batches.append((work, billed))
 

@@ -49,6 +49,7 @@ class WatchedForward:
     has_gradients: bool  # whether gradients were on
     exception: BaseException | None  # the exception that was handled around it
     is_again: bool = False  # whether a backward runs it once more
+    has_rerun: bool = False  # whether one has, to its end
     ran: set[str] = field(default_factory=set)  # blocks that have begun, of those that may be left out
     dropped: frozenset[str] = frozenset()  # blocks that it left out
     trained: int = 0  # bits of the parameters that required a gradient
@@ -195,11 +196,11 @@ class ForwardWatch:
 
     def _count(self, forward: WatchedForward, *, backward_only: bool = False) -> None:
         forward.is_counted = True
-        batch, cost_model, inputs = forward.batch, forward.cost_model, forward.differentiated
+        work, cost_model, inputs = forward.batch, forward.cost_model, forward.differentiated
         if cost_model is None:
-            batch, cost_model, inputs = _ONE_CALL, self._traced(forward), ()  # its arguments say what asks
+            work, cost_model, inputs = _ONE_CALL, self._traced(forward), ()  # its arguments say what asks
         self._meter.bill(
-            batch,
+            work,
             forward.phase,
             cost_model,
             forward_only=not forward.has_backward,
@@ -207,6 +208,7 @@ class ForwardWatch:
             trained=forward.trained_of(cost_model) if forward.has_backward else None,
             dropped=forward.dropped,
             backward_only=backward_only,
+            has_rerun=forward.has_rerun,
         )
 
     @property
@@ -269,10 +271,8 @@ class ForwardWatch:
         if not stack or stack[-1][0] is not module:
             return
         _, forward, around = stack.pop()
-        if stack:
-            return
         around.close()
-        if forward is None or sys.exception() is not forward.exception:
+        if stack or forward is None or sys.exception() is not forward.exception:
             return
         try:
             self._note(forward, module, arguments_by_name(module, args, kwargs), results)
@@ -355,7 +355,7 @@ class ForwardWatch:
         """Watch for the backward of a forward that ran without gradients first, as in a reentrant checkpoint."""
         for forward in reversed(self._forwards):
             if not forward.has_gradients and forward.leaves is again.leaves and forward.shapes == again.shapes:
-                forward.trained = again.leaves.trained
+                forward.trained, forward.has_rerun = again.leaves.trained, True
                 self._watch_results(forward, results, {})
                 return
 
@@ -424,7 +424,8 @@ class ForwardWatch:
         traces = self._traces.get(module)
         if traces is None:
             around = functools.partial(self._meter.away, "compile")
-            traces = self._traces[module] = ShapeTraces(module, self._meter.results, self._named, around)
+            named = functools.partial(in_components_of, name=self.name, driver="packs")
+            traces = self._traces[module] = ShapeTraces(module, self._meter.results, named, around)
         if len(traces) >= _MOST_SHAPES:
             raise UsageError(
                 f"{self.name} is called with other shapes again and again, {_MOST_SHAPES} by now: give its cost model, "
@@ -435,9 +436,6 @@ class ForwardWatch:
         cost_model = traces.of(forward.batch)
         self._meter.add_ledger(cost_model, is_trained=self.is_trained)
         return cost_model
-
-    def _named(self, cost_model: CostModel) -> CostModel:
-        return in_components_of(cost_model, self.name, driver="packs")
 
 
 class _Gradient:
