@@ -424,8 +424,8 @@ class ForwardWatch:
         traces = self._traces.get(module)
         if traces is None:
             around = functools.partial(self._meter.away, "compile")
-            named = functools.partial(in_components_of, name=self.name, driver="packs")
-            traces = self._traces[module] = ShapeTraces(module, self._meter.results, named, around)
+            rename = functools.partial(in_components_of, name=self.name, driver="packs")
+            traces = self._traces[module] = ShapeTraces(module, self._meter.results, rename, around)
         if len(traces) >= _MOST_SHAPES:
             raise UsageError(
                 f"{self.name} is called with other shapes again and again, {_MOST_SHAPES} by now: give its cost model, "
