@@ -64,8 +64,8 @@ def located(name: str | Path) -> str:
     if copy is None:
         raise UnknownModelError(
             f"The model {text!r} is no folder on this machine and not in the Hub's cache ({_cache()}), and could not "
-            f"be had from the Hugging Face Hub: {obstacle}. Check the name, or download it where there is a network "
-            f"with `hf download {text}` and give the folder."
+            f"be had from the Hugging Face Hub: {obstacle}. Check the name, which is OWNER/NAME on the Hub, or "
+            f"download it where there is a network with `hf download {text}` and give the folder."
         )
     return str(copy)
 

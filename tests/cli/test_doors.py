@@ -92,7 +92,10 @@ def test_a_configuration_for_pairs_of_answers_compares_them(headway, data):
             {"a.jsonl": '{"premise": "a", "label": 1}'},
             "say which columns are meant, for example with --column text=premise --column label=label.",
         ),
-        ({"a.csv": "review,sentiment\nGood.,1\n"}, "The row has review, sentiment; say which of them is which"),
+        (
+            {"a.csv": "review,sentiment\nGood.,1\n"},
+            "the row has review, sentiment, and no schema reads them",
+        ),
         ({"a.csv": "text,text\na,b\n"}, "the first line names text twice. Give every column a name of its own"),
         ({"a.csv": "text,label\na,b,c\n"}, "it has 3 values, and the first line names 2 columns"),
         ({"a.csv": 'text,label\n"a,b\n'}, "the value in quotes that begins on line 2 does not end"),

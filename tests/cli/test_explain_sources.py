@@ -221,8 +221,10 @@ def test_text_that_is_nothing_of_the_kind_is_an_error_that_names_the_kinds(headw
     path.write_bytes(b"# A page\n\nof prose.\n")
     result = headway("explain", path)
     assert result.code == 2
-    assert f"{path} is no trace of torch.profiler and no records of a run, and as a log:" in said(result)
-    assert "Known are the step lines of torchtitan" in said(result)
+    assert f"{path} is neither a trace of torch.profiler nor the records of a run, and it was read as a log." in said(
+        result
+    )
+    assert "the step lines of torchtitan" in said(result)
 
 
 def test_a_file_that_is_not_there_is_an_error(headway, tmp_path):

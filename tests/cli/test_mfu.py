@@ -63,7 +63,7 @@ BAD = [
     (["--seq-len", "8"], "--seq-len cannot take effect without MODEL"),
     (["--step-time", "-1", "--tokens-per-step", "5"], "step time is -1"),
     (["--mfu", "45", "--device", "H100"], "Give a fraction: 0.45"),
-    (["--chips", "4"], "nothing follows from chips 4"),
+    (["--chips", "4"], "chips 4 is too little to compute anything from"),
     (["--tokens-per-s", "5", "--step-time", "2", "--tokens-per-step", "20"], "contradict each other"),
 ]
 

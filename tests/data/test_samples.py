@@ -32,7 +32,7 @@ def test_line_numbers_count_blank_lines(write):
     [
         ('{"messages": [', "not valid JSON"),
         ("[1, 2]", "got [1, 2], but it must be an object"),
-        ('{"prompt": "x"}', "the row needs the columns of a schema: messages (messages); conversations (llava)"),
+        ('{"prompt": "x"}', "and needs the columns of a schema: messages (messages); conversations (llava)"),
         ('{"messages": []}', 'the list "messages" is empty'),
         ('{"messages": ["hello"]}', 'a message must be an object with "role" and "content"'),
         ('{"messages": [{"role": "user"}]}', 'a message must be an object with "role" and "content"'),

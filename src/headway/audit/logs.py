@@ -93,9 +93,9 @@ def read_log(text: str, where: str = "the log", *, resumed_at: int | None = None
         if any(pattern.search(line) for line in lines):
             raise LogError(f"{where} {reason}")
     raise LogError(
-        f"{where} has no line that is recognised. Known are the step lines of {', '.join(KNOWN_LINES)}, the Hugging "
-        "Face Trainer's trainer_state.json and Headway's own metrics.jsonl. Check that the file is the training log "
-        "itself and not cut off by a terminal."
+        f"{where} has no line that is recognised as a training step. Check that the file is the training log itself "
+        "and not cut off by a terminal. Headway reads the Hugging Face Trainer's trainer_state.json, its own "
+        f"metrics.jsonl, and the step lines of {', '.join(dict.fromkeys(KNOWN_LINES))}."
     )
 
 

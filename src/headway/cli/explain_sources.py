@@ -202,7 +202,7 @@ def _explained_log(path: Path, chosen: SourceOptions) -> tuple[JobExplanation, l
         log = read_log(read_text(path, errors="replace"), str(path))
     except LogError as error:
         raise ConfigError(
-            f"{path} is no trace of torch.profiler and no records of a run, and as a log: {error}"
+            f"{path} is neither a trace of torch.profiler nor the records of a run, and it was read as a log. {error}"
         ) from error
     # rows of any tool's log as steps, with what it prints of them
     lines = [

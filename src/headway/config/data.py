@@ -255,8 +255,8 @@ class DataConfig(MediaConfig, SourcesConfig):
     )
     verify: Annotated[Literal["size-and-time", "hash", "size"], FREE_ON_RESUME] = Field(
         default="size-and-time",
-        description="What a resume compares of its files: sizes and times, and hashes up to 1 GiB; hashes of any size; "
-        "names and sizes alone, for copies",
+        description="What a resume compares of the data's files, and ranks of their weights: sizes and times, and "
+        "hashes up to 1 GiB; hashes of any size; names and sizes alone, for copies.",
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of the order in which samples are read")
     stream: StreamConfig | None = Field(

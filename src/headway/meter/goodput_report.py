@@ -108,7 +108,10 @@ def account(lines: Iterable[Mapping[str, Any]], source: str) -> GoodputReport:
         try:
             books.enter(line)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise LogError(f"{source}, line {number} is not a line of a goodput ledger: {dict(line)!r}.") from error
+            raise LogError(
+                f"{source}, line {number} is not a line of a goodput ledger: {str(dict(line))[:200]}. Give a run "
+                "folder or its goodput.jsonl."
+            ) from error
     if number == 0:
         raise LogError(f"{source} holds no line of a goodput ledger.")
     return GoodputReport(books.ns, books.lost_ns, books.num_processes - 1, tuple(books.warnings))

@@ -267,8 +267,9 @@ def _parquet(path: Path) -> dict[str, Any]:
 def _wanted(headings: list[str], path: Path) -> list[str]:
     if "tokens" not in headings:
         raise DataError(
-            f'{path} has no column "tokens"; its columns are {", ".join(headings) or "none"}. Name the column of '
-            'sample lengths "tokens", and that of vision patches, if any, "patches".'
+            f'{path} is no table of sample lengths, because it has no column "tokens"; its columns are '
+            f'{", ".join(headings)[:200] or "none"}. Name the column of sample lengths "tokens", and that of vision '
+            'patches, if any, "patches"; or give the dataset itself, as `headway pack DATA --model MODEL`.'
         )
     if "grids" in headings:
         return ["tokens", "grids"]

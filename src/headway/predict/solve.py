@@ -136,10 +136,11 @@ def solve(inputs: Mapping[str, float]) -> Solution:
     # nothing was derived: say what would help
     if len(values) == len(inputs):
         raise PlanError(
-            f"nothing follows from {_list(inputs)}. An MFU needs FLOPs per token (a model with segments or "
-            f"{Argument('seq_len')}), {Argument('num_chips')}, {Argument('peak_flops_per_s')} and {Argument('step_s')} "
-            f"with {Argument('tokens_per_step')}, or tokens/s; a training time needs {Argument('total_tokens')} and "
-            f"tokens/s, or an MFU with chips, device and model; chips needed follow from {Argument('time_s')}."
+            f"{_list(inputs)} is too little to compute anything from. An MFU needs FLOPs per token (a model with "
+            f"segments or {Argument('seq_len')}), {Argument('num_chips')}, {Argument('peak_flops_per_s')} and "
+            f"{Argument('step_s')} with {Argument('tokens_per_step')}, or tokens/s; a training time needs "
+            f"{Argument('total_tokens')} and tokens/s, or an MFU with chips, device and model; chips needed follow "
+            f"from {Argument('time_s')}."
         )
     return Solution(values, frozenset(inputs), _warnings(values))
 
@@ -174,4 +175,4 @@ def _name(key: str) -> str:
 
 
 def _list(inputs: Mapping[str, float]) -> str:
-    return ", ".join(f"{_name(key)} {value:.6g}" for key, value in inputs.items()) or "nothing"
+    return ", ".join(f"{_name(key)} {value:.6g}" for key, value in inputs.items()) or "no value"

@@ -357,7 +357,7 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"question": "?"}, 'got {"question": "?"}, but the row needs the columns of a schema: messages (messages);'),
+        ({"question": "?"}, 'The row is {"question": "?"}, and needs the columns of a schema: messages (messages);'),
         ({"prompt": "a", "chosen": "b"}, 'the row has the column "chosen", "b": it is of a preference'),
         ({"question": "a", "answer": ["b"]}, '"answer" is ["b"], but it must be words or a number. If a column'),
         (
@@ -403,10 +403,13 @@ CALL = {"function": {"name": "f", "arguments": "{"}}
         ({"prompt": {"a": 3}, "completion": "a"}, '"prompt" is {"a": 3} and "completion" is "a"'),
         ({"question": "a", "answer": {"text": ["b"]}}, "columns={'answer': 'answer.text'} takes one"),
         ({"question": "a", "answer": float("nan")}, '"answer" is NaN, but it must be words or a number.'),
-        ({"image": {"bytes": b"\x89PNG" * 99}, "good": 1}, 'got {"image": {"bytes": "396 bytes"}, "good": 1}, but the'),
+        (
+            {"image": {"bytes": b"\x89PNG" * 99}, "good": 1},
+            '{"image": {"bytes": "396 bytes"}, "good": 1}, and needs',
+        ),
         (
             {"image": "a.png", "good": 1},
-            "The row has image, good; say which of them is which, for example with columns",
+            "the row has image, good, and no schema reads them as they are. Say which is which, for example with",
         ),
         ({"text": 3}, '"text" is 3, but a document must be a string'),
         ({"text": "", "image": "data:,a"}, '"text" is empty, so the media have no words to learn'),

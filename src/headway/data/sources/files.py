@@ -155,8 +155,7 @@ def find_files(path: str) -> tuple[list[File], str | None]:
     except (OSError, ImportError) as error:  # ImportError: the library of a protocol is not installed
         reason = getattr(error, "strerror", None) or first_line(error)
         raise DataError(
-            f"The dataset {path} cannot be read: {reason}. Give the path of a file or folder, a glob, or a URL whose "
-            "file system fsspec has installed."
+            f"The dataset {path} cannot be read: {reason}. Give the path of a file or folder, a glob, or a URL."
         ) from error
 
 

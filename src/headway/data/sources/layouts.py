@@ -352,9 +352,9 @@ def _refusal(
         check_columns_of({name: fields[own] for name, own in names.items() if fields[own] is not None}, ways=way)
     needed = "; ".join(f"{allowed[name]} ({name})" for name in SCHEMAS if name in allowed)
     return DataError(
-        f"got {shortened(dict(fields))}, but the row needs the columns of a schema: {needed}. The row has "
-        f"{listed(fields) or 'no columns'}; say which of them is which, for example with {way}, or name the schema "
-        "and its text column. Of CSV the first line names the columns."
+        f"the row has {listed(fields) or 'no columns'}, and no schema reads them as they are. Say which is which, for "
+        f"example with {way}, or name the schema and its text column. The row is {shortened(dict(fields))}, and needs "
+        f"the columns of a schema: {needed}. In CSV, the first line names the columns."
     )
 
 
