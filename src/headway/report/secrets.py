@@ -1,12 +1,14 @@
 """Secrets in texts, settings and addresses, hidden before anybody sees them: in reports, errors and job logs alike.
 
-It goes by names, by the forms of addresses and by how well-known tokens begin: a secret under a name that tells
-nothing, or within a path, is shown.
+It goes by names, by the forms of addresses and by how well-known tokens begin (`secrets.toml`): a secret under a name
+that tells nothing, or within a path, is shown.
 """
 
 import json
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from headway.report.format import printable
@@ -23,44 +25,19 @@ _WORDS = frozenset(
 _KEYS = frozenset(("api", "access", "account", "private", "shared", "signing", "ssh", "encryption", "license"))
 _STORES = ("storage_options", "connection_string", "headers", "env", "environ", "kwargs")  # whatever is in them
 
-# Names of secrets in running text, where a bare "token" is more often one of a text.
-_NAME = (
-    r"[\w-]*(?:secrets?|passw(?:or)?ds?|passphrase|pwd|credentials?|(?:api|access|account|private|signing)[_-]?keys?"
-    r"|(?:hub|hf|access|api|auth|bearer|session|refresh|security|github|gitlab|wandb)[_-]?tokens?)[\w-]*"
-    r"|\w+_pass|\w+_pat|(?:hf|wandb|gh)_token"
-)
-_QUERY = r"token|secret|passw|credential|sig|signature|key|policy|auth|session|jwt|x-amz-|x-goog-|googleaccessid"
-_OF_TEXTS = r"(?:\w*_)?(?:pad|bos|eos|unk|end|mask|sep|cls|image|video|audio|per)_token"  # tokens that are no secrets
-_VALUE = r"(?:\"[^\"]*\"|'[^']*'|\[[^\]]*\]|(?!\(hidden\))[^\s,;&\"'}\])]+)"
-_RANDOM = r"(?=[\w-]{8})(?=[a-z_-]*\d+[a-z]+\d)[\w.~+/=-]+"
-_SECRETS = (
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), HIDDEN),
-    # who asks, in an address: up to the last @ before its path, or of a password that holds a slash
-    (re.compile(r"://[^/\s\"'?#]*@"), f"://{HIDDEN}@"),
-    (re.compile(r"://[^/\s\"'@:]+:(?!\d+(?:/|\Z))[^\s\"'?#]*@"), f"://{HIDDEN}@"),
-    # and with which signature
-    (re.compile(rf"(?i)([?&][\w.-]*(?:{_QUERY})[\w.-]*=)[^&\s\"']+"), rf"\1{HIDDEN}"),
-    (re.compile(r"(hooks\.slack\.com/services/|/api/webhooks/)[^\s\"']+"), rf"\1{HIDDEN}"),
-    # options, variables, lines of settings
-    (re.compile(r"(?i)\b(authorization[\"']?\s*[:=]\s*)(?:[\"'][^\"']*[\"']|(?:\w+ +)?[^\s\"',;]+)"), rf"\1{HIDDEN}"),
-    (re.compile(rf"(?i)(?<![\w-])(--?(?:{_NAME}|token)(?:=| +))(?!-){_VALUE}"), rf"\1{HIDDEN}"),
-    (re.compile(rf"(?i)(?<![\w-])((?:{_NAME})[\"']?\s*[:=]\s*){_VALUE}"), rf"\1{HIDDEN}"),
-    (re.compile(rf"(?i)(?<![\w-])(?!{_OF_TEXTS})(\w*token=)(?!\d+\b|null\b|none\b){_VALUE}"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?i)\b(bearer|basic) +[\w.~+/=-]{6,}"), rf"\1 {HIDDEN}"),
-    # behind a bare "token" words with letters between digits alone, which nobody speaks: a text has tokens too
-    (re.compile(rf"(?i)\b((?:token|password|secret|key) +){_RANDOM}"), rf"\1{HIDDEN}"),
-    # tokens that are known by how they begin
-    (re.compile(r"\b(?:hf_|sk-|sk_live_|gh[opsur]_|github_pat_|glpat-|xox[abp]-|xapp-|npm_|nvapi-|AKIA|ASIA|AIza)[\w-]{8,}"),
-     HIDDEN),
-    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), HIDDEN),
-)  # fmt: skip
-# Names of people: of their home folders, also below where a cluster mounts them (/data/home/me), and of their mail.
-_PEOPLE = (
-    (re.compile(r"(?:(?<![\w/.:-])|(?<=file://))(?:/[\w.-]+){0,3}?/(?:home|Users)/[^/\s\"']+"), "~"),
-    (re.compile(r"(?<![\w./-])/root(?=[/\s\"']|$)"), "~"),
-    (re.compile(r"(?i)\b[a-z]:\\+users\\+[^\\\s\"']+"), "~"),
-    (re.compile(r"(?<![\w.+:/-])[\w.+-]+@(?=(?:[\w-]+\.)+[A-Za-z]{2,}\b(?![/:]))"), f"{HIDDEN}@"),
-)
+
+def _read(kind: str) -> list[tuple[re.Pattern[str], str]]:
+    rules = []
+    for row in _TABLE[kind]:
+        pattern = row["pattern"]
+        for name, part in _TABLE["parts"].items():
+            pattern = pattern.replace(f"<{name}>", part)
+        rules.append((re.compile(pattern), row["instead"]))
+    return rules
+
+
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_SECRETS, _PEOPLE = _read("secrets"), _read("people")
 
 
 def hide_secrets(text: str) -> str:
@@ -179,7 +156,7 @@ def _is_plain(value: object) -> bool:
 
 def _is_secret(name: str) -> bool:
     plain = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    if re.fullmatch(rf"{_OF_TEXTS}|token_dtype", plain):
+    if re.fullmatch(rf"{_TABLE['parts']['of_texts']}|token_dtype", plain):
         return False
     words = set(re.split(r"[^a-z0-9]+", plain))
     together = "_".join(re.split(r"[^a-z0-9]+", plain))
