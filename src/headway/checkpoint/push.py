@@ -79,33 +79,20 @@ def find_repo(name: str, *, private: bool, update: bool) -> HubRepo:
             raise HubError(f"the token of {user['name']} may only read. Take one that may write: {_TOKEN}.")
         repo_id = name if "/" in name else f"{user['name']}/{name}"
         is_there = api.repo_exists(repo_id)
+    page = f"{hub.endpoint()}/{repo_id}"
     if is_there and not update:
-        raise UsageError(
-            Argument("push_to_hub", name),
-            f" is taken: {hub.endpoint()}/{repo_id} is there already. Give another name, or ",
-            Argument("update", True),
-            ", which adds a commit to it.",
-        )
+        taken = f" is taken: {page} is there already. Give another name, or "
+        raise UsageError(Argument("push_to_hub", name), taken, Argument("update", True), ", which adds a commit to it.")
     if not is_there and update:
         raise UsageError(f"there is no repository {repo_id} to update. Leave ", Argument("update", True), " out.")
     if is_there and private:
-        raise UsageError(
-            Argument("private", True),
-            f" has no effect on {repo_id}, which is there already. Leave it out, or change it in the settings of "
-            f"{hub.endpoint()}/{repo_id}.",
-        )
+        advice = f"Leave it out, or change it in the settings of {page}."
+        raise UsageError(Argument("private", True), f" has no effect on {repo_id}, which is there already. {advice}")
     return HubRepo(repo_id, is_there)
 
 
 def refuse_local_base(folder: Path) -> None:
-    """Refuse adapters whose base model is a folder of this machine, which nobody else has.
-
-    Args:
-        folder: of a model or of adapters.
-
-    Raises:
-        UsageError: they are such adapters.
-    """
+    """Refuse adapters whose base model is a folder of this machine, which nobody else has."""
     path = folder / ADAPTER_CONFIG
     base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path") if path.is_file() else None
     if base is not None and (Path(base).exists() or Path(base).is_absolute() or base.count("/") != 1):
@@ -152,18 +139,15 @@ def push(folder: Path, repo: HubRepo, *, private: bool, message: str) -> str:
     """
     api = HfApi()
     sent, _ = files_to_send(folder)
-    with _hub_errors(repo.repo_id, _again(folder, repo)):
-        if not repo.is_there:
+    again = f"headway export {folder} {Argument('push_to_hub', repo.repo_id)}"
+    way_on = "The model in {} is complete and stays there; `{}` sends it again."
+    if not repo.is_there:
+        with _hub_errors(repo.repo_id, way_on.format(folder, again)):
             api.create_repo(repo.repo_id, private=True if private else None)
-    with _hub_errors(repo.repo_id, _again(folder, HubRepo(repo.repo_id, is_there=True)), silence_s=_SENDING_S):
+    again = f"{again} {Argument('update', True)}"
+    with _hub_errors(repo.repo_id, way_on.format(folder, again), silence_s=_SENDING_S):
         api.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message=message, allow_patterns=sent)
     return f"{hub.endpoint()}/{repo.repo_id}"
-
-
-def _again(folder: Path, repo: HubRepo) -> str:
-    update = f" {Argument('update', True)}" if repo.is_there else ""
-    again = f"`headway export {folder} {Argument('push_to_hub', repo.repo_id)}{update}`"
-    return f"The model in {folder} is complete and stays there; {again} sends it again."
 
 
 def _role(user: dict[str, Any]) -> str:
@@ -173,16 +157,7 @@ def _role(user: dict[str, Any]) -> str:
 
 @contextmanager
 def _hub_errors(name: str, way_on: str, silence_s: float = _QUESTION_S) -> Iterator[None]:
-    """Put what the client raises into words, and do not wait for ever, as the client does.
-
-    Args:
-        name: of the repository.
-        way_on: what is there, and what to do.
-        silence_s: longest time without a byte [s].
-
-    Raises:
-        HubError: the Hub refused something, or did not answer.
-    """
+    """Put what the client raises into words, and give up after a silence, which the client does not."""
     session = get_session()
     before, session.timeout = session.timeout, silence_s
     try:
@@ -202,8 +177,8 @@ def _reason(error: BaseException, name: str) -> str:
         return f"the Hub's client could not send {name}: {first_line(error)}."
     if response is None:
         return f"the connection to {hub.endpoint()} broke: {first_line(error)}."
-    message = (getattr(error, "server_message", None) or "").strip().rstrip(".")
-    message = f" ({message})" if message else ""
+    words = (getattr(error, "server_message", None) or "").strip().rstrip(".")
+    message = f" ({words})" if words else ""
     reasons = {
         401: f"the Hub does not know the token{message}. {_TOKEN}.",
         403: f"the token may not write to {name}{message}. Take a name of your own or of your organisation, or another "
