@@ -105,7 +105,9 @@ def _records(file: Path, step: int, config: TrainConfig, machine: Mapping[str, A
                 continue
             last = record
             losses.add(record)
-            sums.update(tokens=record["tokens"], flops=record["flops"]["total"], again=record["flops"]["recompute"])
+            sums.update(
+                tokens=record["tokens"], flops=record["flops"]["total"], recomputed=record["flops"]["recompute"]
+            )
             wall_s += record["wall_s"]
             at_peak += record["wall_s"] * record["peak_flops_per_s"] * record["world_size"]
             sources.update({name: source["tokens"] for name, source in (record.get("sources") or {}).items()})
@@ -127,8 +129,8 @@ def _records(file: Path, step: int, config: TrainConfig, machine: Mapping[str, A
         ("time in steps", format_duration(wall_s)),
         ("MFU", f"{format_share(sums['flops'] / at_peak)} over all steps"),
     ]
-    if sums["again"]:  # HFU bills recomputation as well; without any it is MFU
-        rows.append(("HFU", format_share((sums["flops"] + sums["again"]) / at_peak)))
+    if sums["recomputed"]:  # HFU bills recomputation as well; without any it is MFU
+        rows.append(("HFU", format_share((sums["flops"] + sums["recomputed"]) / at_peak)))
     versions = [f"{name} {software[name]}" for name in ("headway", "torch", "transformers") if software.get(name)]
     device = (machine.get("device") or {}).get("name", "unknown device")
     rows += [

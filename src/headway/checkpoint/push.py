@@ -81,8 +81,10 @@ def find_repo(name: str, *, private: bool, update: bool) -> HubRepo:
         is_there = api.repo_exists(repo_id)
     page = f"{hub.endpoint()}/{repo_id}"
     if is_there and not update:
-        taken = f" is taken: {page} is there already. Give another name, or "
-        raise UsageError(Argument("push_to_hub", name), taken, Argument("update", True), ", which adds a commit to it.")
+        message = f" is taken: {page} is there already. Give another name, or "
+        raise UsageError(
+            Argument("push_to_hub", name), message, Argument("update", True), ", which adds a commit to it."
+        )
     if not is_there and update:
         raise UsageError(f"there is no repository {repo_id} to update. Leave ", Argument("update", True), " out.")
     if is_there and private:
@@ -139,13 +141,13 @@ def push(folder: Path, repo: HubRepo, *, private: bool, message: str) -> str:
     """
     api = HfApi()
     sent, _ = files_to_send(folder)
-    again = f"headway export {folder} {Argument('push_to_hub', repo.repo_id)}"
+    command = f"headway export {folder} {Argument('push_to_hub', repo.repo_id)}"
     way_on = "The model in {} is complete and stays there; `{}` sends it again."
     if not repo.is_there:
-        with _hub_errors(repo.repo_id, way_on.format(folder, again)):
+        with _hub_errors(repo.repo_id, way_on.format(folder, command)):
             api.create_repo(repo.repo_id, private=True if private else None)
-    again = f"{again} {Argument('update', True)}"
-    with _hub_errors(repo.repo_id, way_on.format(folder, again), silence_s=_SENDING_S):
+    command = f"{command} {Argument('update', True)}"
+    with _hub_errors(repo.repo_id, way_on.format(folder, command), silence_s=_SENDING_S):
         api.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message=message, allow_patterns=sent)
     return f"{hub.endpoint()}/{repo.repo_id}"
 
