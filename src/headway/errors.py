@@ -218,7 +218,7 @@ def first_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that no memory was left: Python's, PyTorch's, or that of an allocator below it.
+    """Tell whether an error says that no memory was left: Python's, PyTorch's, or that of an allocator below it.
 
     Args:
         error: of any library.

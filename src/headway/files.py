@@ -94,7 +94,7 @@ def open_output(path: Path, *, option: str = "") -> Iterator[TextIO]:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether a plain file or a folder has the name already; a device or a pipe is there to be written into."""
+    """Tell whether a plain file or a folder has the name already; a device or a pipe is there to be written into."""
     return path.is_file() or path.is_dir() or (stores.url_of(path) is not None and stores.exists(path))
 
 

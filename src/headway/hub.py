@@ -22,13 +22,13 @@ _CONNECT_S = 1.5  # for one connection to the Hub, the look-up of its address in
 
 
 def is_model_here(name: str | Path) -> bool:
-    """Whether a name is that of a file, or of a folder with a config.json, on this machine."""
+    """Tell whether a name is that of a file, or of a folder with a config.json, on this machine."""
     path = Path(name).expanduser()
     return path.is_file() or (path / CONFIG).is_file()
 
 
 def is_pipeline(path: Path) -> bool:
-    """Whether a path is the folder of a pipeline that diffusers saved."""
+    """Tell whether a path is the folder of a pipeline that diffusers saved."""
     return (path / PIPELINE).is_file()
 
 
@@ -120,7 +120,7 @@ def cached_folder(name: str) -> Path | None:
 
 @cache
 def obstacle_to_hub() -> str | None:
-    """Why the Hub cannot be asked; None if a connection to it, or to the proxy before it, could be opened."""
+    """Reason why the Hub cannot be asked; None if a connection to it, or to the proxy before it, could be opened."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -35,7 +35,7 @@ _GROUP = "headway.families"
 
 @dataclass(frozen=True)
 class Family:
-    """What one family of models brings.
+    """Hooks that one family of models brings.
 
     Attributes:
         model_types: those of its configurations.

@@ -32,7 +32,7 @@ def test_one_section_or_setting_is_printed_with_type_unit_default_and_meaning(he
     assert headway("config", "checkpoint").out == (
         "\n"
         "checkpoint\n"
-        "    When the whole state is saved, and how much of it stays on disk.\n"
+        "    Cadence at which the whole state is saved, and how much of it stays on disk.\n"
         "  checkpoint.every  whole number at least 1 | null [steps]  default null\n"
         "      Optimizer steps between checkpoints; the end of the run always has one\n"
         "  checkpoint.keep  whole number at least 1 [checkpoints]  default 2\n"

@@ -156,7 +156,7 @@ def export(
 
 
 def holds_adapters(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is of a model with adapters."""
+    """Tell whether a checkpoint is of a model with adapters."""
     return (checkpoint.model_folder / ADAPTER_CONFIG).is_file()
 
 
@@ -219,7 +219,7 @@ def _parts(
 
 
 def _layouts(model: PreTrainedModel, saved: Mapping[str, torch.Tensor]) -> dict[str, ByteLayout]:
-    """How the weights are held that a checkpoint has in 4 or 8 bits; their sizes tell."""
+    """Form in which a checkpoint holds weights of 4 or 8 bits; their sizes tell."""
     stored = {name: saved[WEIGHTS + name] for name, _ in model.named_parameters() if WEIGHTS + name in saved}
     return layouts_by_size(
         {

@@ -199,7 +199,7 @@ class CheckpointSaver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the checkpoint in flight could not be written; `wait` says why."""
+        """True if the checkpoint in flight could not be written; `wait` says why."""
         done = self._in_flight is not None and self._in_flight.done()
         return done and self._in_flight is not None and self._in_flight.exception() is not None
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RenormName(StrEnum):
-    """What keeps guided velocities from growing."""
+    """Ways to keep guided velocities from growing."""
 
     none = "none"
     per_image = "global"

@@ -151,7 +151,7 @@ def _text(config: "TrainConfig", planned: "DryRun") -> str:
 
 
 def _residual(config: "TrainConfig", planned: "DryRun") -> dict[str, Any] | None:
-    """What the run of this recipe's folder held beyond its prediction, on this device and with this torch."""
+    """Memory that the run of this recipe's folder held beyond its prediction, on this device and with this torch."""
     if planned.device is None or not (config.run.folder / "memory.json").is_file():  # torch is imported below
         return None
     with needs_extra("reading what a run held"):

@@ -142,7 +142,7 @@ def _samples(data: "Sequence[str] | None", config: "TrainConfig | None", most: i
 def _budget(
     packing_length: int | None, config: "TrainConfig | None", encoder: "Encoder", samples: "dict[str, list[Sample]]"
 ) -> "Budget":
-    """What a pack holds: as asked for, as in the run, or enough for every sample."""
+    """Budget of a pack: as asked for, as in the run, or enough for every sample."""
     from headway.data import Budget
     from headway.train.data import budget_of
 

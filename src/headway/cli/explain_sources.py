@@ -1,4 +1,4 @@
-"""What `headway explain` is pointed at: one trace or several, a run folder, its records, another tool's log, or two."""
+"""Sources of `headway explain`: one trace or several, a run folder, its records, another tool's log, or two."""
 
 import json
 import re
@@ -129,7 +129,7 @@ def _source_of(path: Path) -> Path:
 
 
 def _is_trace(path: Path) -> bool:
-    """Whether a file is a trace as far as its beginning tells: compressed, or JSON that is no record."""
+    """Tell whether a file is a trace as far as its beginning tells: compressed, or JSON that is no record."""
     if path.is_dir() or _is_records(path) or _is_log_of_json(path):
         return False
     beginning = _beginning(path)
@@ -139,7 +139,7 @@ def _is_trace(path: Path) -> bool:
 
 
 def _is_log_of_json(path: Path) -> bool:
-    """Whether the lines of a file are JSON objects that another tool writes, such as ms-swift's logging.jsonl."""
+    """Tell whether the lines of a file are JSON objects that another tool writes, such as ms-swift's logging.jsonl."""
     from headway.audit.formats import is_log
 
     beginning = _beginning(path)
@@ -147,7 +147,7 @@ def _is_log_of_json(path: Path) -> bool:
 
 
 def _is_records(path: Path) -> bool:
-    """Whether a file's first line is a record by itself; a new run's metrics.jsonl may be empty, or cut off."""
+    """Tell whether a file's first line is a record by itself; a new run's metrics.jsonl may be empty, or cut off."""
     if _is_log_of_json(path):
         return False
     try:

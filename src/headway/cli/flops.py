@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class By(StrEnum):
-    """What a row of the table is: a component, or a module."""
+    """Kind of a row of the table: a component, or a module."""
 
     component = "component"
     module = "module"

@@ -190,7 +190,7 @@ def _of_data(
 
 
 def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -> "DataView":
-    """What a training would see: its own sources, order, budget and costs."""
+    """Packs that a training would see, by its own sources, order, budget and costs."""
     from headway.answer.model_folder import make_encoder
     from headway.data.processor_settings import ProcessorSettings
     from headway.models import load_config as load_architecture

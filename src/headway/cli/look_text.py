@@ -1,4 +1,4 @@
-"""What `headway look` prints: tokens with marks or colours, images in words, packs as strips."""
+"""Text of `headway look`: tokens with marks or colours, images in words, packs as strips."""
 
 import re
 import textwrap

@@ -1,4 +1,4 @@
-"""What `chat`, `generate` and `evaluate` have in common: a model by its path, on a device, in a precision."""
+"""Options that `chat`, `generate` and `evaluate` share: a model by its path, on a device, in a precision."""
 
 from dataclasses import dataclass
 from enum import StrEnum

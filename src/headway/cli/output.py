@@ -1,4 +1,4 @@
-"""What commands print alike: JSON objects on stdout, warnings on stderr, a missing library as one sentence."""
+"""Output of all commands: JSON objects on stdout, warnings on stderr, a missing library as one sentence."""
 
 import io
 import json

@@ -248,7 +248,7 @@ _NOT_FINITE = {sign + word for sign in ("", "+", "-") for word in ("nan", "inf",
 
 
 class _Kind(NamedTuple):
-    """What a numeric option counts: its unit, "" for none, and whether it is whole."""
+    """Unit of a numeric option, "" for none, and whether it is whole."""
 
     unit: str
     is_whole: bool

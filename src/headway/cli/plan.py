@@ -261,7 +261,7 @@ def _refuse_with_scale(options: dict[str, Any]) -> None:
 def _reliability(
     scale: str | None, mtbf: float | None, save: float | None, restart: float | None
 ) -> "Reliability | None":
-    """How often devices fail, as the options say; None where they do not."""
+    """Rate at which devices fail, as the options say; None where they do not."""
     from headway.predict.failures import Reliability
 
     for name, value, needed, other in (

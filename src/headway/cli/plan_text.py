@@ -1,4 +1,4 @@
-"""What `headway plan` prints: the run's totals, its ways to fit, and the lines of its step."""
+"""Text of `headway plan`: the run's totals, its ways to fit, and the lines of its step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _LEAST_GAIN = 0.001  # of a step, that is worth a package
 
 @dataclass(frozen=True)
 class WholeRun:
-    """What a whole run takes; of each quantity the best, the expected and the worst case."""
+    """Totals of a whole run; of each quantity the best, the expected and the worst case."""
 
     tokens: float  # to train on
     steps: float  # of the optimizer
@@ -298,7 +298,7 @@ _FITS = {True: "yes", False: "NO", None: "not known"}
 
 
 def _ways(scaling: "Scaling", sizes: "Sequence[SizedRun]") -> list[str]:
-    """What makes the first size that does not fit fit."""
+    """Settings with which the first size that does not fit would."""
     size = next((size for size in sizes if size.ways), None)
     if size is None:
         return []
@@ -348,7 +348,7 @@ def _failures(runs: "Sequence[SizedRun]") -> str:
 
 
 def assumptions(config: "TrainConfig", scaling: "Scaling", runs: "Sequence[SizedRun]") -> list[str]:
-    """What the numbers take for granted, a sentence each."""
+    """Assumptions behind the numbers, a sentence each."""
     steps = min(run.planned_steps for run in runs)
     shards = "over all devices" if config.parallel.shard == "auto" else "as set, and copies of them take the rest"
     # What every size assumes.

@@ -1,4 +1,4 @@
-"""How long a planned run is: in tokens, epochs or samples."""
+"""Length of a planned run: in tokens, epochs or samples."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run is, as one of three options says."""
+    """Length of a run, as one of three options says."""
 
     tokens: float | None
     epochs: float | None
@@ -22,12 +22,12 @@ class RunLength:
 
     @property
     def is_given(self) -> bool:
-        """Whether any says it."""
+        """True if any says it."""
         return any(value is not None for value in (self.tokens, self.epochs, self.samples))
 
     @property
     def passes(self) -> float:
-        """How often the run plays its data, at least 1; 1 where nothing says it."""
+        """Times that the run plays its data, at least 1; 1 where nothing says it."""
         return max(1.0, self.epochs or 1.0)
 
     def rows(self, own: "tuple[str, LengthTable] | None", lengths: Path | None) -> int:

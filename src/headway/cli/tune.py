@@ -261,7 +261,7 @@ def search_of(
 
 
 def _room(memory: str | None, device: "Device | None") -> int | None:
-    """What each device may hold [bytes]; None where nothing says so."""
+    """Memory that each device may hold [bytes]; None where nothing says so."""
     from headway.predict.dry_run import USABLE
 
     limit = None if device is None else device.memory_bytes

@@ -1,4 +1,4 @@
-"""What `headway tune` prints: the best choices, what memory buys, what stands in the way of the next, runs measured."""
+"""Text of `headway tune`: the best choices, what memory buys, what stands in the way of the next, runs measured."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar

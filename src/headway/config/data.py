@@ -13,7 +13,7 @@ Formats = Literal["auto", "jsonl", "json", "csv", "parquet", "arrow", "webdatase
 
 
 class MediaConfig(Section):
-    """How large images and videos are read, and how many frames; a source's value comes before the run's."""
+    """Sizes at which images and videos are read, and frames; a source's value comes before the run's."""
 
     min_pixels: Pixels | None = Field(
         default=None,
@@ -144,7 +144,7 @@ class StageConfig(SourceConfig):
 
     @property
     def is_endless(self) -> bool:
-        """Whether it never ends by itself."""
+        """True if it never ends by itself."""
         return self.samples is None and all(part.epochs is None for part in self.parts)
 
 
@@ -164,7 +164,7 @@ def _check_shares(parts: Sequence[MixPart | TrainSource]) -> None:
 
 
 class BadSamplesConfig(Section):
-    """How samples that cannot be used are handled."""
+    """Handling of samples that cannot be used."""
 
     policy: Literal["error", "skip"] = Field(
         default="error", description="'error' ends the run; 'skip' goes on without them and lists them"
@@ -187,7 +187,7 @@ class BadSamplesConfig(Section):
 
 
 class StreamConfig(Section):
-    """How data that are not indexed are read and packed as they come."""
+    """Reading and packing of data that are not indexed, as they come."""
 
     lanes: Positive = Field(
         default=16, le=2**20, description="Parts that are read side by side; a multiple of the number of ranks [lanes]"
@@ -201,7 +201,7 @@ class StreamConfig(Section):
 
 
 class SourcesConfig(Section):
-    """What is trained on and what is held out."""
+    """Datasets to train on, and the one that is held out."""
 
     train: Annotated[
         tuple[TrainSource, ...],
@@ -283,7 +283,7 @@ class DataConfig(MediaConfig, SourcesConfig):
 
     @property
     def overlong_of_all(self) -> Overlong:
-        """What becomes of long samples of which nobody knows the source: what all sources say, else the run's."""
+        """Policy for long samples of which nobody knows the source: what all sources say, else the run's."""
         policies = {part.overlong or self.overlong for stage in self.played for part in stage.parts}
         return policies.pop() if len(policies) == 1 else self.overlong
 

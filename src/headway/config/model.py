@@ -35,7 +35,7 @@ class LoraConfig(Section):
 
 
 class DrawingConfig(Section):
-    """How a model that draws images is trained; a model that draws none refuses these settings."""
+    """Training of a model that draws images; a model that draws none refuses these settings."""
 
     flow_weight: Share = Field(default=1.0, description="Factor on the loss of drawn images, beside that of tokens")
     timestep_shift: Share | None = Field(
@@ -56,13 +56,13 @@ class DrawingConfig(Section):
     )
 
     def dropout(self, seed: int) -> Dropout | None:
-        """What is left out, by a run's seed; None where nothing is."""
+        """Conditions that are left out, by a run's seed; None where none are."""
         shares = (self.drop_text, self.drop_read, self.drop_reference)
         return Dropout(*shares, seed) if any(shares) else None
 
 
 class ModelConfig(Section):
-    """Which model, and which part of it learns."""
+    """The model, and the part of it that learns."""
 
     path: str = Field(
         description="Folder, Hub id or config.json of a transformers causal or image-text model; of a run's folder its "
@@ -134,17 +134,17 @@ class ModelConfig(Section):
 
     @property
     def adds_tokens(self) -> bool:
-        """Whether there are tokens to add."""
+        """True if there are tokens to add."""
         return bool(self.new_tokens or self.new_special_tokens)
 
     @property
     def scores(self) -> bool:
-        """Whether it is trained as a reward model, with an output layer of one column in place of its own."""
+        """True if it is trained as a reward model, with an output layer of one column in place of its own."""
         return self._scores
 
     @property
     def has_own_shape(self) -> bool:
-        """Whether it has other layers than what `path` names: rows of new tokens, or the head of a reward model."""
+        """True if it has other layers than what `path` names: rows of new tokens, or the head of a reward model."""
         return self.adds_tokens or self.scores
 
     def of_chats(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class ParallelConfig(Section):
         return self.model_copy(update={"replicate": world_size // (self.shard * self.sequence)})
 
     def mesh_shape(self, world_size: int) -> MeshShape:
-        """How so many processes are laid out.
+        """Lay out so many processes.
 
         Raises:
             ConfigError: they do not fit.
@@ -269,7 +269,7 @@ class SpeedConfig(Section):
         return self
 
     def is_fused(self, device: str) -> bool:
-        """Whether elementwise operations are fused, so that backward keeps less, as far as settings alone tell.
+        """Tell whether elementwise operations are fused, so that backward keeps less, as far as settings alone tell.
 
         Args:
             device: as in `run.device`; auto is taken for CUDA, as what is planned for has it.

@@ -11,7 +11,7 @@ from headway.config.sections import Fraction, Section, Share, changed
 
 @dataclass(frozen=True)
 class PairLoss:
-    """What is known of a loss of pairs of answers; `headway.models.preferences.LOSSES` has its function.
+    """Facts of a loss of pairs of answers; `headway.models.preferences.LOSSES` has its function.
 
     Attributes:
         source: paper and equation.
@@ -123,7 +123,7 @@ class PreferenceConfig(Section):
 
     @property
     def row(self) -> PairLoss:
-        """What is known of the loss."""
+        """Facts of the loss."""
         return PAIR_LOSSES[self.loss]
 
     @property
@@ -143,7 +143,7 @@ class PreferenceConfig(Section):
 
     @staticmethod
     def _reads(row: PairLoss, setting: str) -> bool:
-        """Whether a loss takes a setting."""
+        """Tell whether a loss takes a setting."""
         of_pairs = not (row.scores or row.unpaired)
         common = {"beta": not row.scores, "sft": of_pairs, "shared_prompts": not row.unpaired}
         return setting in row.settings or common.get(setting, False)

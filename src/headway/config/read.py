@@ -176,7 +176,7 @@ class TrainConfig(Section):
 
     @property
     def weighs_losses(self) -> bool:
-        """Whether the output layer runs twice: once for the losses of a pack, once more with what these weigh."""
+        """True if the output layer runs twice: once for the losses of a pack, once more with what these weigh."""
         return self.preference is not None and not self.preference.row.scores and self.speed.loss_chunk is not None
 
     @property
@@ -496,5 +496,5 @@ def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
 
 
 def _policies(data: DataConfig) -> set[str]:
-    """What becomes of samples that exceed a pack, over all sources."""
+    """Policies for samples that exceed a pack, over all sources."""
     return {part.overlong or data.overlong for stage in data.played for part in stage.parts}

@@ -83,7 +83,7 @@ class RunConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the whole state is saved, and how much of it stays on disk."""
+    """Cadence at which the whole state is saved, and how much of it stays on disk."""
 
     every: Positive | None = Field(
         default=None, description="Optimizer steps between checkpoints; the end of the run always has one [steps]"
@@ -123,7 +123,7 @@ class EvalConfig(Section):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is any evaluation."""
+        """True if there is any evaluation."""
         return self.every is not None or self.at_end
 
 

@@ -103,7 +103,7 @@ class Convention:
 
     @property
     def uses_seq_len(self) -> bool:
-        """Whether the configured row length changes the bill."""
+        """True if the configured row length changes the bill."""
         return "rows" in (self.tokens, self.scope) or self.seq_len
 
     def billed_tokens(self, step: Step) -> int:

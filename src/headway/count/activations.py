@@ -21,7 +21,7 @@ Rows = Mapping[str, Fraction]
 """Bytes per unit, by driver."""
 
 PRECISIONS = ("bfloat16", "bfloat16-autocast", "float32")
-"""How forward computes: in bfloat16 throughout, in autocast's mixture over float32 weights, or in float32."""
+"""Precision of forward: bfloat16 throughout, autocast's mixture over float32 weights, or float32."""
 
 FILE = Path(__file__).parent / "saved_activations.json"
 

@@ -82,7 +82,7 @@ class CostModel:
 
     @cached_property
     def has_vision(self) -> bool:
-        """Whether any row counts patches."""
+        """True if any row counts patches."""
         return "vision" in self.towers
 
     @cached_property
@@ -92,7 +92,7 @@ class CostModel:
 
     @cached_property
     def draws(self) -> bool:
-        """Whether any row counts latent patches."""
+        """True if any row counts latent patches."""
         return "latents" in self.towers
 
     @cached_property

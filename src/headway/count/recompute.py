@@ -61,7 +61,7 @@ class Term:
 
     @property
     def to_the_end(self) -> bool:
-        """Whether it runs blocks to their ends."""
+        """True if it runs blocks to their ends."""
         return self.text.removeprefix(f"{self.tower}:") == "reentrant"
 
     def blocks(self, names: Sequence[str], towers: Mapping[str, str]) -> list[str]:

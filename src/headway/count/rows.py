@@ -28,7 +28,7 @@ class Gradient:
     needs: int  # bit i set when training parameter i makes autograd compute it; or `ALWAYS`
 
     def runs(self, trained: int) -> bool:
-        """Whether autograd computes it."""
+        """Tell whether autograd computes it."""
         return self.needs == ALWAYS or bool(self.needs & trained)
 
 

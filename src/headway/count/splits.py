@@ -24,9 +24,9 @@ from headway.errors import WorkloadError
 MODES = ("causal", "full", "noise", "branch")
 CAUSAL, FULL, NOISE, BRANCH = range(4)
 IS_CAUSAL = np.array([True, False, False, True])
-"""Whether a token of a run of each mode sees, of its own run, only the tokens up to itself."""
+"""Modes of runs whose tokens see, of their own run, only the tokens up to themselves."""
 IS_VISIBLE = np.array([True, True, False, False])
-"""Whether later runs of the segment see a run of each mode."""
+"""Modes of runs that later runs of the segment see."""
 MODE_OF_PART = {"text": "causal", "read": "full", "reference": "full", "draw": "noise"}
 """Modes of the runs that a sample's parts are: text, images that are read or referred to, images that are drawn."""
 

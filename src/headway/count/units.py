@@ -106,7 +106,7 @@ def unit_of_tower(component: str, cost_model: CostModel) -> str:
 
 @remembered
 def is_tied(cost_model: CostModel, head: int) -> bool:
-    """Whether the head's weight is the input embedding's: no other parameter is as large."""
+    """Tell whether the head's weight is the input embedding's: no other parameter is as large."""
     size = cost_model.parameters[head].numel
     return not any(p.numel == size for number, p in enumerate(cost_model.parameters) if number != head)
 

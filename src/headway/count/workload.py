@@ -234,7 +234,7 @@ class Workload:
 
     @property
     def knows_supervised(self) -> bool:
-        """Whether the workload was told how many tokens are learnt."""
+        """True if the workload was told how many tokens are learnt."""
         return self._supervised is not None
 
     @property
@@ -262,7 +262,7 @@ class Workload:
 
     @property
     def runs_towers(self) -> bool:
-        """Whether it holds anything that a tower beside the text reads: images, videos, audio."""
+        """True if it holds anything that a tower beside the text reads: images, videos, audio."""
         return any(MODALITIES[name].tower in media_towers() for name in self._media)
 
     @property

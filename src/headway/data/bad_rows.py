@@ -156,7 +156,7 @@ class BadSamples:
 
     @property
     def skips(self) -> bool:
-        """Whether bad samples are left out instead of ending the run."""
+        """True if bad samples are left out instead of ending the run."""
         return self.policy == "skip"
 
     def handle(self, error: SampleError, counts: SampleCounts, tokens: int = 0) -> None:

@@ -105,7 +105,7 @@ class ShownPreference:
 
     @property
     def num_shared(self) -> int:
-        """How many pieces all answers begin with, which are not learnt: those of the prompt."""
+        """Number of pieces that all answers begin with, which are not learnt: those of the prompt."""
         together = zip(*(answer.pieces for answer in self.answers), strict=False)
         return sum(1 for _ in takewhile(lambda same: len({*same}) == 1 and not same[0].is_learnt, together))
 

@@ -240,7 +240,7 @@ class Document:
 
     @property
     def is_blank(self) -> bool:
-        """Whether there are no words, so that nothing is to be learnt and the document is left out."""
+        """True if there are no words, so that nothing is to be learnt and the document is left out."""
         return not (self.content.strip() if isinstance(self.content, str) else self.content)
 
     @property
@@ -445,7 +445,7 @@ class SampleError(DataError):
 
     @property
     def reason(self) -> str:
-        """What is wrong with the row, and what to do."""
+        """Fault of the row, and the way out."""
         return self.text
 
     def settle(self) -> None:

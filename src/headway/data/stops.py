@@ -105,7 +105,7 @@ class SpecialTokens:
         return tokens
 
     def alone(self, text: str) -> bool:
-        """Whether a text holds nothing but special tokens and white space."""
+        """Tell whether a text holds nothing but special tokens and white space."""
         return not text.strip() or sum(map(len, self.beginning(text))) == len("".join(text.split()))
 
     def around(self, text: str, place: int) -> int:

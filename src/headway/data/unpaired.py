@@ -16,7 +16,7 @@ from headway.models.losses import IGNORED
 
 
 def grades_of(sample: Sample) -> tuple[bool, ...]:
-    """Whether each answer of a row is wished for; of a preference the best one is, and no other.
+    """Tell of each answer of a row whether it is wished for; of a preference the best one is, and no other.
 
     Raises:
         DataError: the row says nothing of it.

@@ -66,7 +66,7 @@ class Ceiling:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it shows what the device reaches, as far as its threads tell, and not what other work left of it."""
+        """True if it shows what the device reaches, as far as its threads tell, and not what other work left of it."""
         return all(measurement.core_share is None for measurement in self.measurements) or is_settled(self.measurements)
 
     @property

@@ -19,7 +19,7 @@ from headway.devices.probe import cpu_name
 
 
 def _prefers_onednn() -> bool:
-    """Whether oneDNN multiplies faster here than the library that PyTorch takes: AMD's processors with AVX-512."""
+    """Tell whether oneDNN multiplies faster here than the library that PyTorch takes: AMD's processors with AVX-512."""
     backends: Any = torch.backends  # torch leaves them untyped
     return (
         backends.mkldnn.is_available()
@@ -32,11 +32,11 @@ def _prefers_onednn() -> bool:
 _PLAIN = (torch.Tensor, nn.Parameter)
 _ONEDNN_IS_FASTER = _prefers_onednn()  # a constant, which the compiler need not look into
 LIBRARY = "oneDNN" if _ONEDNN_IS_FASTER else None
-"""What multiplies in float32 on this CPU, where it is not PyTorch's own choice."""
+"""Library that multiplies in float32 on this CPU, where it is not PyTorch's own choice."""
 
 
 def _takes_onednn(*factors: torch.Tensor) -> bool:
-    """Whether a product of these tensors goes to oneDNN: float32 on such a CPU, and no autocast to another type."""
+    """Tell whether a product of these tensors goes to oneDNN: float32 on such a CPU, without autocast to another."""
     return (
         _ONEDNN_IS_FASTER
         and all(type(x) in _PLAIN and x.device.type == "cpu" and x.dtype == torch.float32 for x in factors)

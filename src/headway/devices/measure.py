@@ -27,7 +27,7 @@ class Measurement:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the two fastest repetitions agree, and the threads did not wait for a core.
+        """True if the two fastest repetitions agree, and the threads did not wait for a core.
 
         On a CPU with other work every repetition may be slow, and all alike: the time that threads had a core tells.
         """
@@ -95,7 +95,7 @@ def sweep_matmul(
 
 
 def is_settled(measurements: Sequence[Measurement]) -> bool:
-    """Whether a sweep shows what the device reaches: its fastest shape is steady, and so is the next larger one.
+    """Tell whether a sweep shows what the device reaches: its fastest shape is steady, and so is the next larger one.
 
     Where other work keeps the cores busy, small products may run undisturbed between its slices of time while larger
     ones, which would reach more, never do.

@@ -74,7 +74,7 @@ class Device:
 
     @property
     def is_shipped(self) -> bool:
-        """Whether the entry comes with the package."""
+        """True if the entry comes with the package."""
         return self.origin == _SHIPPED
 
     def spoken_names(self) -> tuple[str, ...]:

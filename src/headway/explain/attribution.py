@@ -231,7 +231,7 @@ def _enter_operator(context: Surroundings, index: int, name: str, sequence: int,
 
 
 def _is_around_the_model(context: Surroundings) -> bool:
-    """Whether a place is in no module, no backward, no phase that has a name and no chore."""
+    """Tell whether a place is in no module, no backward, no phase that has a name and no chore."""
     return not context.module and context.backward == NONE and context.phase is None and context.chore is Chore.NONE
 
 

@@ -107,7 +107,7 @@ class NeededWork:
 
     @property
     def is_undivided(self) -> bool:
-        """Whether the whole model is one component, as where the trace's modules have no paths."""
+        """True if the whole model is one component, as where the trace's modules have no paths."""
         return self._components.keys() == {""}
 
     def component_of(self, module: str) -> str:

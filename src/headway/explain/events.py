@@ -268,7 +268,7 @@ class Trace:
 
     @property
     def is_cpu_only(self) -> bool:
-        """Whether nothing ran on a device, so that operators of the host take the place of kernels."""
+        """True if nothing ran on a device, so that operators of the host take the place of kernels."""
         return len(self.device) == 0
 
 

@@ -1,4 +1,4 @@
-"""What a run folder tells beside the records of its steps: device, resumes, end, and time between the steps."""
+"""Facts of a run folder beside the records of its steps: device, resumes, end, and time between the steps."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -133,7 +133,7 @@ def _title(shown: StepWaterfall, mean: MeanWaterfall, num_ranks: int, *, markdow
 
 
 def _on_host(shown: StepWaterfall) -> str:
-    """How long the step lasted on the host, where its window is less sure and of another length."""
+    """Duration of the step on the host, where its window is less sure and of another length."""
     host_ns = shown.measured[1].window.host_ns if shown.measured is not None and shown.is_edge else None
     if host_ns is None or abs(shown.duration_ns - host_ns) <= _SAME_LENGTH * host_ns:
         return ""

@@ -70,13 +70,13 @@ class TraceText(NamedTuple):
 
 
 def is_packed(beginning: bytes) -> bool:
-    """Whether a file is compressed, an archive or a database by its first 512 bytes, and so no log and no records."""
+    """Tell by its first 512 bytes whether a file is compressed, an archive or a database, and no log."""
     magics = (_GZIP, _XZ, _BZIP2, _ZSTD, *_ZIP, SQLITE_MAGIC)
     return beginning.startswith(magics) or beginning[_TAR_AT:].startswith(_TAR)
 
 
 def is_database(path: Path) -> bool:
-    """Whether a file is a SQLite database, as Nsight Systems exports its reports."""
+    """Tell whether a file is a SQLite database, as Nsight Systems exports its reports."""
     try:
         with open_plain(path) as file:
             return file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC

@@ -158,7 +158,7 @@ def _step_of(trace: Trace, launch: Column, which: Column) -> Column:
 def _finished(
     track: Column, starts: Column, ends: Column, computes: Column, step_of: Column, num_steps: int
 ) -> list[int]:
-    """When the stream that computes most had done all that was launched before each step [ns]; 0 if nothing was.
+    """Time when the stream that computes most had done all that was launched before each step [ns]; 0 if nothing was.
 
     Kernels of a stream run in order, so one without a launch belongs to the step of the one before it, and those before
     the first launch to what preceded the trace.

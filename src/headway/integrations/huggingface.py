@@ -288,7 +288,7 @@ class _Models:
 
     @property
     def _is_reference(self) -> bool:
-        """Whether the trained model is the reference now: its adapters are off, or others are on."""
+        """True if the trained model is the reference now: its adapters are off, or others are on."""
         adapter = self._adapter
         return adapter is not None and (adapter.disable_adapters or adapter.active_adapters != self._active)
 

@@ -21,7 +21,7 @@ POLICY, REFERENCE = "policy", "reference"
 """Scoring by the trained model, and by what it was before."""
 
 _REWARDS = "_calculate_rewards"
-"""How the names of TRL's methods begin that ask reward functions and reward models, whichever trainer's."""
+"""Beginnings of the names of TRL's methods that ask reward functions and reward models, whichever trainer's."""
 
 
 class TrainerCalls:

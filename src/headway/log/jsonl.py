@@ -47,7 +47,7 @@ class LineFile:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the file holds no line."""
+        """True if the file holds no line."""
         return os.fstat(self._file.fileno()).st_size == 0
 
     def append(self, record: Mapping[str, Any]) -> None:

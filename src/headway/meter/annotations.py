@@ -236,7 +236,7 @@ def _units(model: "nn.Module", outside: dict[int, Any]) -> "Iterator[tuple[str, 
 
 
 def _is_compiled(module: Any) -> bool:
-    """Whether a module runs as one compiled unit, around which its own hooks stand."""
+    """Tell whether a module runs as one compiled unit, around which its own hooks stand."""
     forward = module.forward
     laid_over = getattr(vars(module).get("forward"), "__closure__", None) or ()  # as `compile_blocks` does
     return (

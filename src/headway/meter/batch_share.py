@@ -18,7 +18,7 @@ _DATA_NAMES = ("dp", "data", "ddp", "fsdp", "hsdp", "replicate", "shard", "ep", 
 
 @dataclass(frozen=True)
 class BatchShare:
-    """What one rank has of a batch.
+    """Share that one rank has of a batch.
 
     Attributes:
         ranks: ranks in a row that work on it together; 1 where they do not lie in a row.

@@ -174,7 +174,7 @@ def _check_side(pixels: Any, cost_model: CostModel) -> None:
 
 
 def _sees_alone(cost_model: CostModel) -> bool:
-    """Whether pictures of one size are all that a model's costs depend on."""
+    """Tell whether pictures of one size are all that a model's costs depend on."""
     return all(row.driver.startswith("frames:") for row in cost_model.rows)
 
 

@@ -94,7 +94,7 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took, once the device has passed its end [s]."""
+        """Duration, once the device has passed its end [s]."""
         return self.end.seconds_since(self.begin)
 
 

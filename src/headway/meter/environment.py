@@ -219,6 +219,6 @@ def settings_of(model: Any, device: Any) -> dict[str, Any]:
 
 
 def anomaly_mode() -> bool | None:
-    """Whether autograd looks for numbers that are not finite in every operation; None before torch is loaded."""
+    """Tell whether autograd looks for numbers that are not finite in every operation; None before torch is loaded."""
     torch = sys.modules.get("torch")
     return None if torch is None else bool(torch.is_anomaly_enabled())

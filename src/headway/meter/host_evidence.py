@@ -1,4 +1,4 @@
-"""What the host did in profiled steps that no operator shows: its stack from time to time, and collections of garbage.
+"""Work of the host in profiled steps that no operator shows: its stack from time to time, and collections of garbage.
 
 Samples have the clock of `time.perf_counter_ns`; the trace has another one. So each step's beginning is noted by this
 clock too, beside its annotation in the trace, and readers shift the samples by the difference.

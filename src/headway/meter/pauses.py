@@ -132,7 +132,7 @@ class PlaceSampler:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is no loop left to look at."""
+        """True if there is no loop left to look at."""
         return self._phases.is_over
 
     def look(self, passed_s: float) -> None:

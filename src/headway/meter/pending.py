@@ -40,7 +40,7 @@ class Billing:
 
     @property
     def trains(self) -> bool:
-        """Whether the batch trains the model: its own forward, with a backward."""
+        """True if the batch trains the model: its own forward, with a backward."""
         return self.own and not self.forward_only
 
     def count(self, workload: Workload, cost_models: Sequence[CostModel], by: By = "component") -> FlopCount:

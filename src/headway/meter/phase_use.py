@@ -1,4 +1,4 @@
-"""What a window tells of phases: those that its loop names, and those into which sampled steps are divided."""
+"""Phases of a window: those that its loop names, and those into which sampled steps are divided."""
 
 import math
 from collections.abc import Mapping
@@ -98,7 +98,7 @@ class PhaseUse(Utilisation):
 
     @property
     def bound(self) -> str | None:
-        """What the phase would be bound by on perfect hardware, `compute` or `memory`; None where it is not known."""
+        """Limit of the phase on perfect hardware, `compute` or `memory`; None where it is not known."""
         mfu, mbu = self.mfu, self.mbu
         if math.isnan(mfu) or math.isnan(mbu) or not (mfu or mbu):
             return None

@@ -111,7 +111,7 @@ class PhaseTimer:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody holds the model any more."""
+        """True if nobody holds the model any more."""
         return self._forwards.model is None
 
     @property

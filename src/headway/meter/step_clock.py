@@ -203,7 +203,7 @@ class StepClock:
 
     @property
     def is_away(self) -> bool:
-        """Whether the loop does something else than training, from a `leave` to its `back`."""
+        """True if the loop does something else than training, from a `leave` to its `back`."""
         return self._left_s is not None
 
     @property

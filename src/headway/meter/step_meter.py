@@ -1,4 +1,4 @@
-"""What every meter of a loop does: it knows the model's costs, and keeps each step until the device has passed it."""
+"""Work of every meter of a loop: it knows the model's costs, and keeps each step until the device has passed it."""
 
 import math
 import warnings
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeteredLoop:
-    """What a meter is told of a loop; `Meter` says what each argument means."""
+    """Facts of a loop that a meter takes; `Meter` explains each argument."""
 
     model: Any
     cost_model: CostModel | None = None
@@ -214,7 +214,7 @@ class StepMeter(StepClock, ABC):
 
     @property
     def trains_now(self) -> bool:
-        """Whether the trained model is in training mode, as far as it is known."""
+        """True if the trained model is in training mode, as far as it is known."""
         return self.model is None or self.model.training
 
     @property
@@ -292,7 +292,7 @@ class StepMeter(StepClock, ABC):
 
     @property
     def _is_first(self) -> bool:
-        """Whether this rank writes the records."""
+        """True if this rank writes the records."""
         import torch.distributed as dist
 
         return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0

@@ -141,7 +141,7 @@ class WarmUp:
         self._sizes: set[int] = set()
 
     def is_over(self, size: int) -> bool:
-        """Whether a forward of this size [slots] comes after the warm-up; one that does not belongs to it."""
+        """Tell whether a forward of this size [slots] comes after the warm-up; one that does not belongs to it."""
         if self._num_forwards >= 2 and (size in self._sizes or len(self._sizes) >= 2):
             return True
         self._num_forwards += 1

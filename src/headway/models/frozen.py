@@ -1,4 +1,4 @@
-"""How weights are held that do not learn: in the dtype of their products, or in 4 or 8 bits (`model.base`).
+"""Weights that do not learn, held in the dtype of their products, or in 4 or 8 bits (`model.base`).
 
 Autocast casts a weight for its product and keeps master weights of float32 for what learns. Of a weight that only
 products read, and that does not learn, nothing needs more than the copy: it is held in that dtype, the same numbers at

@@ -159,7 +159,7 @@ def write_adapter_config(model: PreTrainedModel, folder: Path) -> None:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model has adapters."""
+    """Tell whether a model has adapters."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
@@ -259,12 +259,12 @@ def adapters_alone(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
 
 
 def adapts_scorer(folder: Path) -> bool:
-    """Whether the adapters in a folder, whose adapter_config.json has been read before, are of a reward model."""
+    """Tell whether the adapters in a folder, whose adapter_config.json has been read before, are of a reward model."""
     return bool(json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("task_type") == _SCORING)
 
 
 def _goes_with_adapters(name: str) -> bool:
-    """Whether a tensor is of an adapter, or learns beside them: the head of a reward model."""
+    """Tell whether a tensor is of an adapter, or learns beside them: the head of a reward model."""
     return is_adapter(name) or name == SCORE_WEIGHT
 
 

@@ -172,7 +172,7 @@ def _read_slices(sliced: dict[str, Any], model: PreTrainedModel, plan: LoadState
 
 
 def _cuts_alike(rule: WeightConverter, parameter: DTensor) -> bool:
-    """Whether a process's rows of a parameter can be made from the same rows of the stored tensors alone."""
+    """Tell whether a process's rows of a parameter can be made from the same rows of the stored tensors alone."""
     merges = all(
         (isinstance(op, MergeModulelist) and op.dim == 0) or (isinstance(op, Concatenate) and op.dim > 0)
         for op in rule.operations

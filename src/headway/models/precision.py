@@ -33,7 +33,7 @@ class Precision:
 
     @property
     def is_float8(self) -> bool:
-        """Whether the blocks' linear layers multiply in float8."""
+        """True if the blocks' linear layers multiply in float8."""
         return self.name == "float8"
 
     @property

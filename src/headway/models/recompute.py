@@ -105,7 +105,7 @@ def recompute_blocks(
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether a block was chosen."""
+    """Tell whether a block was chosen."""
     return bool(getattr(module, "gradient_checkpointing", False))
 
 

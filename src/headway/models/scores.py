@@ -40,7 +40,7 @@ def scoring_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def is_scorer(config: PreTrainedConfig) -> bool:
-    """Whether a configuration is that of a reward model."""
+    """Tell whether a configuration is that of a reward model."""
     scorer = _class_of(config)
     return scorer is not None and scorer.__name__ in (config.architectures or ()) and config.num_labels == 1
 

@@ -188,7 +188,7 @@ def answer_ahead(model: PreTrainedModel) -> None:
 
 
 def on_pack() -> bool:
-    """Whether a model is running on a pack just now."""
+    """Tell whether a model is running on a pack just now."""
     return _pack.get() is not None
 
 

@@ -34,7 +34,7 @@ class WeightAverage:
 
     @property
     def is_judged(self) -> bool:
-        """Whether evaluations judge the averaged weights."""
+        """True if evaluations judge the averaged weights."""
         return self._ema.evaluate
 
     @torch.no_grad()

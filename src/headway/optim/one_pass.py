@@ -16,7 +16,7 @@ _TYPES = (torch.float32, torch.bfloat16)
 
 
 def fits_one_pass(tensors: Sequence[torch.Tensor], device_type: str) -> bool:
-    """Whether the kernel updates a parameter: a large one, in whole pieces of memory on its kind of device.
+    """Tell whether the kernel updates a parameter: a large one, in whole pieces of memory on its kind of device.
 
     Args:
         tensors: this process's weight, gradient and moments.
@@ -100,7 +100,7 @@ def why_not(kinds: Iterable[tuple[torch.dtype, torch.dtype]], device: torch.devi
 
 
 def _is_right(weight_type: torch.dtype, moment_type: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel's second step is PyTorch's, but for rounding of the types in which it is held.
+    """Tell whether the kernel's second step is PyTorch's, but for rounding of the types in which it is held.
 
     Gradients are halved by the kernel, and beforehand for PyTorch's.
     """

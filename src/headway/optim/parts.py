@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends its parameter."""
+        """True if it ends its parameter."""
         return self.stop == local(self.parameter).numel()
 
     def of(self, tensor: torch.Tensor, *, block: int = 1) -> torch.Tensor:

@@ -15,7 +15,7 @@ from headway.packing.parts import Dropout, PartCosts, PartTable
 from headway.packing.pieces import TargetRuns, Targets, split
 
 Overlong = Literal["error", "drop", "truncate", "split"]
-"""What happens to a sample that is longer than a pack: an error, or it is left out, cut, or cut in pieces."""
+"""Policy for a sample that is longer than a pack: an error, or it is left out, cut, or cut in pieces."""
 
 OVERLONG: tuple[Overlong, ...] = ("error", "drop", "truncate", "split")
 Policies = Overlong | Mapping[str, Overlong]
@@ -49,14 +49,14 @@ class Lengths(Protocol):
 
     @property
     def ok(self) -> Numbers:
-        """Whether each row can be used, shape (N,)."""
+        """Mask of the rows that can be used, shape (N,)."""
 
     def segments_of(self, row: int) -> Sequence[int]:
         """Lengths of a row's views, of a chat that has several; nothing for other rows [tokens]."""
 
     @property
     def empty(self) -> Numbers:
-        """Whether each row holds nothing to learn, which is no fault, shape (N,)."""
+        """Mask of the rows that hold nothing to learn, which is no fault, shape (N,)."""
 
     def costs(self, cost_model: CostModel) -> Numbers:
         """FLOPs of training on each row, shape (N,)."""

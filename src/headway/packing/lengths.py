@@ -131,7 +131,7 @@ class LengthTable:
 
     @property
     def ok(self) -> Numbers:
-        """Whether each row can be used, shape (N,)."""
+        """Mask of the rows that can be used, shape (N,)."""
         return np.ones(len(self.tokens), dtype=bool)
 
     def segments_of(self, row: int) -> Sequence[int]:
@@ -140,7 +140,7 @@ class LengthTable:
 
     @property
     def empty(self) -> Numbers:
-        """Whether each row holds nothing, shape (N,)."""
+        """Mask of the rows that hold nothing, shape (N,)."""
         return ~self.ok
 
     def costs(self, cost_model: CostModel) -> Numbers:

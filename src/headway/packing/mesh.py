@@ -1,4 +1,4 @@
-"""How many processes each kind of parallelism takes; arithmetic alone, so that it is known before any process starts.
+"""Number of processes that each kind of parallelism takes; arithmetic alone, known before any process starts.
 
 Ranks are laid out as replicate x shard x sequence, the last running fastest.
 """
@@ -16,7 +16,7 @@ def _how_many() -> str:
 
 @dataclass(frozen=True)
 class MeshShape:
-    """How many processes each kind of parallelism takes.
+    """Number of processes that each kind of parallelism takes.
 
     >>> MeshShape.of(8, sequence=2)
     MeshShape(replicate=1, shard=4, sequence=2, expert=1)

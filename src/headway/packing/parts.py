@@ -26,7 +26,7 @@ Numbers = NDArray[Any]
 KINDS = tuple(MODE_OF_PART)
 """Kinds of parts, by the numbers that stand for them."""
 COLUMNS = ("kind", "tokens", "supervised", "rows", "columns")
-"""What is told of a part: its kind's number, its tokens, of these the supervised ones, and the patches of an image."""
+"""Facts of a part: its kind's number, its tokens, of these the supervised ones, and the patches of an image."""
 _TEXT, _READ, _REFERENCE, _DRAW = range(4)
 _MODES = tuple(MODE_OF_PART.values())
 
@@ -94,7 +94,7 @@ class PartTable(NamedTuple):
         return sample
 
     def conditions(self) -> Numbers:
-        """Whether each part is a condition, shape (M,)."""
+        """Mask of the parts that are conditions, shape (M,)."""
         kind, place = self.values[:, 0], np.arange(len(self.values))
         last = np.full(len(self.keys), -1)
         drawn = kind == _DRAW

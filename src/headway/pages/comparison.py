@@ -76,7 +76,7 @@ def _named_apart(a: ReportedRun, b: ReportedRun) -> tuple[ReportedRun, ReportedR
 
 
 def _verdict(a: ReportedRun, b: ReportedRun, compared: Comparison) -> list[str]:
-    """How the steps differ and how surely, then what each run reached, and by which settings they differ."""
+    """Difference of the steps and its sureness, then the results of each run, and the settings by which they differ."""
     first, *others = differences(compared)
     exact = [*_waste_differs(a, b), *_peaks_differ(a, b)]  # which no scatter of times can change
     reached = [f"{letter}, {run.name}: {verdict(run)}" for letter, run in (("A", a), ("B", b))]
@@ -102,7 +102,7 @@ def _settings_in_words(a: ReportedRun, b: ReportedRun) -> list[str]:
 
 
 def _waste_differs(a: ReportedRun, b: ReportedRun) -> list[str]:
-    """How many more FLOPs a step computes for the same useful ones, where it does."""
+    """Factor of FLOPs that a step computes for the same useful ones, where it is above 1."""
     ratios = _computed_of_useful(a), _computed_of_useful(b)
     if math.isclose(*ratios, rel_tol=_SAME_WORK):
         return []
@@ -110,7 +110,7 @@ def _waste_differs(a: ReportedRun, b: ReportedRun) -> list[str]:
 
 
 def _peaks_differ(a: ReportedRun, b: ReportedRun) -> list[str]:
-    """That a share of one peak is compared with that of another, where it is."""
+    """Warning that a share of one peak is compared with that of another, where it is."""
     peaks = [number(run.records[-1].get("peak_flops_per_s")) for run in (a, b)]
     if None in peaks or math.isclose(*(peak or 0.0 for peak in peaks), rel_tol=_SAME_PEAK):
         return []
@@ -305,7 +305,7 @@ def _series(a: ReportedRun, b: ReportedRun) -> list[ReportSection]:
 
 
 def _curve(run: ReportedRun, *keys: str) -> "tuple[np.ndarray, np.ndarray]":
-    """What was spent up to each step, and the mean of the losses before it."""
+    """Amount that was spent up to each step, and the mean of the losses before it."""
     points = [
         (spent, loss)
         for record in run.records
@@ -380,7 +380,7 @@ def _at(record: Mapping[str, Any], *keys: str) -> Any:
 
 
 def _per_step(run: ReportedRun, *keys: str) -> float:
-    """What a step that the mean step counts comes to, by the keys that lead to the number."""
+    """Value of a step that the mean step counts, by the keys that lead to the number."""
     counted = {step.step for step in run.explanation.steps[len(run.mean.left_out) :]}
     records = [record for record in run.records if record.get("step") in counted]
     num_steps = round(sum(number(record.get("num_steps")) or 1.0 for record in records))

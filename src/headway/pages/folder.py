@@ -162,7 +162,7 @@ def _times(folder: Path, records: Sequence[Mapping[str, Any]]) -> ReportSection:
 
 
 def _which_steps(folder: Path, profiled: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> str:
-    """Which steps explain.json is of, and whether the run has gone on to another profile since."""
+    """Steps that explain.json is of, and whether the run has gone on to another profile since."""
     steps = [int(step) for record in profiled if (step := number(record.get("step"))) is not None]
     last = max((int(step) for record in records if (step := number(record.get("step"))) is not None), default=0)
     if not steps:
@@ -180,7 +180,7 @@ def _which_steps(folder: Path, profiled: Sequence[Mapping[str, Any]], records: S
 
 
 def _conventions(folder: Path) -> ReportSection:
-    """What other tools would charge for the last step of a run that has ended, and print against the same peak."""
+    """Bills of other tools for the last step of a run that has ended, and the MFU that they print of the same peak."""
     summary = _object(folder / SUMMARY)
     mfu, conventions = number(summary.get("mfu")), summary.get("conventions")
     rows = []
@@ -287,12 +287,12 @@ def _answers(folder: Path) -> ReportSection:
 
 
 def _is_picture(value: object) -> bool:
-    """Whether a record holds a small JPEG in base64, whose first three bytes are FF D8 FF."""
+    """Tell whether a record holds a small JPEG in base64, whose first three bytes are FF D8 FF."""
     return isinstance(value, str) and value.startswith("/9j/") and _BASE64.fullmatch(value) is not None
 
 
 def _drawn(folder: Path) -> ReportSection:
-    """What the drawing demo had its model draw, and who read it as what was asked for."""
+    """Digits that the drawing demo had its model draw, and who read them as what was asked for."""
     judged, picture = _object(folder / "drawn.json"), folder / "drawn.png"
     digits = _mapping(judged.get("digits"))
     if not digits or not picture.is_file() or picture.stat().st_size > _LARGEST_PICTURE:

@@ -56,7 +56,7 @@ def judged_markdown(path: Path, evaluations: Sequence[Mapping[str, Any]]) -> str
 
 
 def _sentence(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """How many evaluations there are, and what the last one gave."""
+    """Number of evaluations, and the results of the last one."""
     count = len(evaluations)
     many = f"{format_count(count)} evaluation{'' if count == 1 else 's'} and no step of training"
     step, score = number(evaluations[-1].get("step")), scores(evaluations[-1])
@@ -66,7 +66,7 @@ def _sentence(evaluations: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _sections(path: Path) -> dict[str, list[ReportSection]]:
-    """What the folder holds beside steps, by heading."""
+    """Sections of the folder beside those of steps, by heading."""
     folder, texts = path if path.is_dir() else path.parent, texts_of(path)
     of_folder = folder_sections(folder, ())
     files = [changed_settings(texts.get(CONFIG, ""), texts.get(RUN, "")), provenance(texts.get(RUN, ""))]

@@ -16,7 +16,7 @@ from headway.explain.waterfall import explain
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """What a profile says of its steps.
+    """Sections of what a profile says of its steps.
 
     Attributes:
         about: which steps, on how many ranks.

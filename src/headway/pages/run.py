@@ -229,7 +229,7 @@ def _over_the_run(run: ReportedRun) -> dict[str, list[ReportSection]]:
 
 
 def verdict(run: ReportedRun) -> str:
-    """What the run reached, in which time, and the first thing to mend, in a sentence."""
+    """Result of the run, its time, and the first thing to mend, in a sentence."""
     judged = held_out(run.folder) if run.folder is not None else []
     summary = run.folder / SUMMARY if run.folder is not None else None
     ended = as_object(summary.read_bytes()) if summary is not None and summary.is_file() else None
@@ -381,7 +381,7 @@ def _times(run: ReportedRun) -> list[ReportSection]:
 
 
 def _why_slow(record: Mapping[str, Any], usual_tokens: float) -> str:
-    """What a slow step's own record tells of why; mostly nothing does."""
+    """Cause that a slow step's own record tells; mostly there is none."""
     reasons = []
     if (waited := number(record.get("data_wait_share")) or 0.0) >= _TOLD:
         reasons.append(f"waited for data {format_share(waited)}")
@@ -434,7 +434,7 @@ def _sources(run: ReportedRun) -> list[ReportSection]:
 
 
 def machine(run: ReportedRun) -> dict[str, Any]:
-    """What the page of a run says in numbers, JSON-ready."""
+    """Numbers of the page of a run, JSON-ready."""
     by_key = {key: [number(record.get(key)) for record in run.records] for key, _, _ in SERIES}
     return {
         "schema_version": SCHEMA_VERSION,

@@ -123,7 +123,7 @@ def pack_line(number: int, pack: "ShownPack", budget: "Budget") -> str:
 
 
 def counts_line(name: str, count: "OverlongCounts") -> str:
-    """What became of a dataset's rows."""
+    """Fate of a dataset's rows."""
     outcomes = [f"{format_count(count.read)} read"]
     outcomes += [
         f"{format_count(number)} {what}"

@@ -60,7 +60,7 @@ def first_sentence(
 
 
 def _state(summary: Mapping[str, Any], *, is_unfinished: bool) -> str:
-    """How a run ended that did not take all its steps; "" of one that did, or where nothing tells."""
+    """End of a run that did not take all its steps, in words; "" of one that did, or where nothing tells."""
     if is_unfinished:
         return "Unfinished run"
     done, planned = number(summary.get("steps")), number(summary.get("planned_steps"))
@@ -72,7 +72,7 @@ def _state(summary: Mapping[str, Any], *, is_unfinished: bool) -> str:
 
 
 def _learnt(records: Sequence[Mapping[str, Any]]) -> str:
-    """How the loss went; "" where none is known."""
+    """Course of the loss, in words; "" where none is known."""
     tally = LossTally()
     for record in records:
         numbers = {key: number(record.get(key)) for key in ("loss", "flow_loss")}

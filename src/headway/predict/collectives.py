@@ -95,7 +95,7 @@ class Links:
         return cls(Link(inside, INSIDE_S), network, joined, device.title, source, host)
 
     def reaches(self, devices: int) -> bool:
-        """Whether the links that so many devices need are known."""
+        """Tell whether the links that so many devices need are known."""
         return devices <= self.per_node or self.between is not None
 
     def require(self, devices: int) -> None:

@@ -118,7 +118,7 @@ class DryRun:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the run fits `USABLE` of the device's memory; None without a device."""
+        """True if the run fits `USABLE` of the device's memory; None without a device."""
         room = room_of(self.device)
         return None if room is None else self.memory.peak <= room
 
@@ -330,7 +330,7 @@ def compute_bytes_of(precision: Precision) -> int:
 
 
 def inputs_on_host(config: TrainConfig) -> bool:
-    """Whether what enters recomputed blocks leaves the device; a CPU's memory is the host's."""
+    """Tell whether what enters recomputed blocks leaves the device; a CPU's memory is the host's."""
     return config.speed.offload == "inputs" and not config.run.device.startswith("cpu")
 
 

@@ -31,7 +31,7 @@ PRICES = {
     "data.tokens_per_pack": "longer samples are cut or dropped, and a step has fewer tokens",
     "parallel.offload": "a step waits for the host's memory",
 }
-"""What each setting costs, by its name, or by what it is set to."""
+"""Price of each setting, by its name, or by what it is set to."""
 
 LORA_RANK = 16
 """Rank of the adapters that are proposed: PEFT's tutorials and LLaMA-Factory's examples use 8 to 64."""

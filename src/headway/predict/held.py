@@ -65,7 +65,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What decides in how many bytes a weight is held and gathered."""
+    """Traits that decide in how many bytes a weight is held and gathered."""
 
     weight_bytes: int  # of a number that learns
     compute_bytes: int  # of a number that products read

@@ -10,9 +10,9 @@ from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.slices import rows_of
 
 Update = Literal["separate", "one pass"]
-"""How an optimizer computes on what is not held in float32: by a kernel for each operation, or by one for all."""
+"""Kernels by which an optimizer computes on what is not held in float32: one for each operation, or one for all."""
 UPDATE: Update = "one pass"
-"""How `headway.optim` does on CUDA (`optim.one_pass`; its speed is not measured yet): a kernel does all of it while it
+"""Kernels of `headway.optim` on CUDA (`optim.one_pass`; its speed is not measured yet): one does all of it while it
 reads and writes each number once. Without Triton it is "separate": copied to float32, updated by PyTorch's fused AdamW,
 rounded and copied back."""
 COPIED, ROUNDED, CODED = 2, 30, 46
@@ -43,7 +43,7 @@ class Kernels:
 HEADWAY = Kernels()
 
 LOG_SOFTMAX_READS = 3
-"""How often log-softmax reads a row of logits: for its largest, its sum and its result.
+"""Times that log-softmax reads a row of logits: for its largest, its sum and its result.
 
 Source: cunn_SoftMaxForward of PyTorch's SoftMax.cu, 2.11.
 """

@@ -220,7 +220,7 @@ def _between(
 
 
 def _casts(state: State, sharing: Sharing) -> bool:
-    """Whether autocast makes copies of weights in the dtype of the products."""
+    """Tell whether autocast makes copies of weights in the dtype of the products."""
     return not sharing.gathers and state.compute_bytes < state.weight_bytes
 
 
@@ -394,7 +394,7 @@ Source: docs.pytorch.org/docs/stable/notes/cuda.html, "cuBLAS workspaces".
 """
 
 LARGE_SEGMENT, SMALL_SEGMENT = 20 * MIB, 2 * MIB
-"""What the allocator takes from the driver for one request of up to 10 MiB, and for those up to 1 MiB [bytes].
+"""Block that the allocator takes from the driver for one request of up to 10 MiB, and for those up to 1 MiB [bytes].
 
 The rest of the last one of each is what it cannot use at worst, where segments grow; tensors themselves are rounded up
 to 512 bytes. Source: c10/core/AllocatorConfig.h of torch 2.13, kLargeBuffer and kSmallBuffer.

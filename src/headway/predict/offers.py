@@ -262,7 +262,7 @@ class OfferSearch:
         return OfferResult(offer, (), why + self._limit(offer, scaling.links, last.size.devices), last)
 
     def _limit(self, offer: Offer, links: Links, most: int) -> str:
-        """Why there are no more than so many devices."""
+        """Reason why there are no more than so many devices."""
         if self.devices is not None or most >= MOST_DEVICES:
             return ""
         if not links.reaches(2 * most) and offer.most > most:
@@ -279,7 +279,7 @@ class OfferSearch:
         return [count for count in counts if count <= offer.most and links.reaches(count)]
 
     def _is_too_few(self, planned: PricedRun, count: int) -> bool:
-        """Whether so many devices are far from being in time, by proportion to a size that was planned."""
+        """Tell whether so many devices are far from being in time, by proportion to a size that was planned."""
         if self.within_s is None:
             return False
         return _NEVER_FASTER * planned.seconds.expected * planned.size.devices / count > self.within_s

@@ -27,7 +27,7 @@ def reference_model(config: TrainConfig, cost_model: CostModel) -> CostModel | N
 
 
 def is_each_step(config: TrainConfig) -> bool:
-    """Whether a step computes the reference of its packs; otherwise it is computed before the first one."""
+    """Tell whether a step computes the reference of its packs; otherwise it is computed before the first one."""
     return config.preference is not None and config.preference.compares_with == "adapters-off"
 
 

@@ -64,7 +64,7 @@ def trained_of_process(cost_model: CostModel, expert: int) -> int:
 
 
 def is_float8(row: Row) -> bool:
-    """Whether a row is of a linear layer that `run.dtype=float8` converts."""
+    """Tell whether a row is of a linear layer that `run.dtype=float8` converts."""
     fits = row.features is not None and not any(size % FLOAT8_MULTIPLE for size in row.features)
     return fits and row.op == "linear" and bool(row.block) and not row.component.endswith(".router")
 

@@ -44,7 +44,7 @@ QUANTITIES = (
     Quantity("price_per_chip_hour", "price per chip-hour"),
     Quantity("cost", "cost"),
 )
-"""What `solve` takes and gives: the name of each quantity, its label and its unit."""
+"""Quantities that `solve` takes and gives: the name of each, its label and its unit."""
 _BY_KEY = {quantity.key: quantity for quantity in QUANTITIES}
 
 # A dictionary of exponents: the product of quantities to these powers, times `scale`, is 1. Some follow from others;

@@ -21,7 +21,7 @@ from headway.tracing.block_activations import saved_by_block, saved_of_config
 
 
 def compiles(speed: SpeedConfig, model: PreTrainedModel, device: torch.device) -> tuple[bool, tuple[str, ...]]:
-    """Whether blocks are compiled.
+    """Tell whether blocks are compiled.
 
     With auto they are on CUDA, if Triton is there to compile for it and the model has blocks.
 

@@ -55,7 +55,7 @@ plan does not know the packages of the machine that trains."""
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
-    """How a kernel's rate depends on its work.
+    """Rate of a kernel by its work.
 
     A tile of queries takes a time of its own and one for each key that it sees, so that a query of n keys is computed
     at n / (n + m) of the rate of long segments. Heads are filled up to a size that the kernel is built for.
@@ -181,7 +181,7 @@ class Speeds:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the rates were measured on this device at the model's own shapes."""
+        """True if the rates were measured on this device at the model's own shapes."""
         return bool(self.products)
 
     @classmethod

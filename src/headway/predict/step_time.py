@@ -46,7 +46,7 @@ ROWS = (64, 512, 2048, 8192)
 """Rows of inputs for which the rates of products are measured; others lie between or near."""
 
 FORWARD_MOVES, BACKWARD_MOVES = 2, 3
-"""How often elementwise operations move each byte that autograd saves: written and read in forward; in backward it is
+"""Times that elementwise operations move each byte that autograd saves: written and read in forward; in backward it is
 read once more, and its gradient is written and read."""
 
 DEQUANTISED = 22
@@ -442,7 +442,7 @@ def muon_products(cost_model: CostModel) -> list[tuple[Shape, int]]:
 
 
 def _kind_of(row: Row) -> str:
-    """Whether a row is attention, products of experts, a product that float8 converts, or another one."""
+    """Kind of a row: attention, products of experts, a product that float8 converts, or another one."""
     if row.op in ("attention", "experts"):
         return row.op
     return "float8" if is_float8(row) else "product"

@@ -48,7 +48,7 @@ def _plain(value: float) -> str:
 
 
 Form = Literal["plain", "share", "count", "duration"]
-"""How the values of a line read; the page's script has the same under these names."""
+"""Formats of the values of a line; the page's script has the same under these names."""
 
 FORMS: Mapping[Form, Callable[[float], str]] = {
     "plain": _plain,

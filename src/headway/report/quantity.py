@@ -61,7 +61,7 @@ def parse_number(text: str, unit: str = "", *, whole: bool = False) -> int | flo
 
 
 def _factor(suffix: str, unit: str, whole: bool) -> Fraction | int | None:
-    """What the letters behind a number multiply it by; None where they mean nothing there."""
+    """Factor that the letters behind a number stand for; None where they mean nothing there."""
     if not suffix:
         return 1
     if unit in _UNIT_OF_TIME:

@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"[-+]?\d[\d,.]*(e[-+]?\d+)?( \S{1,8})?( \d+ \w{1,3})?")  #
 
 @dataclass(frozen=True, slots=True)
 class ReportSection:
-    """What a report says of one thing, in plain text of anyone.
+    """Section of a report on one thing, in plain text of anyone.
 
     Attributes:
         title: its heading.
@@ -36,13 +36,13 @@ class ReportSection:
 
     @property
     def is_wide(self) -> bool:
-        """Whether its table needs the page's width."""
+        """True if its table needs the page's width."""
         count = len(self.headings)
         return count > _NARROW or (count == _NARROW and any(len(cell) > _LONG for row in self.rows for cell in row))
 
     @staticmethod
     def is_number(cell: str) -> bool:
-        """Whether a cell is a number with its unit, which stays on one line."""
+        """Tell whether a cell is a number with its unit, which stays on one line."""
         return _NUMBER.fullmatch(cell) is not None
 
     @property

@@ -256,5 +256,5 @@ def name_room(place: float, name: str, width: float = NARROWEST) -> tuple[float,
 
 
 def _is_cut(place: float, label: str) -> bool:
-    """Whether a label would stand out on the right in the narrowest plot, so that it ends at the chart's edge."""
+    """Tell whether a label would stand out on the right in the narrowest plot, so that it ends at the chart's edge."""
     return place * NARROWEST + _CHARACTER / 2 * len(label) > NARROWEST + AXES.right

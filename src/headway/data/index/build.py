@@ -75,7 +75,7 @@ class IndexJob:
         return self.parts_folder / f"{unit.start:012d}-{unit.stop:012d}.parquet"
 
     def has(self, unit: range) -> bool:
-        """Whether a unit is finished; a file that is damaged does not count, and is measured again."""
+        """Tell whether a unit is finished; a file that is damaged does not count, and is measured again."""
         try:
             return int(pq.read_metadata(self.part(unit)).num_rows) == len(unit)
         except (FileNotFoundError, NotADirectoryError, pa.ArrowInvalid):

@@ -117,12 +117,12 @@ class LengthIndex:
 
     @cached_property
     def ok(self) -> Ints:
-        """Whether each row can be used and holds something, shape (N,)."""
+        """Mask of the rows that can be used and hold something, shape (N,)."""
         return np.asarray(self.tokens > 0)
 
     @cached_property
     def empty(self) -> Ints:
-        """Whether each row is a document without words, which is left out, shape (N,)."""
+        """Mask of the documents without words, which are left out, shape (N,)."""
         empty = np.asarray(self.tokens == 0)
         empty[list(self.bad)] = False
         return empty

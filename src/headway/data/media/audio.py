@@ -98,7 +98,7 @@ class SoundFeatures:
 
     @staticmethod
     def can_read(processor: Any) -> bool:
-        """Whether a model's sounds are read this way."""
+        """Tell whether a model's sounds are read this way."""
         takes_mask = "feature_attention_mask" in getattr(processor, "model_input_names", ())
         return takes_mask and isinstance(getattr(processor, "feature_extractor", None), WhisperFeatureExtractor)
 

@@ -195,7 +195,7 @@ class Picture:
         return (width, height) if orientation in _TURNED else (height, width)
 
     def _late_chunks(self) -> bool:
-        """Whether a PNG has metadata behind its pixels, where only decoding would find it."""
+        """Tell whether a PNG has metadata behind its pixels, where only decoding would find it."""
         file = self._file
         assert file is not None
         place, is_late, pixels_seen = file.tell(), False, False

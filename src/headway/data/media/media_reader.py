@@ -248,7 +248,7 @@ class MediaReader:
         return OpenedMedia(kinds)
 
     def _openers(self) -> "dict[str, Opener]":
-        """What opens each kind of media that the model reads, by the names of `headway.count.modalities`."""
+        """Openers of each kind of media that the model reads, by the names of `headway.count.modalities`."""
         openers: dict[str, Opener] = {}
         if self.processed is not None:
             openers["images"] = partial(_open_processed, self.processed)

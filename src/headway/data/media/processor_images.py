@@ -36,7 +36,7 @@ _Size = tuple[int, int]
 
 
 def reads_processed_images(processor: Any) -> bool:
-    """Whether a model's images are as its own processor gives them, rather than patches with grids alone."""
+    """Tell whether a model's images are as its own processor gives them, rather than patches with grids alone."""
     images = getattr(processor, "image_processor", None)
     return images is not None and "image_grid_thw" not in getattr(images, "model_input_names", ())
 
@@ -204,7 +204,7 @@ class ProcessedImages:
         return ImageLengths(run.written, self.grids_of(run.tensors))
 
     def _tell_sizes(self, pictures: list[Pillow.Image], expected: list[ImageLengths]) -> bool:
-        """Whether runs after sizes alone give what whole runs give."""
+        """Tell whether runs after sizes alone give what whole runs give."""
         try:
             return [self._lengths(self._run([[picture]], **_SIZES_ALONE)) for picture in pictures] == expected
         except REFUSALS:

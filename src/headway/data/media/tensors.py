@@ -31,7 +31,7 @@ class MediaTensors(NamedTuple):
 
 
 class MediaLayout(ABC):
-    """How the tensors of one kind of media lie in a pack, and what the model calls them.
+    """Layout of the tensors of one kind of media in a pack, and the model's names of them.
 
     Attributes:
         rope_argument: what a model's rule of positions calls the sizes.

@@ -84,7 +84,7 @@ class DelimitedReader(SpanReader):
 
 
 def _is_open_after(line: bytes, is_open: bool, separator: bytes) -> bool:
-    """Whether a value in quotes goes on behind a line, where `is_open` says whether one went on before it."""
+    """Tell whether a value in quotes goes on behind a line, where `is_open` says whether one went on before it."""
     place = 0
     if not is_open and line.startswith(b'"'):
         is_open, place = True, 1

@@ -50,7 +50,7 @@ class File:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a path of this machine."""
+        """True if it is a path of this machine."""
         return "://" not in self.url
 
     @property
@@ -60,7 +60,7 @@ class File:
 
     @property
     def has_tag(self) -> bool:
-        """Whether a remote store says of its content what changes with it."""
+        """True if a remote store says of its content what changes with it."""
         return "=" in self.stamp
 
     @property

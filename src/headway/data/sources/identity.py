@@ -79,7 +79,7 @@ def _files(sources: Sequence[Source]) -> list[File]:
 
 
 def is_small(sources: Sequence[Source]) -> bool:
-    """Whether all files lie on this machine and are hashed in a few seconds."""
+    """Tell whether all files lie on this machine and are hashed in a few seconds."""
     files = _files(sources)
     return all(file.is_local for file in files) and sum(file.size or 0 for file in files) <= UNASKED_BYTES
 

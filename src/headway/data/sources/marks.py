@@ -180,7 +180,7 @@ def marked(messages: tuple[Message, ...], fields: Mapping[str, Any]) -> tuple[Me
 
 
 def grade_of(fields: Mapping[str, Any]) -> bool | None:
-    """Whether a chat's answer is wished for, of data for KTO; None of a chat that is not graded.
+    """Tell whether a chat's answer is wished for, of data for KTO; None of a chat that is not graded.
 
     Args:
         fields: the row's columns, null ones too.
@@ -200,7 +200,7 @@ def grade_of(fields: Mapping[str, Any]) -> bool | None:
 
 
 def is_learnt(turn: Mapping[str, Any], role: str, where: str) -> bool:
-    """Whether a turn of the assistant is learnt, by the marks that it has.
+    """Tell whether a turn of the assistant is learnt, by the marks that it has.
 
     Args:
         turn: the turn as it was written.

@@ -62,7 +62,7 @@ _WAYS_OUT = {
     ".pkl .pickle .pt .pth .h5 .hdf5 .npz .db .sqlite": "Write its rows as JSON Lines or Parquet.",
     ".yaml .yml .toml": "A configuration is for `headway train`; its data are in files of their own.",
 }
-"""What to do with files of other kinds, by their extensions."""
+"""Advice on files of other kinds, by their extensions."""
 _UNREAD_MEDIA = (".heic", ".heif", ".svg", ".psd", ".raw", ".cr2", ".nef", ".dng", ".eps")
 _PEEK_BYTES = 2**20
 _SETTINGS = {"text": ("sample_by",), "tokens": ("token_dtype", "end_token")}
@@ -237,7 +237,7 @@ def _beside(file: File) -> str:
 
 
 def _holds_lines(file: File) -> bool:
-    """Whether a .json file has a whole object on its first line and more below, as JSON Lines under that name."""
+    """Tell whether a .json file has a whole object on its first line and more below, as JSON Lines under that name."""
     with suppress(DataError), foreign(DataError), file.opened() as stream:  # a failure is told when the file is read
         first = stream.readline(_PEEK_BYTES)
         is_line = first.lstrip(b"\xef\xbb\xbf \t").startswith(b"{") and bool(stream.read(1))

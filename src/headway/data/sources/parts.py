@@ -47,7 +47,7 @@ def parts_of(content: Any) -> Sequence[Any]:
 
 
 def kind_of_part(part: Any) -> str | None:
-    """Whether a part is text, an image, a video or a sound; None for anything else."""
+    """Kind of a part: text, image, video or sound; None for anything else."""
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
         return None

@@ -206,7 +206,7 @@ def _cut(answers: Sequence[Any]) -> list[Row]:
 
 
 def _num_shared(first: str, second: str) -> int:
-    """How many characters two texts begin with alike; halved, as a loop over characters would take seconds."""
+    """Number of characters that two texts begin with alike; halved, as a loop over characters would take seconds."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

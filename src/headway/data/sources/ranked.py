@@ -67,7 +67,7 @@ def ranked_answers(fields: Mapping[str, Any], column: str, name: str | None = No
 
 
 def num_left_out(fields: Mapping[str, Any], column: str) -> int:
-    """How many of a list's answers `ranked_answers` leaves out; 0 of a list of which nothing can be learnt."""
+    """Number of a list's answers that `ranked_answers` leaves out; 0 of a list of which nothing can be learnt."""
     try:
         return len(_items(fields, column)) - len(ranked_answers(fields, column))
     except DataError:
@@ -99,7 +99,7 @@ def _items(fields: Mapping[str, Any], column: str) -> list[Row]:
 
 
 def is_ranked(fields: Mapping[str, Any], column: str) -> bool:
-    """Whether a column holds answers with ranks or ratings."""
+    """Tell whether a column holds answers with ranks or ratings."""
     first = next(iter(_items(fields, column)), {})
     marks = {*_RANKS, *_RATINGS, _ASPECTS}
     return any(key in first for key in _WORDS) and bool(marks & first.keys())

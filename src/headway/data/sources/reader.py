@@ -56,7 +56,7 @@ class Reader(ABC):
 
     @property
     def name(self) -> str:
-        """What messages call the file: its path or URL."""
+        """Name of the file in messages: its path or URL."""
         return self.file.url
 
     def stream(self, start: int = 0) -> Iterator[Raw]:

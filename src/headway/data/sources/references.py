@@ -97,7 +97,7 @@ class RowMedia:
         self._waiting = {kind: self._column(kind, fields) for kind in KINDS}
 
     def waits(self, kind: str) -> bool:
-        """Whether the row brings media of a kind for its messages' markers."""
+        """Tell whether the row brings media of a kind for its messages' markers."""
         return bool(self._waiting[kind])
 
     def counts(self, kind: str) -> bool:
@@ -281,7 +281,7 @@ def _flat(value: Any) -> Iterator[Any]:
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether a column names no media: null, an empty string as LLaVA's rows of text have it, a struct of nulls."""
+    """Tell whether a column names no media: null, an empty string as in LLaVA's rows of text, a struct of nulls."""
     value = _listed(value)
     if isinstance(value, dict):
         return all(inner is None for inner in value.values())
@@ -308,7 +308,7 @@ def _is_frame(name: Any) -> bool:
 
 
 def _are_frames(value: Sequence[Any]) -> bool:
-    """Whether a column's list is one video's frames, and not a list of videos."""
+    """Tell whether a column's list is one video's frames, and not a list of videos."""
     return bool(value) and all(map(_is_frame, value))
 
 

@@ -180,7 +180,7 @@ class Parquet(TableReader):
 
 
 def _lies_in(source: pa.MemoryMappedFile, batch: pa.RecordBatch) -> bool:
-    """Whether a batch's buffers are the file's own bytes, instead of having been decompressed."""
+    """Tell whether a batch's buffers are the file's own bytes, instead of having been decompressed."""
     place = source.tell()
     source.seek(0)
     file_buffer = source.read_buffer()

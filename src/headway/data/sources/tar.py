@@ -113,7 +113,7 @@ class _Window:
         return content
 
     def ends_at(self, place: int) -> bool:
-        """Whether the block at a place is an archive's end mark, and not the end of a cut file."""
+        """Tell whether the block at a place is an archive's end mark, and not the end of a cut file."""
         block = self._bytes[place - self._start :][:_BLOCK_BYTES]
         return len(block) == _BLOCK_BYTES and not any(block)
 

@@ -285,7 +285,7 @@ class StepEvidence(Evidence[StepWaterfall]):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether nothing ran on a device, as far as is known."""
+        """True if nothing ran on a device, as far as is known."""
         return all(step.measured is not None and step.measured[0].trace.is_cpu_only for step in self.steps)
 
     def ns(self, key: str) -> int:
@@ -347,7 +347,7 @@ class StepEvidence(Evidence[StepWaterfall]):
 
     @property
     def is_headway_train(self) -> bool:
-        """Whether `headway train` ran the loop, whose settings are then advised; records tell no other loop."""
+        """True if `headway train` ran the loop, whose settings are then advised; records tell no other loop."""
         loops = [self.fact("loop", step.rank) for step in self.steps]
         return all(loop == "headway train" for loop in loops) or not self.spent_by_step
 
@@ -358,7 +358,7 @@ class StepEvidence(Evidence[StepWaterfall]):
 
     @property
     def is_anomaly_mode(self) -> bool:
-        """Whether autograd's anomaly mode was on in any rank."""
+        """True if autograd's anomaly mode was on in any rank."""
         return any(self.host_fact("anomaly_mode", rank) for rank in self.ranks)
 
     def samples(self, measured: MeasuredTrace, step: int) -> Iterator[tuple[int, int, tuple[str, ...]]]:

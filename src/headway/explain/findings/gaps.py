@@ -29,7 +29,7 @@ ENGINE = re.compile(r"^~?_engine_run_backward")
 
 
 class _Activity(NamedTuple):
-    """What a frame of a stack tells of a pause.
+    """Cause of a pause that a frame of a stack tells.
 
     Attributes:
         functions: names of functions, as a pattern of the whole name; "" where none tells it.
@@ -46,7 +46,7 @@ class _Activity(NamedTuple):
     advice: str = ""
 
     def is_told_by(self, frame: str) -> bool:
-        """Whether a frame, "name (folder/file.py:line)", behind a ~ where a package is installed, tells it."""
+        """Tell whether a frame, "name (folder/file.py:line)", behind a ~ where a package is installed, tells it."""
         name, _, place = frame.removeprefix("~").partition(" (")
         is_named = bool(self.functions) and re.fullmatch(self.functions, name) is not None
         is_there = bool(self.files) and frame.startswith("~") and re.search(self.files, place) is not None
@@ -215,7 +215,7 @@ class StepPauses:
         return "pause", name
 
     def _is_first_use(self, operator: int) -> bool:
-        """Whether an operator is the first of its name, and took far longer than those that follow."""
+        """Tell whether an operator is the first of its name, and took far longer than those that follow."""
         host = self.host
         same = np.flatnonzero((host.name == host.name[operator]) & (host.kind == Kind.OPERATOR))
         durations = host.end_ns[same] - host.start_ns[same]

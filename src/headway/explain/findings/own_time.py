@@ -31,7 +31,7 @@ _GAPS = ("input", "loss", "gradients", "after")
 
 @dataclass(frozen=True, slots=True)
 class AddedCost:
-    """What a profile adds on the host.
+    """Time that a profile adds on the host.
 
     Attributes:
         operator_ns: to an operator's call, of many in a row [ns].
@@ -53,7 +53,7 @@ class AddedCost:
 
 
 class OwnTime:
-    """What is to be taken off the times of a step's events.
+    """Time to be taken off a step's events.
 
     Args:
         measured: the trace, of a CPU.

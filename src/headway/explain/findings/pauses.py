@@ -171,7 +171,7 @@ def allocation(evidence: StepEvidence) -> Observation | None:
 
 
 def is_allocation(call: str) -> bool:
-    """Whether a wait, as the waterfall names it, is one for memory: "aten::empty (cudaMalloc)"."""
+    """Tell whether a wait, as the waterfall names it, is one for memory: "aten::empty (cudaMalloc)"."""
     return ALLOCATES.search(call) is not None
 
 

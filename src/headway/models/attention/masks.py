@@ -95,7 +95,7 @@ def unknown(rule: Rule) -> set[str]:
 
 
 def is_plain(rule: Rule) -> bool:
-    """Whether boundaries, causality and the layer's own window say all of a rule."""
+    """Tell whether boundaries, causality and the layer's own window say all of a rule."""
     return words(rule) <= _PLAIN
 
 
@@ -122,7 +122,7 @@ class SegmentMask:
         return grouped
 
     def allowed(self, group: Group, slots: torch.Tensor) -> torch.Tensor:
-        """Whether each query sees each key, shape (M, 1, L, L)."""
+        """Mask of the keys that each query sees, shape (M, 1, L, L)."""
         if group not in self._cache:
             allowed_MLL = self._evaluate(self.rule, slots.view(group.count, group.length))
             self._cache[group] = allowed_MLL.expand(group.count, -1, -1)[:, None]

@@ -87,7 +87,7 @@ def cudnn_attention(
 
 
 def suits(slots: int, segments: int, longest: int, heads: int) -> bool:
-    """Whether cuDNN is the faster kernel for a pack, and has memory for it.
+    """Tell whether cuDNN is the faster kernel for a pack, and has memory for it.
 
     >>> suits(81_920, 72, 12_968, 28), suits(134_064, 2_736, 64, 16), suits(8_192, 14, 826, 32)
     (True, False, False)

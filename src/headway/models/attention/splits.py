@@ -96,7 +96,7 @@ class SplitMask:
         return replace(self, order=(slots_T.argsort(), slots_T))
 
     def dense(self) -> torch.Tensor:
-        """Whether each query sees each key, shape (1, 1, T, T)."""
+        """Mask of the keys that each query sees, shape (1, 1, T, T)."""
         slot = torch.arange(self.place_4T.shape[1], device=self.place_4T.device)
         return _rule(self.place_4T)(None, None, slot[:, None], slot)[None, None]
 
@@ -193,7 +193,7 @@ def _in_order(
 
 
 def _runs_flex(x: torch.Tensor) -> bool:
-    """Whether FlexAttention computes it: on a CPU it has no backward."""
+    """Tell whether FlexAttention computes it: on a CPU it has no backward."""
     return x.is_cuda
 
 

@@ -42,7 +42,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes the run folder."""
+        """True if this process writes the run folder."""
         return self.rank == 0
 
     @property
@@ -57,7 +57,7 @@ class Ranks:
 
     @property
     def bills(self) -> bool:
-        """Whether this process counts its packs: the first of those that share them does."""
+        """True if this process counts its packs: the first of those that share them does."""
         return self.rank % self.sequence == 0
 
     def gather(self, value: T) -> list[T]:

@@ -122,7 +122,7 @@ class SearchResult:
     seconds: float
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether a choice is within the limit."""
+        """Tell whether a choice is within the limit."""
         return self.room_bytes is None or candidate.memory.peak <= self.room_bytes
 
     @cached_property
@@ -299,7 +299,7 @@ class Search:
         return packs
 
     def _is_wanted(self, packs: Packs, config: TrainConfig, lost: float) -> bool:
-        """Whether steps have the size asked for, and no more samples are left out than by the recipe itself."""
+        """Tell whether steps have the size asked for, and no more samples are left out than by the recipe itself."""
         ranks = self.devices // config.parallel.sequence
         tokens = packs.report.fill * config.data.tokens_per_pack * ranks * config.optim.accumulation
         is_size = abs(tokens / self.space.step_tokens - 1) <= self.space.tolerance
