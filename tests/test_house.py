@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headway.plugins import families
-from tools.house import circles, duplicated_classes, opaque_names, read_package, room_arrows
+from tools.house import circles, duplicated_classes, importers, longest_chain, opaque_names, read_package, room_arrows
 
 ROOT = Path(__file__).parents[1]
 BASE = ["version", "report", "words", "errors", "plugins", "cache", "stores", "quiet", "hub", "safe_path", "files"]
@@ -49,6 +49,50 @@ def test_a_room_imports_only_what_stands_before_it(room, arrows):
 @pytest.mark.parametrize("edge", EDGES)
 def test_an_edge_is_imported_by_edges_and_the_command_line_alone(edge, arrows):
     assert {room for room, imported in arrows.items() if edge in imported} <= {*EDGES, "cli"}
+
+
+def test_imports_make_no_longer_chain_and_no_more_slices_than_they_did(files):
+    """Both may fall: DESIGN wants a chain of 22, and no file under 130 lines whose one reader stands beside it."""
+    assert longest_chain({file.name: file.imports for file in files.values()}) <= 39
+    readers = {
+        name: {reader for reader in all_readers if reader in files} for name, all_readers in importers(files).items()
+    }
+    slices = [
+        file.name
+        for file in files.values()
+        if file.lines < 130 and not file.is_package and len(readers[file.name]) == 1
+        if file.name.rpartition(".")[0] == min(readers[file.name]).rpartition(".")[0]
+    ]
+    assert len(slices) <= 30
+
+
+CLAUSE = re.compile(r"(What|How|Whether|That|When|Which|Why)\b")
+CLAUSES_LEFT = 29  # docstrings that begin with one: none may come
+
+
+def clauses_in(tree):
+    """Yield the first lines of docstrings that begin with a clause: of modules, classes, functions and fields."""
+    for node in ast.walk(tree):
+        for statement in getattr(node, "body", ()) if isinstance(getattr(node, "body", ()), list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                text = statement.value.value
+                if isinstance(text, str) and CLAUSE.match(text):
+                    yield text.splitlines()[0]
+
+
+def test_a_docstring_begins_with_a_noun_or_a_verb(files):
+    assert [*clauses_in(ast.parse('"""What it is."""\nx = 1\n"""Which x."""\ndef f(): "Show it."'))] == [
+        "What it is.",
+        "Which x.",
+    ]
+    clauses = [f"{file.name}: {text}" for file in files.values() for text in clauses_in(file.tree)]
+    assert len(clauses) <= CLAUSES_LEFT, "\n".join(clauses)
+
+
+def test_tests_have_the_markers_of_three_speeds():
+    """A case that `make test` runs is not marked slow, so that there is no marker that takes the mark back."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
+    assert [name for name, text in texts.items() if re.search(r"mark\.core\b", text)] == []
 
 
 def test_the_counting_core_knows_no_torch(files):
