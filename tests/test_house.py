@@ -14,7 +14,19 @@ from tools.house import circles, duplicated_classes, importers, longest_chain, o
 ROOT = Path(__file__).parents[1]
 BASE = ["version", "report", "words", "errors", "plugins", "cache", "stores", "quiet", "hub", "safe_path", "files"]
 CORE = ["count", "devices", "tracing", "conventions", "packing", "log", "config", "meter", "models"]
-CORE += ["data", "synthetic", "explain", "pages", "optim", "checkpoint", "predict", "answer", "families", "train"]
+CORE += [
+    "data",
+    "synthetic",
+    "explain",
+    "pages",
+    "optim",
+    "checkpoint",
+    "predict",
+    "answer",
+    "train",
+    "families",
+    "objectives",
+]
 EDGES = ["integrations", "compat", "audit"]
 ORDER = [*BASE, *CORE, *EDGES, "cli", "headway", "__main__"]  # each imports only what stands before it
 
@@ -93,6 +105,11 @@ def test_tests_have_the_markers_of_three_speeds():
     """A case that `make test` runs is not marked slow, so that there is no marker that takes the mark back."""
     texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")}
     assert [name for name, text in texts.items() if re.search(r"mark\.core\b", text)] == []
+
+
+@pytest.mark.parametrize("room", ["families", "objectives"])
+def test_what_registers_is_imported_by_no_other_room(room, arrows):
+    assert {other for other, imported in arrows.items() if room in imported} <= {room}
 
 
 def test_the_counting_core_knows_no_torch(files):

@@ -35,20 +35,20 @@ from headway.models.parallel.clip import clipping_factor, gradient_norm
 from headway.models.parallel.ranks import Ranks
 from headway.models.router import RouterLoad
 from headway.models.vision import vision_geometry
+from headway.objectives.preferences.objective import AdaptersOff
+from headway.objectives.preferences.reference import Scoring
 from headway.optim import make_optimizer
 from headway.optim.ema import WeightAverage
 from headway.optim.optimizer import Optimizer, set_learning_rate, take_step
 from headway.packing.parts import SamplePart
 from headway.plugins import register_families
 from headway.predict.dry_run import memory_plan
+from headway.predict.frozen_forward import frozen_forward
 from headway.predict.memory import MemoryPlan
-from headway.predict.reference import is_each_step
 from headway.predict.saved_activations import saved_of_partly_trained
 from headway.tracing import trace
 from headway.tracing.block_activations import saved_of_config
 from headway.tracing.build import model_on_shapes
-from headway.train.preference import AdaptersOff
-from headway.train.reference import Scoring
 
 MOMENTS = ("built", "first forward", "first backward", "first update", "forward", "backward", "update")
 """When memory is looked at; the last three are of the second step, in which moments are there from the start."""
@@ -272,9 +272,12 @@ def train(
         average = None if config.optim.ema is None else WeightAverage(model, config.optim.ema)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # preferences weigh losses once they are known; where adapters are off, their reference is computed for each pack
-    weigh = None if config.preference is None else torch.ones_like
+    weigh = None if config.objective_section is None else torch.ones_like
+    second = frozen_forward(config, trained.cost_model)
     scoring = Scoring(trained.model_with_loss, device, precision.autocast, group)
-    off = AdaptersOff(scoring, trained.plain_cost_model, trained.model_with_loss) if is_each_step(config) else None
+    off = (
+        AdaptersOff(scoring, trained.plain_cost_model, trained.model_with_loss) if second and second.each_step else None
+    )
     load = RouterLoad(model, device)
     watch.pinned = {t.untyped_storage()._cdata for t in steps._tensors(batch)}
     held: Counter[str] = Counter()

@@ -17,7 +17,6 @@ from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from headway import Workload
-from headway.config.preference import PreferenceConfig
 from headway.data import Encoder, read_samples
 from headway.data.collate import Collator
 from headway.devices import Peak
@@ -26,8 +25,10 @@ from headway.models.attention import use_attention
 from headway.models.head import model_with_loss
 from headway.models.load import load_model, load_processor, rope_index
 from headway.models.vision import vision_geometry
-from headway.train.preference import PackWeights, preferring_of
-from headway.train.reference import Scoring, with_reference
+from headway.objectives.preferences.held_out import preferring_of
+from headway.objectives.preferences.objective import PackWeights
+from headway.objectives.preferences.reference import Scoring, with_reference
+from headway.objectives.preferences.settings import PreferenceConfig
 from helpers.folders import tiny_tokenizer
 from helpers.models import checkpointing_name
 from helpers.runs import write_model

@@ -9,7 +9,6 @@ import pytest
 from headway.checkpoint import latest_checkpoint
 from headway.config import parse_config, with_overrides
 from headway.errors import ConfigError, RunCompleteError
-from headway.train import loop
 from headway.train.run import train
 from helpers.runs import read_metrics
 
@@ -29,26 +28,6 @@ def by_epochs(raw):
     raw["optim"] |= {"steps": None, "epochs": 3, "accumulation": 2}
     raw["checkpoint"] = {"every": 1, "keep": 100}
     return raw
-
-
-@pytest.fixture
-def killed_before(monkeypatch):
-    """End a run as if its process had been killed before a step."""
-
-    def run(config, step):
-        rate = loop.learning_rate
-
-        def killed(at, *settings):
-            if at == step:
-                raise KeyboardInterrupt
-            return rate(at, *settings)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(loop, "learning_rate", killed)
-            with pytest.raises(KeyboardInterrupt):
-                train(config)
-
-    return run
 
 
 def test_a_run_of_epochs_resumed_in_the_second_is_the_uninterrupted_one(by_epochs, killed_before, capfd):

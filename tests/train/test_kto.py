@@ -13,12 +13,11 @@ from trl import KTOConfig, KTOTrainer
 from typer.testing import CliRunner
 
 from headway.cli.app import app
-from headway.config import PreferenceConfig, parse_config
+from headway.config import parse_config
 from headway.data import Encoder, read_samples
 from headway.data.collate import Collator
 from headway.data.feed.make import PackMaker, Piece
 from headway.data.sources import open_source
-from headway.data.unpaired import mismatched
 from headway.errors import ConfigError
 from headway.models.attention import use_attention
 from headway.models.head import model_with_loss
@@ -26,11 +25,14 @@ from headway.models.load import load_model, load_processor, rope_index
 from headway.models.parallel.ranks import Ranks
 from headway.models.pixel_patches import normalised
 from headway.models.vision import vision_geometry
+from headway.objectives.preferences.held_out import preferring_of
+from headway.objectives.preferences.objective import PackWeights
+from headway.objectives.preferences.reference import Scoring, with_reference
+from headway.objectives.preferences.rows import GradedRows, mismatched
+from headway.objectives.preferences.settings import PreferenceConfig
 from headway.tracing import trace
 from headway.train.check import check_run
 from headway.train.data import open_feed
-from headway.train.preference import PackWeights, preferring_of
-from headway.train.reference import Scoring, with_reference
 from headway.train.run import train
 from helpers.processes import TRAIN, run_processes
 from helpers.rollouts import LIBRARY_WARNINGS, assert_same, gradients, opened, pair, their_loss, turn, write_pairs
@@ -70,7 +72,7 @@ def packed(folder, data, model):
         position_rows=1 if encoder.rope_index is None else 3,
     )
     source = open_source(str(data))
-    maker = PackMaker((source,), encoder, collator, skips=False, compares=True, grades=True, mismatches=True)
+    maker = PackMaker((source,), encoder, collator, skips=False, rule=GradedRows(mismatches=True))
     lengths = [encoder.measure(source[row]).tokens for row in range(len(source))]
     return encoder, maker([Piece(0, row, 0, length) for row, length in enumerate(lengths)]).batch
 
@@ -84,7 +86,7 @@ def our_loss(model, reference, batch, settings):
     batch = with_reference(batch, scorings[1].log_probabilities(batch))
     kl = 0.0
     if settings["loss"] == "kto":
-        of_policy, of_reference = (scoring.log_probabilities(batch.mismatched) for scoring in scorings)
+        of_policy, of_reference = (scoring.log_probabilities(batch.companion) for scoring in scorings)
         kl = (of_policy - of_reference).mean().clamp_min(0)
     preferring = preferring_of(PreferenceConfig.model_validate(settings))
     weights = PackWeights(preferring, batch, None, batch.answers.num_pairs, 1, kl)
@@ -191,11 +193,11 @@ def test_the_loss_on_pictures_equals_trls(digits, tmp_path):
 def test_answers_stand_behind_other_prompts_and_fill_as_much(base, tmp_path):
     model = opened(base)
     _, batch = packed(base, write_pairs(tmp_path / "rows.jsonl", 5, labelled), model)
-    assert batch.mismatched.tokens == batch.tokens
-    assert sorted(batch.mismatched.input_ids_1T[0].tolist()) == sorted(batch.input_ids_1T[0].tolist())
-    assert batch.mismatched.num_supervised == batch.num_supervised
+    assert batch.companion.tokens == batch.tokens
+    assert sorted(batch.companion.input_ids_1T[0].tolist()) == sorted(batch.input_ids_1T[0].tolist())
+    assert batch.companion.num_supervised == batch.num_supervised
     _, alone = packed(base, write_pairs(tmp_path / "one.jsonl", 1, pair), model)
-    assert (alone.answers.num_pairs, alone.mismatched.answers) == (2, None)
+    assert (alone.answers.num_pairs, alone.companion.answers) == (2, None)
     assert mismatched([]) == []
 
 

@@ -323,13 +323,13 @@ def test_rows_of_another_kind_are_refused(words, digits, tmp_path):
         parse_config(words)
     del words["data"]["stream"]
     del words["preference"]
-    with pytest.raises(ConfigError, match="nothing says how they are compared: set preference"):
+    with pytest.raises(ConfigError, match=r"cannot be learnt from: .*a run without the section preference"):
         train(parse_config(words))
     words["preference"] = {}
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": [*turn("user", "a"), *turn("assistant", "b")]}) + "\n")
     words["data"]["train"] = str(path)
-    with pytest.raises(ConfigError, match=r"line 1 is no preference, but a chat"):
+    with pytest.raises(ConfigError, match=r"line 1: the row is no preference, and the run trains on preferences"):
         train(parse_config(words))
 
 
@@ -386,5 +386,7 @@ def test_held_out_samples_of_another_kind_are_refused(words, tmp_path):
     path.write_text(json.dumps({"messages": [*turn("user", "Which"), *turn("assistant", "picture")]}) + "\n")
     words["data"]["eval"] = str(path)
     words["eval"] = {"at_end": True}
-    with pytest.raises(ConfigError, match=r"data\.eval holds none, and the run trains on preferences"):
+    with pytest.raises(
+        ConfigError, match=r"data\.eval holds none, or not only, preferences, and the run trains on preferences"
+    ):
         train(parse_config(words))

@@ -8,13 +8,13 @@ from trl import DPOConfig, DPOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from headway.config.preference import PAIR_LOSSES
 from headway.data import Encoder
 from headway.data.collate import Collator
 from headway.models.load import load_processor
 from headway.models.pixel_patches import normalised
-from headway.models.preferences import LOSSES
-from headway.models.unpaired import UNPAIRED
+from headway.objectives.preferences.losses import LOSSES
+from headway.objectives.preferences.settings import PAIR_LOSSES
+from headway.objectives.preferences.unpaired import UNPAIRED
 from helpers.rollouts import (
     assert_same,
     ids_of,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headway.models.load import load_model
+from headway.objectives.preferences.reference import reference_key
 from headway.train import reference
-from headway.train.reference import reference_key
 from helpers.models import tiny_config
 from helpers.processes import run_processes
 
@@ -55,7 +55,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from headway.train.reference import reference_key
+from headway.objectives.preferences.reference import reference_key
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -16,17 +16,19 @@ from typer.testing import CliRunner
 
 from headway.answer.model_folder import find_model, open_model
 from headway.cli.app import app
-from headway.config import PreferenceConfig, parse_config
+from headway.config import parse_config
 from headway.data import Encoder
+from headway.data.answers import Answers
 from headway.errors import ConfigError, UnknownModelError
 from headway.models.attention import use_attention
 from headway.models.head import model_with_loss
 from headway.models.load import load_config, load_model, load_processor
 from headway.models.pixel_patches import normalised
-from headway.models.preferences import Answers, Preferring
 from headway.models.scores import scoring_config
+from headway.objectives.preferences.held_out import preferring_of
+from headway.objectives.preferences.losses import Preferring
+from headway.objectives.preferences.settings import PreferenceConfig
 from headway.tracing import trace
-from headway.train.preference import preferring_of
 from headway.train.run import train
 from helpers.folders import write_vlm
 from helpers.processes import TRAIN, run_processes

@@ -21,9 +21,9 @@ from headway.data.sources import open_source
 from headway.errors import ConfigError
 from headway.models.load import load_model, load_processor, rope_index
 from headway.models.vision import vision_geometry
+from headway.objectives.preferences.prompts import why_apart
 from headway.tracing import trace
 from headway.train.run import train
-from headway.train.shared_prompts import why_apart
 from helpers.rollouts import assert_same, opened, our_loss, pair, turn, write_pairs, write_pictured_pairs
 from helpers.runs import read_metrics, write_model
 

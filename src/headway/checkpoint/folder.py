@@ -27,6 +27,7 @@ POSITION, MODEL, INDEX = "position.json", "model", ".metadata"
 SKIPPED, DIGEST, CHAIN, RESUMES = "skipped_in_a_row", "samples_digest", "samples_chain", "resumes"
 BEST = "best_evaluation"
 JUDGES_AVERAGE = "judges_average"  # whether evaluations judge the moving average of the weights
+OBJECTIVE = "objective_digest"  # of the file of a user's own objective
 _LAST = (MANIFEST, "config.json", "adapter_config.json")  # files sent last: of a checkpoint, a model, adapters
 SCHEMA_VERSION = 2
 _STEP_FOLDER = re.compile(r"step-(\d{6,18})")

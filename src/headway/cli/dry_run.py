@@ -322,9 +322,9 @@ def measured_data(data: list[str], config: "TrainConfig", cost_model: "CostModel
 
 
 def _with_prompts(indices: "list[LengthIndex]", config: "TrainConfig", cost_model: "CostModel") -> "list[LengthIndex]":
-    """The lengths of preferences as packs hold them: a prompt once where that is not switched off and the model can."""
-    pairs = config.preference
-    if pairs is None or pairs.shared_prompts is False or cost_model.mixed_otherwise:
+    """The lengths of rows with several answers as packs hold them: a prompt once where the run and the model do so."""
+    section = config.objective_section
+    if section is None or not section.shares_prompts or cost_model.mixed_otherwise:
         return indices
     return [index.with_prompts_once() for index in indices]
 

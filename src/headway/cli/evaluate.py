@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from headway.answer.model_folder import OpenedModel
     from headway.config import TrainConfig
     from headway.data import Budget, Encoder, Sample
-    from headway.train.judged_pairs import PairJudgement
 
 _ROOMY = 8192  # tokens of a pack where nothing says how many; more if a sample is longer
 
@@ -53,8 +52,9 @@ def evaluate(
     """Judge a model on held-out samples, packed and scored as by `eval` during training: the numbers are the same.
 
     Loss is the mean cross-entropy over supervised tokens, perplexity its exponential, and a sample is exact if greedy
-    decoding would give all of its answers to the letter, which one forward pass decides. Of preferences it is the mean
-    loss of their pairs, and how many are in the right order, by the loss and reference of the run if MODEL is of one.
+    decoding would give all of its answers to the letter, which one forward pass decides. Where answers
+    are to be compared, it is the mean loss of their pairs, and how many are in the right order, by the loss and
+    reference of the run if MODEL is of one.
     With torchrun the processes share the packs.
 
     Example: headway evaluate runs/mine held_out.jsonl
@@ -65,7 +65,7 @@ def evaluate(
         for path in data or ():
             open_source(path)  # a typo is told before torch is imported
         from headway.answer.answers import GenerationEval
-        from headway.answer.evaluate import EvalSet, Evaluation, eval_collator
+        from headway.answer.evaluate import EvalSet, Evaluation, JudgedModel, eval_collator, judge_for
         from headway.answer.model_folder import find_model, make_encoder, open_model
         from headway.config import RunConfig, load_config
         from headway.config.model import SpeedConfig
@@ -73,8 +73,6 @@ def evaluate(
         from headway.models.head import model_with_loss
         from headway.models.parallel.ranks import join_ranks
         from headway.models.vision import vision_geometry
-        from headway.train.judged_pairs import judge_as_in_run
-        from headway.train.reference import Scoring
 
     chats = opened.read_template(chat_template)
     location = find_model(model, opening.base, best=opening.best, average=opening.ema)
@@ -95,10 +93,13 @@ def evaluate(
 
     results: dict[str, Evaluation] = {}
     answers: dict[str, list[Answer]] = {}
-    with working("encoding samples, and computing what pairs are compared with"):
-        held_out = {path: EvalSet(rows, encoder, budget, ranks, geometry) for path, rows in samples.items()}
-        scoring = Scoring(with_loss, where, precision.autocast)
-        judged = judge_as_in_run(config, scoring, precision, ranks, list(held_out.values()))
+    with working("encoding samples, and computing what answers are compared with"):
+        every_row = [row for rows in samples.values() for row in rows]
+        judge = judge_for(every_row, config, JudgedModel(with_loss, where, precision, ranks))
+        held_out = {
+            path: EvalSet(rows, encoder, budget, ranks, geometry, judge=judge) for path, rows in samples.items()
+        }
+        judge.prepare([batch for part in held_out.values() for batch in part.packs])
     for path, rows in samples.items():
         with working(f"evaluating {len(rows):,} samples of {path}"):
             results[path] = held_out.pop(path).evaluate(with_loss, where, precision.autocast)
@@ -118,10 +119,10 @@ def evaluate(
             "kind": location.kind,
             **({"average": True} if loaded.is_average else {}),
             **_record(total),
-            **({} if judged is None else {"judged_by": judged.to_dict()}),
+            **({"judged_by": dict(judge.facts)} if judge.facts else {}),
             "sources": sources,
         },
-        lambda: _text(loaded, budget, results, total, answers, judged),
+        lambda: _text(loaded, budget, results, total, answers, judge.note),
         as_json=as_json,
     )
 
@@ -178,7 +179,7 @@ def _text(
     results: "dict[str, Evaluation]",
     total: "Evaluation",
     answers: "dict[str, list[Answer]]",
-    judged: "PairJudgement | None",
+    judged: str,
 ) -> str:
     from headway.answer.answers import answer_line
 
@@ -188,7 +189,7 @@ def _text(
     footer = _row("all", total) if len(rows) > 1 else None
     pairs = [("model", loaded.location.path), *([("weights", "their moving average")] if loaded.is_average else [])]
     pairs += [("pack", f"at most {format_count(budget.tokens)} tokens")]
-    pairs += [] if judged is None else [("judged by", judged.note)]
+    pairs += [("judged by", judged)] if judged else []
     parts = [render_pairs(pairs), render_table(columns, rows, footer=footer)]
     parts += ["\n".join(answer_line(answer, longest=400) for answer in of_source) for of_source in answers.values()]
     return "\n\n".join(parts)

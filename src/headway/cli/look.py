@@ -192,6 +192,7 @@ def _of_data(
 def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -> "DataView":
     """Packs that a training would see, by its own sources, order, budget and costs."""
     from headway.answer.model_folder import make_encoder
+    from headway.data.encoders import prepare_encoder
     from headway.data.processor_settings import ProcessorSettings
     from headway.models import load_config as load_architecture
     from headway.models import load_processor
@@ -203,7 +204,6 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
     from headway.packing.plan import Plan
     from headway.tracing import trace
     from headway.train.data import budget_of, open_stages, overlong_of
-    from headway.train.shared_prompts import share_prompts
 
     data = config.data
     if data.stream is not None:
@@ -224,7 +224,7 @@ def _of_config(config: "TrainConfig", rows: range, num_packs: int, ranks: int) -
         max_image_pixels=data.max_image_pixels,
         max_characters=data.max_characters,
     )
-    share_prompts(config.preference, shell, costs, encoder)
+    prepare_encoder(config, shell, costs, encoder)
     indices = _indices(sources, config.model.path, data.max_characters, settings)
     if encoder.shares_prompts:
         costs = costs.with_splits()

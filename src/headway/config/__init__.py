@@ -7,7 +7,6 @@ so. Unknown keys are refused, and so is a setting that cannot take effect.
 
 from headway.config.model import ModelConfig, ParallelConfig, SpeedConfig
 from headway.config.optim import OptimConfig
-from headway.config.preference import PreferenceConfig
 from headway.config.read import TrainConfig, changed_config, load_config, parse_config, with_overrides
 from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
 
@@ -18,7 +17,6 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "PlanConfig",
-    "PreferenceConfig",
     "RunConfig",
     "SpeedConfig",
     "TrainConfig",

@@ -13,14 +13,15 @@ from pydantic import Field, PrivateAttr, ValidationError, model_validator
 from headway.config.data import DataConfig
 from headway.config.mistakes import describe_all
 from headway.config.model import ModelConfig, ParallelConfig, SpeedConfig
+from headway.config.objective import ObjectiveConfig, ObjectiveSection, with_objectives
 from headway.config.optim import OptimConfig
 from headway.config.other_tools import translated
-from headway.config.preference import PreferenceConfig
 from headway.config.run import CheckpointConfig, EvalConfig, PlanConfig, RunConfig
-from headway.config.sections import FREE_ON_RESUME, Section, changed
+from headway.config.sections import FREE_ON_RESUME, Section
 from headway.errors import ConfigError
 from headway.files import SETTINGS_BYTES, read_text
 from headway.hub import model_of_run
+from headway.plugins import objectives
 from headway.words import Argument
 
 EXTENDS = "extends"
@@ -55,16 +56,17 @@ class Recipe:
         return {"path": self.path, "overridden": list(self.overridden)}
 
 
+@with_objectives
 class TrainConfig(Section):
-    """Settings of a training run."""
+    """Settings of a training run; each registered objective adds a section of its own."""
 
     _recipe: Recipe = PrivateAttr(default_factory=Recipe)
 
     model: ModelConfig
     data: DataConfig
     optim: OptimConfig
-    preference: PreferenceConfig | None = Field(
-        default=None, description="Train on preferences: answers of which some are better; null for none"
+    objective: ObjectiveConfig | None = Field(
+        default=None, description="Class of yours that says what is learnt (docs/objectives.md); null for none"
     )
     parallel: Annotated[ParallelConfig, FREE_ON_RESUME] = ParallelConfig()
     speed: SpeedConfig = SpeedConfig()
@@ -128,56 +130,55 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _references_are_there(self) -> Self:
-        preference = self.preference
-        if preference is None:
-            return self
-        self.model._scores = preference.row.scores
-        if preference.row.unpaired and "split" in _policies(self.data):
-            raise ValueError(
-                f"overlong 'split' would make several rows of an answer, which preference.loss {preference.loss!r} "
-                "takes as one: use 'truncate' or 'drop'"
-            )
-        if preference.row.scores and "loss_chunk" in changed(self.speed):
-            raise ValueError(
-                f"speed.loss_chunk has no effect with preference.loss {preference.loss!r}, whose head has one column: "
-                "leave it out"
-            )
-        if preference.compares_with == "adapters-off" and self.model.lora is None:
-            raise ValueError(
-                "preference.reference 'adapters-off' needs adapters to switch off: set model.lora, or use 'stored'"
-            )
-        if self.eval.generate is not None:
-            raise ValueError("eval.generate writes answers to chats, and preference trains on pairs: leave it out")
-        if preference.compares_with == "stored" and self.data.stream is not None:
-            raise ValueError(
-                "preference.reference 'stored' is computed for the rows of an index, and data.stream has none: leave "
-                "data.stream out, or use 'adapters-off' with model.lora"
-            )
+    def _has_an_objective(self) -> Self:
+        in_use = [plugin.section for plugin in objectives() if getattr(self, plugin.section) is not None]
+        in_use += ["objective"] if self.objective is not None else []
+        if len(in_use) > 1:
+            raise ValueError(f"{' and '.join(in_use)} both say what is learnt; take one of them out")
+        if self.objective_section is not None:
+            self.model._scores = self.objective_section.scores
+            self.objective_section.check(self)
         return self
 
     @model_validator(mode="after")
     def _dropout_takes_effect(self) -> Self:
-        lora, preference = self.model.lora, self.preference
-        if self.model.dropout is True and preference is not None and preference.compares_with != "none":
+        lora, name = self.model.lora, self.objective_name
+        if self.model.dropout is True and self._compares_forwards:
             raise ValueError(
-                "model.dropout is on, and preference compares two forwards, of the model and of its reference, which "
-                "must be of one function: leave model.dropout out"
+                f"model.dropout is on, and {name} compares two forwards, of the model and of its reference, which must "
+                "be of one function: leave model.dropout out"
             )
         if lora is not None and lora.dropout and not self.drops:
-            reason = "model.dropout: off" if self.model.dropout is False else "preference, where dropout is off"
+            reason = "model.dropout: off" if self.model.dropout is False else f"{name}, where dropout is off"
             raise ValueError(f"model.lora.dropout {lora.dropout:g} has no effect with {reason}: leave it out")
         return self
 
     @property
+    def objective_name(self) -> str | None:
+        """Name of the section that says what is learnt; None of cross-entropy and of a class of a user's own."""
+        return next((plugin.section for plugin in objectives() if getattr(self, plugin.section) is not None), None)
+
+    @property
+    def objective_section(self) -> ObjectiveSection | None:
+        """That section."""
+        return None if self.objective_name is None else getattr(self, self.objective_name)
+
+    @property
+    def _compares_forwards(self) -> bool:
+        return self.objective_section is not None and self.objective_section.compares_forwards
+
+    @property
     def drops(self) -> bool:
         """Tell whether dropout is on in training."""
-        return self.preference is None if self.model.dropout == "auto" else self.model.dropout
+        if self.model.dropout != "auto":
+            return self.model.dropout
+        return self.objective_section is None or self.objective_section.drops
 
     @property
     def weighs_losses(self) -> bool:
-        """True if the output layer runs twice: once for the losses of a pack, once more with what these weigh."""
-        return self.preference is not None and not self.preference.row.scores and self.speed.loss_chunk is not None
+        """Whether the output layer runs twice: once for the losses of a pack, once more with what these weigh."""
+        section = self.objective_section
+        return section is not None and section.weighs_slots and self.speed.loss_chunk is not None
 
     @property
     def recipe(self) -> Recipe:
@@ -493,8 +494,3 @@ def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
             below = [part for entry in node.value for part in (entry if isinstance(entry, tuple) else (entry,))]
             counts[id(node)] += sum(_num_values(part, counts) for part in below)
     return counts[id(node)]
-
-
-def _policies(data: DataConfig) -> set[str]:
-    """Policies for samples that exceed a pack, over all sources."""
-    return {part.overlong or data.overlong for stage in data.played for part in stage.parts}

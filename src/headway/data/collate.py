@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from headway.count import Workload
 from headway.count.modalities import MODALITIES
 from headway.count.splits import branched
+from headway.data.answers import Answers, answers_of
 from headway.data.encoded import EncodedSample
 from headway.data.media.joining import Joinable, joined
 from headway.data.media.tensors import MediaTensors, joined_media, model_arguments
@@ -23,7 +24,6 @@ from headway.errors import ConfigError, DataError
 from headway.models.attention.splits import SplitMask
 from headway.models.losses import IGNORED
 from headway.models.parallel.sequence import local_slots
-from headway.models.preferences import Answers
 from headway.models.vision import VisionGeometry
 from headway.models.waits import Placeholders, Segments, segments_of
 
@@ -85,8 +85,8 @@ class Batch:
         origins: where each sample came from.
         sample_tokens: length of each sample, all of its segments [tokens].
         family_inputs: what a model of a family of its own takes beside tokens and positions; None for other models.
-        answers: of the preferences of a pack; None of one without any.
-        mismatched: the pack's answers behind other prompts of it, which stays on the CPU; None where it is not needed.
+        answers: of the rows that have several; None of a pack without such rows.
+        companion: another pack of the same rows, which the objective asked for and which stays on the CPU; else None.
         splits: who sees whom where answers share a prompt, as `headway.models.attention` takes it; None where segments
             say it.
         segments: lengths and positions of the segments of a pack that is on a device, which nobody has to wait for.
@@ -111,7 +111,7 @@ class Batch:
     sample_tokens: tuple[int, ...]
     family_inputs: "FamilyInputs | None" = None
     answers: Answers | None = None
-    mismatched: "Batch | None" = None
+    companion: "Batch | None" = None
     splits: SplitMask | None = None
     segments: Segments | None = None
 
@@ -142,7 +142,7 @@ class Batch:
 
     @property
     def num_answers(self) -> tuple[int, ...]:
-        """Answers of each preference; none of a pack without any."""
+        """How many answers each row has; none of a pack without rows that have several."""
         return () if self.answers is None else self.answers.counts
 
     @property
@@ -418,49 +418,6 @@ class Collator:
         if self.geometry is None:
             return torch.zeros_like(ids_S, dtype=torch.int32)
         return (ids_S == self.geometry.image_token).int() + 2 * (ids_S == self.geometry.video_token).int()
-
-
-def answers_of(samples: Sequence[EncodedSample], sources: Sequence[int]) -> Answers | None:
-    """Find the answers of preferences in a pack; None without any.
-
-    Args:
-        samples: of the pack, in order.
-        sources: number of each one's source.
-    """
-    starts, ends, supervised, best = list[int](), list[int](), list[int](), list[int]()
-    desirable = [flag for sample in samples for flag in sample.desirable]
-    pairs, start = list[tuple[int, int, int]](), 0
-    for sample, source in zip(samples, sources, strict=True):
-        first = start + sample.tokens - sum(sample.answers)
-        if sample.answers:
-            best.append(len(starts))
-            if sample.desirable:  # each answer stands for itself
-                pairs += [(number, number, source) for number in range(best[-1], best[-1] + len(sample.answers))]
-            else:
-                pairs += [(best[-1], best[-1] + worse, source) for worse in range(1, len(sample.answers))]
-        for length in sample.answers:
-            begin = first - start
-            starts.append(first)
-            ends.append(first + length)
-            # The first label of a piece is nobody's target: what stands before it is of another answer.
-            supervised.append(int((sample.labels_S[begin + 1 : begin + length] != IGNORED).sum()))
-            first += length
-        start += sample.tokens
-    if not best:
-        return None
-    chosen_P, rejected_P, sources_P = torch.tensor(pairs).T
-    return Answers(
-        torch.tensor(starts),
-        torch.tensor(ends),
-        torch.tensor(supervised),
-        torch.tensor(best),
-        chosen_P,
-        rejected_P,
-        sources_P,
-        counts=tuple(len(sample.answers) for sample in samples if sample.answers),
-        best_tokens=sum(supervised[number] for number in best),
-        desirable_A=torch.tensor(desirable) if desirable else None,
-    )
 
 
 def _splits(sample: EncodedSample) -> list[list[tuple[str, int]]]:

@@ -4,8 +4,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from headway.config import TrainConfig
+from headway.count import CostModel
 from headway.data.collate import Collator
 from headway.data.encode import Encoder
 from headway.data.media.images import MAX_IMAGE_PIXELS
@@ -17,7 +19,7 @@ from headway.hub import located
 from headway.models.load import load_config, load_processor
 from headway.models.new_rows import embedding_rows
 from headway.models.vision import patch_size_of
-from headway.plugins import family_hook
+from headway.plugins import family_hook, objective_of
 
 
 def open_encoder(
@@ -87,6 +89,28 @@ def family_encoder(processor: Any, config: Any, **limits: int) -> Encoder | None
     """
     make = family_hook(config, "encoder")
     return None if make is None else make(processor, config, **limits)
+
+
+def prepare_encoder(
+    config: TrainConfig, model: PreTrainedModel, cost_model: CostModel, encoder: Encoder
+) -> tuple[str, ...]:
+    """Have a run's encoder lay out samples as its objective needs them.
+
+    Args:
+        config: of the run.
+        model: with or without weights.
+        cost_model: of the model.
+        encoder: changed in place.
+
+    Returns:
+        Lines about it for the start of the run.
+
+    Raises:
+        ConfigError: the model cannot run such packs.
+    """
+    objective = objective_of(config.objective_name)
+    prepare = None if objective is None else objective.hook("prepare_encoder")
+    return () if prepare is None else tuple(prepare(config.objective_section, model, cost_model, encoder))
 
 
 def _config(model: str) -> PreTrainedConfig | None:

@@ -144,7 +144,7 @@ def shown_fields(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     fields = []
     if record.get("loss", 0.0) is None and record.get("flow_loss") is None:
         fields.append(("loss", "none, nothing to learn" if record.get("empty") else "not finite, update left out"))
-    pairs = record.get("preference")
+    pairs = record.get(str(record.get("objective")))
     for key, (name, show) in _SHOWN.items():
         fields += [(name, show(record[key]))] if record.get(key) is not None else []
         if key == "loss" and isinstance(pairs, Mapping):

@@ -16,6 +16,7 @@ from headway.explain.text import sentences
 from headway.log.run_files import CONFIG
 from headway.pages.names import names_of_runs
 from headway.pages.run import DETAIL, SCHEMA_VERSION, SERIES, ReportedRun, facts, machine, verdict
+from headway.plugins import objectives
 from headway.report import format_flops, format_rate
 from headway.report.charts import FORMS, DrawnLine, lines_chart
 from headway.report.markdown import markdown_text
@@ -29,7 +30,8 @@ _SAME_PEAK = 0.005  # a measured one is never twice the same
 _SAME_WORK = 0.005  # smaller differences are not named
 _FEW = 5  # steps
 _MOST_NAMED = 3  # settings that differ, in a sentence
-_DECISIVE = ("model", "optim", "data", "preference", "parallel", "speed")  # sections that change what is computed
+# sections that change what is computed
+_DECISIVE = ("model", "optim", "data", "objective", "parallel", "speed", *(plugin.section for plugin in objectives()))
 _BLOCK, _RESAMPLES = 10, 2000  # steps that follow each other are alike, so ten of them are drawn together
 _OF_INTERVAL = (
     "the interval knows how steps vary within each run; of what changed between the two, such as other work on the "

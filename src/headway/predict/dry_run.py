@@ -26,12 +26,12 @@ from headway.packing.lengths import LengthTable
 from headway.packing.measure import report_on
 from headway.packing.mesh import MeshShape
 from headway.predict.fitting import Way, saved_with_adapters, ways_to_fit
+from headway.predict.frozen_forward import frozen_forward
 from headway.predict.held import Sharing, State
 from headway.predict.memory import MemoryPlan, plan_memory
 from headway.predict.moments import BFLOAT16, FLOAT32
 from headway.predict.planned_lengths import fullest_pack, lengths_of, most_patches, one_picture, policies_of
 from headway.predict.recompute import least_within
-from headway.predict.reference import is_each_step, reference_model
 
 SCHEMA_VERSION = 1
 USABLE = 0.9
@@ -55,7 +55,7 @@ class Packs:
         mean_patches: of a pack on average [patches].
         flops: of a mean step, all devices together, by component.
         epoch_tokens: of all samples once, those that are left out not among them.
-        reference: FLOPs of the forward that a mean step's preferences are compared with, likewise; None without one.
+        reference: FLOPs of the forward of a model that does not learn, likewise; None without one.
     """
 
     lengths: str
@@ -93,7 +93,7 @@ class DryRun:
         params: numbers of parameters.
         memory: of each device.
         packs: None without lengths to plan over.
-        refers: when the reference of preferences is computed.
+        refers: when that forward is computed.
         ways: settings that make it fit, where it does not, or all of them together, if they are not enough.
         notes: what a size recomputes, and what the numbers leave open.
     """
@@ -191,7 +191,10 @@ def dry_run(
     planned, ways = memory_and_ways(config, learning, saved, devices, device, (tokens, patches), padded)
     if left_out:
         notes.append(f"activations of {', '.join(left_out[:3])} are not explained, and missing")
-    refers: Literal["each step", "once"] = "each step" if is_each_step(config) else "once"
+    second = frozen_forward(config, learning)
+    refers: Literal["each step", "once"] = "each step" if second is not None and second.each_step else "once"
+    if config.objective is not None:
+        notes.append(f"what {config.objective.path} computes beside the model is not planned: a plan does not run it")
     return DryRun(cost_model.name, shape, device, learning.params, planned, packs, ways, tuple(notes), refers)
 
 
@@ -431,8 +434,8 @@ def plan_packs(
     work = Workload(segments_N, images=grids, splits=splits_N, packs=len(full_steps) * ranks * accumulation)
     recompute = with_head(recompute) if config.weighs_losses else recompute
     count = cost_model.count(work, recompute=recompute).split(len(full_steps))[0]
-    refers = reference_model(config, cost_model)
-    reference = None if refers is None else refers.count(work).split(len(full_steps))[0]
+    second = frozen_forward(config, cost_model)
+    reference = None if second is None else second.cost_model.count(work).split(len(full_steps))[0]
     num_packs = sum(len(step.packs) for step in full_steps)
     # of the largest packs, tokens and patches need not be of the same one
     most = [

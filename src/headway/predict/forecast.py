@@ -13,10 +13,10 @@ from headway.predict.collectives import Links
 from headway.predict.communication import Exchanges
 from headway.predict.dry_run import Packs, Precision, precision_of, recompute_of, sharing_of, state_of
 from headway.predict.exchanges import exchanges_of
+from headway.predict.frozen_forward import frozen_forward
 from headway.predict.held import State
 from headway.predict.kernel_bytes import HEADWAY, Kernels
 from headway.predict.planned_lengths import one_picture
-from headway.predict.reference import is_each_step, reference_config, reference_model
 from headway.predict.slices import trained_of_process
 from headway.predict.speeds import Speeds
 from headway.predict.step_time import StepForecast, StepTimes, StepWork
@@ -112,13 +112,14 @@ class Forecaster:
         return step if packs.reference is None else self._with_reference(step, config, packs)
 
     def _with_reference(self, step: StepForecast, config: TrainConfig, packs: Packs) -> StepForecast:
-        """Add the forward that preferences are compared with: to the step, or as what comes before the first one."""
-        each_step, model = is_each_step(config), reference_model(config, self._cost_model)
-        assert model is not None
+        """Add the forward of a model that does not learn: to the step, or as what comes before the first one."""
+        second = frozen_forward(config, self._cost_model)
+        assert second is not None
         assert packs.reference is not None
+        each_step = second.each_step
         if each_step not in self._references:
             self._references[each_step] = Forecaster(
-                model,
+                second.cost_model,
                 self._saved,
                 self._speeds,
                 self._devices,
@@ -127,7 +128,7 @@ class Forecaster:
                 kernels=self._kernels,
             )
         packs = replace(packs, flops=packs.reference, reference=None)
-        forward = self._references[each_step].predict(reference_config(config), packs)
+        forward = self._references[each_step].predict(second.config, packs)
         if not each_step:
             return replace(step, reference=forward.seconds)
         lines = {line.key: line for line in step.lines}

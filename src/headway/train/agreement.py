@@ -116,6 +116,7 @@ def settings_facts(config: TrainConfig, *, resume: bool | None, device: str) -> 
         "the kind of device": device,
         **software,
         "the digest of Headway's own code": code_digest(),
+        "the digest of the objective's file": "" if config.objective is None else config.objective.digest,
         **{name: os.environ.get(name, "not set") for name in _VARIABLES},
     }
 

@@ -160,7 +160,7 @@ class _Steps:
         path = folder / METRICS
         self.digests, self.packs = array("Q"), array("Q")
         self.fields: list[tuple[Any, ...]] = []  # those of CHAINED
-        self.compares = False  # whether samples are preferences, of several segments each
+        self.compares = False  # whether the objective makes several segments of a sample
         self._chains: dict[int, list[str]] = {}  # digests of the chains that begin after a step
         for record in _lines(path):
             if record.get("kind") != "step":
@@ -177,7 +177,7 @@ class _Steps:
             self.digests.append(_digest(record["samples_digest"]))
             self.packs.append(record["packs"])
             self.fields.append(tuple(record.get(name) for name in CHAINED))
-            self.compares = self.compares or "preference" in record
+            self.compares = self.compares or "objective" in record
         self.sums = [0, *accumulate(self.digests, lambda total, digest: (total + digest) % 2**64)]
 
     def __len__(self) -> int:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
@@ -19,12 +19,14 @@ from headway.data.collate import Collator
 from headway.data.encode import Encoder
 from headway.data.encoders import collator_of
 from headway.data.feed import FILES, Feed, IndexedFeed, PackMaker, Share, StreamFeed, Streaming
+from headway.data.feed.make import RowRule
 from headway.data.index import LengthIndex, build_index
 from headway.data.media.sizes import MediaSizes
+from headway.data.samples import SampleError
 from headway.data.sources import Source, open_source
 from headway.data.sources.identity import changes_since, refusal
 from headway.data.sources.opening import own_names
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import CheckpointError, ConfigError, DataError
 from headway.log.working import measuring_rows
 from headway.models.parallel.ranks import Ranks
 from headway.models.vision import vision_geometry
@@ -32,8 +34,10 @@ from headway.packing.budget import Budget
 from headway.packing.items import Items, Policies
 from headway.packing.order import Order, Stage, StageSource
 from headway.packing.plan import Plan
+from headway.plugins import objective_of
 from headway.train.agreement import agree, agreed_files, files_facts
 
+_LOOKED_AT = 20  # rows of a source, to find some that can be used
 QUARANTINE = "bad_samples.jsonl"
 
 
@@ -85,17 +89,11 @@ def open_feed(
     bad = bad_samples(config)
     collator = make_collator(data, encoder, model, ranks, tuple(source.name for source in sources))
     dropout = config.model.drawing.dropout(config.run.seed)
-    preference = config.preference
-    maker = PackMaker(
-        sources,
-        encoder,
-        collator,
-        bad.skips,
-        dropout,
-        compares=preference is not None,
-        grades=preference is not None and preference.row.unpaired,
-        mismatches=preference is not None and preference.loss == "kto",
-    )
+    objective = objective_of(config.objective_name)
+    rule_of = None if objective is None else objective.hook("rows")
+    rule = RowRule() if rule_of is None else rule_of(config.objective_section)
+    _check_kinds(sources, rule)
+    maker = PackMaker(sources, encoder, collator, bad.skips, dropout, rule)
     accumulation = config.optim.accumulation
     share = Share(ranks.data_rank, ranks.num_data_ranks, accumulation, data.workers, data.prefetch_bytes, pin_memory)
     # Packs as samples come, without an index of lengths.
@@ -130,6 +128,30 @@ def open_feed(
     feed = IndexedFeed(plan, maker, share, bad, planned=planned, files=files)
     agree(ranks, lambda: files_facts(feed.files))  # lengths of rows tell files apart that are too large to be hashed
     return feed
+
+
+def _check_kinds(sources: Sequence[Source], rule: RowRule) -> None:
+    """Make sure that the first rows of each source are not all of a kind that the objective does not learn from.
+
+    Raises:
+        ConfigError: they are.
+    """
+    for source in sources:
+        reason: DataError | None = None
+        for number in range(min(_LOOKED_AT, len(source))):
+            try:
+                sample = source[number]
+            except SampleError:
+                continue  # told when it is used
+            try:
+                rule.check(sample)
+            except DataError as error:
+                reason = reason or error
+            else:
+                break
+        else:
+            if reason is not None:
+                raise ConfigError(f"The first rows of {source.name} cannot be learnt from: {reason}") from reason
 
 
 def make_collator(

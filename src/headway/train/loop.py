@@ -4,10 +4,10 @@
 update, record; now and then evaluate and save. `run.py` sets it up. T is the slots of a pack, L those of them that
 this process computes, S the sources.
 
-The loss of a step is the sum of the cross-entropies of all its supervised tokens, over accumulation and ranks, divided
-by their number; so neither the packing nor the number of ranks changes it. That of preferences is a mean over the pairs
-of answers of the step, whose slopes weigh the cross-entropies of their tokens (`headway.models.preferences`). The head
-runs on every token of a pack, supervised or not, because that is what the ledger counts: what is billed is what runs.
+The run's objective gives the loss of each pack (`objective.py`). That of a step is their sum over accumulation and
+ranks, divided by what all of them have: of cross-entropy the supervised tokens, so that neither the packing nor the
+number of ranks changes it. The head runs on every token of a pack, supervised or not, because that is what the ledger
+counts: what is billed is what runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +27,7 @@ from headway.meter.goodput_report import Bucket
 from headway.meter.window import SCHEMA_VERSION
 from headway.models.parallel import clipping_factor, gradient_norm, reduce_gradients
 from headway.optim import learning_rate, set_learning_rate, take_step
-from headway.train.mismatches import divergence
+from headway.train.objective import LoopStep
 from headway.train.prepare import Run
 from headway.train.progress import Progress, evaluation_line
 from headway.train.record import MetricsLog
@@ -152,8 +152,8 @@ class Loop:
     def _next_step(self, packs: Iterator[list[Batch]]) -> tuple[list[Batch], StepShare]:
         """Fetch the packs of the next step, and learn what all ranks' hold.
 
-        All supervised tokens normalise the loss. With the same message ranks tell each other which steps their devices
-        have passed, and what may end the run.
+        What divides the loss is counted over all ranks. With the same message ranks tell each other which steps their
+        devices have passed, and what may end the run.
         """
         run, phase = self._run, self._phase
         phase.at("data wait", step=self._step)
@@ -166,7 +166,9 @@ class Loop:
         batches = batches or [run.feed.padding() for _ in range(self._config.optim.accumulation)]
         phase.at("exchange of what each rank computes")
         with run.meter.exchanging():
-            batches, shared, finished = exchange_step(batches, run.feed, run.ranks, flags, run.meter.finished())
+            batches, shared, finished = exchange_step(
+                batches, run.feed, run.ranks, flags, run.objective.counts, run.meter.finished()
+            )
         phase.at("logging")
         self._out.recorder.write(run.meter.merge(finished))
         run.saver.finished(wait=shared.flags.save_failed)
@@ -178,47 +180,20 @@ class Loop:
 
     def _compute(self, batches: Sequence[Batch], shared: StepShare) -> tuple[list[Batch], StepSums]:
         """Run a step's packs forward and backward; returns them as they ran, and the sums of their losses."""
-        config, run, phase = self._config, self._run, self._phase
-        sums = StepSums(len(run.feed.names), run.loss_terms, run.device)
-        shift = config.model.drawing.timestep_shift
-        noised = [batch.noised(config.run.seed, self._step, shift).dealt(run.sequence_group) for batch in batches]
-        if run.pairs is not None:
-            noised = [run.pairs.ready(batch) for batch in noised]
-        kl: torch.Tensor | float = 0.0
-        if run.pairs is not None and run.pairs.mismatches is not None:
-            # KTO learns with how far the policy is from the reference, over all packs of the step.
-            phase.at("forward")
-            sums_2 = run.pairs.mismatches.sums(noised, shared.kinds, run.feed, run.ranks, run.meter)
-            kl = divergence(sums_2)
-            if run.ranks.is_first:
-                sums.add_mismatches(sums_2)
-        per, per_drawn = max(1, shared.num_supervised), max(1, shared.workload.drawn)
-        for number, batch in enumerate(on_device(noised, run.device), start=1):
+        run, phase = self._run, self._phase
+        sums = StepSums(len(run.feed.names), run.objective.terms, run.device)
+        step = LoopStep(self._step, shared, sums, run.meter)
+        phase.at("forward")
+        ready = run.objective.begin(batches, step)
+        for number, batch in enumerate(on_device(ready, run.device), start=1):
             phase.at("forward", batch=batch)
-            reduce_gradients(run.model, now=number == len(noised) or config.parallel.reduce == "pack")
-            local = batch.local_slots(run.sequence_group)
-            labels_L = batch.labels_1T[0, local]
-            weights = None
-            if run.pairs is not None:
-                weights = run.pairs.weights(batch, shared, run.sequence_group, run.meter, kl)
-            with run.precision.autocast():
-                pack = run.trained.model_with_loss(
-                    batch.model_inputs(),
-                    labels_L,
-                    per=per if run.pairs is None else 1,  # factors on the slots of answers hold the pairs of the step
-                    per_drawn=per_drawn,
-                    weigh=weights,
-                )
+            reduce_gradients(run.model, now=number == len(ready) or self._config.parallel.reduce == "pack")
+            pack = run.objective.pack_loss(batch, step)
             phase.at("backward", batch=batch)
             torch.autograd.backward(pack.total)
-            if run.pairs is None:
-                sums.add(pack, batch.source_of_slots()[local])
-            elif weights is not None and run.ranks.bills:  # those who share a pack all know its pairs
-                assert weights.numbers is not None
-                assert batch.answers is not None
-                sums.add_pairs(weights.numbers, batch.answers.sources_P)
+            sums.add(pack)
             run.meter.count(batch.workload.with_counts(supervised=sum(batch.supervised)))
-        return noised, sums
+        return ready, sums
 
     def _update(self, sums: StepSums, lr: float, shared: StepShare, batches: list[Batch]) -> None:
         """Take the optimizer's step on clipped gradients; its numbers are recorded once the device has passed it."""

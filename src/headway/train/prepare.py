@@ -30,7 +30,7 @@ from headway.checkpoint import (
     training_tensors,
 )
 from headway.checkpoint.export import Exports
-from headway.checkpoint.folder import BEST, JUDGES_AVERAGE
+from headway.checkpoint.folder import BEST, JUDGES_AVERAGE, OBJECTIVE
 from headway.checkpoint.spelling import keep_spelling
 from headway.config import ParallelConfig, TrainConfig
 from headway.config.advice import warnings
@@ -39,6 +39,7 @@ from headway.count.recompute import with_head
 from headway.data import Encoder
 from headway.data.chat import stop_ids_of
 from headway.data.chat_settings import ChatSettings
+from headway.data.encoders import prepare_encoder
 from headway.data.feed import FILES, Feed
 from headway.data.processor_settings import ProcessorSettings
 from headway.data.sources.opening import samples_of
@@ -55,10 +56,9 @@ from headway.models.lora import write_adapter_config
 from headway.models.new_rows import embedding_rows
 from headway.models.parallel import Mesh, build_mesh, model_name
 from headway.models.parallel.ranks import Ranks, join_ranks
+from headway.models.parallel.shard import reshard
 from headway.models.precision import Precision, choose_device, choose_precision
-from headway.models.preferences import SCORED
 from headway.models.router import RouterLoad
-from headway.models.unpaired import UNPAIRED
 from headway.models.vision import vision_geometry
 from headway.optim import Optimizer, WeightAverage, make_optimizer
 from headway.packing.mesh import MeshShape
@@ -68,12 +68,9 @@ from headway.train.agreement import agree, agreed_files, model_facts, settings_f
 from headway.train.best import BestEvaluation, Measure
 from headway.train.build import Trained, build_trained
 from headway.train.data import budget_of, make_collator, open_dataset, open_feed
-from headway.train.preference import PairTraining, pair_training
+from headway.train.objective import Objective, RunParts, make_objective
 from headway.train.record import describe_software
-from headway.train.reference import Scoring
 from headway.train.run_folder import RunFolder, from_weights_of
-from headway.train.shared_prompts import share_prompts
-from headway.train.step_numbers import PAIR_TERMS, SCORE_TERMS, UNPAIRED_TERMS
 from headway.train.watch import LoopPhase
 
 
@@ -112,7 +109,7 @@ class Run:
     eval_set: EvalSet | None
     best: BestEvaluation
     generation_eval: GenerationEval | None
-    pairs: PairTraining | None
+    objective: Objective
     resumes: bool
     damaged: tuple[str, ...]
     checkpoint: Checkpoint | None
@@ -127,14 +124,6 @@ class Run:
     def weights_to_judge(self) -> AbstractContextManager[None]:
         """While the model is evaluated: its averaged weights, if there are any and `optim.ema.evaluate` asks for it."""
         return nullcontext() if self.ema is None or not self.ema.is_judged else self.ema.in_place()
-
-    @property
-    def loss_terms(self) -> tuple[str, ...]:
-        """Names of the losses beside that of tokens; see `headway.train.step_numbers`."""
-        if self.pairs is not None:
-            by_loss = {**dict.fromkeys(SCORED, SCORE_TERMS), **dict.fromkeys(UNPAIRED, UNPAIRED_TERMS)}
-            return by_loss.get(self.pairs.preferring.loss, PAIR_TERMS)
-        return ("flow",) if getattr(self.model, "draws", False) else ()
 
     @property
     def sequence_group(self) -> ProcessGroup | None:
@@ -186,13 +175,7 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     phase.at("opening the run folder")
     resumes = folder.open_together(config, ranks, resume=resume)
     phase.at("checking the newest checkpoint")
-    root, checkpoint, damaged = config.run.folder / CHECKPOINTS, None, tuple[str, ...]()
-    if resumes and resume is None:  # a job that restarts by itself goes on from what is there
-        checkpoint, damaged = newest_sound(root, ranks)
-    elif resumes:
-        checkpoint = find_checkpoint(root, ranks)
-    if checkpoint is not None and config.optim.steps is not None and checkpoint.step >= config.optim.steps:
-        raise _nothing_left(config, checkpoint)
+    checkpoint, damaged = _checkpoint(config, ranks, resumes=resumes, resume=resume)
     position = checkpoint.position() if checkpoint is not None else {}
 
     phase.at("comparing the model folders of the ranks")
@@ -209,18 +192,21 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
 
     phase.at("reading and measuring the data", watched=False)  # a first index takes as long as the data are large
     feed = open_feed(config, encoder, model, cost_model, ranks, pin_memory=device.type == "cuda", position=position)
-    eval_set, generation_eval = _held_out(config, encoder, model, ranks, mesh)
-    phase.at("computing the reference's log-probabilities", watched=False)  # as long as the data are large
-    pairs = pair_training(
-        config,
-        trained,
-        feed,
-        encoder,
-        eval_set,
-        Scoring(trained.model_with_loss, device, precision.autocast, _sequence_group(mesh)),
-        ranks,
+    phase.at("preparing the objective", watched=False)  # which may run a model on all of the data
+    parts = RunParts(
+        config=config,
+        trained=trained,
+        feed=feed,
+        encoder=encoder,
+        ranks=ranks,
+        device=device,
+        precision=precision,
+        group=_sequence_group(mesh),
         resumes=checkpoint is not None,
     )
+    objective = make_objective(parts)
+    eval_set, generation_eval = _held_out(parts, objective)
+    reshard(model)  # the loop takes the model's parameters, which are to be slices
 
     phase.at("restoring the checkpoint")
     if checkpoint is not None:
@@ -255,15 +241,15 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
         base=config.model.path,
         optimizer=optimizer,
         ema=ema,
-        meter=_meter(config, trained, optimizer, device, precision, ranks, pairs, checkpoint),
+        meter=_meter(parts, optimizer, objective, checkpoint),
         feed=feed,
         steps=steps,
-        notes=(*notes, *apart, *(pairs.notes if pairs is not None else ())),
+        notes=(*notes, *apart, *objective.notes),
         router_load=RouterLoad(model, device),
         eval_set=eval_set,
         best=_best_so_far(config, position),
         generation_eval=generation_eval,
-        pairs=pairs,
+        objective=objective,
         resumes=resumes,
         damaged=damaged,
         checkpoint=checkpoint,
@@ -273,6 +259,25 @@ def prepare(config: TrainConfig, *, resume: bool | None, phase: LoopPhase, folde
     if ranks.is_first:
         write_json(config.run.folder / RUN, _facts(run) | {"recipe": config.recipe.to_dict()})
     return run
+
+
+def _checkpoint(
+    config: TrainConfig, ranks: Ranks, *, resumes: bool, resume: bool | None
+) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """The checkpoint that a run goes on from, and what is wrong with newer ones; None of a run that begins."""
+    root, checkpoint, damaged = config.run.folder / CHECKPOINTS, None, tuple[str, ...]()
+    if resumes and resume is None:  # a job that restarts by itself goes on from what is there
+        checkpoint, damaged = newest_sound(root, ranks)
+    elif resumes:
+        checkpoint = find_checkpoint(root, ranks)
+    if checkpoint is not None and config.optim.steps is not None and checkpoint.step >= config.optim.steps:
+        raise _nothing_left(config, checkpoint)
+    if checkpoint and config.objective and checkpoint.position().get(OBJECTIVE, "") != config.objective.digest:
+        raise ConfigError(
+            f"the run began with another {config.objective.path}: a resumed run repeats exactly what an uninterrupted "
+            "one would have done. Put the file back as it was, or start another run."
+        )
+    return checkpoint, damaged
 
 
 def _joined(config: TrainConfig, device: torch.device, phase: LoopPhase, *, resume: bool | None) -> Ranks:
@@ -286,17 +291,9 @@ def _joined(config: TrainConfig, device: torch.device, phase: LoopPhase, *, resu
     return ranks
 
 
-def _meter(
-    config: TrainConfig,
-    trained: Trained,
-    optimizer: Optimizer,
-    device: torch.device,
-    precision: Precision,
-    ranks: Ranks,
-    pairs: PairTraining | None,
-    checkpoint: Checkpoint | None,
-) -> RunMeter:
-    peak = peak_for(device, precision.peak_dtype)
+def _meter(parts: RunParts, optimizer: Optimizer, objective: Objective, checkpoint: Checkpoint | None) -> RunMeter:
+    config, trained, device, ranks = parts.config, parts.trained, parts.device, parts.ranks
+    peak = peak_for(device, parts.precision.peak_dtype)
     if not config.model.flops:  # a share of the peak would be 0
         peak = replace(peak, flops_per_s=math.nan, source="model.flops is false")
     return RunMeter(
@@ -310,7 +307,7 @@ def _meter(
             packing_length=config.data.tokens_per_pack,
             batch_share=BatchShare(ranks.sequence, is_first=ranks.bills),
             steps_before=checkpoint.step if checkpoint is not None else 0,
-            others=pairs.ledgers if pairs is not None else (),
+            others=tuple(objective.ledgers),
         )
     )
 
@@ -328,24 +325,25 @@ def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _held_out(
-    config: TrainConfig, encoder: Encoder, model: PreTrainedModel, ranks: Ranks, mesh: Mesh | None
-) -> tuple[EvalSet | None, GenerationEval | None]:
+def _held_out(parts: RunParts, objective: Objective) -> tuple[EvalSet | None, GenerationEval | None]:
     """The held-out samples whose loss is measured, and those of them that are answered; None where not asked for."""
+    config, encoder, ranks = parts.config, parts.encoder, parts.ranks
     if config.data.eval is None or not config.eval.evaluates:
         return None, None
     source = open_dataset(config.data.eval)
     if ranks.size > 1:
         agreed_files([source], config.data.verify, ranks)
     samples = list(samples_of(source))[: config.eval.max_samples]
-    budget, group = budget_of(config.data), _sequence_group(mesh)
-    eval_set = EvalSet(samples, encoder, budget, ranks, vision_geometry(model), group)
+    budget, model = budget_of(config.data), parts.trained.model
+    judge = objective.judge()
+    eval_set = EvalSet(samples, encoder, budget, ranks, vision_geometry(model), parts.group, judge)
+    judge.prepare(eval_set.packs)
     if config.eval.generate is None:
         return eval_set, None
     collator = make_collator(config.data, encoder, model, ranks)
     answered, longest = config.eval.generate, config.eval.max_new_tokens
     return eval_set, GenerationEval(
-        samples, encoder, budget, collator, ranks, group, count=answered, max_new_tokens=longest
+        samples, encoder, budget, collator, ranks, parts.group, count=answered, max_new_tokens=longest
     )
 
 
@@ -433,6 +431,8 @@ def save(run: Run, place: Place, history: Mapping[str, Any], *, goes_on: bool = 
         CheckpointError: the checkpoint before could not be written, or this one.
     """
     position = {**run.feed.merged(run.ranks.gather(place.feed)), **history}
+    if run.objective.digest:
+        position[OBJECTIVE] = run.objective.digest
     if run.eval_set is not None:
         position[BEST] = run.best.to_dict()
     if run.ema is not None:
@@ -466,7 +466,7 @@ def _with_encoder(
 ) -> tuple[Encoder, Trained, tuple[str, ...]]:
     """The encoder of a run, the model with ledgers of what it encodes, and a line on prompts for the start."""
     encoder = _encoder(config, trained.model, checkpoint)
-    apart = share_prompts(config.preference, trained.model, trained.cost_model, encoder)
+    apart = prepare_encoder(config, trained.model, trained.cost_model, encoder)
     return encoder, trained.under_splits() if encoder.shares_prompts else trained, apart
 
 

@@ -15,9 +15,10 @@ from headway.meter import Window
 from headway.models.compiling import Compilations
 from headway.models.router import RouterSummary
 from headway.train.check import chained
+from headway.train.objective import Objective
 from headway.train.record import MetricsLog
 from headway.train.share import DIGESTS, StepShare
-from headway.train.step_numbers import TERMS, DeviceNumbers, StepNumbers
+from headway.train.step_numbers import DeviceNumbers, StepNumbers
 
 
 class LaunchedStep(NamedTuple):
@@ -56,7 +57,7 @@ class StepRecorder:
         log: the run's metrics.jsonl.
         show: called with each record.
         sources: names of the sources; where there are several, each has its loss and tokens recorded.
-        sft: factor on the cross-entropy of the best answers, which is a part of the loss of preferences.
+        objective: says what records have of the losses.
         may_skip: updates in a row that may have been left out because their numbers were not finite [steps].
         bad_samples: file for the samples of a step whose numbers are not finite, when they end the run.
         before: what the run has behind it, as `behind` gave it at the checkpoint that it goes on from.
@@ -73,14 +74,14 @@ class StepRecorder:
         may_skip: int,
         bad_samples: Path,
         before: Mapping[str, Any],
-        sft: float = 0.0,
+        objective: Objective,
         resumes: int = 0,
         boundary: ErrorBoundary | None = None,
     ) -> None:
         self._boundary = boundary or ErrorBoundary()
         self._log = log
         self._show = show
-        self._sources, self._sft = sources, sft
+        self._sources, self._objective = sources, objective
         self._may_skip, self._bad_samples = may_skip, bad_samples
         self._skipped = int(before.get(SKIPPED, 0))
         self._digest = int(before.get(DIGEST, "0"), 16)
@@ -124,7 +125,7 @@ class StepRecorder:
         self._skipped = 0 if numbers.is_finite else self._skipped + 1
         self._digest = (self._digest + pending.share.digest) % DIGESTS
         if self._skipped > self._may_skip:
-            loss = sum(numbers.losses) / max(1, sum(pending.share.counted))
+            loss = sum(numbers.losses) / pending.share.divisor
             raise NotFiniteError(self._not_finite(pending, loss, numbers.grad_norm))
         with self._boundary.guard("Records of steps"):
             record = self._record(window, pending, numbers)
@@ -135,19 +136,11 @@ class StepRecorder:
     def _record(self, window: Window, pending: LaunchedStep, numbers: StepNumbers) -> dict[str, Any]:
         """Put a step's record together, from its window and the numbers that the device has given."""
         is_finite, share = numbers.is_finite, pending.share
-        # Each further loss is a mean over what its driver counts.
-        counts = {name: getattr(share.workload, TERMS[name]) for name in numbers.terms if name in TERMS}
-        targets = sum(share.counted)
-        pairs = _of_pairs(numbers.terms, share) if is_finite and any(share.pairs) else None
+        # JSON has no numbers for what is not finite.
+        losses = self._objective.record(numbers, share) if is_finite else {"loss": None}
         record = {
             **window.to_dict(),
-            # JSON has no numbers for what is not finite, and nothing to learn from has no loss
-            "loss": self._loss(numbers, share, pairs) if is_finite and targets else None,
-            **{
-                f"{name}_loss": numbers.terms[name] / count if is_finite and count else None
-                for name, count in counts.items()
-            },
-            **({} if pairs is None else {"preference": pairs}),
+            **losses,
             "lr": pending.lr,
             **({} if pending.epochs is None else {"epoch": pending.epochs}),
             "grad_norm": numbers.grad_norm if is_finite else None,
@@ -166,11 +159,6 @@ class StepRecorder:
         if numbers.router is not None:
             record["router"] = numbers.router._asdict()
         return record
-
-    def _loss(self, numbers: StepNumbers, share: StepShare, pairs: Mapping[str, float] | None) -> float:
-        """The loss that the step has differentiated, images aside."""
-        mean = sum(numbers.losses) / sum(share.counted)
-        return mean + self._sft * pairs["nll"] if pairs is not None and self._sft else mean
 
     def _not_finite(self, pending: LaunchedStep, loss: float, grad_norm: float) -> str:
         """Text of the error that ends the run; the samples that this rank had in the step go to a file."""
@@ -191,37 +179,13 @@ class StepRecorder:
 
     def _by_source(self, losses: Sequence[float], share: StepShare) -> dict[str, dict[str, float | None]]:
         """Mean loss, tokens and targets of each source, and the fraction of its tokens that was cut or left out."""
-        counts = share.tokens, share.supervised, share.counted, share.lost
+        counts = share.tokens, share.supervised, share.units, share.lost
         return {
             name: {
-                "loss": loss / counted if counted and math.isfinite(loss) else None,
+                "loss": loss / units if units and math.isfinite(loss) else None,
                 "tokens": tokens,
                 "supervised": supervised,
                 "waste": lost / (tokens + lost) if tokens + lost else 0.0,
             }
-            for name, loss, tokens, supervised, counted, lost in zip(self._sources, losses, *counts, strict=True)
+            for name, loss, tokens, supervised, units, lost in zip(self._sources, losses, *counts, strict=True)
         }
-
-
-def _of_pairs(sums: Mapping[str, float], share: StepShare) -> dict[str, Any]:
-    """Means over the pairs of a step, as its record has them."""
-    pairs = sum(share.pairs)
-    if "desirable" in sums:
-        return _of_answers(sums, pairs)
-    names = ("reward_chosen", "reward_rejected", "log_p_chosen", "log_p_rejected")
-    means = {name: sums[name] / pairs for name in names if name in sums}
-    margin = means["reward_chosen"] - means["reward_rejected"]
-    nll = {"nll": sums["nll"] / max(1, share.best_tokens)} if "nll" in sums else {}
-    return {"pairs": pairs, "accuracy": sums["right"] / pairs, "margin": margin, **means, **nll}
-
-
-def _of_answers(sums: Mapping[str, float], rows: int) -> dict[str, float | None]:
-    """Likewise where each answer counts by itself: means over those that are wished for, and over the others."""
-    desirable = round(sums["desirable"])
-    means = {
-        f"{name}_{kind}": sums[f"{name}_{side}"] / count if count else None
-        for kind, side, count in (("desirable", "chosen", desirable), ("undesirable", "rejected", rows - desirable))
-        for name in ("reward", "log_p")
-    }
-    kl = max(0.0, sums["kl"] / max(1.0, sums["mismatched"]))
-    return {"rows": rows, "desirable": desirable, **means, "kl": kl, "mismatched": round(sums["mismatched"])}

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
-import torch
 import transformers
 
 from headway.checkpoint.export import find_checkpoint_in
@@ -227,7 +226,7 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[Outputs]:
             run.feed.names,
             may_skip=MOST_SKIPPED if optim.on_nonfinite == "skip" else 0,
             bad_samples=settings.folder / f"not-finite-rank-{ranks.rank}.json",
-            sft=0.0 if run.pairs is None else run.pairs.preferring.sft,
+            objective=run.objective,
             before=run.checkpoint.position() if run.checkpoint else {},
             resumes=metrics.resumes,
             boundary=boundary,
@@ -236,14 +235,12 @@ def _outputs(config: TrainConfig, run: Run, start_ns: int) -> Iterator[Outputs]:
 
 
 def _shown(run: Run, progress: Progress) -> Callable[[dict[str, Any]], None]:
-    """Show a step's record, and what the first one says of policy and reference."""
+    """Show a step's record, and what the objective says of the first one."""
 
     def show(record: dict[str, Any]) -> None:
         progress.step(record)
-        if record["step"] == 1 and run.pairs is not None:
-            fault = run.pairs.fault_of_first(record, exact=run.precision.compute == torch.float32)
-            if fault:
-                progress.note(f"warning: {fault}")
+        if record["step"] == 1 and (fault := run.objective.first_fault(record)):
+            progress.note(f"warning: {fault}")
 
     return show
 

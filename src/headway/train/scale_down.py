@@ -19,7 +19,8 @@ from headway.models.load import named_config
 from headway.models.parallel.ranks import join_ranks
 from headway.models.precision import choose_device
 from headway.packing.lengths import MIXES
-from headway.synthetic.small_data import into_pairs, vocabulary_texts, write_small_data
+from headway.plugins import objective_of
+from headway.synthetic.small_data import vocabulary_texts, write_small_data
 from headway.synthetic.small_model import EXPERTS, write_small_model
 from headway.train.run_folder import refuse_existing_run
 
@@ -128,7 +129,8 @@ def write_small(small: Small) -> None:
         # A small model with a tokenizer of its own, and as many samples as a few steps need.
         texts = vocabulary_texts()
         write_small_model(small.folder / "model", small.source, texts, max_pixels=_IMAGE_TOKENS * area)
-        mix = MIXES[small.mix]
+        mix, objective = MIXES[small.mix], objective_of(small.config.objective_name)
+        make_rows = None if objective is None else objective.hook("small_rows")
         tokens, _, _ = mix.draw(np.random.default_rng(0), 1000)
         packs = ranks.size // small.config.parallel.sequence * small.config.optim.accumulation * _PACKS
         wanted = math.ceil(packs * data.tokens_per_pack / max(1.0, float(tokens.mean()) * small.scale))
@@ -137,14 +139,14 @@ def write_small(small: Small) -> None:
             mix,
             scale=small.scale,
             num_samples=min(_MAX_SAMPLES, wanted),
-            longest=data.tokens_per_pack // (1 if small.config.preference is None else 2),  # of two answers
+            longest=data.tokens_per_pack // (1 if make_rows is None else 2),  # rows of the objective have two answers
             patch_size=patch_size,
             merge_size=merge_size,
             draws=getattr(small.source, "draws", False),
             seed=small.config.run.seed,
         )
-        if small.config.preference is not None:
-            into_pairs(small.folder / "data" / "samples.jsonl")
+        if make_rows is not None:
+            make_rows(small.folder / "data" / "samples.jsonl")
     ranks.wait()
 
 

@@ -1,6 +1,6 @@
 """Exchange between ranks at the start of a step: the workload, samples and flags of each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -39,6 +39,24 @@ class Flags(NamedTuple):
         )
 
 
+class Counts(NamedTuple):
+    """Whole numbers by which losses are divided, of one pack or of many.
+
+    Attributes:
+        units: what the mean loss of each source is over, such as targets or pairs of answers, shape (S,).
+        others: what further parts of the loss are means over; as many as the objective has.
+    """
+
+    units: tuple[int, ...]
+    others: tuple[int, ...] = ()
+
+    @classmethod
+    def total(cls, parts: Iterable["Counts"]) -> "Counts":
+        """The sum of several; at least one."""
+        units, others = zip(*parts, strict=True)
+        return cls(*(tuple(map(sum, zip(*numbers, strict=True))) for numbers in (units, others)))
+
+
 class StepShare(NamedTuple):
     """One rank's part of a step, or all of them together.
 
@@ -46,9 +64,8 @@ class StepShare(NamedTuple):
         workload: what is computed.
         tokens: of each source [tokens], shape (S,).
         supervised: targets of each source [tokens], shape (S,).
-        pairs: pairs of answers of each source that are compared, shape (S,).
         lost: tokens of each source that were cut off or left out [tokens], shape (S,).
-        best_tokens: targets of the best answers among them [tokens].
+        counts: by which losses are divided.
         digest: of the samples' origins, `digest_of`.
         kinds: of each pack the kinds of media for which a vision tower runs.
         flags: what may end the run.
@@ -57,47 +74,42 @@ class StepShare(NamedTuple):
     workload: Workload
     tokens: tuple[int, ...]
     supervised: tuple[int, ...]
-    pairs: tuple[int, ...]
     lost: tuple[int, ...]
-    best_tokens: int
+    counts: Counts
     digest: int
     kinds: tuple[Kinds, ...]
     flags: Flags
 
     @property
-    def num_supervised(self) -> int:
-        """Targets of all sources [tokens]."""
-        return sum(self.supervised)
+    def units(self) -> tuple[int, ...]:
+        """What the mean loss of each source is over, shape (S,)."""
+        return self.counts.units
 
     @property
-    def counted(self) -> tuple[int, ...]:
-        """Of each source, what its loss is a mean over: targets, or pairs where answers are compared."""
-        return self.pairs if any(self.pairs) else self.supervised
+    def divisor(self) -> int:
+        """What the summed losses of the step are divided by, in the gradient and in the log; at least 1."""
+        return max(1, sum(self.units))
 
     @property
     def learns(self) -> bool:
         """Whether there is anything to learn from: a step whose samples were all left out has only padding."""
-        return bool(self.num_supervised or self.workload.drawn)
+        return any(self.units) or any(self.counts.others)
 
     @classmethod
-    def of(cls, batches: Sequence[Batch], feed: Feed, flags: Flags) -> "StepShare":
+    def of(cls, batches: Sequence[Batch], feed: Feed, flags: Flags, counts: Callable[[Batch], Counts]) -> "StepShare":
         """One rank's part: the packs that its feed handed out last."""
-        names = feed.names
-        tokens, supervised, pairs = (dict.fromkeys(names, 0) for _ in range(3))
+        tokens, supervised = (dict.fromkeys(feed.names, 0) for _ in range(2))
         for batch in batches:
             for origin, length, targets in zip(batch.origins, batch.sample_tokens, batch.supervised, strict=True):
                 tokens[origin.source] += length
                 supervised[origin.source] += targets
-            for number in batch.answers.sources_P.tolist() if batch.answers is not None else ():
-                pairs[names[number]] += 1
         workload = Workload.total(batch.workload for batch in batches)
         return cls(
             workload,
             tuple(tokens.values()),
             tuple(supervised.values()),
-            tuple(pairs.values()),
             feed.lost_tokens,
-            sum(batch.answers.best_tokens for batch in batches if batch.answers is not None),
+            Counts.total(map(counts, batches)),
             digest_of(batches),
             tuple(map(vision_kinds, batches)),
             flags,
@@ -106,15 +118,14 @@ class StepShare(NamedTuple):
     @classmethod
     def total(cls, shares: Sequence["StepShare"]) -> "StepShare":
         """All ranks' parts together."""
-        columns = zip(*((share.tokens, share.supervised, share.pairs, share.lost) for share in shares), strict=True)
-        tokens, supervised, pairs, lost = (tuple(map(sum, zip(*column, strict=True))) for column in columns)
+        columns = zip(*((share.tokens, share.supervised, share.lost) for share in shares), strict=True)
+        tokens, supervised, lost = (tuple(map(sum, zip(*column, strict=True))) for column in columns)
         return cls(
             Workload.total(share.workload for share in shares),
             tokens,
             supervised,
-            pairs,
             lost,
-            sum(share.best_tokens for share in shares),
+            Counts.total(share.counts for share in shares),
             sum(share.digest for share in shares) % DIGESTS,
             tuple(frozenset[str]().union(*packs) for packs in zip(*(share.kinds for share in shares), strict=True)),
             Flags.total([share.flags for share in shares]),
@@ -136,7 +147,12 @@ def digest_of(batches: Sequence[Batch]) -> int:
 
 
 def exchange_step(
-    batches: list[Batch], feed: Feed, ranks: Ranks, flags: Flags, finished: list[Any]
+    batches: list[Batch],
+    feed: Feed,
+    ranks: Ranks,
+    flags: Flags,
+    counts: Callable[[Batch], Counts],
+    finished: list[Any],
 ) -> tuple[list[Batch], StepShare, list[list[Any]]]:
     """Exchange the workloads of a step, and the steps that each rank's device has finished.
 
@@ -147,12 +163,13 @@ def exchange_step(
         feed: what handed them out.
         ranks: all of them.
         flags: what may end the run, as this process sees it.
+        counts: of the objective, by which the losses of a pack are divided.
         finished: sums of the steps that this rank's device has passed, as `Meter.finished` gives them.
 
     Returns:
         The packs to compute, what all ranks compute together, and the finished steps of each rank.
     """
-    heard = ranks.gather_all((StepShare.of(batches, feed, flags), finished))
+    heard = ranks.gather_all((StepShare.of(batches, feed, flags, counts), finished))
     everyone, done = [share for share, _ in heard], [steps for _, steps in heard]
     flags = Flags.total([share.flags for share in everyone])  # a signal may reach any process
     shares = everyone[:: ranks.sequence]
@@ -160,4 +177,4 @@ def exchange_step(
     if all(share.kinds == total.kinds for share in shares):
         return batches, total, done
     batches = [feed.with_blanks(batch, wanted) for batch, wanted in zip(batches, total.kinds, strict=True)]
-    return batches, StepShare.total(ranks.gather(StepShare.of(batches, feed, flags))), done
+    return batches, StepShare.total(ranks.gather(StepShare.of(batches, feed, flags, counts))), done

@@ -1,42 +1,42 @@
 """Numbers of a step that the device computes: summed over the ranks in one message, read by name once they arrive.
 
-Tensor letters: S sources, M further loss terms, K numbers of a step, L slots that this process computes.
+Tensor letters: S sources, M further sums, K numbers of a step, N losses of a pack.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from headway.meter.clock import HostCopy
-from headway.models.head import PackLoss
-from headway.models.preferences import PairNumbers
 from headway.models.router import RouterSummary
 
-TERMS = {"flow": "drawn"}
-"""Losses beside that of tokens, and the driver of the workload that counts what each is a mean over."""
 
+class PackSums(NamedTuple):
+    """What the forward of a pack gave.
 
-PAIR_TERMS = ("nll", "reward_chosen", "reward_rejected", "right", "log_p_chosen", "log_p_rejected")
-"""Sums over the pairs of preferences: cross-entropy of the best answers [nats], rewards (beta times the log of policy /
-reference), pairs whose better answer has the larger reward, and log-probabilities of the answers [nats]."""
+    Attributes:
+        total: its part of the step's loss, a scalar to differentiate, once.
+        loss_N: each loss that is logged, without gradient; None where another process logs them.
+        source_N: number of the source that each is of.
+        terms: further sums by name.
+    """
 
-SCORE_TERMS = PAIR_TERMS[1:4]
-"""Those of a reward model, whose rewards are its scores."""
-
-UNPAIRED_TERMS = ("reward_chosen", "reward_rejected", "log_p_chosen", "log_p_rejected", "desirable", "kl", "mismatched")
-"""Sums over answers that are wished for (chosen) and not (rejected): rewards, log-probabilities [nats], and how many
-are wished for; log-ratios of answers behind other prompts [nats], and how many these are."""
+    total: torch.Tensor
+    loss_N: torch.Tensor | None = None
+    source_N: torch.Tensor | None = None
+    terms: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class StepNumbers(NamedTuple):
     """Numbers of one step over all ranks, on the host.
 
     Attributes:
-        losses: summed cross-entropies of each source [nats], or losses of its pairs.
-        terms: summed errors of further losses, by their names in `TERMS`; sums over pairs, by `PAIR_TERMS`.
+        losses: summed losses of each source, such as cross-entropies [nats].
+        terms: further sums, by the names of the objective's `terms`.
         recompiles: guards of compiled code that failed.
         grad_norm: norm of the gradient before it was clipped.
         router: how evenly experts were used; None without experts.
@@ -59,12 +59,12 @@ class DeviceNumbers:
     """The same numbers on the device, where they may not have been computed yet.
 
     Attributes:
-        loss_S: summed cross-entropies of each source.
-        term_M: summed errors of further losses.
+        loss_S: summed losses of each source.
+        term_M: further sums.
         recompiles_1: guards that failed.
         grad_norm_1: norm of the gradient.
         router_3: numbers of a `RouterSummary`; shape (0,) without experts.
-        terms: names of the further losses.
+        terms: names of the further sums.
     """
 
     loss_S: torch.Tensor
@@ -98,8 +98,7 @@ class StepSums:
 
     Args:
         num_sources: of the data.
-        terms: names of the further losses that the model has, of `TERMS`; or `PAIR_TERMS`, `SCORE_TERMS` or
-            `UNPAIRED_TERMS`.
+        terms: names of the further sums that the objective has.
         device: of the model.
     """
 
@@ -108,31 +107,17 @@ class StepSums:
         self._loss_S = torch.zeros(num_sources, device=device)
         self._term_M = torch.zeros(len(terms), device=device)
 
-    def add(self, pack: PackLoss, source_L: torch.Tensor) -> None:
-        """Add a pack's losses; `source_L` is the number of the source that each slot is of."""
-        self._loss_S.index_add_(0, source_L, pack.loss_T)
-        if pack.drawn_K is not None:
-            self._term_M += pack.drawn_K.sum()
+    def add(self, pack: PackSums) -> None:
+        """Add a pack's losses and further sums."""
+        if pack.loss_N is not None and pack.source_N is not None:
+            self._loss_S.index_add_(0, pack.source_N, pack.loss_N.to(self._loss_S.dtype))
+        if pack.terms:
+            self.add_terms(pack.terms)
 
-    def add_pairs(self, numbers: PairNumbers, source_P: torch.Tensor) -> None:
-        """Add the numbers of a pack's pairs, on one of the processes that compute it together.
-
-        Args:
-            numbers: of the pairs.
-            source_P: number of the source that each is of.
-        """
-        self._loss_S.index_add_(0, source_P, numbers.loss_P.to(self._loss_S.dtype))
-        rewards_2P = numbers.rewards_2P
-        right = (rewards_2P[0] > rewards_2P[1]).sum().to(numbers.nll)
-        sums = (numbers.nll, *rewards_2P.sum(1), right, *numbers.log_p_2P.sum(1))
-        by_name = dict(zip(PAIR_TERMS, sums, strict=True))
-        if numbers.desirable is not None:
-            by_name |= {"desirable": numbers.desirable.to(right), "kl": 0.0 * right, "mismatched": 0.0 * right}
-        self._term_M += torch.stack([by_name[name] for name in self._terms]).to(self._term_M.dtype)
-
-    def add_mismatches(self, sums_2: torch.Tensor) -> None:
-        """Add the log-ratios of all ranks' answers behind other prompts and their number, on one of the processes."""
-        self._term_M[self._terms.index("kl") :] += sums_2.to(self._term_M.dtype)
+    def add_terms(self, sums: Mapping[str, torch.Tensor]) -> None:
+        """Add to further sums by their names; those that are not named stay as they are."""
+        zero = self._term_M.new_zeros(())
+        self._term_M += torch.stack([sums.get(name, zero).to(self._term_M.dtype) for name in self._terms])
 
     def over_ranks(
         self,

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from headway.answer.evaluate import judge
+from headway.answer.evaluate import exact_match
 from headway.data import read_samples
 from headway.data.blank_media import with_blanks
 from headway.data.encoders import collator_of
@@ -117,10 +117,10 @@ def every_answer_is_judged_once_and_whole(folder):
         labels_T[slots_S[1]] = (labels_T[slots_S[1]] + 1) % 5
         batch = replace(batch, labels_1T=labels_T[None])
         head = model_with_loss(model, chunk=8)
-        expected = judge(head, batch, nullcontext, None)
+        expected = exact_match(head, batch, nullcontext, None)
         assert expected[:2].tolist() == [9, 8]
         share_packs(model, group)
-        found = judge(head, batch.dealt(group), nullcontext, group)
+        found = exact_match(head, batch.dealt(group), nullcontext, group)
     dist.all_reduce(found)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=0)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from headway.answer.evaluate import judge
+from headway.answer.evaluate import exact_match
 from headway.data import EncodedSample
 from headway.data.collate import Collator
 from headway.data.media.tensors import MediaTensors
@@ -165,10 +165,10 @@ def every_answer_is_judged_once_and_whole():
     batch = replace(batch, labels_1T=labels_T[None])
     with torch.no_grad():
         head = model_with_loss(model, chunk=8)
-        expected = judge(head, batch, nullcontext, None)
+        expected = exact_match(head, batch, nullcontext, None)
         assert expected[:2].tolist() == [4, 3]
         share_packs(model, group)
-        found = judge(head, batch, nullcontext, group)
+        found = exact_match(head, batch, nullcontext, group)
     dist.all_reduce(found)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=0)
 

@@ -110,7 +110,7 @@ class IndexedFeed(Feed):
                 size = estimated_bytes(int(sizes.tokens[members].sum()), int(sizes.patches[members].sum()))
                 yield Job(self._pieces(ids[members]), size)
 
-        yield from self._made(jobs(), replace(self._maker, mismatches=False))
+        yield from self._made(jobs(), replace(self._maker, rule=self._maker.rule.without_companions()))
 
     def planned(self, steps: int) -> Iterator[Batch]:
         """Make this rank's packs of the first steps of the plan, beside those that are handed out.

@@ -1,7 +1,7 @@
 """Making a pack in a worker process: read its rows, encode and cut them, collate."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -11,9 +11,8 @@ from headway.data.conditions import sample_without
 from headway.data.encode import Encoder
 from headway.data.encoded import EncodedSample
 from headway.data.pack_times import charged_to, take_charges
-from headway.data.samples import Origin, Preference, Sample, SampleError, supervised, unusable
+from headway.data.samples import Origin, Sample, SampleError, supervised
 from headway.data.sources import Source
-from headway.data.unpaired import graded, grades_of, mismatched
 from headway.errors import DataError
 from headway.packing.parts import Dropout
 
@@ -84,6 +83,45 @@ class FinishedPack(NamedTuple):
     making_s: dict[str, float] | None = None
 
 
+class RowRule:
+    """Rows that an objective learns from, and what it needs beside their tokens; here those that are all right.
+
+    An objective with another rule gives a subclass, which is pickled for the workers.
+    """
+
+    def check(self, sample: Sample) -> None:
+        """Refuse a row that cannot be learnt from.
+
+        Raises:
+            DataError: with the reason.
+        """
+        supervised(sample)
+
+    def marked(self, encoded: EncodedSample, sample: Sample) -> EncodedSample:  # noqa: ARG002 - for subclasses
+        """An encoded row, or a part of it, with marks that the objective reads."""
+        return encoded
+
+    def others(
+        self,
+        encoded: EncodedSample,  # noqa: ARG002 - for subclasses
+        sample: Sample,  # noqa: ARG002 - for subclasses
+        encoder: Encoder,  # noqa: ARG002 - for subclasses
+    ) -> list[EncodedSample]:
+        """What a row gives to a second pack, if there is one."""
+        return []
+
+    def companions(
+        self,
+        others: Sequence[Sequence[EncodedSample]],  # noqa: ARG002 - for subclasses
+    ) -> list[EncodedSample] | None:
+        """The samples of a second pack, `Batch.companion`, from what `others` gave of each row; None for no pack."""
+        return None
+
+    def without_companions(self) -> "RowRule":
+        """The same rule without a second pack."""
+        return self
+
+
 @dataclass(frozen=True)
 class PackMaker:
     """Loads, encodes, cuts and collates the samples of a pack.
@@ -94,10 +132,7 @@ class PackMaker:
         collator: lays them end to end.
         skips: whether a sample that cannot be used is left out and named, instead of ending the run.
         dropout: of conditions of what is drawn; None where all samples are whole.
-        compares: whether samples must be preferences; otherwise these, and answers that were graded as bad ones, are
-            refused.
-        grades: whether each answer is learnt by whether it is wished for: of samples that say so, or preferences.
-        mismatches: whether a pack's answers are also made behind other prompts of it.
+        rule: which samples the run's objective learns from, and what it needs beside their tokens.
     """
 
     sources: tuple[Source, ...]
@@ -105,9 +140,7 @@ class PackMaker:
     collator: Collator
     skips: bool
     dropout: Dropout | None = None
-    compares: bool = False
-    grades: bool = False
-    mismatches: bool = False
+    rule: RowRule = field(default_factory=RowRule)
 
     def __call__(self, pieces: Sequence[Piece]) -> FinishedPack:
         """Make a pack; one of which nothing is left is a pack of padding.
@@ -124,20 +157,16 @@ class PackMaker:
             DataError: as when called.
         """
         encoded, whole_tokens, used, skipped = [], [], [], []
-        rows: list[list[EncodedSample]] = []
+        others: list[list[EncodedSample]] = []
         for piece, read_sample in pieces:
             try:
                 with charged_to("read"):
                     sample = read_sample()
                 try:
-                    self._check_kind(sample)
+                    self.rule.check(sample)
                     full_sample = sample_without(self.encoder.encode(sample), self.dropout, piece.epoch)
-                    part = part_of(full_sample, piece.start, piece.stop)
-                    if self.grades:
-                        part = graded(part, grades_of(sample))
-                    if self.mismatches:
-                        chats = sample.chats if isinstance(sample, Preference) else ()
-                        rows.append([self.encoder.encode(chat) for chat in chats] or [part])
+                    part = self.rule.marked(part_of(full_sample, piece.start, piece.stop), sample)
+                    others.append(self.rule.others(part, sample, self.encoder))
                 except DataError as error:
                     raise sample_error(error, sample.origin) from error
             except SampleError as error:
@@ -149,19 +178,9 @@ class PackMaker:
             whole_tokens.append(full_sample.tokens)
             used.append(piece)
         batch = self.collator(encoded)
-        if self.mismatches:
-            batch = replace(batch, mismatched=self.collator(mismatched(rows)))
+        if (samples := self.rule.companions(others)) is not None:
+            batch = replace(batch, companion=self.collator(samples))
         return FinishedPack(batch, tuple(used), tuple(whole_tokens), tuple(skipped), making_s=take_charges())
-
-    def _check_kind(self, sample: Sample) -> None:
-        if self.grades:
-            grades_of(sample)
-        elif not self.compares:
-            supervised(sample)
-        elif not isinstance(sample, Preference):
-            raise unusable(
-                sample, "the row is no preference, and the run trains on preferences. Delete it, or train on it apart."
-            )
 
     def _load(self, piece: Piece) -> Sample:
         source = self.sources[piece.source]

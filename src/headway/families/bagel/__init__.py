@@ -19,5 +19,6 @@ FAMILY = Family(
         "drawer": "drawer:BagelDrawer",
         "read_checkpoint": "checkpoint:read_checkpoint",
         "small_model": "small_model:write_drawer",
+        "objective": "objective:Drawing",
     },
 )

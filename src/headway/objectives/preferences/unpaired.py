@@ -6,7 +6,7 @@ Tensor letters: P answers, each of which counts by itself.
 import torch
 
 UNPAIRED = ("kto", "apo_zero_unpaired")
-"""Names of these losses; `headway.config.preference.PAIR_LOSSES` has their papers and settings."""
+"""Names of these losses; `headway.objectives.preferences.settings.PAIR_LOSSES` has their papers and settings."""
 
 
 def unpaired_loss(

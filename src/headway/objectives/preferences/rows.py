@@ -1,4 +1,4 @@
-"""Rows with one answer that is wished for or not, as KTO learns from, and their answers behind the prompts of others.
+"""Rows that preferences are learnt from: answers to compare, or each wished for or not, and behind others' prompts.
 
 The answers of a pack behind other prompts of the pack are as many tokens as the pack itself, so they fit where it does.
 
@@ -6,13 +6,68 @@ Tensor letters as in `encode`.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
+from headway.data.encode import Encoder
 from headway.data.encoded import EncodedSample
+from headway.data.feed.make import RowRule
 from headway.data.samples import Chat, Preference, Sample, unusable
 from headway.models.losses import IGNORED
+from headway.objectives.preferences.settings import PreferenceConfig
+
+
+@dataclass(frozen=True)
+class PairRows(RowRule):
+    """Rows with answers of which some are better than others."""
+
+    def check(self, sample: Sample) -> None:
+        """Refuse a row without; see `RowRule.check`."""
+        if not isinstance(sample, Preference):
+            raise unusable(
+                sample,
+                "the row is no preference, and the run trains on preferences. Delete it, or train on it apart.",
+            )
+
+
+@dataclass(frozen=True)
+class GradedRows(RowRule):
+    """Rows with answers each of which is wished for or not.
+
+    Attributes:
+        mismatches: whether a pack's answers are also laid out behind other prompts of it, as KTO needs them.
+    """
+
+    mismatches: bool
+
+    def check(self, sample: Sample) -> None:
+        """Refuse a row that does not say; see `RowRule.check`."""
+        grades_of(sample)
+
+    def marked(self, encoded: EncodedSample, sample: Sample) -> EncodedSample:
+        """The row with its answers, each wished for or not."""
+        return replace(encoded, answers=encoded.answers or (encoded.tokens,), desirable=grades_of(sample))
+
+    def others(self, encoded: EncodedSample, sample: Sample, encoder: Encoder) -> list[EncodedSample]:
+        """Each answer behind the prompt, as a sample of its own."""
+        if not self.mismatches:
+            return []
+        chats = sample.chats if isinstance(sample, Preference) else ()
+        return [encoder.encode(chat) for chat in chats] or [encoded]
+
+    def without_companions(self) -> RowRule:
+        """The same rows, without answers behind other prompts."""
+        return GradedRows(mismatches=False)
+
+    def companions(self, others: Sequence[Sequence[EncodedSample]]) -> list[EncodedSample] | None:
+        """The answers behind other prompts of the pack."""
+        return mismatched(others) if self.mismatches else None
+
+
+def rule_of(settings: PreferenceConfig) -> RowRule:
+    """The rows that a run's loss learns from."""
+    return GradedRows(settings.loss == "kto") if settings.row.unpaired else PairRows()
 
 
 def grades_of(sample: Sample) -> tuple[bool, ...]:
@@ -30,11 +85,6 @@ def grades_of(sample: Sample) -> tuple[bool, ...]:
             "or are not. Give it as label, true or false, or as chosen and rejected answers.",
         )
     return (sample.desirable,)
-
-
-def graded(encoded: EncodedSample, grades: tuple[bool, ...]) -> EncodedSample:
-    """An encoded row with its answers, each of which is wished for or not."""
-    return replace(encoded, answers=encoded.answers or (encoded.tokens,), desirable=grades)
 
 
 def mismatched(rows: Sequence[Sequence[EncodedSample]]) -> list[EncodedSample]:

@@ -1,11 +1,10 @@
-"""KTO's estimate of how far the policy is from the reference, over the answers of a step behind other prompts.
+"""How far the policy is from its reference, as KTO estimates it for each step: on answers behind other prompts.
 
-Each pack has a second one of the same length: its prompts, each with the answer of the row before it
-(`headway.data.unpaired`). Before a step learns, the policy runs on these forward alone; a reference with adapters off
-runs on them too. A stored one has run on all packs of the plan before the first step, and the run folder holds a sum
-for each.
+Each pack has a second one of the same length: its prompts, each with the answer of the row before it (`rows.py`).
+Before a step learns, the policy runs on these forward alone; a reference with adapters off runs on them too. A stored
+one has run on all packs of the plan before the first step, and the run folder holds a sum for each.
 
-Tensor letters as in `headway.models.preferences`.
+Tensor letters as in `headway.objectives.preferences.losses`.
 """
 
 import json
@@ -17,18 +16,18 @@ from pathlib import Path
 import torch
 
 from headway.data import Batch
-from headway.data.blank_media import Kinds, vision_kinds
+from headway.data.blank_media import vision_kinds
 from headway.data.feed import Feed, IndexedFeed
 from headway.errors import CheckpointError, DataError
 from headway.log.run_files import write_json
 from headway.log.working import working
-from headway.meter.run_meter import RunMeter
 from headway.models.parallel.ranks import Ranks
+from headway.objectives.preferences.reference import FOLDER, Scoring
 from headway.report import format_count, format_duration
-from headway.train.reference import FOLDER, Scoring
+from headway.train.objective import LoopStep
 
 _FILE = "mismatched.json"
-Refer = Callable[[Batch, RunMeter], torch.Tensor]
+Refer = Callable[[Batch, LoopStep], torch.Tensor]
 """Gives the log-probabilities of a pack's answers under the reference, as a phase of a step [nats], shape (A,)."""
 
 
@@ -48,33 +47,29 @@ class Mismatches:
         self._scoring, self._refer, self._stored = scoring, refer, stored
         self.note = note
 
-    def sums(
-        self, batches: Sequence[Batch], kinds: Sequence[Kinds], feed: Feed, ranks: Ranks, meter: RunMeter
-    ) -> torch.Tensor:
+    def sums(self, batches: Sequence[Batch], step: LoopStep, feed: Feed, ranks: Ranks) -> torch.Tensor:
         """Log-ratios of a step's mismatched answers and their number, summed over all ranks, shape (2,).
 
         Args:
             batches: packs of the step, of this process, on the CPU.
-            kinds: of each, the kinds of media for which the vision towers of all ranks run.
+            step: that they are of; counts the forwards, as the phases `kl` and `reference`.
             feed: what handed them out.
             ranks: the processes.
-            meter: counts the forwards, as the phases `kl` and `reference`.
 
         Raises:
             DataError: the stored reference lacks a pack.
         """
         scoring = self._scoring
         sums_2 = torch.zeros(2, dtype=torch.float64, device=scoring.device)
-        for batch, wanted in zip(batches, kinds, strict=True):
-            other = batch.mismatched
+        for batch, wanted in zip(batches, step.share.kinds, strict=True):
+            other = batch.companion
             assert other is not None
             if other.answers is None and ranks.size == 1:
                 continue
             ready = feed.with_blanks(other, wanted).dealt(scoring.group).to(scoring.device)
-            with meter.phase("kl", forward_only=True):
-                meter.count(other.workload, forward_only=True)
+            with step.forward("kl", other):
                 log_p_A = scoring.log_probabilities(ready)
-            values_A = None if self._refer is None else self._refer(ready, meter)
+            values_A = None if self._refer is None else self._refer(ready, step)
             if other.answers is None or not ranks.bills:  # those who share a pack all know its answers
                 continue
             reference = self._of(batch) if values_A is None else values_A.sum()
@@ -115,7 +110,7 @@ def stored_mismatches(feed: IndexedFeed, scoring: Scoring, ranks: Ranks, steps: 
     model.train(False)
     with working("computing the reference of answers behind other prompts"):
         for batch in feed.planned(steps):
-            other = batch.mismatched
+            other = batch.companion
             assert other is not None
             kinds = frozenset[str]().union(*ranks.gather_all(vision_kinds(other)))
             ready = feed.with_blanks(other, kinds).dealt(scoring.group).to(scoring.device)

@@ -4,22 +4,22 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from headway.config import PreferenceConfig
 from headway.count import CostModel
 from headway.data import Encoder
 from headway.errors import ConfigError
 from headway.models.attention.backend import NAME
 from headway.models.parallel.sequence import mixes_tokens
 from headway.models.rotary import reads_rows
+from headway.objectives.preferences.settings import PreferenceConfig
 
 
 def share_prompts(
-    settings: PreferenceConfig | None, model: PreTrainedModel, cost_model: CostModel, encoder: Encoder
+    settings: PreferenceConfig, model: PreTrainedModel, cost_model: CostModel, encoder: Encoder
 ) -> tuple[str, ...]:
     """Have an encoder put each prompt into packs once, if the run asks for it and its model can.
 
     Args:
-        settings: the section on preferences; None of a run of other samples.
+        settings: the section on preferences.
         model: with or without weights.
         cost_model: of the model.
         encoder: of its samples; changed in place.
@@ -30,7 +30,7 @@ def share_prompts(
     Raises:
         ConfigError: prompts are to be shared, and the model cannot.
     """
-    if settings is None or settings.shared_prompts is False:
+    if settings.shared_prompts is False:
         return ()
     # Its answers stand behind other prompts too, in packs of as many tokens.
     by_itself = f"{settings.loss} takes each answer by itself" if settings.row.unpaired else ""

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from transformers import PreTrainedModel
 
 from headway.cache import write_whole
 from headway.count import CostModel
@@ -36,7 +37,8 @@ from headway.data.sources import Source
 from headway.data.sources.identity import content_mark
 from headway.errors import CheckpointError, DataError
 from headway.log.working import working
-from headway.models.head import ModelWithLoss
+from headway.models.head import ModelWithLoss, model_with_loss
+from headway.models.lora import without_adapters
 from headway.models.parallel.ranks import Ranks
 from headway.report import format_count, format_duration
 from headway.version import code_digest, library_versions
@@ -204,7 +206,7 @@ def reference_key(model: nn.Module, settings: Mapping[str, Any]) -> str:
         model: with weights; adapters, whose outputs are zero at the start, should be out of it.
         settings: configuration of the model, precision, device and limits of a row, as JSON takes them.
     """
-    code = [library_versions(), code_digest("data", "models")]
+    code = [library_versions(), code_digest("data", "models", "objectives")]
     digest = hashlib.blake2b(json.dumps([settings, code], sort_keys=True, default=str).encode(), digest_size=12)
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_weighted_sum(tensor.detach())}\n".encode())
@@ -348,3 +350,12 @@ def _fitting(table: Table, rows: int, answers: int = 0) -> Table:
     table = table if len(table) == rows else np.zeros((rows, 0))
     more = max(answers, 1) - table.shape[1]
     return table if more <= 0 else np.pad(table, ((0, 0), (0, more)), constant_values=np.nan)
+
+
+def plain_losses(losses: ModelWithLoss, model: PreTrainedModel, chunk: int | None) -> ModelWithLoss:
+    """Compute losses of the model without adapters: as ever, unless its head has one."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers leaves it so
+    with without_adapters(model):
+        if model.get_output_embeddings() is head:  # type: ignore[no-untyped-call]  # likewise
+            return losses
+        return model_with_loss(model, chunk=chunk)

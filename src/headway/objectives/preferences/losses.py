@@ -1,6 +1,6 @@
 """Losses of preferences: functions of the log-probabilities of answers, and of what a reference gives them.
 
-`LOSSES` names them; a new one is a function here and a row of `headway.config.preference.PAIR_LOSSES`. What a pack's
+`LOSSES` names them; a new one is a function here and a row of `settings.PAIR_LOSSES`. What a pack's
 slots are weighed by follows from the slope of the loss along each answer's log-probability, so that the output layer
 makes gradients as for any other loss.
 
@@ -9,81 +9,15 @@ computes.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 
-from headway.models.unpaired import UNPAIRED, unpaired_loss
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """The answers of a pack's preferences, and the pairs that are compared: the best of each with each other.
-
-    Attributes:
-        starts_A: first slot of each answer.
-        ends_A: one past its last slot.
-        supervised_A: targets of each answer [tokens].
-        best_B: the best answer of each preference, by its place among the answers.
-        chosen_P: the better answer of each pair, likewise.
-        rejected_P: the worse one.
-        sources_P: number of the pair's source.
-        reference_A: log-probability of each answer under the reference [nats]; None where that is not known, and counts
-            as 0.
-        counts: answers of each preference.
-        best_tokens: targets of the best answers together [tokens].
-        desirable_A: whether each answer is wished for, where each counts by itself; a pair then is an answer and
-            itself.
-    """
-
-    starts_A: torch.Tensor
-    ends_A: torch.Tensor
-    supervised_A: torch.Tensor
-    best_B: torch.Tensor
-    chosen_P: torch.Tensor
-    rejected_P: torch.Tensor
-    sources_P: torch.Tensor
-    reference_A: torch.Tensor | None = None
-    counts: tuple[int, ...] = ()
-    best_tokens: int = 0
-    desirable_A: torch.Tensor | None = None
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs of a better and a worse answer."""
-        return len(self.chosen_P)
-
-    def map_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Answers":
-        """The same with every tensor changed: moved, or pinned."""
-        values: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
-        changed = {name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
-        return replace(self, **{**values, **changed})
-
-    def of_slots(self, slots: int) -> torch.Tensor:
-        """The answer that each slot of the pack is of, and the number of answers where it is of none, shape (T,)."""
-        slot_T = torch.arange(slots, device=self.starts_A.device)
-        answer_T = torch.searchsorted(self.starts_A, slot_T, right=True) - 1
-        inside_T = (answer_T >= 0) & (slot_T < self.ends_A[answer_T.clamp_min(0)])
-        return torch.where(inside_T, answer_T, len(self.starts_A))
-
-    def log_probabilities(self, loss_L: torch.Tensor, of_L: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-        """Sum the log-probabilities of each answer's targets [nats], shape (A,).
-
-        Args:
-            loss_L: cross-entropy of each slot, 0 where it is not supervised [nats].
-            of_L: the answer of each slot, as `of_slots` gives it.
-            group: the processes that compute the pack together.
-        """
-        # In float64, so that the order in which a device adds does not show.
-        sums_A1 = loss_L.new_zeros(len(self.starts_A) + 1, dtype=torch.float64)
-        sums_A1.index_add_(0, of_L, loss_L.double())
-        if group is not None:
-            dist.all_reduce(sums_A1, group=group)
-        return -sums_A1[:-1]
+from headway.data.answers import Answers
+from headway.objectives.preferences.unpaired import UNPAIRED, unpaired_loss
 
 
 class Pairs(NamedTuple):
@@ -231,7 +165,7 @@ LOSSES: Mapping[str, PairFunction] = {
     "simpo": simpo,
     "reward": reward,
 }
-"""Losses of pairs by their names; `headway.config.preference.PAIR_LOSSES` has their papers and settings."""
+"""Losses of pairs by their names; `settings.PAIR_LOSSES` has their papers and settings."""
 
 REWARDED_PER_TOKEN = ("orpo", "simpo")
 """Losses whose rewards are means over an answer's targets; those of all others are sums."""
@@ -366,8 +300,6 @@ class Preferring:
 
     def pairs(self, answers: Answers, log_p_A: torch.Tensor) -> Pairs:
         """Put the answers of a pack into pairs."""
-        reference_A: Any = answers.reference_A
-        if reference_A is None:
-            reference_A = torch.zeros_like(log_p_A)
+        reference_A = torch.zeros_like(log_p_A) if answers.reference_A is None else answers.reference_A
         columns = (log_p_A, reference_A.to(log_p_A.dtype), answers.supervised_A.to(log_p_A.dtype))
         return Pairs(*(column[side] for column in columns for side in (answers.chosen_P, answers.rejected_P)))

@@ -2,16 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headway.config.sections import Fraction, Section, Share, changed
+from headway.config.objective import ObjectiveSection
+from headway.config.sections import Fraction, Share, changed
 
 
 @dataclass(frozen=True)
 class PairLoss:
-    """Facts of a loss of pairs of answers; `headway.models.preferences.LOSSES` has its function.
+    """Facts of a loss of pairs of answers; `losses.LOSSES` has its function.
 
     Attributes:
         source: paper and equation.
@@ -73,7 +74,7 @@ PAIR_LOSSES: Mapping[str, PairLoss] = {
 """Losses of pairs by their names."""
 
 
-class PreferenceConfig(Section):
+class PreferenceConfig(ObjectiveSection):
     """Training on answers of which some are better than others (DPO and its kin)."""
 
     loss: str = Field(
@@ -140,6 +141,57 @@ class PreferenceConfig(Section):
     def compares_with(self) -> Literal["stored", "adapters-off", "none"]:
         """The reference, as the run or the loss says."""
         return self.reference or ("stored" if self.row.refers else "none")
+
+    @property
+    def drops(self) -> bool:
+        """False: answers are compared by what the model says of them without chance."""
+        return False
+
+    @property
+    def compares_forwards(self) -> bool:
+        """True where there is a reference."""
+        return self.compares_with != "none"
+
+    @property
+    def shares_prompts(self) -> bool:
+        """True unless a run switches it off."""
+        return self.shared_prompts is not False
+
+    @property
+    def weighs_slots(self) -> bool:
+        """True of losses of log-probabilities."""
+        return not self.row.scores
+
+    @property
+    def scores(self) -> bool:
+        """True of reward models."""
+        return self.row.scores
+
+    def check(self, config: Any) -> None:
+        """Refuse settings of other sections that cannot go with preferences; see `ObjectiveSection.check`."""
+        data = config.data
+        policies = {part.overlong or data.overlong for stage in data.played for part in stage.parts}
+        if self.row.unpaired and "split" in policies:
+            raise ValueError(
+                f"overlong 'split' would make several rows of an answer, which preference.loss {self.loss!r} takes as "
+                "one: use 'truncate' or 'drop'"
+            )
+        if self.row.scores and "loss_chunk" in changed(config.speed):
+            raise ValueError(
+                f"speed.loss_chunk has no effect with preference.loss {self.loss!r}, whose head has one column: leave "
+                "it out"
+            )
+        if self.compares_with == "adapters-off" and config.model.lora is None:
+            raise ValueError(
+                "preference.reference 'adapters-off' needs adapters to switch off: set model.lora, or use 'stored'"
+            )
+        if config.eval.generate is not None:
+            raise ValueError("eval.generate writes answers to chats, and preference trains on pairs: leave it out")
+        if self.compares_with == "stored" and data.stream is not None:
+            raise ValueError(
+                "preference.reference 'stored' is computed for the rows of an index, and data.stream has none: leave "
+                "data.stream out, or use 'adapters-off' with model.lora"
+            )
 
     @staticmethod
     def _reads(row: PairLoss, setting: str) -> bool:

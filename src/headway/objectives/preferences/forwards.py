@@ -1,0 +1,34 @@
+"""Forward of the reference that preferences are compared with, for plans."""
+
+from dataclasses import replace
+from typing import Any
+
+from headway.config import TrainConfig
+from headway.count import CostModel
+from headway.count.adapters import is_adapter
+from headway.objectives.preferences.settings import PreferenceConfig
+from headway.predict.frozen_forward import FrozenForward
+
+
+def forward_of(config: TrainConfig, cost_model: CostModel) -> FrozenForward | None:
+    """The forward of a run's reference; None of a run that compares with nothing.
+
+    It has no backward, so nothing is computed again in it. Where adapters are off, blocks are not compiled.
+
+    Args:
+        config: the recipe.
+        cost_model: of its model, with what is frozen frozen and adapters in place.
+    """
+    settings = config.objective_section
+    assert isinstance(settings, PreferenceConfig)
+    if settings.compares_with == "none":
+        return None
+    rows, each_step = cost_model.rows, settings.compares_with == "adapters-off"
+    speed: dict[str, Any] = {"recompute": "none"}
+    if each_step:
+        rows = tuple(row for row in rows if not is_adapter(row.module))
+        speed |= {"compile": False}
+    frozen = tuple(replace(parameter, trainable=False) for parameter in cost_model.parameters)
+    settings_alone = config.model_copy(update={"preference": None, "speed": config.speed.model_copy(update=speed)})
+    name = "reference, forward without adapters" if each_step else "reference"
+    return FrozenForward(name, replace(cost_model, rows=rows, parameters=frozen), settings_alone, each_step)
