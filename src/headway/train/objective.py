@@ -262,7 +262,7 @@ def _own_objective(settings: ObjectiveConfig, parts: RunParts) -> Objective:
             if isinstance(value, type) and issubclass(value, Objective) and value.__module__ == module.__name__
         ]
         raise ConfigError(
-            f"objective {settings.path} names no subclass of headway.train.Objective; {path} has "
+            f"objective {settings.path} names no subclass of headway.train.objective.Objective; {path} has "
             f"{', '.join(classes) or 'none'}."
         )
     try:
