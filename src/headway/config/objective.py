@@ -55,7 +55,7 @@ class ObjectiveConfig(Section):
     """Class of a user's own that says what a run learns by."""
 
     path: str = Field(
-        description="The class, as FILE.py:NAME or module:NAME, a subclass of headway.train.objective.Objective; its file is run"
+        description="A subclass of headway.train.objective.Objective, as FILE.py:NAME or module:NAME; its file is run"
     )
     options: dict[str, Any] = Field(default={}, description="Arguments of the class by name")
 
