@@ -1,4 +1,4 @@
-"""What is found by its registration: families of models that transformers does not have, and objectives of training.
+"""Plug-ins, found by their registration: families of models that transformers does not have, and objectives of training.
 
 A family is a package below `headway.families`, or a module that an installed distribution names as an entry point of
 the group `headway.families`. Its `FAMILY` names its model types, and what stands for it at each seam, a hook:
@@ -78,7 +78,7 @@ class Plugin:
 
 @dataclass(frozen=True, kw_only=True)
 class Family(Plugin):
-    """What one family of models brings.
+    """Hooks that one family of models brings.
 
     Attributes:
         model_types: those of its configurations.
@@ -91,7 +91,7 @@ class Family(Plugin):
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectivePlugin(Plugin):
-    """What one objective of training brings.
+    """Hooks that one objective of training brings.
 
     Attributes:
         section: of the configuration, by which a run asks for it.

@@ -160,7 +160,7 @@ class TrainConfig(Section):
 
     @property
     def objective_section(self) -> ObjectiveSection | None:
-        """That section."""
+        """Section that says what is learnt; None as for `objective_name`."""
         return None if self.objective_name is None else getattr(self, self.objective_name)
 
     @property
@@ -176,7 +176,7 @@ class TrainConfig(Section):
 
     @property
     def weighs_losses(self) -> bool:
-        """Whether the output layer runs twice: once for the losses of a pack, once more with what these weigh."""
+        """True if the output layer runs twice: once for the losses of a pack, once more with what these weigh."""
         section = self.objective_section
         return section is not None and section.weighs_slots and self.speed.loss_chunk is not None
 

@@ -118,7 +118,7 @@ class FrozenModel(NamedTuple):
 
 
 class Objective:
-    """What a run learns by; this one by the cross-entropy of its supervised tokens.
+    """Goal that a run learns by; here the cross-entropy of its supervised tokens.
 
     Subclass it to learn by something else, and name the class in the configuration, as `objective: mine.py:Mine`.
 
@@ -178,7 +178,7 @@ class Objective:
         return PackSums(pack.total, pack.loss_T, batch.source_of_slots()[local])
 
     def record(self, numbers: StepNumbers, share: StepShare) -> dict[str, Any]:
-        """What the record of a step has of the objective, as JSON takes it.
+        """Entries of the objective in the record of a step, as JSON takes them.
 
         Args:
             numbers: sums over all ranks; finite.
@@ -190,11 +190,11 @@ class Objective:
         return {"loss": sum(numbers.losses) / share.divisor if any(share.units) else None}
 
     def judge(self) -> Judge:
-        """How held-out samples are judged; by cross-entropy and exact match unless a subclass says otherwise."""
+        """Judge of held-out samples; by cross-entropy and exact match unless a subclass says otherwise."""
         return Judge()
 
     def first_fault(self, record: Mapping[str, Any]) -> str:  # noqa: ARG002 - for subclasses
-        """What the record of the first step shows to be wrong; "" where it shows nothing."""
+        """Fault that the record of the first step shows; "" if it shows none."""
         return ""
 
     def frozen_model(self, path: str) -> FrozenModel:

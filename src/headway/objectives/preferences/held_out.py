@@ -49,7 +49,7 @@ def preferring_of(settings: PreferenceConfig, padding: int | None = None) -> Pre
 
 
 def judging(preferring: Preferring) -> Preferring:
-    """How held-out pairs are judged: by the run's loss, or by that of DPO where answers have no pairs in training."""
+    """Loss by which held-out pairs are judged: the run's, or that of DPO if answers have no pairs in training."""
     return replace(preferring, loss="sigmoid") if preferring.loss in UNPAIRED else preferring
 
 

@@ -175,7 +175,7 @@ SCORED = ("reward",)
 
 
 class PairNumbers(NamedTuple):
-    """What a pack's pairs gave, without gradient.
+    """Numbers of a pack's pairs, without gradient.
 
     Attributes:
         loss_P: loss of each pair.

@@ -1,4 +1,4 @@
-"""How far the policy is from its reference, as KTO estimates it for each step: on answers behind other prompts.
+"""Divergence of the policy from its reference, as KTO estimates it for each step: on answers behind other prompts.
 
 Each pack has a second one of the same length: its prompts, each with the answer of the row before it (`rows.py`).
 Before a step learns, the policy runs on these forward alone; a reference with adapters off runs on them too. A stored

@@ -236,7 +236,7 @@ class Preferences(Objective):
         return with_reference(batch, self._reference.of(batch))
 
     def _values_of_held_out(self, packs: Sequence[Batch]) -> Values:
-        """What the stored reference gives held-out answers, of all processes; computed once, then read."""
+        """Values of the stored reference for held-out answers of all processes; computed once, then read."""
         path, ranks, scoring = self.parts.config.run.folder / FOLDER / "eval.json", self.parts.ranks, self._scoring
         if not self.parts.resumes:
             scoring.model_with_loss.model.train(False)  # as it is evaluated; the loop puts it into training mode
@@ -263,7 +263,7 @@ class Preferences(Objective):
         return reference
 
     def _make_mismatches(self) -> Mismatches:
-        """What estimates the divergence of a run by KTO."""
+        """Estimate of the divergence in a run by KTO."""
         parts = self.parts
         if isinstance(self._reference, AdaptersOff):
             return Mismatches(self._scoring, self._reference.metered)

@@ -1,4 +1,4 @@
-"""Whether the answers of a preference share their prompt in a pack: what a run asks for, and what its model can do."""
+"""Answers of a preference that share their prompt in a pack, if the run asks for it and its model can."""
 
 from typing import Any
 

@@ -56,7 +56,7 @@ _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Scoring(NamedTuple):
-    """What the log-probabilities of a pack's answers are computed with.
+    """Model and surroundings that log-probabilities of a pack's answers are computed with.
 
     Attributes:
         model_with_loss: the model, with its initial weights.
