@@ -1,4 +1,4 @@
-"""Plug-ins, found by their registration: families of models that transformers does not have, and objectives of training.
+"""Plug-ins, found by their registration: families of models that transformers lacks, and objectives of training.
 
 A family is a package below `headway.families`, or a module that an installed distribution names as an entry point of
 the group `headway.families`. Its `FAMILY` names its model types, and what stands for it at each seam, a hook:
