@@ -78,6 +78,13 @@ def test_attention_is_what_an_operator_is_called_and_not_what_is_fused_beside_it
     assert is_attention(name) == attends
 
 
+@pytest.mark.parametrize("kernel", ["vol2col", "vol2im", "im2col", "col2im"])  # aten/src/ATen/native/cuda/*.cuh
+def test_a_picture_that_is_unfolded_for_a_convolution_is_moved(kernel):
+    name = f"void at::native::(anonymous namespace)::{kernel}_kernel<c10::BFloat16>(long, c10::BFloat16 const*, int)"
+    for operator in ("aten::slow_conv_dilated3d", "aten::slow_conv_transpose2d", None):
+        assert work_of_kernel(name, operator) == Work.MEMORY
+
+
 def test_inductors_own_word_comes_before_the_operators_that_its_kernel_fuses():
     for operator in ("mm", "convolution", "_softmax_attention", "all_reduce"):
         for kind in ("poi", "per", "red", "for"):

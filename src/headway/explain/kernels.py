@@ -92,6 +92,7 @@ _ELEMENTWISE_LIBRARIES = re.compile(r"at::native|at_cuda_detail|\bcub::|thrust::
 # Kernels that only call what their first template argument is.
 _WRAPPERS = re.compile(r"(cutlass::\w*|cutlass\w*::|enable_\w+::)?(device_kernel|Kernel2?|kernel)")
 _INDUCTOR = re.compile(r"triton_(poi|per|red|for)_")
+_UNFOLDING = re.compile(r"(vol|im)2(col|im)|col2(vol|im)", re.IGNORECASE)  # of PyTorch's own convolutions, which move
 _ATTENTION = re.compile(r"attention|attn|flash|fmha|sdpa", flags=re.IGNORECASE)
 _FUSED_NAMES = re.compile(r"triton_[a-z]{3}_fused_")  # of Inductor, after all operators that a kernel fuses
 _COMPILED = re.compile(r"Torch-Compiled Region|CompiledFunction|## Call CompiledFxGraph|graph_\d+_\w*fused")
@@ -154,7 +155,7 @@ def is_compiled(name: str) -> bool:
 @cache
 def _by_both(name: str, operator: str) -> Work:
     by_name = _by_kernel(name)
-    if by_name is Work.COMMUNICATION or _INDUCTOR.match(name):
+    if by_name is Work.COMMUNICATION or _INDUCTOR.match(name) or _UNFOLDING.search(_identifier(name)):
         return by_name
     return _by_operator(operator) or by_name
 
