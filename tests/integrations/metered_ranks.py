@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -52,10 +53,12 @@ def fsdp2():
 
 
 def fsdp1():
-    """Parameters lie flat, so that the model is traced before."""
+    """Parameters lie flat, so that the model is traced before; its layers are checkpointed."""
     model = tiny()
-    policy = ModuleWrapPolicy({type(model.model.layers[0])})
-    cost_model = trace(model)
+    layer = type(model.model.layers[0])
+    policy, cost_model = ModuleWrapPolicy({layer}), trace(model)
+    model.config.use_cache = False
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, layer))
     options = {"auto_wrap_policy": policy, "use_orig_params": True, "device_id": torch.device("cpu")}
     model = FullyShardedDataParallel(model, **options)
     with pytest.raises(TraceError, match="Trace the model before wrapping it"):
@@ -97,6 +100,7 @@ def main():
                 "world_size": run.world_size,
                 "rank_flops": run.rank_flops,
                 "total": run.flops.total,
+                "recompute": run.flops.recompute,
                 "components": run.flops.by_component(),
                 "num_steps": run.num_steps,
                 "tokens": run.tokens,

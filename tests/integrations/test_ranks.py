@@ -41,8 +41,9 @@ def shared(tmp_path_factory):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_cost_what_one_costs(measured, way):
-    expected = trace(tiny()).count(Workload(LENGTHS))
+    expected = trace(tiny()).count(Workload(LENGTHS), recompute="full" if way == "fsdp1" else "none")
     run = measured[way]
+    assert run["recompute"] == expected.recompute
     assert (run["world_size"], run["num_steps"], run["num_batches"]) == (2, 1, 4)
     assert run["tokens"] == sum(LENGTHS)
     assert run["total"] == expected.total == sum(run["rank_flops"])

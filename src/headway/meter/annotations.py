@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-# Under these names a wrapper holds a module whose path is the wrapper's own.
-# Source: torch.compile; torch's checkpoint_wrapper; FullyShardedDataParallel (PyTorch 2.11).
-_TRANSPARENT = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _TIMED = "headway: a call that is timed"  # in place of a module's path, which readers would look for in the model
 _COMPILED = "_torchdynamo_orig_callable"  # attribute of every function that torch.compile gives back
 
@@ -218,6 +215,8 @@ def _compiled_around() -> dict[int, Any]:
 
 def _units(model: "nn.Module", outside: dict[int, Any]) -> "Iterator[tuple[str, nn.Module]]":
     """List modules by path, those inside a compiled one left out; a module with several paths has its first."""
+    from headway.tracing.unwrap import WRAPPED
+
     visited: set[int] = set()
     stack = [("", model)]
     while stack:
@@ -229,9 +228,9 @@ def _units(model: "nn.Module", outside: dict[int, Any]) -> "Iterator[tuple[str, 
             yield path, unit
             continue
         children = dict(module.named_children())
-        if not _TRANSPARENT.intersection(children):
+        if not WRAPPED.intersection(children):
             yield path, module
-        below = [(path if name in _TRANSPARENT else f"{path}.{name}".lstrip("."), children[name]) for name in children]
+        below = [(path if name in WRAPPED else f"{path}.{name}".lstrip("."), children[name]) for name in children]
         stack += reversed(below)
 
 

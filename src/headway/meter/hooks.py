@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import UsageError
-from headway.meter.leaves import plain_path
 
 if TYPE_CHECKING:
     import types
@@ -85,6 +84,7 @@ class ModuleHooks:
         """Hook the blocks of a model that leaves some of them out at random."""
         from headway.tracing.build import layer_drops
         from headway.tracing.classify import checkpointable_blocks
+        from headway.tracing.unwrap import plain_path
 
         for path in checkpointable_blocks(model) if layer_drops(model) else ():
             block = model.get_submodule(path)

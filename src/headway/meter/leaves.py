@@ -13,11 +13,6 @@ from headway.meter.clock import sharded_groups
 if TYPE_CHECKING:
     from torch import nn
 
-_WRAPPERS = (
-    "_checkpoint_wrapped_module.",
-    "_fsdp_wrapped_module.",
-    "_orig_mod.",
-)  # within paths of parameters; a trace goes without them
 _MOST = 4096  # most entries remembered about one module
 
 
@@ -52,6 +47,8 @@ class Leaves:
         self._list()
 
     def _list(self) -> None:
+        from headway.tracing.unwrap import plain_path
+
         inner = self._inner()
         parameters = {} if inner is None else {plain_path(name): p for name, p in inner.named_parameters()}
         self.names, self._parameters = tuple(parameters), [*parameters.values()]
@@ -183,13 +180,6 @@ class Leaves:
         if any(parameter.trainable and parameter.name not in places for parameter in cost_model.parameters):
             return None
         return sum(1 << i for i, name in enumerate(names) if name in places and bits >> places[name] & 1)
-
-
-def plain_path(name: str) -> str:
-    """Return a path within a model without the wrappers on its way."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def node_of(tensor: Any) -> Any:

@@ -12,19 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    _CHECKPOINT_WRAPPED_MODULE as _WRAPPED,
-)
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    CheckpointWrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, CheckpointWrapper
 
 from headway.count import drivers
 from headway.count.modalities import media_towers
 from headway.errors import UsageError
 from headway.tracing.fit import DriverFit
 from headway.tracing.operation import Operation
+from headway.tracing.unwrap import plain_path
 
 
 def inside(path: str, roots: Iterable[str]) -> bool:
@@ -360,21 +355,21 @@ def checkpointing_of(model: nn.Module) -> str:
             f"{inner} checkpoints parts of its own, which may hold checkpoints again, as in UNets of diffusers: how "
             "often they run cannot be said."
         )
-    wrappers = {path: module for path, module in model.named_modules() if isinstance(module, CheckpointWrapper)}
-    if (part := next((p for p in wrappers if not {p, f"{p}.{_WRAPPED}"} & paths), None)) is not None:
+    wrappers = {plain_path(path): m for path, m in model.named_modules() if isinstance(m, CheckpointWrapper)}
+    if (part := min(wrappers.keys() - set(map(plain_path, paths)), default=None)) is not None:
         raise UsageError(f"{part or 'the model'} is checkpointed, which is no block: what it runs again is not known.")
     checkpointed = [
         path
         for path, block in blocks.items()
         if getattr(block, "gradient_checkpointing", False)
         or _parent(_parent(path)) in holders
-        or {path, _parent(path)} & wrappers.keys()
+        or plain_path(path) in wrappers
     ]
     modules = (*(blocks[path] for path in checkpointed), *(model.get_submodule(path) for path in holders))
     functions = (getattr(module, "_gradient_checkpointing_func", None) for module in modules)
     is_reentrant = any(getattr(function, "keywords", {}).get("use_reentrant", False) for function in functions)
     is_reentrant |= any(wrapper.checkpoint_impl is CheckpointImpl.REENTRANT for wrapper in wrappers.values())
-    checkpointed = [path.removesuffix(f".{_WRAPPED}") for path in checkpointed]
+    checkpointed = [*map(plain_path, checkpointed)]
     if len(checkpointed) not in (0, len(blocks)) and is_reentrant:
         raise UsageError(
             f"{len(checkpointed)} of {len(blocks)} blocks are checkpointed with use_reentrant=True, and what that runs "

@@ -23,6 +23,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from headway.errors import TraceError
 
 _COMPOSABLE_STATE = "__composable_api_state_key"  # under such keys fully_shard keeps its state in a module's __dict__
+# Names under which a wrapper holds a module whose path is the wrapper's own.
+# Source: torch.compile; torch's checkpoint_wrapper; FullyShardedDataParallel (PyTorch 2.11).
+WRAPPED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -37,6 +40,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if peft is not None and isinstance(model, peft.PeftModel) and not model.active_peft_config.is_prompt_learning:
         return unwrapped(model.get_base_model())
     return model
+
+
+def plain_path(path: str) -> str:
+    """Return a path within a model without the wrappers on its way."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPED)
 
 
 def refuse_flat(model: nn.Module) -> None:
