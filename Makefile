@@ -72,7 +72,7 @@ OLDEST_CORE := \
 		measurement.py owners.py products.py ranks.py records.py stated_work.py text.py trace.py waterfall.py) tests/packing \
 	$(addprefix tests/predict/test_,blocks.py collectives.py communication.py exchanges.py failures.py memory.py moments.py \
 		recompute.py slices.py solve.py speeds.py step_time.py) \
-	$(addprefix tests/cli/test_,app.py config.py devices.py explain.py explain_sources.py flops.py index.py \
+	$(addprefix tests/cli/test_,app.py config.py devices.py explain.py explain_sources.py flops.py index.py refusals.py \
 		mfu.py pack.py parse.py resolve.py train.py verify.py) tests/fake_cuda
 OLDEST_SLOW := tests/train/test_ranks.py::test_two_ranks_have_the_losses_of_one_with_twice_the_accumulation \
 	tests/meter/test_meter.py::test_two_ranks_add_up_to_the_flop

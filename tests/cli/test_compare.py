@@ -99,33 +99,6 @@ def test_an_impossible_mfu_is_printed_and_explained(headway):
     assert result.code == 1
 
 
-BAD = [
-    (["--segments", "8", "--step-time", "1"], "--device is missing"),
-    (["--segments", "8", "--device", "H100"], "--step-time is missing"),
-    (["--segments", "8", "--device", "H100", "--step-time", "-1"], "--step-time -1 is not a time"),
-    (["--segments", "8", "--device", "H100", "--step-time", "0"], "--step-time 0 is not a time"),
-    (["--segments", "8", "--device", "H100", "--step-time", "nan"], "--step-time nan is not a time"),
-    (["--segments", "8", "--device", "H100", "--step-time", "1", "--ranks", "0"], "--ranks 0: at least 1 device"),
-    (["--segments", "8", "--device", "-1e12", "--step-time", "1"], "--device '-1e12' is not a positive number"),
-    (["--segments", "8,16", "--seq-len", "8", "--device", "H100", "--step-time", "1"], "--seq-len 8 contradicts"),
-    (["--device", "H100", "--step-time", "1"], "--segments is missing"),
-    (["runs/b"], "shows one step of one MODEL as every tool would print it, and got runs/b besides"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "quoted"), BAD, ids=[" ".join(arguments) for arguments, _ in BAD])
-def test_a_mistake_is_quoted_and_exits_2(headway, arguments, quoted):
-    result = headway("compare", "qwen3-8b", *arguments)
-    assert (result.code, result.out) == (2, "")
-    assert quoted in " ".join(result.err.split())
-
-
-def test_an_unknown_device_is_refused(headway):
-    result = headway("compare", "qwen3-8b", "--segments", "8", "--device", "H101", "--step-time", "1")
-    assert result.code == 1
-    assert "The peak of 'H101' is not known" in " ".join(result.err.split())
-
-
 def test_compare_needs_no_torch():
     code = (
         "import sys; from headway.cli.app import main\n"

@@ -183,12 +183,6 @@ def test_bad_input_is_one_clear_error(headway, tmp_path, options, table, code, t
     assert "Traceback" not in result.err
 
 
-def test_nothing_to_plan_is_told(headway):
-    result = headway("pack", "--packing-length", 10)
-    assert result.code == 2
-    assert "--lengths" in result.err
-
-
 def test_planning_from_lengths_loads_no_torch(tmp_path):
     table = write(tmp_path, TABLE)
     script = (
