@@ -33,6 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 import transformers
 
+from headway.data.media.media_reader import OPENERS
 from headway.errors import HeadwayError
 from headway.models.compiling import CompileWatch, compile_blocks
 from headway.models.head import ChunkedLoss
@@ -220,7 +221,7 @@ def _reads(pair: FamilyPair) -> str:
     media, processor = pair.encoder.media, pair.encoder.processor
     kinds = ["images"] * (media.images is not None or media.processed is not None)
     kinds += ["video"] * isinstance(getattr(processor, "video_processor", None), VideoProcessor)
-    return ", ".join(kinds + ["sound"] * (media.sounds is not None))
+    return ", ".join(kinds + ["sound"] * (OPENERS["audio"](processor) is not None))
 
 
 def _outcome(tried: Any, pair: FamilyPair) -> str:

@@ -497,6 +497,25 @@ FAMILIES |= {  # their images are read by rules that families above have brought
             image_token_id=3,
         ),
     ),
+    "qianfan_ocr": Family(
+        ("<IMG_CONTEXT>", "<img>", "</img>", "<image>"),
+        "QianfanOCRProcessor",
+        ("got_ocr2", "GotOcr2ImageProcessorPil", _TILED),
+        placeholder="<image>",
+        options={"image_seq_length": 4},
+        named={
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "image_placeholder_token": "<image>",
+        },
+        config=lambda: transformers.QianfanOCRConfig(
+            text_config=dict(TEXT, model_type="qwen3"),
+            vision_config=dict(TOWER, image_size=[SIDE, SIDE], patch_size=[PATCH, PATCH], drop_path_rate=0.0),
+            image_token_id=3,
+            image_seq_length=4,
+        ),
+    ),
     "granite4_vision": Family(
         ("<image>",),
         "Granite4VisionProcessor",

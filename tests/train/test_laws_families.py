@@ -16,7 +16,7 @@ from helpers.folders import CLOSE, COUNTED_OTHERWISE, TOLERANCES, VLM_FOLDERS, F
 QUICK = ("llava", "gemma3")
 LONG = ("aya_vision", "glm4v", "llava_next", "ovis2", "qwen2_vl", "qwen3_vl_moe")  # others keep the same laws likewise
 LONG += ("glm4v_moe", "glm46v", "glm_ocr", "exaone4_5", "paddleocr_vl", "janus", "vipllava")
-LONG += ("cohere2_vision", "granite4_vision", "lighton_ocr")
+LONG += ("cohere2_vision", "granite4_vision", "lighton_ocr", "qianfan_ocr")
 # transformers' PaliGemma makes labels of a tensor by numpy, which numpy 2 warns of
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headway.count.modalities import in_chats
 from headway.data.chat import Span
-from headway.data.media.processor_images import ProcessedImages
+from headway.data.media.processor_images import ProcessedImages, prompt_word
 from headway.errors import DataError, foreign
 from headway.words import Argument
 
@@ -83,8 +83,8 @@ class Tokeniser:
         self.missing_rows = vocabulary_size - self._num_ids
         self._max_characters = max_characters
         self._adds_special = not plain  # a text-only chat template writes them itself
-        words = {kind: None if plain else getattr(processor, f"{kind}_token", None) for kind in KINDS}
-        self.words: dict[str, str] = {kind: str(word) for kind, word in words.items() if word is not None}
+        words = {kind: None if plain else prompt_word(processor, kind) for kind in KINDS}
+        self.words: dict[str, str] = {kind: word for kind, word in words.items() if word is not None}
         self._ids = {kind: self.tokenizer.convert_tokens_to_ids(word) for kind, word in self.words.items()}
         special = self.tokenizer.added_tokens_decoder
         self._special_words = {kind: word for kind, word in self.words.items() if self._ids[kind] in special}

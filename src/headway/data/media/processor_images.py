@@ -81,6 +81,7 @@ class ProcessedImages:
 
     def __init__(self, processor: Any, patch: int | None) -> None:
         self.processor, self.patch = processor, patch
+        self._word = prompt_word(processor, "image") or ""
         self._cache: OrderedDict[tuple[_Size, ...], ImageLengths] = OrderedDict()
         self._texts: dict[str, str] = {}  # many sizes give the same text, which is kept once
         # Noise: joined tensors are compared by values that no two pictures share.
@@ -95,7 +96,7 @@ class ProcessedImages:
             one_text, own_texts = self._run([tried]), self._run([[picture] for picture in tried])
             self.types_name, self.types_answers = self._types(tried[0])
             # A processor that changes words beside the picture (adds prefixes, say) is found by a text of its own.
-            question = f"{processor.image_token}Qx7?"
+            question = f"{self._word}Qx7?"
             self.rewrites_prompts = self._run([tried[:1]], text=[question]).text != (question,)
         except REFUSALS as error:
             raise ConfigError(
@@ -163,7 +164,7 @@ class ProcessedImages:
 
     def prompt(self, text: str) -> str:
         """A prompt with all that the processor adds to it, but for what stands in place of its images."""
-        images = text.count(self.processor.image_token)
+        images = text.count(self._word)
         if not self.rewrites_prompts or not images:
             return text
         (rewritten,) = self._run([[Pillow.new("RGB", SMALLEST_TRIED)] * images], text=[text]).text
@@ -228,7 +229,7 @@ class ProcessedImages:
 
         noting = copy.copy(self.processor)
         noting.get_text_with_replacements = note
-        text = text or [" ".join([noting.image_token] * len(sample)) for sample in samples]
+        text = text or [" ".join([self._word] * len(sample)) for sample in samples]
         out = noting(text=text, images=samples, return_tensors="pt", **options)
         if len(written) != sum(map(len, samples)):
             raise ValueError(f"it writes {len(written)} texts in place of {sum(map(len, samples))} pictures")
@@ -240,7 +241,7 @@ class ProcessedImages:
 
     def _types(self, picture: Pillow.Image) -> tuple[str | None, bool]:
         """Name of the argument that tells image from text, and whether it marks answers instead."""
-        out = self.processor(text=[self.processor.image_token], images=[[picture]], return_tensors="pt")
+        out = self.processor(text=[self._word], images=[[picture]], return_tensors="pt")
         image = torch.isin(out["input_ids"], torch.tensor(self.placeholder_ids))
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in out and torch.equal(out[name].bool(), image):
@@ -249,6 +250,12 @@ class ProcessedImages:
         of_text = list(self.processor.tokenizer.model_input_names)
         answers = list(self.processor.model_input_names).count(name) > of_text.count(name)
         return (name, True) if answers else (None, False)
+
+
+def prompt_word(processor: Any, kind: str) -> str | None:
+    """Word that stands in a prompt for a picture, video or sound: its token, or a word for it (Qianfan-OCR's)."""
+    word = getattr(processor, f"{kind}_placeholder_token", None) or getattr(processor, f"{kind}_token", None)
+    return None if word is None else str(word)
 
 
 def _as_tensor(value: Any) -> torch.Tensor:
