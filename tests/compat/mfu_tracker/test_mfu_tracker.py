@@ -205,7 +205,11 @@ class TwoDevices(nn.Module):
         (lambda: track(-1).__enter__(), UsageError, "flop_count=-1"),
         (lambda: track("6e9").__enter__(), UsageError, "flop_count='6e9'"),
         (lambda: track(1, param_bytes=-2).__enter__(), UsageError, "param_bytes=-2"),
-        (lambda: track(1, num_gpus=0).__enter__(), UsageError, "num_gpus"),
+        (
+            lambda: track(1, num_gpus=0).__enter__(),
+            UsageError,
+            "num_gpus=0 is not possible: give a number of at least 1",
+        ),
         (lambda: track(1, dtype="bf17", device="cpu").__enter__(), UnknownDeviceError, "bf17"),
         (lambda: track(TwoDevices()).__enter__(), UsageError, "several devices, cpu, meta"),
         (lambda: profile_flops(gpt2(), kwargs={"labels": torch.zeros(1, 2)}), WorkloadError, "none of input_ids"),

@@ -180,9 +180,10 @@ def track(
     """
     models = (flop_count,) if isinstance(flop_count, nn.Module) else getattr(flop_count, "models", ())
     stated = {"flop_count": None if models else flop_count, "param_bytes": param_bytes, "num_tokens": num_tokens}
-    for name, amount in {**stated, "hfu_flop_count": hfu_flop_count, "num_gpus": num_gpus or -1}.items():
-        if amount is not None and not (isinstance(amount, int | float) and 0 <= amount < math.inf):
-            raise UsageError(f"{name}={amount!r} is not possible: give a number that is not negative.")
+    for name, amount in {**stated, "hfu_flop_count": hfu_flop_count, "num_gpus": num_gpus}.items():
+        least = 1 if name == "num_gpus" else 0
+        if amount is not None and not (isinstance(amount, int | float) and least <= amount < math.inf):
+            raise UsageError(f"{name}={amount!r} is not possible: give a number of at least {least}.")
     device = torch.device(device or (device_of(models[0]) if models else getattr(spec, "device", None)) or "cpu")
     spec = spec or get_gpu_spec(device)
     weights = [p for model in models for p in model.parameters()]
